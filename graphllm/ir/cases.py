@@ -1,0 +1,52 @@
+"""Case: one named input of an op, with its tolerance. The same cases drive the shared test suite and `graphllm op bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from graphllm.config import Bucket
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs for one call.
+
+    inputs(make): the op's arguments by name; ``make`` draws the tensors. tolerance: largest accepted relative error
+    ||out - ref|| / ||ref|| against the reference in float64, by dtype; `reason` says where that error comes from. exact
+    ops (integer outputs) use 0. size "small" runs everywhere, also under Triton's interpreter; "real" only natively, and
+    is what `op bench` times. bucket: the token counts the call stands for, so that implementations can be chosen.
+    """
+
+    name: str
+    inputs: Callable[[Maker], dict[str, Any]]
+    tolerance: Mapping[str, float]
+    reason: str
+    bucket: Bucket
+    size: Literal["small", "real"] = "small"
+
+
+@dataclass
+class Maker:
+    """Draws the tensors of a case: fresh random values of the case's dtype on the device under test."""
+
+    generator: torch.Generator
+    device: torch.device
+    dtype: torch.dtype
+
+    def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Standard normal values times ``scale``."""
+        drawn = torch.randn(shape, generator=self.generator, device=self.generator.device)
+        return (drawn * scale).to(dtype or self.dtype).to(self.device)
+
+    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Uniform integers in [low, high)."""
+        drawn = torch.randint(low, high, shape, generator=self.generator, device=self.generator.device)
+        return drawn.to(dtype).to(self.device)
+
+    def tensor(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        """The given values."""
+        return torch.tensor(values, dtype=dtype, device=self.device)

@@ -1,0 +1,105 @@
+"""How an implementation calls a hand-written kernel so that both plain execution and the compiler see it.
+
+`CKernel` is a C++ function with a plain C ABI; `launch_triton` starts a Triton kernel. Under a tracer both leave one node
+in the graph, which the packager turns into a direct call: no dispatcher, no Python wrapper at serve time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+C_NAMESPACE = "graphllm_c"
+_library = torch.library.Library(C_NAMESPACE, "FRAGMENT")
+_kernels: dict[str, CKernel] = {}
+
+
+class CKernel:
+    """A C++ kernel with C linkage, called by address.
+
+    schema: torch schema of the arguments after the name, e.g. ``(Tensor x, Tensor(a!) out, SymInt T, float eps) -> ()``;
+    it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
+    SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
+    source: the C++ file; it may include only the standard library, OpenMP and the compiler's intrinsics.
+    """
+
+    def __init__(self, symbol: str, schema: str, source: Path) -> None:
+        self.symbol, self.schema, self.source = symbol, schema, source
+        _library.define(symbol + schema)
+        _library.impl(symbol, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{C_NAMESPACE}::{symbol}", lambda *args: None, lib=_library)
+        self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, C_NAMESPACE), symbol).default
+        self.argument_types = tuple(str(a.type) for a in self.overload._schema.arguments)
+        self._function: Callable[..., None] | None = None
+        _kernels[symbol] = self
+
+    def __call__(self, *args: Any) -> None:
+        self.overload(*args)
+
+    def _run(self, *args: Any) -> None:
+        if self._function is None:
+            self._function = bind_symbol(ctypes.CDLL(str(build_library([self.source]))), self.symbol, self.argument_types)
+        self._function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
+
+
+def c_kernel(symbol: str) -> CKernel:
+    """The declared kernel of that symbol."""
+    return _kernels[symbol]
+
+
+def bind_symbol(library: ctypes.CDLL, symbol: str, argument_types: Sequence[str]) -> Callable[..., None]:
+    """The C function behind ``symbol`` with its ctypes signature set from torch schema types."""
+    function = getattr(library, symbol)
+    function.restype = None
+    function.argtypes = [c_type(t) for t in argument_types]
+    return function
+
+
+def c_type(schema_type: str) -> type:
+    """The ctypes type of a torch schema type under the `CKernel` ABI."""
+    if "Tensor" in schema_type:
+        return ctypes.c_void_p
+    return ctypes.c_double if schema_type == "float" else ctypes.c_int64
+
+
+def compiler_command(sources: Sequence[Path], output: Path) -> list[str]:
+    """The g++ command that makes one shared library of C++ kernels for this machine.
+
+    OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
+    """
+    torch_lib = Path(torch.__file__).parent / "lib"
+    gomp = sorted(torch_lib.glob("libgomp*.so*"))
+    openmp = [f"-L{torch_lib}", f"-l:{gomp[0].name}"] if gomp else ["-lgomp"]
+    flags = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-shared"]
+    return ["g++", *flags, "-fopenmp", "-Wno-psabi", *map(str, sources), "-o", str(output), *openmp]
+
+
+def build_library(sources: Sequence[Path]) -> Path:
+    """Compile kernels for direct calls outside an artifact (tests, `graphllm op bench`); cached by content."""
+    digest = hashlib.sha256(b"".join(s.read_bytes() for s in sources) + torch.__version__.encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"graphllm-kernels-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    library = folder / f"{digest}.so"
+    if not library.exists():
+        partial = library.with_suffix(f".{os.getpid()}.tmp")
+        done = subprocess.run(compiler_command(sources, partial), capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"g++ failed on {', '.join(s.name for s in sources)}:\n{done.stderr[-4000:]}")
+        partial.replace(library)
+    return library
+
+
+def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
+    """Start a Triton kernel so that tracers record it; runs it directly otherwise (also under TRITON_INTERPRET=1)."""
+    if hasattr(kernel, "fn") and type(kernel).__name__ == "InterpretedFunction":
+        kernel[grid](*args, **kwargs)
+    else:
+        torch.library.wrap_triton(kernel)[grid](*args, **kwargs)

@@ -1,0 +1,141 @@
+"""Op and Impl: one reference body is the specification, faster implementations are tested against it.
+
+`op` turns a typed function into a ``graphllm::<name>`` operator of torch's library: the signature is the schema, the body
+the reference semantics, the docstring the documentation. Facts the compiler needs live on the `Op` itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from graphllm.config import Bucket, Target
+
+NAMESPACE = "graphllm"
+_library = torch.library.Library(NAMESPACE, "FRAGMENT")
+_ops: dict[str, Op] = {}
+
+
+class Cost(NamedTuple):
+    """What one call must move and do at least: bytes read and written once each, floating-point operations."""
+
+    bytes: int
+    flops: int
+
+
+class Site(NamedTuple):
+    """One place where an op is called in a graph: what an implementation may look at to say whether it applies.
+
+    args: the op's arguments by parameter name (fake tensors for tensors). bucket: the token counts the piece serves.
+    """
+
+    args: Mapping[str, Any]
+    target: Target
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Impl:
+    """A faster body of an op. ``fn`` has the op's signature; tracing it must yield the kernel calls.
+
+    device: where it runs. supports: whether it computes the op exactly as specified at a `Site`.
+    """
+
+    op: str
+    name: str
+    fn: Callable[..., Any]
+    device: str
+    supports: Callable[[Site], bool]
+
+
+@dataclass
+class Op:
+    """A registered operator. Calling it dispatches ``torch.ops.graphllm.<name>``, so every tracer sees one node."""
+
+    name: str
+    reference: Callable[..., Any]
+    boundary: bool
+    mutates: tuple[str, ...]
+    collective: bool
+    cost: Callable[..., Cost]
+    impls: dict[str, Impl] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        schema = torch.library.infer_schema(self.reference, mutates_args=self.mutates)
+        _library.define(self.name + schema)
+        _library.impl(self.name, self.reference, "CompositeExplicitAutograd")
+        self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        self.signature = inspect.signature(self.reference)
+        self.__doc__ = self.reference.__doc__
+        self.__wrapped__ = self.reference
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.overload(*args, **kwargs)
+
+    def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """Register the shape function: same shapes, dtypes *and strides* as the reference, no data."""
+        torch.library.register_fake(self.overload.name(), fn, lib=_library)
+        return fn
+
+    def impl(
+        self, name: str, *, device: str, supports: Callable[[Site], bool] = lambda site: True
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Register a faster implementation. The first registered one whose ``supports`` holds is chosen by LOWER."""
+
+        def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+            if name in self.impls:
+                raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
+            self.impls[name] = Impl(self.name, name, fn, device, supports)
+            return fn
+
+        return register
+
+    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The call's arguments by parameter name, defaults filled in."""
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+
+def op(
+    *,
+    cost: Callable[..., Cost],
+    boundary: bool = False,
+    mutates: tuple[str, ...] = (),
+    collective: bool = False,
+) -> Callable[[Callable[..., Any]], Op]:
+    """Declare an op; the decorated function's signature is the schema and its body the specification.
+
+    boundary: a graph may be cut here (attention, collectives). mutates: the tensor parameters written in place.
+    cost: bytes and flops from the op's own arguments, for rooflines. Raises ValueError when the name is taken.
+    """
+
+    def register(fn: Callable[..., Any]) -> Op:
+        if fn.__name__ in _ops:
+            raise ValueError(f"an op named {fn.__name__!r} is already registered; op names are global, choose another")
+        made = Op(fn.__name__, fn, boundary, mutates, collective, cost)
+        _ops[fn.__name__] = made
+        return made
+
+    return register
+
+
+def all_ops() -> dict[str, Op]:
+    """The ops registered so far, by name. `graphllm.ir.registry.load_ops` imports them all."""
+    return dict(_ops)
+
+
+def op_of(target: object) -> Op | None:
+    """The `Op` behind an FX node's target, or None for aten and Python operators."""
+    if isinstance(target, torch._ops.OpOverload) and target.namespace == NAMESPACE:
+        return _ops.get(target._schema.name.split("::")[1])
+    return None
+
+
+def nbytes(*tensors: torch.Tensor | None) -> int:
+    """Bytes of the given tensors, None counting nothing: a helper for `cost` formulas."""
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)

@@ -1,0 +1,1 @@
+"""The ops: one folder each, found by `graphllm.ir.registry.load_ops`."""

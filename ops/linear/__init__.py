@@ -1,0 +1,5 @@
+"""linear: specification in op.py, kernels beside it."""
+
+from graphllm.ops.linear.op import linear
+
+__all__ = ["linear"]

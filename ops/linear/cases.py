@@ -1,0 +1,32 @@
+"""Inputs for linear: decode and prefill row counts at small and at real layer shapes."""
+
+from __future__ import annotations
+
+from graphllm.config import Bucket
+from graphllm.ir.cases import Case, Maker
+
+_TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 6e-4}
+_REASON = "float32 accumulation in another order, then one rounding to the dtype (bf16 keeps 8 bits, fp16 11)"
+
+
+def _case(T: int, out: int, inner: int, bias: bool = False, size: str = "small") -> Case:
+    def inputs(make: Maker) -> dict[str, object]:
+        return {
+            "x_TI": make.normal(T, inner),
+            "weight_OI": make.normal(out, inner, scale=inner**-0.5),
+            "bias_O": make.normal(out) if bias else None,
+        }
+
+    name = f"T{T}_O{out}_I{inner}" + ("_bias" if bias else "")
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)  # type: ignore[arg-type]
+
+
+CASES = (
+    _case(1, 48, 32),
+    _case(3, 40, 96, bias=True),
+    _case(17, 80, 64),
+    _case(0, 16, 32),
+    _case(65, 33, 72, bias=True),
+    *(_case(T, out, inner, size="real") for T in (1, 8, 64) for out, inner in ((1152, 896), (9728, 896), (896, 4864))),
+    *(_case(T, out, inner, size="real") for T in (1, 32, 1024) for out, inner in ((6144, 4096), (28672, 4096))),
+)

@@ -1,0 +1,1 @@
+"""The passes: one file each, found by `graphllm.ir.registry.load_passes`."""
