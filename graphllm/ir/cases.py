@@ -1,4 +1,4 @@
-"""Case: one named input of an op, with its tolerance. The same cases drive the shared test suite and `graphllm op bench`."""
+"""Case: one named input of an op, with its tolerance. Cases drive the shared test suite and `graphllm op bench`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,19 @@ import torch
 from graphllm.config import Bucket
 
 
+def _all(output: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
+    return output
+
+
 @dataclass(frozen=True)
 class Case:
     """Inputs for one call.
 
     inputs(make): the op's arguments by name; ``make`` draws the tensors. tolerance: largest accepted relative error
     ||out - ref|| / ||ref|| against the reference in float64, by dtype; `reason` says where that error comes from. exact
-    ops (integer outputs) use 0. size "small" runs everywhere, also under Triton's interpreter; "real" only natively, and
-    is what `op bench` times. bucket: the token counts the call stands for, so that implementations can be chosen.
+    ops (integer outputs) use 0. size "small" runs everywhere, also under Triton's interpreter; "real" only natively,
+    and is what `op bench` times. bucket: the token counts the call stands for, so that implementations can be chosen.
+    specified(output, args): the part of an output that the op specifies, for ops that leave padding rows open.
     """
 
     name: str
@@ -27,6 +32,7 @@ class Case:
     reason: str
     bucket: Bucket
     size: Literal["small", "real"] = "small"
+    specified: Callable[[torch.Tensor, Mapping[str, Any]], torch.Tensor] = _all
 
 
 @dataclass

@@ -70,16 +70,20 @@ def c_type(schema_type: str) -> type:
     return ctypes.c_double if schema_type == "float" else ctypes.c_int64
 
 
-def compiler_command(sources: Sequence[Path], output: Path) -> list[str]:
-    """The g++ command that makes one shared library of C++ kernels for this machine.
+def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -> list[str]:
+    """The g++ command that makes one shared library (or, without ``link``, one object) of C++ kernels for this machine.
 
     OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
     """
     torch_lib = Path(torch.__file__).parent / "lib"
     gomp = sorted(torch_lib.glob("libgomp*.so*"))
     openmp = [f"-L{torch_lib}", f"-l:{gomp[0].name}"] if gomp else ["-lgomp"]
-    flags = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC", "-shared"]
-    return ["g++", *flags, "-fopenmp", "-Wno-psabi", *map(str, sources), "-o", str(output), *openmp]
+    flags = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC"]
+    command = ["g++", *flags, "-fopenmp", "-Wno-psabi", *map(str, sources), "-o", str(output)]
+    if not link:
+        return [*command, "-c"]
+    # Generated kernels call into c10; without --as-needed the libraries stay listed even when only named for it.
+    return [*command, "-shared", *openmp, f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
 
 
 def build_library(sources: Sequence[Path]) -> Path:

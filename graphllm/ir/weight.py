@@ -12,8 +12,9 @@ class Weight:
 
     shape: of the finished parameter. hf: names of the checkpoint tensors, concatenated along dimension 0 in this order;
     ``{layer}`` stands for the layer index. A name may be a tuple: alternatives, the first one present is taken.
-    segments: rows of each part when ``hf`` has several. slice_rows: take rows [a, b) of the (single) source tensor.
-    transpose: the checkpoint stores the parts as [in, out]. tie: take the finished parameter of this name instead
+    segments: rows of each part when ``hf`` has several; for stacked experts (N, F, D) of 2-D parts, rows of (N * F, D).
+    slice_rows: take rows [a, b) of the (single) source tensor as stored. transpose: the checkpoint stores the parts as
+    [in, out]. tie: take the finished parameter of this name instead
     ("embed.tokens"); nothing is read. value: the parameter is computed, a flat tuple of numbers in row-major order.
     shard: how tensor parallelism divides it ("rows" = output split, "cols" = input split, None = copied).
     dtype: "model" (the artifact's dtype) or "float32".

@@ -1,0 +1,174 @@
+"""The artifact on disk: key, manifest, atomic writing and verification. Needs no torch, so a wrong one is refused fast.
+
+A folder with ``manifest.json`` (every key factor in clear, a checksum for each file), ``program.json``, ``weights.json``,
+``pieces/`` and ``graph/``. docs/artifact.md describes the format.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import graphllm
+from graphllm.config import CompileConfig, ConfigError, key_fields
+from graphllm.machine import detect_target, versions
+
+FORMAT = 1
+# Fields of config.json that name things without changing the computation, with the reason.
+EXCLUDED_MODEL_FIELDS = {
+    "_name_or_path": "where the checkpoint came from",
+    "transformers_version": "who wrote the file",
+    "dtype": "the source dtype; the artifact's own dtype is in the compile config",
+    "torch_dtype": "older name of dtype",
+    "use_cache": "a switch of another runtime",
+    "bos_token_id": "read from the checkpoint at run time",
+    "eos_token_id": "read from the checkpoint at run time",
+    "pad_token_id": "read from the checkpoint at run time",
+}
+
+
+class ArtifactError(ConfigError):
+    """An artifact that cannot be used here. The message names what differs or is damaged, and the remedy."""
+
+
+def source_digest() -> str:
+    """SHA-256 over the project's own code that shapes artifacts: another compiler gives another key."""
+    root = Path(graphllm.__file__).parent
+    found = hashlib.sha256()
+    for folder in ("ir", "compile", "ops", "passes", "model_defs", "weights"):
+        for file in sorted((root / folder).rglob("*")):
+            if file.suffix in (".py", ".cpp", ".h"):
+                found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def key_factors(model_config: Mapping[str, Any], tensors: str, config: CompileConfig) -> dict[str, Any]:
+    """Everything an artifact depends on, by name. tensors: digest of the checkpoint's tensor names, shapes and dtypes."""
+    return {
+        "format": FORMAT,
+        "graphllm": {"version": graphllm.__version__, "source": source_digest()},
+        "versions": versions(config.target),
+        "compile": key_fields(config),
+        "model": {k: v for k, v in model_config.items() if k not in EXCLUDED_MODEL_FIELDS},
+        "checkpoint": tensors,
+    }
+
+
+def key_of(factors: Mapping[str, Any]) -> str:
+    """SHA-256 over the canonical JSON of the factors."""
+    return hashlib.sha256(json.dumps(factors, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def differences(expected: Any, found: Any, name: str = "") -> list[str]:
+    """The leaves in which two sets of factors differ, as ``name: artifact has X, here is Y``."""
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        out = []
+        for k in sorted({*expected, *found}):
+            out += differences(expected.get(k, "(absent)"), found.get(k, "(absent)"), f"{name}.{k}" if name else k)
+        return out
+    if expected == found:
+        return []
+    if isinstance(expected, list) and isinstance(found, list) and name.endswith("arch"):
+        return [f"{name}: only here {sorted({*expected} - {*found})}, only in the artifact {sorted({*found} - {*expected})}"]
+    return [f"{name}: artifact has {found!r}, here it is {expected!r}"]
+
+
+def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
+    """Finish the artifact built in ``files`` (a sibling of ``folder``) and move it to its place in one rename.
+
+    When another process finished the same artifact first, its copy stays and ours is dropped.
+    """
+    sums = {
+        str(f.relative_to(files)): [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()]
+        for f in sorted(files.rglob("*"))
+        if f.is_file()
+    }
+    text = json.dumps({**manifest, "files": sums}, indent=1, sort_keys=True)
+    whole = json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), "manifest": text})
+    (files / "manifest.json").write_text(whole)
+    for file in files.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())
+    try:
+        files.rename(folder)
+    except OSError:
+        shutil.rmtree(files)
+        verify(folder)
+    return folder
+
+
+def begin(folder: Path) -> Path:
+    """A fresh build folder beside ``folder``. Build folders whose process is gone are removed."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for stale in folder.parent.glob(".building-*"):
+        owner = stale.name.split("-")[1]
+        if not Path(f"/proc/{owner}").exists():
+            shutil.rmtree(stale, ignore_errors=True)
+    made = folder.parent / f".building-{os.getpid()}-{folder.name}"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir()
+    return made
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest, checked against its own digest. Raises ArtifactError when it is absent or damaged."""
+    path = folder / "manifest.json"
+    try:
+        whole = json.loads(path.read_text())
+        text = whole["manifest"]
+        intact = hashlib.sha256(text.encode()).hexdigest() == whole["digest"]
+        manifest = json.loads(text)
+    except FileNotFoundError as missing:
+        raise ArtifactError(f"{folder} is no artifact: it has no manifest.json; make one with `graphllm compile`") from missing
+    except (ValueError, KeyError, TypeError) as damage:
+        raise ArtifactError(f"{path} is damaged ({damage}); compile again") from damage
+    if not intact:
+        raise ArtifactError(f"{path} is damaged: its digest does not match; compile again")
+    if manifest.get("factors", {}).get("format") != FORMAT:
+        raise ArtifactError(
+            f"{folder} has artifact format {manifest.get('factors', {}).get('format')}, this version reads {FORMAT}; compile again"
+        )
+    return manifest  # type: ignore[no-any-return]
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """Check every file's size and checksum; the manifest. Raises ArtifactError naming the first damaged file."""
+    manifest = read_manifest(folder)
+    for name, (size, digest) in manifest["files"].items():
+        file = folder / name
+        if not file.is_file():
+            raise ArtifactError(f"{file} is missing from the artifact; compile again")
+        found = file.stat().st_size
+        if found != size:
+            raise ArtifactError(f"{file} has {found} bytes, the manifest says {size}: truncated or replaced; compile again")
+        if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
+            raise ArtifactError(f"{file} does not match its checksum: changed on disk; compile again")
+    return manifest
+
+
+def check_machine(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Raise ArtifactError unless the artifact was made for this machine and these versions."""
+    factors = manifest["factors"]
+    compiled = factors["compile"]["target"]
+    target = detect_target(compiled["device"])
+    here = {"versions": versions(target), "target": {"device": target.device, "arch": list(target.arch)}}
+    found = differences(here, {"versions": factors["versions"], "target": compiled})
+    if found:
+        raise ArtifactError(f"{folder} was made for another machine or version; compile again. {'; '.join(found)}")
+
+
+def check_model(folder: Path, manifest: Mapping[str, Any], model_config: Mapping[str, Any], tensors: str) -> None:
+    """Raise ArtifactError unless the artifact was made for this checkpoint's config and tensors."""
+    factors = manifest["factors"]
+    here = {k: v for k, v in model_config.items() if k not in EXCLUDED_MODEL_FIELDS}
+    found = differences(here, factors["model"], "config.json")
+    if factors["checkpoint"] != tensors:
+        found.append("checkpoint: tensor names, shapes or dtypes differ")
+    if found:
+        raise ArtifactError(f"{folder} was made for another model; compile again. {'; '.join(found)}")

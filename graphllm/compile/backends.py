@@ -1,0 +1,117 @@
+"""The codegen backends behind one interface: `build` makes one piece for one bucket, `assemble` writes what they share.
+
+eager: the piece stays IR, run with the reference ops. cpu: Inductor's C++ and our own kernels, one shared library for the
+whole artifact. cuda: Inductor's Triton and our own kernels as cubins (`compile.cuda`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from graphllm.compile import inductor
+from graphllm.compile.lower import lower, needs_reference
+from graphllm.compile.translate import translate
+from graphllm.config import Bucket, CompileConfig
+from graphllm.ir.graph import from_json, input_specs
+from graphllm.ir.kernels import c_kernel, compiler_command
+
+
+class BuildError(Exception):
+    """A compiler failed. The message holds the end of what it printed."""
+
+
+class Built(NamedTuple):
+    """One piece for one bucket. bundle: the piece file's JSON. sources: C++ text by symbol. blobs: further files by
+    name. chosen: which implementation each op got. text: the lowered graph, for ``--dump``."""
+
+    bundle: dict[str, Any]
+    sources: dict[str, str]
+    blobs: dict[str, bytes]
+    chosen: tuple[str, ...]
+    text: str
+
+
+class Backend(Protocol):
+    """build: compile a piece, given by its canonical JSON. assemble: write the files all pieces share into ``folder``."""
+
+    def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built: ...
+
+    def assemble(self, built: Iterable[Built], folder: Path) -> None: ...
+
+
+class Eager:
+    """Keeps the IR: always available, and the numerical oracle of the others."""
+
+    def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
+        count = len(piece["made"])
+        inputs, outputs = [f"p{i}" for i in range(len(piece["inputs"]))], [f"o{i}" for i in range(count)]
+        code = [["empty", name, shape, stride, dtype] for name, (dtype, shape, stride) in zip(outputs, piece["made"], strict=True)]
+        plain = {"inputs": inputs, "outputs": outputs, "code": [*code, ["ir", inputs, outputs]], "kernels": {}}
+        return Built(plain | {"ir": piece}, {}, {}, ("all: reference",), "")
+
+    def assemble(self, built: Iterable[Built], folder: Path) -> None:
+        """Nothing is shared."""
+
+
+class Cpu:
+    """Inductor's generated C++ and the hand-written kernels, in one library compiled by g++ for this machine."""
+
+    def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
+        graph, specs = from_json(piece), input_specs(piece)
+        if needs_reference(graph, specs, config.target, bucket):
+            return Eager().build(piece, bucket, config)
+        lowered = lower(graph, specs, config.target, bucket)
+        text = lowered.graph.print_readable(print_output=False)
+        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes, config.tune)
+        bundle = translate(source, lowered.inputs, lowered.shapes)
+        sources = {name: k.pop("cpp") for name, k in bundle.kernels.items() if "cpp" in k}
+        plain = {"inputs": bundle.inputs, "outputs": bundle.outputs, "code": bundle.code, "kernels": bundle.kernels}
+        return Built(plain, sources, {}, lowered.chosen, text)
+
+    def assemble(self, built: Iterable[Built], folder: Path) -> None:
+        """Compile the generated kernels, in one unit per core, and the hand-written ones, and link ``kernels.so``."""
+        sources = {name: text for b in built for name, text in b.sources.items()}
+        own = {c_kernel(k["c"]).source for b in built for k in b.bundle["kernels"].values() if "c" in k}
+        objects = folder / "objects"
+        objects.mkdir()
+        jobs = []
+        texts = sorted(sources.values())
+        units = max(1, min(torch.get_num_threads(), len(texts) // 4))
+        for i in range(units):
+            unit = objects / f"generated{i}.cpp"
+            unit.write_text(inductor.join_cpp(texts[i::units]))
+            jobs.append(inductor.cpp_compile_command(unit, unit.with_suffix(".o")))
+        for source in sorted(own):
+            jobs.append(compiler_command([source], objects / f"{source.parent.name}.{source.stem}.o", link=False))
+        with concurrent.futures.ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
+            list(pool.map(_run, jobs))
+        _run(compiler_command(sorted(objects.glob("*.o")), folder / "kernels.so"))
+        for file in objects.iterdir():
+            file.unlink()
+        objects.rmdir()
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError as missing:
+        raise BuildError(f"{command[0]} is not installed; compiling for a CPU needs it (running does not)") from missing
+    if done.returncode:
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+
+
+def backend_for(config: CompileConfig) -> Backend:
+    """The backend a config asks for."""
+    if config.backend == "eager":
+        return Eager()
+    if config.target.device == "cpu":
+        return Cpu()
+    from graphllm.compile.cuda import Cuda
+
+    return Cuda()

@@ -1,0 +1,99 @@
+"""The one place that touches Inductor's private interface: from an aten graph to generated source, and to cubins on CUDA.
+
+Inductor is used as a code generator. What it generates is taken apart by `translate` and run by our own loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._guards import TracingContext, tracing
+from torch._inductor import config as inductor_config
+from torch._inductor.compile_fx import view_to_reshape
+from torch._inductor.cpp_builder import CppTorchOptions
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+from torch._inductor.debug import DebugContext
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+
+from graphllm.ir.graph import Shapes
+
+
+def decompositions() -> dict[Any, Callable[..., Any]]:
+    """The decompositions Inductor's lowerings expect to have been applied."""
+    return select_decomp_table()
+
+
+def settings(device: str, tune: bool) -> dict[str, Any]:
+    """Inductor options. Those that differ from its defaults say why."""
+    common: dict[str, Any] = {
+        "fx_graph_cache": False,  # the artifact is the cache
+        "allow_buffer_reuse": True,
+        "size_asserts": False,  # shapes were checked when the artifact was made
+        "alignment_asserts": False,
+        "scalar_asserts": False,
+        "nan_asserts": False,
+        "assert_indirect_indexing": False,  # token and page ids come from the scheduler
+        "implicit_fallbacks": True,
+        "comment_origin": False,
+    }
+    if device == "cpu":
+        return common | {
+            "cpp.dynamic_threads": True,  # the artifact does not fix the number of threads
+            "cpp.min_chunk_size": 32768,  # a parallel region costs more than 32k elements of work at batch 1
+            "cpp.vec_isa_ok": True,  # do not compile test programs to find out; g++ -march=native knows
+        }
+    return common | {
+        "triton.unique_kernel_names": True,
+        "triton.autotune_at_compile_time": False,
+        "coordinate_descent_tuning": tune,
+        "max_autotune": tune,
+        "max_autotune_gemm_backends": "ATEN,TRITON",
+        "compile_threads": 1,  # pieces are built in parallel processes already
+        "combo_kernels": False,
+    }
+
+
+def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes: Shapes, tune: bool) -> str:
+    """The Python source Inductor makes for the graph, without compiling any kernel in it."""
+    fake = shapes.mode
+    with (
+        inductor_config.patch(settings(shapes.device.type, tune)),
+        tracing(TracingContext(fake)),
+        V.set_fake_mode(fake),
+        DebugContext(),
+        torch.no_grad(),
+    ):
+        view_to_reshape(graph)
+        post_grad_passes(graph, is_inference=True)
+        lowering = GraphLowering(
+            graph, example_inputs=inputs, shape_env=fake.shape_env, is_inference=True, cpp_wrapper=False, aot_mode=False
+        )
+        lowering.freeze_runtime_asserts()
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+            code = lowering.codegen()[0]
+    return code if isinstance(code, str) else code.value
+
+
+def join_cpp(kernels: Sequence[str]) -> str:
+    """One translation unit of several generated kernels: the large header is read once."""
+    header = "#include <torch/csrc/inductor/cpp_prefix.h>"
+    return "\n".join([header, *(k.replace(header, "") for k in kernels)])
+
+
+def cpp_compile_command(source: Path, output: Path) -> list[str]:
+    """The g++ command for generated C++, with the flags Inductor itself would use on this machine."""
+    with inductor_config.patch({"cpp.vec_isa_ok": True}):
+        options = CppTorchOptions(vec_isa=pick_vec_isa(), warning_all=False)
+    skip = {"shared", "g1", "pedantic"}
+    flags = [f"-{f}" for f in options.get_cflags() if f not in skip]
+    definitions = [f"-D{d.strip()}" for d in options.get_definitions() if "PRECOMPILE" not in d]
+    includes = [f"-I{d}" for d in options.get_include_dirs()]
+    extra = [word for text in options.get_passthrough_args() for word in text.split()]
+    return ["g++", *flags, "-w", *definitions, *includes, *extra, "-c", str(source), "-o", str(output)]

@@ -1,0 +1,143 @@
+"""Link the units into the whole model's graph, cut it at boundary ops, and keep each distinct piece once.
+
+Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention makes the
+repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
+from graphllm.ir.op import op_of
+from graphllm.ir.passes import Unit
+
+
+class Piece(NamedTuple):
+    """A graph that is compiled once for each bucket. id: content hash. boundary: holds exactly one boundary op."""
+
+    id: str
+    graph: torch.fx.Graph
+    json: dict[str, Any]
+    boundary: bool
+    label: str
+
+
+class Call(NamedTuple):
+    """One run of a piece: the names of the values it reads and makes, in the piece's order."""
+
+    piece: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+class Linked(NamedTuple):
+    """The whole model: its distinct pieces by id and the order in which they run. The last output is "tokens"."""
+
+    pieces: dict[str, Piece]
+    calls: list[Call]
+
+
+def link(units: Sequence[Unit], kinds: Sequence[str]) -> Linked:
+    """Chain embed, every layer, head and sample, and cut at boundaries."""
+    by_name = {u.name: u for u in units}
+    order = [("embed", by_name["embed"])]
+    order += [(f"layers.{i}", by_name[f"layer.{kind}"]) for i, kind in enumerate(kinds)]
+    order += [("head", by_name["head"]), ("sample", by_name["sample"])]
+    shapes = units[0].shapes
+
+    whole = torch.fx.Graph()
+    values: dict[str, torch.fx.Node] = {}
+    body: list[tuple[str, torch.fx.Node]] = []
+    for index, (prefix, unit) in enumerate(order):
+        env: dict[torch.fx.Node, torch.fx.Node] = {}
+        for node in unit.graph.find_nodes(op="placeholder"):
+            label = _global_name(node.meta["label"], prefix, index - 1)
+            if label not in values:
+                values[label] = whole.placeholder(label.replace(".", "_"))
+                values[label].meta.update(node.meta, label=label)
+            env[node] = values[label]
+        calls = [n for n in unit.graph.nodes if n.op == "call_function"]
+        body += [(unit.name, n) for n in copy_nodes(calls, whole, env)]
+        for name, node in zip(unit.outputs, unit.graph.output_node().args[0], strict=True):
+            values[name] = env[node]
+        if unit.name == "head":
+            values["logits"] = values["x"]
+    return _cut(body, {"logits": values["logits"], "tokens": values["x"]}, shapes)
+
+
+def _global_name(label: str, prefix: str, layer: int) -> str:
+    if label.startswith("w."):
+        return f"{prefix}.{label[2:]}"
+    return f"kv.{layer}" if label == "kv" else label
+
+
+def _cut(body: list[tuple[str, torch.fx.Node]], results: dict[str, torch.fx.Node], shapes: Shapes) -> Linked:
+    segments: list[list[tuple[str, torch.fx.Node]]] = [[]]
+    for unit, node in body:
+        op = op_of(node.target)
+        # The sampler is cut off too: logits are an output of the program, and steps without sampling may skip it.
+        if (op is not None and op.boundary) or (unit == "sample" and segments[-1] and segments[-1][-1][0] != "sample"):
+            segments += [[(unit, node)], []] if unit != "sample" else [[(unit, node)]]
+        else:
+            segments[-1].append((unit, node))
+    segments = [s for s in segments if s]
+
+    where = {node: i for i, segment in enumerate(segments) for _, node in segment}
+    names = {node: name for name, node in results.items()}
+    for i, (node, _) in enumerate(where.items()):
+        names.setdefault(node, f"v{i}")
+    needed_after = {node: max((where[u] for u in node.users if u in where), default=-1) for node in where}
+
+    pieces: dict[str, Piece] = {}
+    calls = []
+    for i, segment in enumerate(segments):
+        nodes = [n for _, n in segment]
+        outputs = [n for n in nodes if needed_after[n] > i and not _is_size(n)]
+        outputs += [n for n in nodes if n in results.values() and n not in outputs]
+        piece, inputs = _piece(nodes, outputs, shapes, " + ".join(dict.fromkeys(unit for unit, _ in segment)))
+        pieces.setdefault(piece.id, piece)
+        names_in = tuple(n.meta["label"] if n.op == "placeholder" else names[n] for n in inputs)
+        calls.append(Call(piece.id, names_in, tuple(names[n] for n in outputs)))
+    return Linked(pieces, calls)
+
+
+def _is_size(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta["val"], (int, torch.SymInt))
+
+
+def _piece(
+    nodes: list[torch.fx.Node], outputs: list[torch.fx.Node], shapes: Shapes, units: str
+) -> tuple[Piece, list[torch.fx.Node]]:
+    inside = set(nodes)
+    outer = dict.fromkeys(a for n in nodes for a in n.all_input_nodes if a not in inside)
+    inputs = [n for n in outer if not _is_size(n)]
+    graph = torch.fx.Graph()
+    env: dict[torch.fx.Node, torch.fx.Node] = {}
+    for i, node in enumerate(inputs):
+        env[node] = graph.placeholder(f"p{i}")
+        env[node].meta.update(val=node.meta["val"], label=node.meta.get("label", "value"))
+    for node in outer:
+        if _is_size(node):
+            env[node] = _local_size(graph, node, env)
+    copy_nodes(nodes, graph, env)
+    result = graph.output(tuple(env[n] for n in outputs))
+    result.meta["val"] = tuple(n.meta["val"] for n in outputs)
+    boundary = len(nodes) == 1 and (op := op_of(nodes[0].target)) is not None and op.boundary
+    data = to_json(graph, shapes)
+    label = nodes[0].target._schema.name.split("::")[1] if boundary else units  # type: ignore[union-attr]
+    return Piece(digest(data)[:16], graph, data, boundary, label), inputs
+
+
+def _local_size(graph: torch.fx.Graph, size: torch.fx.Node, env: dict[torch.fx.Node, torch.fx.Node]) -> torch.fx.Node:
+    """The same size read off one of the piece's own inputs: sizes are not values of the program."""
+    for source in list(env.values()):
+        for dim, value in enumerate(source.meta["val"].shape):
+            if isinstance(value, torch.SymInt) and str(value.node.expr) == str(size.meta["val"].node.expr):
+                made = graph.call_function(torch.ops.aten.sym_size.int, (source, dim))
+                made.meta["val"] = size.meta["val"]
+                return made
+    raise GraphError(f"size {size.name} crosses a boundary and no input of the piece has it as a dimension")

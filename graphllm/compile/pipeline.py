@@ -1,0 +1,212 @@
+"""The compile pipeline, as a table of contents: trace, passes by stage, link, build for each bucket, package.
+
+After each stage the IR is verified and, with ``dump``, written as readable text.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import math
+import multiprocessing
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphllm import artifact
+from graphllm.compile.backends import Backend, Built, backend_for
+from graphllm.compile.link import Linked, link
+from graphllm.compile.trace import kv_spec, step_specs, trace_model
+from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.ir.graph import to_text, verify
+from graphllm.ir.model import Model
+from graphllm.ir.passes import Unit, ordered_passes
+from graphllm.ir.registry import load_models, load_ops, load_passes
+from graphllm.machine import compiler_version
+from graphllm.runtime.program import Call, LinkedProgram
+from graphllm.weights.plan import WeightPlan, make_plan
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+class Traced(NamedTuple):
+    """The model after the passes: units, the edited plan, the report of every pass that changed something."""
+
+    units: list[Unit]
+    plan: WeightPlan
+    reports: list[dict[str, Any]]
+
+
+def find_model(model_config: Mapping[str, Any]) -> Model:
+    """The family that serves a ``config.json``. Raises ConfigError with the list of known architectures."""
+    names = model_config.get("architectures") or []
+    known = load_models()
+    for name in names:
+        if name in known:
+            return known[name]
+    raise ConfigError(
+        f"config.json architectures: {names or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
+        "docs/adding-a-model.md shows how to add one in a file of your own"
+    )
+
+
+def compile_model(
+    model_config: Mapping[str, Any],
+    tensors: str,
+    config: CompileConfig,
+    folder: Path,
+    progress: Progress = lambda stage, done, total: None,
+) -> Path:
+    """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
+
+    Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
+    behind unless the artifact is complete.
+    """
+    started = time.perf_counter()
+    load_ops()
+    load_passes()
+    model = find_model(model_config)
+    c = model.config(model_config)
+    seconds: dict[str, float] = {}
+
+    def timed(stage: str) -> None:
+        seconds[stage] = round(time.perf_counter() - started - sum(seconds.values()), 3)
+
+    progress("trace", 0, 1)
+    units = trace_model(model, c, config)
+    timed("trace")
+    traced = run_passes(Traced(units, make_plan(model, c, config.dtype), []), config)
+    timed("passes")
+    linked = link(traced.units, model.kinds(c))
+    timed("link")
+    built = build_pieces(linked, config, progress)
+    timed("build")
+
+    building = artifact.begin(folder)
+    backend_for(config).assemble(built.values(), _made(building / "pieces"))
+    timed("assemble")
+    memory = write_program(building, linked, built, traced, c, config)
+    write_graphs(building / "graph", traced, linked, built)
+    if config.dump:
+        write_graphs(config.dump, traced, linked, built)
+    timed("package")
+    manifest = {
+        "factors": artifact.key_factors(model_config, tensors, config),
+        "passes": traced.reports,
+        "pieces": {
+            f"{piece.label} [{piece.id}]": {b.name: list(built[piece.id, b].chosen) for b in config.buckets}
+            for piece in linked.pieces.values()
+        },
+        "memory": memory,
+        "seconds": seconds,
+        "made_with": {"g++": compiler_version(), "machine": config.target.name},
+    }
+    return artifact.write(folder, building, manifest)
+
+
+def run_passes(traced: Traced, config: CompileConfig) -> Traced:
+    """Every registered pass over every unit, in order; the IR is verified after each."""
+    plan, reports = traced.plan, []
+    for unit in traced.units:
+        verify(unit.graph, f"{unit.name} as traced")
+    for p in ordered_passes():
+        for unit in traced.units:
+            start = time.perf_counter()
+            report = p.run(unit, plan, config)
+            plan = report.plan or plan
+            verify(unit.graph, f"{unit.name} after {p.name}")
+            milliseconds = round(1e3 * (time.perf_counter() - start), 2)
+            reports.append({"pass": p.name, "stage": p.stage.name, "numerics": p.numerics, "unit": unit.name,
+                            "changed": report.changed, "notes": list(report.notes), "ms": milliseconds})  # fmt: skip
+    return Traced(traced.units, plan, reports)
+
+
+def build_pieces(linked: Linked, config: CompileConfig, progress: Progress) -> dict[tuple[str, Bucket], Built]:
+    """Every distinct piece for every bucket. On a GPU in parallel processes; C++ is only generated here, and compiled
+    in parallel by `Backend.assemble`."""
+    jobs = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
+    backend = backend_for(config)
+    done: dict[tuple[str, Bucket], Built] = {}
+    if config.target.device == "cpu" or config.jobs == 1 or len(jobs) == 1:
+        for i, (piece, bucket) in enumerate(jobs):
+            progress("build", i, len(jobs))
+            done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config)
+        return done
+    workers = config.jobs or min(len(jobs), 8)
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        futures = {
+            pool.submit(_build_in_worker, backend, linked.pieces[piece].json, bucket, config): (piece, bucket)
+            for piece, bucket in jobs
+        }
+        for i, future in enumerate(concurrent.futures.as_completed(futures)):
+            progress("build", i, len(jobs))
+            done[futures[future]] = future.result()
+    return {job: done[job] for job in jobs}
+
+
+def _build_in_worker(backend: Backend, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
+    load_ops()
+    return backend.build(piece, bucket, config)
+
+
+def write_program(
+    folder: Path,
+    linked: Linked,
+    built: Mapping[tuple[str, Bucket], Built],
+    traced: Traced,
+    c: Any,
+    config: CompileConfig,
+) -> dict[str, Any]:
+    """Write pieces, program and weight plan; returns the memory table, in bytes."""
+    for (piece, bucket), b in built.items():
+        (folder / "pieces" / f"{piece}-{bucket.name}.json").write_text(json.dumps(b.bundle, separators=(",", ":")))
+        for name, blob in b.blobs.items():
+            (folder / "pieces" / name).write_bytes(blob)
+    specs = {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step_specs(config).items()}
+    kv = kv_spec(c, config, 1)
+    layers = sum(1 for name in {i for call in linked.calls for i in call.inputs} if name.startswith("kv."))
+    program = {
+        "calls": [[call.piece, list(call.inputs), list(call.outputs)] for call in linked.calls],
+        "step": specs,
+        "kv": {"layers": layers, "dtype": kv.dtype, "page": list(kv.shape[1:])},
+        "vocab": c.V,
+    }
+    (folder / "program.json").write_text(json.dumps(program, indent=1))
+    (folder / "weights.json").write_text(traced.plan.to_json())
+    arenas = {}
+    for bucket in config.buckets:
+        calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in linked.calls]
+        limits = {"T": bucket.hi, "S": bucket.hi if bucket.kind == "decode" else config.max_num_seqs}
+        arenas[bucket.name] = LinkedProgram(calls, ("logits", "tokens"), limits).arena_bytes
+    item = {"bfloat16": 2, "float16": 2, "float32": 4}[kv.dtype]
+    page = layers * math.prod(int(d) for d in kv.shape[1:]) * item
+    return {
+        "weights": traced.plan.total_bytes,
+        "arena": max(arenas.values()),
+        "arena by bucket": arenas,
+        "kv page": page,
+        "kv bytes per token": page // config.page_size,
+    }
+
+
+def write_graphs(
+    folder: Path, traced: Traced, linked: Linked, built: Mapping[tuple[str, Bucket], Built]
+) -> None:
+    """The readable IR: units after the passes, distinct pieces, and each piece as lowered for each bucket."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for unit in traced.units:
+        (folder / f"unit.{unit.name}.txt").write_text(to_text(unit.graph, unit.shapes, f"unit {unit.name}"))
+    shapes = traced.units[0].shapes
+    for piece in linked.pieces.values():
+        times = sum(call.piece == piece.id for call in linked.calls)
+        title = f"piece {piece.id}: {piece.label}, runs {times} times a step"
+        (folder / f"piece.{piece.id}.txt").write_text(to_text(piece.graph, shapes, title))
+    for (piece_id, bucket), b in built.items():
+        if b.text:
+            (folder / f"lowered.{piece_id}.{bucket.name}.txt").write_text(b.text)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder

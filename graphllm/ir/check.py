@@ -1,0 +1,247 @@
+"""Check an op against its specification: the one list of checks behind the shared test suite and `graphllm op test`.
+
+The reference in float64 is the truth. The reference in the model dtypes, and every implementation wherever its
+``supports`` holds, must agree with it within the case's tolerance; fakes must describe the real outputs exactly.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from graphllm.config import Target
+from graphllm.ir.cases import Case, Maker
+from graphllm.ir.op import Impl, Op, Site
+from graphllm.ir.registry import load_ops
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+Layout = Literal["as drawn", "sliced"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check. subject: "specification" or an implementation's name. error, tolerance: see `Case`. problem: what is
+    wrong, empty when nothing is.
+    """
+
+    op: str
+    subject: str
+    case: str
+    dtype: str
+    error: float = 0.0
+    tolerance: float = 0.0
+    problem: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.problem
+
+    def __str__(self) -> str:
+        where = " ".join(part for part in (self.op, self.subject, self.case, self.dtype) if part)
+        return f"{where}: {self.problem or f'ok, error {self.error:.1e} of {self.tolerance:.1e}'}"
+
+
+def check_op(name: str) -> list[Result]:
+    """Every check of one op on this machine: its specification, then each implementation that can run here.
+
+    Raises KeyError for an unknown op.
+    """
+    op = load_ops()[name]
+    cases = cases_of(op)
+    return check_specification(op, cases) + [r for impl in op.impls.values() for r in check_impl(op, impl, cases)]
+
+
+def cases_of(op: Op) -> tuple[Case, ...]:
+    """The cases beside the op: ``CASES`` in ``cases.py``, none when there is no such file."""
+    module = op.reference.__module__.rpartition(".")[0] + ".cases"
+    if importlib.util.find_spec(module) is None:
+        return ()
+    return tuple(importlib.import_module(module).CASES)
+
+
+def check_specification(op: Op, cases: Sequence[Case]) -> list[Result]:
+    """Documentation, cases, cost, torch's own opcheck, the fake and the reference's rounding, on the CPU."""
+
+    def result(case: str, dtype: str, problem: str, error: float = 0.0, tolerance: float = 0.0) -> Result:
+        return Result(op.name, "specification", case, dtype, error, tolerance, problem)
+
+    cases = [c for c in cases if c.size == "small"]
+    results = [result("", "", "" if op.__doc__ else "the reference has no docstring")]
+    results.append(result("", "", "" if cases else "there are no small cases in a cases.py beside the op"))
+    if cases and not any(c.bucket.lo == 0 for c in cases):
+        results.append(result("", "", "cases.py has no case without tokens (bucket.lo == 0)"))
+    for case in cases:
+        for i, (dtype, tolerance) in enumerate(case.tolerance.items()):
+            for layout in _layouts():
+                args = _inputs(op, case, dtype, layout=layout)
+                name = case.name if layout == "as drawn" else f"{case.name} {layout}"
+                found = op(**args)
+                results.append(result(name, dtype, _fake_problem(op, case, dtype, layout, found)))
+                error, problem = _compare(op, case, args, found, *_truth(op, case, dtype), tolerance)
+                results.append(result(name, dtype, problem, error, tolerance))
+            if i == 0:
+                results.append(
+                    result(case.name, dtype, _opcheck_problem(op, case, dtype) or _cost_problem(op, case, dtype))
+                )
+    return results
+
+
+def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = None) -> list[Result]:
+    """One implementation against the float64 reference on every case and layout where its ``supports`` holds.
+
+    CUDA implementations run natively, with the real sizes too, where there is a GPU; else on CPU tensors, which takes
+    TRITON_INTERPRET=1 in the environment before Triton is imported. real: include the real sizes; None decides by that.
+    """
+    native = impl.device == "cuda" and torch.cuda.is_available()
+    if impl.device == "cuda" and not native and os.environ.get("TRITON_INTERPRET") != "1":
+        return []
+    device = torch.device("cuda" if native else "cpu")
+    target = local_target(impl.device)
+    results = []
+    for case in cases:
+        if case.size == "real" and not (native if real is None else real):
+            continue
+        for dtype, tolerance in case.tolerance.items():
+            for layout in _layouts():
+                args = _inputs(op, case, dtype, device, layout)
+                if not impl.supports(Site(_fakes(args), target, case.bucket)):
+                    continue
+                name = case.name if layout == "as drawn" else f"{case.name} {layout}"
+                found = impl.fn(**args)
+                error, problem = _compare(op, case, args, found, *_truth(op, case, dtype, device), tolerance)
+                problem = problem or _fake_problem(op, case, dtype, layout, found)
+                results.append(Result(op.name, impl.name, name, dtype, error, tolerance, problem))
+    return results
+
+
+def local_target(device: str) -> Target:
+    """This machine as a compile target; without a GPU, "cuda" stands for an sm_90 one run by Triton's interpreter."""
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
+        return Target("cuda", (f"sm_{major}{minor}",))
+    with open("/proc/cpuinfo") as file:
+        flags = next((line.split(":")[1].split() for line in file if line.startswith("flags")), [])
+    return Target("cpu", tuple(sorted(flags)))
+
+
+def _layouts() -> tuple[Layout, ...]:
+    return ("as drawn", "sliced")
+
+
+def _inputs(
+    op: Op, case: Case, dtype: str, device: torch.device | None = None, layout: Layout = "as drawn"
+) -> dict[str, Any]:
+    """The case's arguments, equal for every call with the same case and dtype, whatever the device and layout."""
+    seed = zlib.crc32(f"{op.name}/{case.name}".encode())
+    maker = Maker(torch.Generator().manual_seed(seed), device or torch.device("cpu"), _DTYPES[dtype])
+    args = op.bind((), case.inputs(maker))
+    if layout == "sliced":
+        args = {k: v if k in op.mutates else _map_tensors(_slice_rows, v) for k, v in args.items()}
+    return args
+
+
+def _slice_rows(t: Tensor) -> Tensor:
+    """The same values as rows of a wider tensor, as a view of a merged projection has them."""
+    if t.dim() < 2 or not t.is_floating_point():
+        return t
+    wide = t.new_full((*t.shape[:-1], t.shape[-1] + 8), float("nan"))
+    wide[..., : t.shape[-1]] = t
+    return wide[..., : t.shape[-1]]
+
+
+def _truth(op: Op, case: Case, dtype: str, device: torch.device | None = None) -> tuple[Any, dict[str, Any]]:
+    """The reference in float64, on the values that the dtype holds; the arguments too, for what it wrote in place."""
+    args = _inputs(op, case, dtype, device)
+    args = {k: _map_tensors(lambda t: t.double() if t.is_floating_point() else t, v) for k, v in args.items()}
+    return op.reference(**args), args
+
+
+def _fakes(args: Mapping[str, Any], mode: FakeTensorMode | None = None) -> dict[str, Any]:
+    mode = mode or FakeTensorMode()
+    return {k: _map_tensors(mode.from_tensor, v) for k, v in args.items()}
+
+
+def _map_tensors(fn: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)(_map_tensors(fn, v) for v in value)
+    return fn(value) if isinstance(value, Tensor) else value
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in value:
+            yield from _tensors(v)
+
+
+def _compare(
+    op: Op, case: Case, args: dict[str, Any], found: Any, truth: Any, truth_args: dict[str, Any], tolerance: float
+) -> tuple[float, str]:
+    """The largest relative error over outputs and tensors written in place, and what is wrong with it."""
+    outputs = enumerate(zip(_tensors(found), _tensors(truth), strict=True))
+    pairs = [(f"output {i}", case.specified(got, args), case.specified(want, args)) for i, (got, want) in outputs]
+    pairs += [(name, args[name], truth_args[name]) for name in op.mutates]
+    worst, problem = 0.0, ""
+    for name, got, want in pairs:
+        if got.shape != want.shape:
+            return float("inf"), f"{name} has shape {list(got.shape)}, not {list(want.shape)}"
+        error = relative_error(got, want)
+        worst = max(worst, error)
+        if not error <= tolerance:
+            problem = f"{name} is off by {error:.2e}, more than {tolerance:.1e} ({case.reason})"
+    return worst, problem
+
+
+def relative_error(found: Tensor, truth: Tensor) -> float:
+    """||found - truth|| / ||truth|| in float64; for integers the share that differs; infinite if finiteness differs."""
+    if not truth.is_floating_point():
+        return float((found != truth).double().mean()) if truth.numel() else 0.0
+    found, truth = found.double(), truth.double()
+    finite = truth.isfinite()
+    if not torch.equal(found.isfinite(), finite) or not torch.equal(found[~finite], truth[~finite]):
+        return float("inf")
+    norm = float(truth[finite].norm())
+    return float((found[finite] - truth[finite]).norm()) / (norm or 1.0)
+
+
+def _fake_problem(op: Op, case: Case, dtype: str, layout: Layout, found: Any) -> str:
+    """How the fake's outputs differ from the real ones in shape, dtype or strides."""
+    mode = FakeTensorMode()
+    args = _fakes(_inputs(op, case, dtype, layout=layout), mode)
+    with mode:
+        described = op(**args)
+    for i, (real, fake) in enumerate(zip(_tensors(found), _tensors(described), strict=True)):
+        if _form(real) != _form(fake):
+            return f"output {i} has shape, dtype and strides {_form(real)}, but the fake says {_form(fake)}"
+    return ""
+
+
+def _form(t: Tensor) -> tuple[list[int], str, list[int]]:
+    """Shape, dtype and the strides that matter: those of dimensions longer than 1, none for an empty tensor."""
+    strides = [s for n, s in zip(t.shape, t.stride(), strict=True) if n > 1] if t.numel() else []
+    return list(t.shape), str(t.dtype), strides
+
+
+def _opcheck_problem(op: Op, case: Case, dtype: str) -> str:
+    """What torch's own checks of schema and fake find."""
+    try:
+        torch.library.opcheck(op.overload, (), _inputs(op, case, dtype), test_utils=("test_schema", "test_faketensor"))
+    except Exception as e:  # opcheck raises whatever the op raised; every kind is a finding
+        return f"torch.library.opcheck: {e}"
+    return ""
+
+
+def _cost_problem(op: Op, case: Case, dtype: str) -> str:
+    cost = op.cost(**_inputs(op, case, dtype))
+    if all(isinstance(n, int) and n >= 0 for n in cost):
+        return ""
+    return f"the cost is {cost}, not whole numbers of bytes and operations"

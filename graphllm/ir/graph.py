@@ -1,0 +1,300 @@
+"""The IR graph: an FX graph of ``graphllm::`` ops and aten shape work, with its printer, verifier and canonical form.
+
+Dimensions are ints or expressions over the symbols T (tokens) and S (sequences). The canonical JSON of a graph is its
+identity: pieces are deduplicated by its hash, and the eager backend interprets it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from graphllm.config import Bucket
+from graphllm.expr import parse
+from graphllm.ir.op import NAMESPACE, all_ops, op_of
+
+Dim = int | str
+_PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {
+    "getitem": operator.getitem, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
+    "floordiv": operator.floordiv, "mod": operator.mod, "neg": operator.neg,
+}  # fmt: skip
+
+
+class GraphError(Exception):
+    """The IR is not well formed; the message names the node and the rule."""
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What the compiler knows of a tensor: dtype name ("bfloat16"), dimensions and strides in elements."""
+
+    dtype: str
+    shape: tuple[Dim, ...]
+    stride: tuple[Dim, ...]
+
+    @staticmethod
+    def contiguous(dtype: str, *shape: Dim) -> TensorSpec:
+        """Row-major strides; all dimensions but the first must be ints."""
+        stride = [1]
+        for d in shape[:0:-1]:
+            assert isinstance(d, int)
+            stride.append(stride[-1] * d)
+        return TensorSpec(dtype, shape, tuple(reversed(stride)) if shape else ())
+
+    def __str__(self) -> str:
+        dense = "" if _is_contiguous(self) else f" strides {list(self.stride)}"
+        return f"{self.dtype}[{', '.join(map(str, self.shape))}]{dense}"
+
+
+def _is_contiguous(spec: TensorSpec) -> bool:
+    expected: Dim = 1
+    for d, s in zip(reversed(spec.shape), reversed(spec.stride), strict=True):
+        if s != expected and d != 1:
+            return False
+        expected = d * expected if isinstance(d, int) and isinstance(expected, int) else f"{d}*{expected}"
+    return True
+
+
+class Shapes:
+    """The symbols of one trace: a fake-tensor mode in which T and S are given ints or symbolic with a size hint."""
+
+    def __init__(self, device: str, bucket: Bucket | None = None) -> None:
+        self.device = torch.device(device)
+        self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+        if bucket and bucket.static:
+            self.T: Any = bucket.lo
+        else:
+            self.T = self._symbol(bucket.hi if bucket else 37)
+        if bucket and bucket.kind == "decode":
+            self.S = self.T  # one token per sequence
+        elif bucket and bucket.static and bucket.lo == 1:
+            self.S = 1
+        else:
+            self.S = self._symbol(min(bucket.hi, 5) if bucket else 5)
+        names = {str(v.node.expr): n for n, v in (("T", self.T), ("S", self.S)) if isinstance(v, torch.SymInt)}
+        if isinstance(self.T, torch.SymInt) and self.S is self.T:
+            names = {str(self.T.node.expr): "T"}
+        self.names = names
+
+    def _symbol(self, hint: int) -> torch.SymInt:
+        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        probe = self.mode.from_tensor(torch.empty(max(hint, 2), device="meta"), symbolic_context=context)
+        return probe.shape[0]  # type: ignore[return-value]
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        """A fake tensor of that spec."""
+        with self.mode:
+            return torch.empty_strided(
+                [self._value(d) for d in spec.shape],
+                [self._value(d) for d in spec.stride],
+                dtype=getattr(torch, spec.dtype),
+                device=self.device,
+            )
+
+    def spec(self, value: torch.Tensor) -> TensorSpec:
+        """The spec of a fake tensor of this trace."""
+        return TensorSpec(
+            str(value.dtype).removeprefix("torch."),
+            tuple(self.dim(d) for d in value.shape),
+            tuple(self.dim(d) for d in value.stride()),
+        )
+
+    def dim(self, value: int | torch.SymInt) -> Dim:
+        """A size as an int or as text over T and S."""
+        if isinstance(value, int):
+            return value
+        return self.rename(str(value.node.expr))
+
+    def rename(self, text: str) -> str:
+        """Text with the trace's own symbol names replaced by T and S."""
+        for symbol, name in self.names.items():
+            text = _replace_name(text, symbol, name)
+        return text
+
+    def _value(self, dim: Dim) -> Any:
+        return dim if isinstance(dim, int) else evaluate(dim, {"T": self.T, "S": self.S})
+
+
+def _replace_name(text: str, old: str, new: str) -> str:
+    return re.sub(rf"\b{re.escape(old)}\b", new, text)
+
+
+def evaluate(text: str, values: Mapping[str, Any]) -> Any:
+    """The value of an integer expression of + - * // % over named values."""
+    return parse(text)(values)
+
+
+def target_name(target: Any) -> str:
+    """The printed name of a node's target: ``graphllm::linear``, ``aten::view.default`` or a Python operator."""
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name
+        return name if target.namespace == NAMESPACE else f"{name}.{target._overloadname}"
+    for name, function in _PYTHON_OPERATORS.items():
+        if target is function:
+            return name
+    raise GraphError(f"{target!r} is no IR target; only graphllm ops, aten ops and integer arithmetic are")
+
+
+def target_of(name: str) -> Callable[..., Any]:
+    """The callable behind a printed name. Raises GraphError for an unknown op."""
+    if name in _PYTHON_OPERATORS:
+        return _PYTHON_OPERATORS[name]
+    namespace, rest = name.split("::")
+    if namespace == NAMESPACE:
+        if rest not in all_ops():
+            raise GraphError(f"the graph uses the op {rest!r}, which is not registered here; install its plugin")
+        return all_ops()[rest].overload
+    base, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+
+
+def to_json(graph: torch.fx.Graph, shapes: Shapes) -> dict[str, Any]:
+    """Canonical form of a piece: values are numbered in order, inputs and outputs ("made") carry their specs; equal
+    pieces give equal JSON. The output node's fake values must be set."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, torch.fx.Node):
+            return {"v": number[value]}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        if isinstance(value, (torch.dtype, torch.device, torch.layout, torch.memory_format)):
+            return {type(value).__name__: str(value).removeprefix("torch.")}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise GraphError(f"an argument of type {type(value).__name__} has no place in the IR: {value!r}")
+
+    inputs, nodes, outputs, made = [], [], [], []
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            inputs.append(_spec_json(shapes.spec(node.meta["val"])))
+        elif node.op == "output":
+            outputs = plain(node.args[0])
+            made = [_spec_json(shapes.spec(v)) for v in node.meta["val"]]
+        else:
+            nodes.append([target_name(node.target), plain(node.args), {k: plain(v) for k, v in node.kwargs.items()}])
+    return {"inputs": inputs, "nodes": nodes, "outputs": outputs, "made": made}
+
+
+def from_json(data: Mapping[str, Any]) -> torch.fx.Graph:
+    """The graph of a canonical form, without fake values."""
+    graph = torch.fx.Graph()
+    values: list[torch.fx.Node] = [graph.placeholder(f"p{i}") for i in range(len(data["inputs"]))]
+
+    def real(item: Any) -> Any:
+        if isinstance(item, dict):
+            if "v" in item:
+                return values[item["v"]]
+            ((kind, name),) = item.items()
+            return torch.device(name) if kind == "device" else getattr(torch, name)
+        return [real(v) for v in item] if isinstance(item, list) else item
+
+    for target, args, kwargs in data["nodes"]:
+        made = graph.call_function(target_of(target), tuple(real(args)), {k: real(v) for k, v in kwargs.items()})
+        values.append(made)
+    graph.output(tuple(real(v) for v in data["outputs"]))
+    return graph
+
+
+def input_specs(data: Mapping[str, Any]) -> list[TensorSpec]:
+    """The specs of a canonical form's inputs."""
+    return [TensorSpec(dtype, tuple(shape), tuple(stride)) for dtype, shape, stride in data["inputs"]]
+
+
+def _spec_json(spec: TensorSpec) -> list[Any]:
+    return [spec.dtype, list(spec.shape), list(spec.stride)]
+
+
+def digest(data: Any) -> str:
+    """SHA-256 over canonical JSON."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def verify(graph: torch.fx.Graph, where: str) -> None:
+    """Raise GraphError unless every node is an IR node used after its definition and every value has a fake tensor."""
+    try:
+        graph.lint()
+    except RuntimeError as problem:
+        raise GraphError(f"{where}: {problem}") from problem
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "call_function", "output"):
+            raise GraphError(f"{where}: node {node.name} is a {node.op}; only calls of registered ops are allowed")
+        if node.op == "call_function":
+            target_name(node.target)
+            op = op_of(node.target)
+            if op is not None:
+                for name in op.mutates:
+                    written = op.bind(node.args, node.kwargs)[name]
+                    if written.op != "placeholder":
+                        raise GraphError(f"{where}: {node.name} writes {written.name}, which is not an input")
+        if node.op != "output" and "val" not in node.meta:
+            raise GraphError(f"{where}: node {node.name} has no fake value; a pass must set meta['val']")
+
+
+def to_text(graph: torch.fx.Graph, shapes: Shapes, title: str) -> str:
+    """Readable IR: one line a value, ``name: spec = op(arguments)``."""
+    lines = [f"# {title}"]
+
+    def show(value: Any) -> str:
+        if isinstance(value, torch.fx.Node):
+            return f"%{value.name}"
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(show, value))}]"
+        return str(value)
+
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {show(node.args[0])}")
+            continue
+        spec = describe(node.meta.get("val"), shapes)
+        if node.op == "placeholder":
+            lines.append(f"input %{node.name}: {spec}")
+            continue
+        arguments = [show(a) for a in node.args] + [f"{k}={show(v)}" for k, v in node.kwargs.items()]
+        lines.append(f"%{node.name}: {spec} = {target_name(node.target)}({', '.join(arguments)})")
+    return "\n".join(lines) + "\n"
+
+
+def describe(value: Any, shapes: Shapes) -> str:
+    """A node's value for people."""
+    if isinstance(value, FakeTensor):
+        return str(shapes.spec(value))
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(describe(v, shapes) for v in value)})"
+    return "int" if isinstance(value, (int, torch.SymInt)) else type(value).__name__
+
+
+def eliminate_dead(graph: torch.fx.Graph, keep_inputs: bool = False) -> int:
+    """Remove nodes without users that write nothing, and inputs nobody reads; the number removed."""
+    removed = 0
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op == "output" or (node.op == "placeholder" and keep_inputs):
+            continue
+        op = op_of(node.target)
+        schema = getattr(node.target, "_schema", None)
+        if (op is not None and (op.mutates or op.collective)) or (schema is not None and schema.is_mutable):
+            continue
+        graph.erase_node(node)
+        removed += 1
+    return removed
+
+
+def copy_nodes(
+    nodes: Iterable[torch.fx.Node], into: torch.fx.Graph, env: dict[torch.fx.Node, torch.fx.Node]
+) -> Sequence[torch.fx.Node]:
+    """Copy call nodes into another graph, reading inputs from ``env`` and recording the copies there."""
+    made = []
+    for node in nodes:
+        copied = into.node_copy(node, lambda n: env[n])
+        env[node] = copied
+        made.append(copied)
+    return made

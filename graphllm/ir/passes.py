@@ -1,0 +1,87 @@
+"""The contract of a pass: one function over a graph and the weight plan, with a report; and the registry of passes."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+
+from graphllm.config import CompileConfig
+from graphllm.ir.graph import Shapes
+from graphllm.weights.plan import WeightPlan
+
+
+class Stage(enum.IntEnum):
+    """When a pass runs. CANONICALIZE to FUSE see one unit (embed, one layer of each kind, head) at a time."""
+
+    CANONICALIZE = 1
+    QUANTIZE = 2
+    SHARD = 3
+    LORA = 4
+    FUSE = 5
+
+
+class Unit(NamedTuple):
+    """The traced graph of one unit: "embed", "layer.<kind>", "head" or "sample".
+
+    inputs and outputs name the values in order: "w.<weight>", "step.<field>", "x", "shared.<i>", "kv".
+    """
+
+    name: str
+    graph: torch.fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    shapes: Shapes
+
+
+class PassReport(NamedTuple):
+    """What a pass did: how many places it changed and, for people, what they were. plan: the edited plan, if it was."""
+
+    changed: int
+    notes: tuple[str, ...] = ()
+    plan: WeightPlan | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A registered pass. numerics: "bitwise" leaves every result as it was, "reorders" changes rounding only,
+    "changes" alters the computation (quantization). after: passes of the same stage that must run before."""
+
+    name: str
+    stage: Stage
+    numerics: Literal["bitwise", "reorders", "changes"]
+    after: tuple[str, ...]
+    run: Callable[[Unit, WeightPlan, CompileConfig], PassReport]
+
+
+_passes: dict[str, Pass] = {}
+
+
+def register_pass(
+    *, stage: Stage, numerics: Literal["bitwise", "reorders", "changes"], after: tuple[str, ...] = ()
+) -> Callable[[Callable[[Unit, WeightPlan, CompileConfig], PassReport]], Callable[..., PassReport]]:
+    """Make a pass known. It edits ``unit.graph`` in place and reads nothing else than its arguments."""
+
+    def register(fn: Callable[[Unit, WeightPlan, CompileConfig], PassReport]) -> Callable[..., PassReport]:
+        if fn.__name__ in _passes:
+            raise ValueError(f"a pass named {fn.__name__!r} is already registered; choose another name")
+        _passes[fn.__name__] = Pass(fn.__name__, stage, numerics, after, fn)
+        return fn
+
+    return register
+
+
+def ordered_passes() -> list[Pass]:
+    """The registered passes by stage, each after those it names. Raises ValueError on a cycle or an unknown name."""
+    done: list[Pass] = []
+    waiting = sorted(_passes.values(), key=lambda p: (p.stage, p.name))
+    while waiting:
+        ready = next((p for p in waiting if all(a in [d.name for d in done] for a in p.after)), None)
+        if ready is None or any(w.stage < ready.stage for w in waiting):
+            raise ValueError(f"passes cannot be ordered: {', '.join(f'{p.name} after {p.after}' for p in waiting)}")
+        done.append(ready)
+        waiting.remove(ready)
+    return done

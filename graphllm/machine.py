@@ -1,0 +1,90 @@
+"""What this machine is: the compile target and the versions that an artifact depends on. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from graphllm.config import ConfigError, Target
+
+_CODEGEN_FLAGS = ("sse", "ssse3", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmulqdq", "popcnt", "abm",
+                  "movbe", "adx", "sha", "asimd", "sve", "bf16", "i8mm", "fphp")  # fmt: skip
+
+
+def detect_target(device: Literal["auto", "cpu", "cuda"]) -> Target:
+    """The target of this machine; "auto" is CUDA when there is a GPU. Raises ConfigError when CUDA was asked for in vain."""
+    gpu = _gpu() if device != "cpu" else None
+    if gpu:
+        return gpu
+    if device == "cuda":
+        raise ConfigError("target: cuda was asked for, but the CUDA driver shows no GPU here; use --target cpu")
+    return _cpu()
+
+
+def _cpu() -> Target:
+    flags: list[str] = []
+    name = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    for line in info.read_text().splitlines() if info.exists() else ():
+        key, _, text = line.partition(":")
+        if key.strip() in ("flags", "Features"):
+            flags = [f for f in text.split() if f.startswith(_CODEGEN_FLAGS)]
+        elif key.strip() == "model name":
+            name = text.strip()
+    return Target("cpu", (platform.machine(), *sorted(set(flags))), name)
+
+
+def _gpu() -> Target | None:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count, device = ctypes.c_int(), ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
+        return None
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    major, minor = (_attribute(driver, which, device) for which in (75, 76))
+    label = ctypes.create_string_buffer(128)
+    driver.cuDeviceGetName(label, 128, device)
+    # The number of multiprocessors is part of what kernels were tuned for.
+    return Target("cuda", (f"sm_{major}{minor}", f"sms_{_attribute(driver, 16, device)}"), label.value.decode())
+
+
+def _attribute(driver: ctypes.CDLL, which: int, device: ctypes.c_int) -> int:
+    found = ctypes.c_int()
+    driver.cuDeviceGetAttribute(ctypes.byref(found), which, device)
+    return found.value
+
+
+def versions(target: Target) -> dict[str, str]:
+    """Versions whose change makes an artifact unusable: generated code calls into torch, cubins come from Triton."""
+    found = {"torch": version("torch")}
+    if target.device == "cuda":
+        try:
+            found["triton"] = version("triton")
+        except PackageNotFoundError:
+            found["triton"] = "none"
+    return found
+
+
+def compiler_version() -> str:
+    """What g++ calls itself; recorded in the manifest, not part of the key."""
+    try:
+        return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
+    except (FileNotFoundError, IndexError):
+        return "none"
+
+
+def free_cores() -> int:
+    """Cores this process may use, less what other processes keep busy right now; at least 1.
+
+    Kernels of one parallel region wait for each other, so a core that is taken makes all of them slow.
+    """
+    cores = len(os.sched_getaffinity(0))
+    busy = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
+    return max(1, min(cores, cores - (int(busy) - 1)))

@@ -1,0 +1,117 @@
+"""Load compiled kernels and call them by address: a shared library on a CPU, cubins through the CUDA driver on a GPU.
+
+Needs no compiler and imports neither Inductor, Dynamo nor Triton. A bound launch is a callable without arguments.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from graphllm.expr import value
+
+_C_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f64": ctypes.c_double,
+            "f32": ctypes.c_float, "i8": ctypes.c_int8, "i16": ctypes.c_int16, "u8": ctypes.c_uint8,
+            "u32": ctypes.c_uint32, "u64": ctypes.c_uint64}  # fmt: skip
+Launch = Callable[[], Any]
+
+
+class Kernels(Protocol):
+    """Binds one kernel call: ``arguments`` are addresses, ints and floats in the kernel's order."""
+
+    def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch: ...
+
+
+class CpuKernels:
+    """The artifact's shared library; None when every piece is interpreted."""
+
+    def __init__(self, library: Path | None) -> None:
+        self._library = ctypes.CDLL(str(library)) if library else None
+        self._functions: dict[str, Any] = {}
+
+    def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch:
+        """A call of ``name`` with converted arguments."""
+        function = self._functions.get(name)
+        if function is None:
+            function = self._functions[name] = getattr(self._library, name)
+            function.restype = None
+            function.argtypes = None
+        converted = (_C_TYPES[kind](a) for kind, a in zip(kernel["args"], arguments, strict=True))
+        return functools.partial(function, *converted)
+
+
+class CudaError(RuntimeError):
+    """The CUDA driver refused a call; the message holds its name and the driver's words."""
+
+
+class CudaKernels:
+    """Cubins of the artifact, loaded when first bound, launched on one stream."""
+
+    _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+
+    def __init__(self, folder: Path, stream: int) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        self._folder, self._stream = folder, ctypes.c_void_p(stream)
+        self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
+
+    def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch:
+        """A launch with its grid evaluated and its parameter block laid out once."""
+        named = dict(zip(kernel["names"], arguments, strict=True))
+        for variable, expression in kernel.get("prefix", ()):
+            named[variable] = value(expression, named)
+        grid = [value(g, named) for g in kernel["grid"]]
+        if 0 in grid:
+            return _nothing
+        used = [(kind, named[n]) for n, kind in zip(kernel["names"], kernel["args"], strict=True) if kind]
+        # Triton kernels take two more pointers, to scratch memory that none of ours asks for.
+        cells = [_C_TYPES[kind](v) for kind, v in used] + [ctypes.c_void_p(), ctypes.c_void_p()]
+        block = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(c) for c in cells))
+        launch = functools.partial(
+            self._driver.cuLaunchKernel,
+            self._function(kernel), *(ctypes.c_uint(g) for g in grid),
+            ctypes.c_uint(32 * kernel["warps"]), ctypes.c_uint(1), ctypes.c_uint(1),
+            ctypes.c_uint(kernel["shared"]), self._stream, block, ctypes.c_void_p(),
+        )  # fmt: skip
+        return _Checked(launch, name, (cells, block), self)
+
+    def _function(self, kernel: Mapping[str, Any]) -> ctypes.c_void_p:
+        key = (kernel["cubin"], kernel["symbol"])
+        if key not in self._functions:
+            image = (self._folder / kernel["cubin"]).read_bytes()
+            module, function = ctypes.c_void_p(), ctypes.c_void_p()
+            self.check(self._driver.cuModuleLoadData(ctypes.byref(module), image), "cuModuleLoadData")
+            symbol = kernel["symbol"].encode()
+            self.check(self._driver.cuModuleGetFunction(ctypes.byref(function), module, symbol), "cuModuleGetFunction")
+            if kernel["shared"] > 48 * 1024:
+                code = self._driver.cuFuncSetAttribute(function, self._MAX_DYNAMIC_SHARED, kernel["shared"])
+                self.check(code, "cuFuncSetAttribute")
+            self._functions[key] = function
+        return self._functions[key]
+
+    def check(self, code: int, call: str) -> None:
+        """Raise CudaError unless the driver returned success."""
+        if code:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(code, ctypes.byref(text))
+            raise CudaError(f"{call} failed: {(text.value or b'unknown error').decode()} (code {code})")
+
+
+class _Checked:
+    """A launch that keeps its parameter block alive and raises on failure."""
+
+    __slots__ = ("_keep", "_kernels", "_launch", "_name")
+
+    def __init__(self, launch: Callable[[], int], name: str, keep: object, kernels: CudaKernels) -> None:
+        self._launch, self._name, self._keep, self._kernels = launch, name, keep, kernels
+
+    def __call__(self) -> None:
+        code = self._launch()
+        if code:
+            self._kernels.check(code, f"launch of {self._name}")
+
+
+def _nothing() -> None:
+    """A launch over an empty grid."""

@@ -1,0 +1,159 @@
+"""A Hugging Face checkpoint folder: which tensors it holds and where their bytes are. Only headers are read here.
+
+safetensors files only: no format that can run code when it is opened. The files are parsed here and not by the
+safetensors library because the loader reads the bytes straight into the parameters' memory, in file order, without a
+memory map.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphllm.config import ConfigError
+
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_NO_PICKLE = (
+    "which may run code when it is opened and is never read. Convert it once, where you trust it, with transformers: "
+    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+)
+_MAX_HEADER = 100_000_000  # the safetensors library's own limit
+
+_BITS = {
+    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+
+
+class WeightError(ConfigError):
+    """A checkpoint that cannot be used, or does not fit the plan. problems: all of them, one line each."""
+
+    def __init__(self, where: Path, problems: list[str]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(f"{where}: " + problems[0] if len(problems) == 1 else "\n  ".join([f"{where}:", *problems]))
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor is: ``nbytes`` bytes from ``offset`` (absolute) of ``file``. dtype: the safetensors tag."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened folder. tensors: by name."""
+
+    folder: Path
+    tensors: Mapping[str, TensorInfo]
+
+    @staticmethod
+    def open(folder: str | Path) -> Checkpoint:
+        """Read the headers of a folder's safetensors files. Raises WeightError naming each file that is no good."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise WeightError(folder, ["no such folder; give the folder of a checkpoint with config.json in it"])
+        if (folder / _SINGLE).exists():
+            return Checkpoint(folder, read_header(folder / _SINGLE))
+        if (folder / _INDEX).exists():
+            return Checkpoint(folder, _open_shards(folder))
+        pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
+        if pickles:
+            raise WeightError(folder, [f"only {', '.join(pickles[:3])}, {_NO_PICKLE}"])
+        raise WeightError(folder, [f"neither {_SINGLE} nor {_INDEX}; is it the folder of a checkpoint?"])
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """SHA-256 over names, dtypes and shapes: what an artifact depends on. The numbers themselves are not read."""
+    rows = sorted((name, t.dtype, t.shape) for name, t in checkpoint.tensors.items())
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of one safetensors file. Raises WeightError when the file is truncated or damaged."""
+    with open(file, "rb") as f:
+        size = os.fstat(f.fileno()).st_size
+        start = f.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= _MAX_HEADER:
+            raise WeightError(file, ["not a safetensors file, or damaged: no header"])
+        text = f.read(length)
+    if len(text) < length:
+        raise WeightError(file, [f"truncated: {size} bytes, the header alone has {8 + length}; download it again"])
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        tensors = {name: _tensor(file, 8 + length, fields) for name, fields in header.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise WeightError(file, [f"damaged header ({e!r}); download it again"]) from e
+    _check_layout(file, size, 8 + length, tensors)
+    return tensors
+
+
+def _tensor(file: Path, base: int, fields: Any) -> TensorInfo:
+    begin, end = fields["data_offsets"]
+    dtype, shape = fields["dtype"], tuple(fields["shape"])
+    numbers = (begin, end, *shape)
+    if not isinstance(dtype, str) or not all(type(n) is int and n >= 0 for n in numbers) or begin > end:
+        raise ValueError(f"{dtype} {shape} at {begin}:{end}")
+    bits = _BITS.get(dtype)  # a dtype of the future is refused when a parameter needs it, not here
+    if bits is not None and (end - begin) * 8 != math.prod(shape) * bits:
+        raise ValueError(f"{end - begin} bytes for {dtype} {shape}")
+    return TensorInfo(file, dtype, shape, base + begin, end - begin)
+
+
+def _check_layout(file: Path, size: int, base: int, tensors: Mapping[str, TensorInfo]) -> None:
+    """The tensors fill the file exactly: no hole, no overlap, nothing behind."""
+    at = base
+    for name, t in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
+        if t.offset != at:
+            raise WeightError(file, [f"damaged: tensor {name} starts at byte {t.offset}, expected {at}"])
+        at += t.nbytes
+    if at > size:
+        raise WeightError(file, [f"truncated: {size} bytes, its header says {at}; download it again"])
+    if at < size:
+        raise WeightError(file, [f"damaged: {size} bytes, its header says {at}; download it again"])
+
+
+def _open_shards(folder: Path) -> dict[str, TensorInfo]:
+    index = folder / _INDEX
+    try:
+        weight_map = dict(json.loads(index.read_text())["weight_map"])
+        if not all(isinstance(f, str) for f in weight_map.values()):
+            raise TypeError("weight_map holds something else than file names")
+        files = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError) as e:
+        raise WeightError(index, [f"damaged ({e!r}); download it again"]) from e
+    if outside := [f for f in files if Path(f).name != f]:
+        raise WeightError(index, [f"names a file outside its folder: {f}" for f in outside])
+    if missing := [f for f in files if not (folder / f).is_file()]:
+        raise WeightError(index, [f"names {f}, which is not in the folder; download it" for f in missing])
+    problems: list[str] = []
+    shards: dict[str, dict[str, TensorInfo]] = {}
+    for f in files:
+        try:
+            shards[f] = read_header(folder / f)
+        except WeightError as e:
+            problems += [f"{f}: {p}" for p in e.problems]
+    if problems:
+        raise WeightError(folder, problems)
+    if lost := [(name, f) for name, f in weight_map.items() if name not in shards[f]]:
+        raise WeightError(index, [f"says that {f} holds {name}, it does not" for name, f in lost])
+    return {name: shards[f][name] for name, f in weight_map.items()}

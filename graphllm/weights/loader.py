@@ -1,0 +1,321 @@
+"""Executes a weight plan: streams a checkpoint into finished parameters, or makes random ones for benchmarks.
+
+Bytes go from the file straight into the parameter's memory where they can stay as they are; what must be cast or
+transposed goes through a small staging buffer. So the peak of resident memory is the model and those buffers. There is
+no memory map: its pages would count as resident memory and arrive one fault at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.weights.checkpoint import Checkpoint, TensorInfo, WeightError
+from graphllm.weights.plan import Read, Tie, Values, WeightPlan
+
+Progress = Callable[[int, int], None]
+
+_CHUNK = 16 << 20  # one read; also a slot of pinned memory
+_STAGE = 1 << 20  # one read to be cast on the CPU: stays in a core's cache until it is cast
+_GRAIN = 32767  # numbers; torch splits larger elementwise work among its threads
+_READERS = 4  # threads; on a warm page cache they share the copying and the page faults of fresh memory
+_SLOTS = 2  # pinned slots of a reader: one is read into while the other is copied to the device
+# A CPU draws only some 50 million normal numbers a second: random weights there repeat one block of them, each tensor
+# from a start of its own. The length is prime, so that the rows of a matrix all differ.
+_BLOCK = 1_048_573
+_SHIFTS = 1 << 14
+
+_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
+# Left in checkpoints by older transformers versions; constants that are computed, not parameters.
+_BUFFERS = re.compile(
+    r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
+)
+_TIED = "lm_head.weight"  # saved by some although it is tied
+
+
+def load_weights(
+    plan: WeightPlan, checkpoint: Checkpoint, device: str | torch.device = "cpu", progress: Progress | None = None
+) -> dict[str, Tensor]:
+    """The finished parameters by name, on ``device``. Tied ones are the same tensor.
+
+    progress(done, total): bytes read so far; called from reader threads, one call at a time. Raises WeightError before
+    anything big is allocated, naming everything about the checkpoint that does not fit the plan.
+    """
+    device = torch.device(device)
+    pieces = _match(plan, checkpoint)
+    tensors = _allocate(plan, device)
+    counter = _Counter(sum(p.nbytes for p in pieces), progress)
+    with contextlib.ExitStack() as stack:
+        fds = {f: _open(f, stack) for f in {p.info.file for p in pieces}}
+        chunks = [c for p in pieces for c in _chunks(p, tensors[p.name], fds[p.info.file])]
+        if device.type == "cuda":
+            _read_to_cuda(chunks, device, counter)
+        else:
+            _read_on_cpu(chunks, counter)
+    return tensors
+
+
+def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Tensor]:
+    """Parameters for benchmarks: normal with deviation 0.02, norms are ones, computed ones are what the plan says."""
+    device = torch.device(device)
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = _allocate(plan, device)
+    on_cpu = device.type == "cpu"
+    noise = torch.empty(_BLOCK + _SHIFTS if on_cpu else 0, device=device).normal_(0.0, 0.02, generator=generator)
+    for e in plan:
+        tensor = tensors[e.name]
+        if not isinstance(e.steps[0], Read):
+            continue
+        if len(e.shape) == 1 and "norm" in e.name and "bias" not in e.name:
+            tensor.fill_(1.0)
+        elif on_cpu:
+            start = int(torch.randint(_SHIFTS, (), generator=generator))
+            for part in tensor.view(-1).split(_BLOCK):
+                part.copy_(noise[start : start + len(part)])
+        else:
+            tensor.normal_(0.0, 0.02, generator=generator)
+    return tensors
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """One read of the plan with the checkpoint tensor that it found."""
+
+    name: str  # of the entry
+    read: Read
+    info: TensorInfo
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return _DTYPES[self.info.dtype]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.read.shape) * self.dtype.itemsize
+
+    @property
+    def offset(self) -> int:
+        """Where its bytes start in the file."""
+        if self.read.rows is None:
+            return self.info.offset
+        return self.info.offset + self.read.rows[0] * (self.nbytes // self.read.shape[0])
+
+
+def _match(plan: WeightPlan, checkpoint: Checkpoint) -> list[_Piece]:
+    """Each read with its tensor, in file order. Raises WeightError for all problems at once."""
+    pieces: list[_Piece] = []
+    problems: list[tuple[str, str]] = []
+    known: set[str] = set()
+    for e in plan:
+        for s in e.steps:
+            if isinstance(s, Read):
+                known.update(s.source)
+                name = next((n for n in s.source if n in checkpoint.tensors), None)
+                if name is None:
+                    problems.append((" or ".join(s.source), "missing"))
+                    continue
+                info = checkpoint.tensors[name]
+                if problem := _misfit(s, info):
+                    problems.append((name, problem))
+                else:
+                    pieces.append(_Piece(e.name, s, info))
+            elif not isinstance(s, (Values, Tie)):
+                problems.append((e.name, f"step {s.op!r} is not known to this loader"))
+    tied = any(e.tie for e in plan)
+    for name in checkpoint.tensors:
+        if name not in known and not _BUFFERS.search(name) and not (tied and name == _TIED):
+            problems.append((name, "not used by the model; is the config.json of another one?"))
+    if problems:
+        raise WeightError(checkpoint.folder, _grouped(problems))
+    return sorted(pieces, key=lambda p: (p.info.file, p.offset))
+
+
+def _misfit(read: Read, info: TensorInfo) -> str | None:
+    if info.dtype not in _DTYPES:
+        return f"dtype {info.dtype} is not supported; use a checkpoint in {', '.join(_DTYPES)}"
+    if read.rows is None:
+        return None if info.shape == read.shape else f"shape {info.shape}, the model needs {read.shape}"
+    if info.shape[1:] != read.shape[1:] or info.shape[:1] < read.rows[1:]:
+        return f"shape {info.shape}, the model needs rows {read.rows[0]} to {read.rows[1]} of {('*', *read.shape[1:])}"
+    return None
+
+
+def _grouped(problems: list[tuple[str, str]]) -> list[str]:
+    """One line each, but many names that differ only in numbers, such as the layer's, share one."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, problem in problems:
+        groups.setdefault((re.sub(r"\d+", "*", name), problem), []).append(name)
+    lines = []
+    for (pattern, problem), names in groups.items():
+        many = len(names) > 8
+        lines.append(f"{pattern} ({len(names)} tensors, first {names[0]})" if many else ", ".join(names))
+        lines[-1] += f": {problem}"
+    return lines
+
+
+def _allocate(plan: WeightPlan, device: torch.device) -> dict[str, Tensor]:
+    """Memory for every parameter (64-byte aligned by torch), filled where its values are in the plan."""
+    tensors: dict[str, Tensor] = {}
+    for e in plan:
+        first = e.steps[0]
+        if isinstance(first, Values):
+            values = torch.tensor(first.values, dtype=torch.float64).to(getattr(torch, e.dtype))
+            tensors[e.name] = values.view(e.shape).to(device)
+        elif e.tie is None:
+            tensors[e.name] = torch.empty(e.shape, dtype=getattr(torch, e.dtype), device=device)
+    return {e.name: tensors[e.tie or e.name] for e in plan}
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One read: ``nbytes`` at ``offset`` of an open file are ``dst`` in row-major order, as numbers of ``dtype``."""
+
+    file: Path
+    fd: int
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    dst: Tensor
+
+    @property
+    def direct(self) -> bool:
+        """The bytes are the parameter's as they stand."""
+        return self.dst.dtype == self.dtype and self.dst.is_contiguous()
+
+    def read(self, into: Tensor) -> Tensor:
+        """The numbers, read into the bytes of ``into`` and shaped as ``dst``."""
+        buffer = into[: self.nbytes].numpy().data
+        done = 0
+        while done < self.nbytes:
+            n = os.preadv(self.fd, [buffer[done:]], self.offset + done)
+            if n == 0:
+                raise WeightError(self.file, ["ends too early: the file has changed since it was opened"])
+            done += n
+        return into[: self.nbytes].view(self.dtype).view(self.dst.shape)
+
+
+def _chunks(piece: _Piece, tensor: Tensor, fd: int) -> Iterator[_Chunk]:
+    """The reads of one piece, each of whole rows of it as the checkpoint stores it."""
+    if piece.nbytes == 0:
+        return
+    read = piece.read
+    dst = tensor.view(-1)[read.offset : read.offset + math.prod(read.shape)]
+    if read.transpose:
+        dst = dst.view(read.shape[1], read.shape[0]).T
+    row_bytes = piece.nbytes // len(dst)
+    staged = tensor.device.type == "cpu" and (read.transpose or piece.dtype != tensor.dtype)
+    rows = max(1, (_STAGE if staged else _CHUNK) // row_bytes)
+    for i, part in enumerate(dst.split(rows)):
+        at = piece.offset + i * rows * row_bytes
+        yield _Chunk(piece.info.file, fd, at, len(part) * row_bytes, piece.dtype, part)
+
+
+class _Counter:
+    """Adds up what was read and reports it, from any thread."""
+
+    def __init__(self, total: int, report: Progress | None) -> None:
+        self._total, self._report, self._done = total, report, 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._report is not None:
+                self._report(self._done, self._total)
+
+
+class _Todo:
+    """The chunks, handed out in file order to whichever reader asks; none any more once one has failed."""
+
+    def __init__(self, chunks: list[_Chunk]) -> None:
+        self._chunks, self._lock = iter(chunks), threading.Lock()
+
+    def __iter__(self) -> Iterator[_Chunk]:
+        while True:
+            with self._lock:
+                chunk = next(self._chunks, None)
+            if chunk is None:
+                return
+            yield chunk
+
+    def stop(self) -> None:
+        with self._lock:
+            self._chunks = iter(())
+
+
+def _read_on_cpu(chunks: list[_Chunk], counter: _Counter) -> None:
+    todo = _Todo(chunks)
+    size = max((c.nbytes for c in chunks if not c.direct), default=0)
+
+    def fill() -> None:
+        stage = torch.empty(size, dtype=torch.uint8)
+        for chunk in todo:
+            if chunk.direct:
+                chunk.read(into=chunk.dst.view(torch.uint8))
+            else:
+                _copy_serially(chunk.dst, chunk.read(into=stage))
+            counter.add(chunk.nbytes)
+
+    _run(fill, min(_READERS, len(os.sched_getaffinity(0))), todo)
+
+
+def _copy_serially(dst: Tensor, src: Tensor) -> None:
+    """A copy in parts too small for torch to split among its threads: they would spin against the other readers."""
+    rows = max(1, _GRAIN // math.prod(dst.shape[1:]))
+    for part, numbers in zip(dst.split(rows), src.split(rows), strict=True):
+        part.copy_(numbers)
+
+
+def _read_to_cuda(chunks: list[_Chunk], device: torch.device, counter: _Counter) -> None:
+    """Each reader has a stream of its own and pinned slots: it reads into one while the other is being copied."""
+    todo = _Todo(chunks)
+    size = max((c.nbytes for c in chunks), default=0)
+
+    def fill() -> None:
+        stream = torch.cuda.Stream(device)
+        slots = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(_SLOTS)]
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for i, chunk in enumerate(todo):
+                slot, copied = slots[i % _SLOTS]
+                copied.synchronize()  # returns at once for an event that was never recorded
+                numbers = chunk.read(into=slot)
+                # Cast and transpose on the device: a copy that does both from the host would do them on the CPU.
+                chunk.dst.copy_(numbers if chunk.direct else numbers.to(device, non_blocking=True), non_blocking=True)
+                copied.record(stream)
+                counter.add(chunk.nbytes)
+        stream.synchronize()
+
+    torch.cuda.synchronize(device)  # the parameters' memory may have been in use on another stream until now
+    _run(fill, _READERS, todo)
+
+
+def _run(reader: Callable[[], None], threads: int, todo: _Todo) -> None:
+    """Run the reader in so many threads. When one fails, the others stop and its error is raised."""
+
+    def work() -> None:
+        try:
+            reader()
+        except BaseException:
+            todo.stop()
+            raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        for future in [pool.submit(work) for _ in range(threads)]:
+            future.result()
+
+
+def _open(file: Path, stack: contextlib.ExitStack) -> int:
+    fd = os.open(file, os.O_RDONLY)
+    stack.callback(os.close, fd)
+    return fd

@@ -1,0 +1,184 @@
+"""Gemma 2 (capped scores and logits) and the text part of Gemma 3 (normalized q and k, own frequencies a layer kind)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from graphllm.ir import Model, Step, Weight, register_model, select_rows
+from graphllm.model_defs.common import HF, check_plain, kinds_of, number, only, split_heads
+from graphllm.ops.embedding import embedding
+from graphllm.ops.geglu import geglu
+from graphllm.ops.linear import linear
+from graphllm.ops.lm_head import lm_head
+from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.rope import rope
+from graphllm.ops.rope_table import Rope
+
+_GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
+# Published files leave out what equals the class's defaults, Gemma 3's text_config nearly everything.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Gemma2ForCausalLM": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
+    "Gemma3ForCausalLM": {
+        "vocab_size": 262_208,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 1e6,
+        "sliding_window_pattern": 6,
+    },
+}
+
+
+@dataclass(frozen=True)
+class Config:
+    """D width, H query heads, K key/value heads, E head dimension, F feed-forward width, V vocabulary."""
+
+    D: int
+    H: int
+    K: int
+    E: int
+    F: int
+    V: int
+    max_len: int
+    kinds: tuple[str, ...]  # "global" and "local"
+    window: int
+    eps: float
+    scale: float
+    embed_scale: float
+    score_cap: float
+    logit_cap: float
+    gelu: str
+    rope: Rope
+    local_rope: Rope | None  # None: local layers use the same frequencies
+    qk_norm: bool
+    tied: bool
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of either ``config.json``; of an image model its ``text_config``. Raises ConfigError as others do."""
+    check_plain(hf)
+    architecture = hf["architectures"][0]
+    if architecture == "Gemma3ForConditionalGeneration":
+        architecture = "Gemma3ForCausalLM"
+        hf = {"tie_word_embeddings": hf.get("tie_word_embeddings", True)} | dict(hf["text_config"])
+    hf = _DEFAULTS[architecture] | dict(hf)
+    gemma3 = architecture == "Gemma3ForCausalLM"
+    only(hf, "attention_bias", False, None)
+    only(hf, "use_bidirectional_attention", False, None)
+    D, E, L = number(hf, "hidden_size"), number(hf, "head_dim", 256), number(hf, "num_hidden_layers")
+    global_rope = Rope.from_hf(hf, E, "full_attention")
+    pattern = hf["sliding_window_pattern"]
+    types = hf.get("layer_types") or ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(L)]
+    return Config(
+        D=D,
+        H=number(hf, "num_attention_heads", 8),
+        K=number(hf, "num_key_value_heads", 4),
+        E=E,
+        F=number(hf, "intermediate_size"),
+        V=number(hf, "vocab_size"),
+        max_len=max(number(hf, "max_position_embeddings", 8192), global_rope.max_len),
+        kinds=kinds_of(types),
+        window=number(hf, "sliding_window", 4096),
+        eps=number(hf, "rms_norm_eps", 1e-6),
+        scale=number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        embed_scale=D**0.5,
+        score_cap=0.0 if gemma3 else float(hf["attn_logit_softcapping"] or 0),
+        logit_cap=float(hf.get("final_logit_softcapping") or 0),
+        gelu=_GELU[only(hf, "hidden_activation", *_GELU)],
+        rope=global_rope,
+        local_rope=_local_rope(hf, E) if gemma3 else None,
+        qk_norm=gemma3,
+        tied=bool(hf.get("tie_word_embeddings", True)),
+    )
+
+
+def _local_rope(hf: HF, E: int) -> Rope:
+    """Gemma 3's local layers: the newer nested parameters, else an own base that ``rope_scaling`` does not touch."""
+    nested = (hf.get("rope_parameters") or {}).get("sliding_attention") or {}
+    own = {"rope_scaling": None, "rope_parameters": nested, "rope_theta": hf.get("rope_local_base_freq", 1e4)}
+    return Rope.from_hf(dict(hf) | own, E)
+
+
+def _names(name: str) -> tuple[str | tuple[str, ...], ...]:
+    """One checkpoint tensor; image models nest the text model, older and newer files differently."""
+    return (("model." + name, "model.language_model." + name, "language_model.model." + name),)
+
+
+def embed_weights(c: Config) -> dict[str, Weight]:
+    weights = {"tokens": Weight((c.V, c.D), _names("embed_tokens.weight")), "inv_freq": c.rope.weight()}
+    return weights | ({"inv_freq_local": c.local_rope.weight()} if c.local_rope else {})
+
+
+def layer_weights(c: Config, kind: str) -> dict[str, Weight]:
+    hf = "layers.{layer}."
+    parts = (c.H * c.E, c.K * c.E, c.K * c.E)
+    qkv = tuple(_names(f"{hf}self_attn.{p}_proj.weight")[0] for p in "qkv")
+    gate_up = tuple(_names(f"{hf}mlp.{p}_proj.weight")[0] for p in ("gate", "up"))
+    weights = {
+        "attn_norm": Weight((c.D,), _names(hf + "input_layernorm.weight")),
+        "qkv": Weight((sum(parts), c.D), qkv, parts, shard="rows"),
+        "o": Weight((c.D, c.H * c.E), _names(hf + "self_attn.o_proj.weight"), shard="cols"),
+        "attn_post_norm": Weight((c.D,), _names(hf + "post_attention_layernorm.weight")),
+        "ffn_norm": Weight((c.D,), _names(hf + "pre_feedforward_layernorm.weight")),
+        "gate_up": Weight((2 * c.F, c.D), gate_up, (c.F, c.F), shard="rows"),
+        "down": Weight((c.D, c.F), _names(hf + "mlp.down_proj.weight"), shard="cols"),
+        "ffn_post_norm": Weight((c.D,), _names(hf + "post_feedforward_layernorm.weight")),
+    }
+    if c.qk_norm:
+        weights["q_norm"] = Weight((c.E,), _names(hf + "self_attn.q_norm.weight"))
+        weights["k_norm"] = Weight((c.E,), _names(hf + "self_attn.k_norm.weight"))
+    return weights
+
+
+def head_weights(c: Config) -> dict[str, Weight]:
+    tied = Weight((c.V, c.D), tie="embed.tokens", shard="rows")
+    own = Weight((c.V, c.D), (("lm_head.weight", "language_model.lm_head.weight"),), shard="rows")
+    return {"norm": Weight((c.D,), _names("norm.weight")), "lm_head": tied if c.tied else own}
+
+
+def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
+    shared = c.rope.table(step.positions, step.context_len, w.inv_freq)
+    if c.local_rope:
+        shared += c.local_rope.table(step.positions, step.context_len, w.inv_freq_local)
+    return embedding(step.token_ids, w.tokens, c.embed_scale), shared
+
+
+def layer(
+    c: Config, kind: str, w: SimpleNamespace, x_TD: Tensor, shared: tuple[Tensor, ...], step: Step, kv_cache: Tensor
+) -> Tensor:
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return rms_norm(x, weight, c.eps, 1.0)
+
+    q_THE, k_TKE, v_TKE = split_heads(linear(norm(x_TD, w.attn_norm), w.qkv), c.H, c.K, c.E)
+    if c.qk_norm:
+        q_THE, k_TKE = norm(q_THE, w.q_norm), norm(k_TKE, w.k_norm)
+    angles = shared[-2:] if kind == "local" else shared[:2]
+    q_THE, k_TKE = rope(q_THE, *angles), rope(k_TKE, *angles)
+    window = c.window if kind == "local" else 0
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, c.scale, window, c.score_cap)
+    x_TD = x_TD + norm(linear(a_THE.flatten(1), w.o), w.attn_post_norm)
+    h_TF = geglu(linear(norm(x_TD, w.ffn_norm), w.gate_up), c.gelu)
+    return x_TD + norm(linear(h_TF, w.down), w.ffn_post_norm)
+
+
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
+    x_SD = select_rows(x_TD, step.logit_rows)
+    return lm_head(rms_norm(x_SD, w.norm, c.eps, 1.0), w.lm_head, c.logit_cap)
+
+
+register_model(
+    Model(
+        architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        config=from_hf,
+        kinds=lambda c: c.kinds,
+        embed_weights=embed_weights,
+        layer_weights=layer_weights,
+        head_weights=head_weights,
+        embed=embed,
+        layer=layer,
+        head=head,
+    )
+)

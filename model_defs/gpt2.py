@@ -1,0 +1,149 @@
+"""GPT-2: learned positions, LayerNorm, biases everywhere, and matrices that the checkpoint stores transposed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from graphllm.config import ConfigError
+from graphllm.ir import Model, Step, Weight, register_model, select_rows
+from graphllm.model_defs.common import HF, check_plain, number, only, split_heads
+from graphllm.ops.embedding import embedding
+from graphllm.ops.layer_norm import layer_norm
+from graphllm.ops.linear import linear
+from graphllm.ops.lm_head import lm_head
+from graphllm.ops.paged_attention import paged_attention
+
+_GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """D width, H query heads, K = H, E head dimension, F feed-forward width, V vocabulary, L layers."""
+
+    D: int
+    H: int
+    K: int
+    E: int
+    F: int
+    V: int
+    L: int
+    max_len: int
+    eps: float
+    scale: float
+    activation: str  # "gelu_tanh", "gelu" or "relu"
+    tied: bool
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
+    check_plain(hf)
+    only(hf, "add_cross_attention", False)
+    only(hf, "scale_attn_by_inverse_layer_idx", False)  # layers of one kind must be the same function
+    D, H = number(hf, "n_embd", 768), number(hf, "n_head", 12)
+    return Config(
+        D=D,
+        H=H,
+        K=H,
+        E=head_width(D, H, "n_embd", "n_head"),
+        F=number(hf, "n_inner", 4 * D),
+        V=number(hf, "vocab_size", 50257),
+        L=number(hf, "n_layer", 12),
+        max_len=number(hf, "n_positions", 1024),
+        eps=number(hf, "layer_norm_epsilon", 1e-5),
+        scale=(D // H) ** -0.5 if hf.get("scale_attn_weights", True) else 1.0,
+        activation=_GELU[only(hf, "activation_function", *_GELU)],
+        tied=bool(hf.get("tie_word_embeddings", True)),
+    )
+
+
+def head_width(D: int, H: int, width: str, heads: str) -> int:
+    """D / H. Raises ConfigError, with the names of the fields, when that is no whole number."""
+    if D % H:
+        raise ConfigError(f"config.json: {width} is {D}, no multiple of {heads} = {H}; correct one of them")
+    return D // H
+
+
+def _names(name: str) -> tuple[tuple[str, ...]]:
+    return (("transformer." + name, name),)
+
+
+def embed_weights(c: Config) -> dict[str, Weight]:
+    return {
+        "tokens": Weight((c.V, c.D), _names("wte.weight")),
+        "positions": Weight((c.max_len, c.D), _names("wpe.weight")),
+    }
+
+
+def layer_weights(c: Config, kind: str) -> dict[str, Weight]:
+    hf, inner = "h.{layer}.", c.H * c.E
+    parts = (inner, inner, inner)
+    return {
+        "attn_norm": Weight((c.D,), _names(hf + "ln_1.weight")),
+        "attn_norm_bias": Weight((c.D,), _names(hf + "ln_1.bias")),
+        "qkv": Weight((3 * inner, c.D), _names(hf + "attn.c_attn.weight"), parts, transpose=True, shard="rows"),
+        "qkv_bias": Weight((3 * inner,), _names(hf + "attn.c_attn.bias"), parts, shard="rows"),
+        "o": Weight((c.D, inner), _names(hf + "attn.c_proj.weight"), transpose=True, shard="cols"),
+        "o_bias": Weight((c.D,), _names(hf + "attn.c_proj.bias")),
+        "ffn_norm": Weight((c.D,), _names(hf + "ln_2.weight")),
+        "ffn_norm_bias": Weight((c.D,), _names(hf + "ln_2.bias")),
+        "up": Weight((c.F, c.D), _names(hf + "mlp.c_fc.weight"), transpose=True, shard="rows"),
+        "up_bias": Weight((c.F,), _names(hf + "mlp.c_fc.bias"), shard="rows"),
+        "down": Weight((c.D, c.F), _names(hf + "mlp.c_proj.weight"), transpose=True, shard="cols"),
+        "down_bias": Weight((c.D,), _names(hf + "mlp.c_proj.bias")),
+    }
+
+
+def head_weights(c: Config) -> dict[str, Weight]:
+    tied = Weight((c.V, c.D), tie="embed.tokens", shard="rows")
+    own = Weight((c.V, c.D), ("lm_head.weight",), shard="rows")
+    return {
+        "norm": Weight((c.D,), _names("ln_f.weight")),
+        "norm_bias": Weight((c.D,), _names("ln_f.bias")),
+        "lm_head": tied if c.tied else own,
+    }
+
+
+def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return embedding(step.token_ids, w.tokens) + embedding(step.positions, w.positions), ()
+
+
+def activate(name: str, x: Tensor) -> Tensor:
+    """The plain activation: aten, because Inductor fuses it into its neighbours and nobody writes a kernel for it."""
+    if name == "relu":
+        return torch.nn.functional.relu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
+
+
+def layer(
+    c: Config, kind: str, w: SimpleNamespace, x_TD: Tensor, shared: tuple[Tensor, ...], step: Step, kv_cache: Tensor
+) -> Tensor:
+    h_TD = layer_norm(x_TD, w.attn_norm, w.attn_norm_bias, c.eps)
+    q_THE, k_TKE, v_TKE = split_heads(linear(h_TD, w.qkv, w.qkv_bias), c.H, c.K, c.E)
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, c.scale)
+    x_TD = x_TD + linear(a_THE.flatten(1), w.o, w.o_bias)
+    h_TD = layer_norm(x_TD, w.ffn_norm, w.ffn_norm_bias, c.eps)
+    return x_TD + linear(activate(c.activation, linear(h_TD, w.up, w.up_bias)), w.down, w.down_bias)
+
+
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
+    x_SD = select_rows(x_TD, step.logit_rows)
+    return lm_head(layer_norm(x_SD, w.norm, w.norm_bias, c.eps), w.lm_head)
+
+
+register_model(
+    Model(
+        architectures=("GPT2LMHeadModel",),
+        config=from_hf,
+        kinds=lambda c: ("layer",) * c.L,
+        embed_weights=embed_weights,
+        layer_weights=layer_weights,
+        head_weights=head_weights,
+        embed=embed,
+        layer=layer,
+        head=head,
+    )
+)

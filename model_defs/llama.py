@@ -1,0 +1,173 @@
+"""Llama and its close relatives: Mistral (sliding window), Qwen2 (bias on q, k, v), Qwen3 (q and k normalized)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from graphllm.ir import Model, Step, Weight, register_model, select_rows
+from graphllm.model_defs.common import HF, check_plain, head_dim, kinds_of, number, only, split_heads
+from graphllm.ops.embedding import embedding
+from graphllm.ops.linear import linear
+from graphllm.ops.lm_head import lm_head
+from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.rope import rope
+from graphllm.ops.rope_table import Rope
+from graphllm.ops.swiglu import swiglu
+
+
+@dataclass(frozen=True)
+class Config:
+    """D width, H query heads, K key/value heads, E head dimension, F feed-forward width, V vocabulary."""
+
+    D: int
+    H: int
+    K: int
+    E: int
+    F: int
+    V: int
+    max_len: int
+    kinds: tuple[str, ...]  # "global" or, with a sliding window, "local"
+    window: int
+    eps: float
+    scale: float
+    rope: Rope
+    tied: bool
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
+    check_plain(hf)
+    only(hf, "hidden_act", "silu")
+    only(hf, "partial_rotary_factor", None, 1.0)
+    architecture = hf["architectures"][0]
+    llama, mistral, qwen2, qwen3 = (
+        architecture == f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+    )
+    H, L = number(hf, "num_attention_heads"), number(hf, "num_hidden_layers")
+    E = head_dim(hf, 128 if qwen3 else None)
+    rope_settings = Rope.from_hf(hf, E)
+    bias = bool(hf.get("attention_bias")) and (llama or qwen3)
+    window = _window(hf, mistral)
+    return Config(
+        D=number(hf, "hidden_size"),
+        H=H,
+        K=number(hf, "num_key_value_heads", H),
+        E=E,
+        F=number(hf, "intermediate_size"),
+        V=number(hf, "vocab_size"),
+        max_len=max(number(hf, "max_position_embeddings", 2048), rope_settings.max_len),
+        kinds=_kinds(hf, L, window, mistral),
+        window=window,
+        eps=number(hf, "rms_norm_eps", 1e-6),
+        scale=E**-0.5,
+        rope=rope_settings,
+        tied=bool(hf.get("tie_word_embeddings", False)),
+        qkv_bias=bias or qwen2,
+        o_bias=bias,
+        mlp_bias=bool(hf.get("mlp_bias")) and llama,
+        qk_norm=qwen3,
+    )
+
+
+def _window(hf: HF, mistral: bool) -> int:
+    """The sliding window of "local" layers, 0 for none: Mistral's is always on, Qwen's when ``use_sliding_window``."""
+    if mistral:
+        return hf.get("sliding_window", 4096) or 0
+    return number(hf, "sliding_window", 4096) if hf.get("use_sliding_window") else 0
+
+
+def _kinds(hf: HF, L: int, window: int, mistral: bool) -> tuple[str, ...]:
+    if mistral or not window:
+        return ("local" if window else "global",) * L
+    if hf.get("layer_types"):
+        return kinds_of(hf["layer_types"])
+    first = number(hf, "max_window_layers", 28)
+    return tuple("local" if i >= first else "global" for i in range(L))
+
+
+def embed_weights(c: Config) -> dict[str, Weight]:
+    return {"tokens": Weight((c.V, c.D), hf=("model.embed_tokens.weight",)), "inv_freq": c.rope.weight()}
+
+
+def layer_weights(c: Config, kind: str) -> dict[str, Weight]:
+    hf = "model.layers.{layer}."
+    attn, mlp = hf + "self_attn.", hf + "mlp."
+    parts = (c.H * c.E, c.K * c.E, c.K * c.E)
+
+    def merged(names: str, of: str, segments: tuple[int, ...], width: tuple[int, ...] = (c.D,)) -> Weight:
+        leaf = "weight" if width else "bias"
+        sources = tuple(f"{of}{name}_proj.{leaf}" for name in names.split())
+        return Weight((sum(segments), *width), sources, segments, shard="rows")
+
+    weights = {
+        "attn_norm": Weight((c.D,), (hf + "input_layernorm.weight",)),
+        "qkv": merged("q k v", attn, parts),
+        "o": Weight((c.D, c.H * c.E), (attn + "o_proj.weight",), shard="cols"),
+        "ffn_norm": Weight((c.D,), (hf + "post_attention_layernorm.weight",)),
+        "gate_up": merged("gate up", mlp, (c.F, c.F)),
+        "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="cols"),
+    }
+    if c.qkv_bias:
+        weights["qkv_bias"] = merged("q k v", attn, parts, ())
+    if c.o_bias:
+        weights["o_bias"] = Weight((c.D,), (attn + "o_proj.bias",))
+    if c.mlp_bias:
+        weights["gate_up_bias"] = merged("gate up", mlp, (c.F, c.F), ())
+        weights["down_bias"] = Weight((c.D,), (mlp + "down_proj.bias",))
+    if c.qk_norm:
+        weights["q_norm"] = Weight((c.E,), (attn + "q_norm.weight",))
+        weights["k_norm"] = Weight((c.E,), (attn + "k_norm.weight",))
+    return weights
+
+
+def head_weights(c: Config) -> dict[str, Weight]:
+    tied = Weight((c.V, c.D), tie="embed.tokens", shard="rows")
+    own = Weight((c.V, c.D), ("lm_head.weight",), shard="rows")
+    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
+
+
+def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return embedding(step.token_ids, w.tokens), c.rope.table(step.positions, step.context_len, w.inv_freq)
+
+
+def layer(
+    c: Config, kind: str, w: SimpleNamespace, x_TD: Tensor, shared: tuple[Tensor, ...], step: Step, kv_cache: Tensor
+) -> Tensor:
+    h_TD = rms_norm(x_TD, w.attn_norm, c.eps)
+    q_THE, k_TKE, v_TKE = split_heads(linear(h_TD, w.qkv, getattr(w, "qkv_bias", None)), c.H, c.K, c.E)
+    if c.qk_norm:
+        q_THE, k_TKE = rms_norm(q_THE, w.q_norm, c.eps), rms_norm(k_TKE, w.k_norm, c.eps)
+    q_THE, k_TKE = rope(q_THE, *shared), rope(k_TKE, *shared)
+    window = c.window if kind == "local" else 0
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, scale=c.scale, window=window)
+    x_TD = x_TD + linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
+    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
+    gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
+    return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
+
+
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
+    return lm_head(rms_norm(select_rows(x_TD, step.logit_rows), w.norm, c.eps), w.lm_head)
+
+
+register_model(
+    Model(
+        architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+        config=from_hf,
+        kinds=lambda c: c.kinds,
+        embed_weights=embed_weights,
+        layer_weights=layer_weights,
+        head_weights=head_weights,
+        embed=embed,
+        layer=layer,
+        head=head,
+    )
+)

@@ -1,0 +1,57 @@
+"""Phi-3 and Phi-4: Llama's layers, with merged projections in the checkpoint, LongRoPE and partly rotated heads."""
+
+from __future__ import annotations
+
+from graphllm.ir import Model, Weight, register_model
+from graphllm.model_defs import llama
+from graphllm.model_defs.common import HF, check_plain, head_dim, number, only
+from graphllm.ops.rope_table import Rope
+
+
+def from_hf(hf: HF) -> llama.Config:
+    """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
+    check_plain(hf)
+    only(hf, "hidden_act", "silu")
+    H, E = number(hf, "num_attention_heads"), head_dim(hf)
+    max_len = number(hf, "max_position_embeddings", 4096)
+    lengths = {"original_max_position_embeddings": 4096, "max_position_embeddings": max_len}
+    window = hf.get("sliding_window") or 0
+    return llama.Config(
+        D=number(hf, "hidden_size"),
+        H=H,
+        K=number(hf, "num_key_value_heads", H),
+        E=E,
+        F=number(hf, "intermediate_size"),
+        V=number(hf, "vocab_size"),
+        max_len=max_len,
+        kinds=("local" if window else "global",) * number(hf, "num_hidden_layers"),
+        window=window,
+        eps=number(hf, "rms_norm_eps", 1e-5),
+        scale=E**-0.5,
+        rope=Rope.from_hf(lengths | dict(hf), E),
+        tied=bool(hf.get("tie_word_embeddings", False)),
+    )
+
+
+def layer_weights(c: llama.Config, kind: str) -> dict[str, Weight]:
+    hf = "model.layers.{layer}."
+    parts = (c.H * c.E, c.K * c.E, c.K * c.E)
+    return llama.layer_weights(c, kind) | {
+        "qkv": Weight((sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="rows"),
+        "gate_up": Weight((2 * c.F, c.D), (hf + "mlp.gate_up_proj.weight",), (c.F, c.F), shard="rows"),
+    }
+
+
+register_model(
+    Model(
+        architectures=("Phi3ForCausalLM",),
+        config=from_hf,
+        kinds=lambda c: c.kinds,
+        embed_weights=llama.embed_weights,
+        layer_weights=layer_weights,
+        head_weights=llama.head_weights,
+        embed=llama.embed,
+        layer=llama.layer,
+        head=llama.head,
+    )
+)

@@ -1,0 +1,112 @@
+"""Inputs for paged_attention: ragged batches at small sizes, the decode and prefill shapes of 8B and 0.6B models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from graphllm.config import Bucket
+from graphllm.ir.cases import Case, Maker
+
+_TOLERANCE = {"float32": 3e-6, "bfloat16": 6e-3, "float16": 1e-3}
+_REASON = (
+    "float32 accumulation in tiles, with exp2 of the fast kind; in half precision the softmax weights and the result are "
+    "rounded to the dtype once each (bf16 keeps 8 bits, fp16 11)"
+)
+
+
+def _owned_rows(out_THE: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
+    return out_THE[: int(args["query_start"][-1])]
+
+
+def _case(
+    name: str,
+    sequences: Sequence[tuple[int, int]],
+    heads: tuple[int, int, int] = (4, 2, 64),
+    *,
+    page: int = 16,
+    window: int = 0,
+    softcap: float = 0.0,
+    fused: bool = False,
+    pad: int = 0,
+    size: str = "small",
+) -> Case:
+    """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
+
+    pad: rows after the last sequence's, whose output is not specified.
+    """
+    H, K, E = heads
+    T, S = sum(n for n, _ in sequences) + pad, len(sequences)
+    kind = "decode" if all(n <= 1 for n, _ in sequences) else "mixed"
+
+    def inputs(make: Maker) -> dict[str, object]:
+        if fused:
+            qkv = make.normal(T, (H + 2 * K) * E)
+            q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], dim=1))
+        else:
+            q, k, v = make.normal(T, H, E), make.normal(T, K, E), make.normal(T, K, E)
+        pages = [-(-length // page) for _, length in sequences]
+        total, columns = sum(pages) + 2, max(1, *pages) + 1
+        order = torch.randperm(total, generator=make.generator, device=make.generator.device).to(torch.int32).cpu()
+        table = torch.full((S, columns), int(order[-1]), dtype=torch.int32)  # unused entries point at a page nobody owns
+        used = 0
+        for s, n in enumerate(pages):
+            table[s, :n] = order[used : used + n]
+            used += n
+        starts = [0]
+        for n, _ in sequences:
+            starts.append(starts[-1] + n)
+        return {
+            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": make.normal(total, 2, K, page, E),
+            "block_table": table.to(make.device), "query_start": make.tensor(starts, torch.int32),
+            "seq_len": make.tensor([length for _, length in sequences], torch.int32),
+            "scale": E**-0.5, "window": window, "softcap": softcap,
+        }  # fmt: skip
+
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, T, T), size, _owned_rows)  # type: ignore[arg-type]
+
+
+_8B, _06B = (32, 8, 128), (16, 8, 128)
+
+CASES = (
+    _case("decode_one", [(1, 37)]),
+    _case("decode_first_token", [(1, 1)]),
+    _case("decode_ragged", [(1, 1), (1, 16), (1, 17), (1, 100), (1, 333)]),
+    _case("decode_empty", [(1, 65), (0, 0), (1, 5), (0, 0)], pad=2),
+    _case("decode_long", [(1, 1500), (1, 40), (1, 700)], (2, 1, 32)),
+    _case("decode_mha", [(1, 50), (1, 129)], (3, 3, 32)),
+    _case("decode_group7_fused", [(1, 90), (1, 64)], (14, 2, 64), fused=True),
+    _case("decode_mqa", [(1, 90), (1, 64)], (8, 1, 80)),
+    _case("decode_group24", [(1, 70)], (24, 1, 16)),
+    _case("decode_window", [(1, 1), (1, 20), (1, 200), (1, 129)], window=20),
+    _case("decode_window_one", [(1, 33), (1, 64)], window=1),
+    _case("decode_softcap", [(1, 120), (1, 7)], softcap=2.0),
+    _case("decode_page32_fused", [(1, 31), (1, 32), (1, 33), (1, 150)], (8, 1, 128), page=32, fused=True),
+    _case("decode_page128_head96", [(1, 127), (1, 128), (1, 300)], (4, 4, 96), page=128),
+    _case("decode_nothing", [(0, 0)]),
+    _case("prompt_one_token", [(1, 1), (2, 2)]),
+    _case("prompt", [(70, 70)], fused=True),
+    _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),
+    _case("chunked", [(20, 60), (7, 130)]),
+    _case("mixed", [(1, 77), (30, 30), (0, 0), (1, 16), (9, 100), (1, 1)], fused=True),
+    _case("mixed_empty_ends", [(0, 0), (17, 40), (0, 0)], pad=47),
+    _case("mixed_group7", [(41, 41), (1, 65), (3, 66)], (14, 2, 64)),
+    _case("mixed_mha_head80", [(35, 50), (1, 20)], (2, 2, 80)),
+    _case("mixed_group8_head128", [(35, 50), (1, 20)], (8, 1, 128)),
+    _case("mixed_head16", [(35, 50), (1, 20)], (2, 1, 16), page=32),
+    _case("mixed_window", [(90, 200), (1, 70), (50, 50)], window=33),
+    _case("mixed_window_wide", [(40, 300), (1, 170)], (2, 1, 32), window=150),
+    _case("mixed_softcap_window", [(40, 70), (1, 70)], softcap=3.0, window=18),
+    _case("mixed_page128", [(150, 150), (1, 129)], (2, 1, 32), page=128),
+    *(_case(f"decode_8b_b{S}_ctx{n}", [(1, n)] * S, _8B, size="real") for S in (1, 32, 128) for n in (512, 4096)),
+    *(_case(f"decode_06b_b{S}_ctx{n}", [(1, n)] * S, _06B, size="real") for S in (1, 64, 256) for n in (384, 2048)),
+    _case("decode_8b_b128_uneven", [(1, 64 + 31 * i) for i in range(128)], _8B, size="real"),
+    _case("prefill_8b_1x8192", [(8192, 8192)], _8B, size="real"),
+    _case("prefill_8b_32x1024", [(1024, 1024)] * 32, _8B, size="real"),
+    _case("prefill_8b_chunk2048_ctx8192", [(2048, 8192)], _8B, size="real"),
+    _case("prefill_8b_1x128", [(128, 128)], _8B, size="real"),
+    _case("prefill_06b_32x1024", [(1024, 1024)] * 32, _06B, size="real"),
+    _case("mixed_8b_128x1024_2x1024", [(1, 1024)] * 128 + [(1024, 1024)] * 2, _8B, size="real"),
+)

@@ -1,0 +1,287 @@
+"""Triton kernels for ragged batches of prefill and decode: store keys and values, then flash attention over the pages.
+
+A program of the flash kernel serves one block of query tokens of one sequence for one KV head, the query heads of that
+KV head packed into the tile's rows. The grid has room for one partly filled block per sequence; a program finds its
+sequence by comparing with query_start, on the device. Sequences with a single query token go to the split-KV kernels of
+triton_decode, which spread a long context over many programs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import launch_triton
+from graphllm.ops.paged_attention.op import paged_attention
+from graphllm.ops.paged_attention.triton_decode import (
+    attends,
+    launch_decode,
+    multiply,
+    plan_splits,
+    power_of_2,
+    score_constants,
+    soft_cap,
+)
+
+
+@triton.jit
+def _write_kernel(
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    table_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    S,
+    K_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    CACHE_PAGE: tl.constexpr,
+    CACHE_KV: tl.constexpr,
+    CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr,
+    TABLE_ROW: tl.constexpr,
+    K: tl.constexpr,
+    E: tl.constexpr,
+    P: tl.constexpr,
+    ROW_PAD: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    t = tl.program_id(0)
+    s = 0
+    for base in range(0, S, BLOCK_S):
+        i = base + tl.arange(0, BLOCK_S)
+        ends = tl.load(query_start_ptr + 1 + i, mask=i < S, other=2147483647)
+        s += tl.sum((ends <= t).to(tl.int32))
+    if s < S:
+        position = tl.load(seq_len_ptr + s) - tl.load(query_start_ptr + s + 1) + t
+        page = tl.load(table_ptr + tl.cast(s, tl.int64) * TABLE_ROW + position // P).to(tl.int64)
+        x = tl.arange(0, ROW_PAD)
+        head, e = x // E, x % E
+        row = t.to(tl.int64)
+        keys = tl.load(k_ptr + row * K_ROW + head * K_HEAD + e, mask=x < K * E)
+        values = tl.load(v_ptr + row * V_ROW + head * V_HEAD + e, mask=x < K * E)
+        slot = cache_ptr + page * CACHE_PAGE + (position % P) * CACHE_POS + head * CACHE_HEAD + e
+        tl.store(slot, keys, mask=x < K * E)
+        tl.store(slot + CACHE_KV, values, mask=x < K * E)
+
+
+@triton.jit
+def _attend_tiles(
+    acc,
+    top,
+    total,
+    q,
+    head_ptr,
+    table_row,
+    position,
+    end,
+    lo,
+    hi,
+    CACHE_PAGE: tl.constexpr,
+    CACHE_KV: tl.constexpr,
+    CACHE_POS: tl.constexpr,
+    SCALE: tl.constexpr,
+    LOG2E_CAP: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,  # some rows do not see some of these tiles' tokens
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    n = tl.arange(0, BLOCK_N)
+    e = tl.arange(0, E_PAD)
+    for tile in range(lo, hi):
+        at = tile * BLOCK_N + n
+        if P >= BLOCK_N:
+            page = tl.load(table_row + (tile * BLOCK_N) // P).to(tl.int64)
+            slots = head_ptr + page * CACHE_PAGE + (at % P)[:, None] * CACHE_POS + e[None, :]
+        else:
+            pages_ptr = table_row + tile * (BLOCK_N // P) + n // P
+            if MASKED:
+                page = tl.load(pages_ptr, mask=at < end, other=0).to(tl.int64)
+            else:
+                page = tl.load(pages_ptr).to(tl.int64)
+            slots = head_ptr + (page * CACHE_PAGE + (n % P) * CACHE_POS)[:, None] + e[None, :]
+        if MASKED:
+            inside = (at < end)[:, None] & (e < E)[None, :]
+            keys = tl.load(slots, mask=inside, other=0.0)
+        elif E_PAD != E:
+            keys = tl.load(slots, mask=(e < E)[None, :], other=0.0)
+        else:
+            keys = tl.load(slots)
+        scores = multiply(q, tl.trans(keys), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
+        if LOG2E_CAP > 0:
+            scores = soft_cap(scores, LOG2E_CAP, SCALE)
+        if MASKED:
+            seen = at[None, :] <= position[:, None]
+            if WINDOW > 0:
+                seen = seen & (at[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, float("-inf"))
+        if LOG2E_CAP > 0:
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            shift = new_top
+            if WINDOW > 0:
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(scores - shift[:, None])
+        else:
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * SCALE)
+            shift = new_top
+            if WINDOW > 0:
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            p = tl.exp2(scores * SCALE - shift[:, None])
+        rescale = tl.exp2(top - shift)
+        total = total * rescale + tl.sum(p, axis=1)
+        acc = acc * rescale[:, None]
+        if MASKED:
+            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0)
+        elif E_PAD != E:
+            values = tl.load(slots + CACHE_KV, mask=(e < E)[None, :], other=0.0)
+        else:
+            values = tl.load(slots + CACHE_KV)
+        acc = multiply(p.to(values.dtype), values, acc, EMULATED)
+        top = new_top
+    return acc, top, total
+
+
+@triton.jit
+def _flash_kernel(
+    q_ptr,
+    cache_ptr,
+    out_ptr,
+    table_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    S,
+    Q_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr,
+    CACHE_PAGE: tl.constexpr,
+    CACHE_KV: tl.constexpr,
+    CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr,
+    TABLE_ROW: tl.constexpr,
+    SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
+    LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
+    WINDOW: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    P: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    BLOCK_Q: tl.constexpr = BLOCK_M // G
+    blocks = tl.num_programs(0) // K
+    head = tl.program_id(0) % K
+    block = blocks - 1 - tl.program_id(0) // K  # long rows of work first
+    s = -1
+    for base in range(0, S, BLOCK_S):
+        i = base + tl.arange(0, BLOCK_S)
+        first_block = tl.load(query_start_ptr + i, mask=i < S, other=2147483647) // BLOCK_Q + i
+        s += tl.sum(((first_block <= block) & (i < S)).to(tl.int32))
+    row0 = tl.load(query_start_ptr + s)
+    queries = tl.load(query_start_ptr + s + 1) - row0
+    skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
+    if (queries > 1) & (skip < queries):
+        length = tl.load(seq_len_ptr + s)
+        m = tl.arange(0, BLOCK_M)
+        e = tl.arange(0, E_PAD)
+        token = skip + m // G
+        valid = (m < BLOCK_Q * G) & (token < queries)
+        position = length - queries + token
+        row = (row0 + token).to(tl.int64)
+        heads = head * G + m % G
+        inside = valid[:, None] & (e < E)[None, :]
+        q = tl.load(q_ptr + (row * Q_ROW + heads * Q_HEAD)[:, None] + e[None, :], mask=inside, other=0.0)
+        head_ptr = cache_ptr + head * CACHE_HEAD
+        table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
+
+        low = length - queries + skip  # position of the first token of the block
+        end = tl.minimum(low + BLOCK_Q, length)  # one past the last
+        last_tile = (end + BLOCK_N - 1) // BLOCK_N
+        full = (low + 1) // BLOCK_N  # tiles that end at or before low: seen by all rows, but for the window
+        acc = tl.zeros([BLOCK_M, E_PAD], tl.float32)
+        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(low - WINDOW + 1, 0) // BLOCK_N
+            whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
+            inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
+            acc, top, total = _attend_tiles(
+                acc, top, total, q, head_ptr, table_row, position, end, first, inner,
+                CACHE_PAGE, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+            )  # fmt: skip
+            first = inner
+        acc, top, total = _attend_tiles(
+            acc, top, total, q, head_ptr, table_row, position, end, first, full,
+            CACHE_PAGE, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, EMULATED,
+        )  # fmt: skip
+        acc, top, total = _attend_tiles(
+            acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile,
+            CACHE_PAGE, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+        )  # fmt: skip
+        acc = acc / total[:, None]
+        out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
+        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def plan_blocks(T: object, G: int, E: int, P: int, dtype: torch.dtype) -> dict[str, int]:
+    """Tile sizes of the flash kernel from static facts; T is the number of tokens, symbolic when dynamic."""
+    if dtype == torch.float32:
+        return {"block_m": max(32, power_of_2(G)), "block_n": 32, "warps": 4, "stages": 1}
+    if E > 128:
+        return {"block_m": max(128, power_of_2(G)), "block_n": 32, "warps": 8, "stages": 2}
+    return {"block_m": max(128, power_of_2(G)), "block_n": 64, "warps": 8, "stages": 3}
+
+
+@paged_attention.impl("triton_prefill", device="cuda", supports=attends)
+def triton_prefill(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start: Tensor,
+    seq_len: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Any ragged batch."""
+    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    T, H, E = q_THE.shape
+    K, P = kv_cache.shape[2], kv_cache.shape[3]
+    G, S = H // K, seq_len.shape[0]
+    cache = {
+        "CACHE_PAGE": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
+        "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "K": K, "P": P, "BLOCK_S": 128,
+    }  # fmt: skip
+    launch_triton(
+        _write_kernel, (T,), k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, S,
+        K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
+        ROW_PAD=power_of_2(K * E), num_warps=4, **cache,
+    )  # fmt: skip
+    plan = plan_blocks(T, G, E, P, q_THE.dtype)
+    score_scale, log2e_cap = score_constants(scale, softcap)
+    launch_triton(
+        _flash_kernel, ((T // (plan["block_m"] // G) + S) * K,),
+        q_THE, kv_cache, out_THE, block_table, query_start, seq_len, S,
+        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
+        H=H, G=G, E_PAD=power_of_2(E), BLOCK_M=plan["block_m"], BLOCK_N=plan["block_n"],
+        EMULATED=triton.knobs.runtime.interpret, num_warps=plan["warps"], num_stages=plan["stages"], **cache,
+    )  # fmt: skip
+    launch_decode(
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap,
+        write=False, **plan_splits(S, K, block_table.shape[1] * P, q_THE.dtype, E),
+    )  # fmt: skip
+    return out_THE

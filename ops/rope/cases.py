@@ -1,0 +1,34 @@
+"""Inputs for rope: all or part of each head, queries as views of the merged projection, no tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from graphllm.config import Bucket
+from graphllm.ir.cases import Case, Maker
+
+_TOLERANCE = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 8e-4}
+_REASON = "cosine and sine, both products and their sum are rounded to the dtype"
+
+
+def _case(T: int, H: int, E: int, F: int, view: bool = False, size: Literal["small", "real"] = "small") -> Case:
+    def inputs(make: Maker) -> dict[str, Any]:
+        x_THE = make.normal(T, H + 2, E)[:, :H] if view else make.normal(T, H, E)
+        angle_TF = make.normal(T, F, scale=3.0, dtype=torch.float32)
+        return {"x_THE": x_THE, "cos_TF": angle_TF.cos(), "sin_TF": angle_TF.sin()}
+
+    name = f"T{T}_H{H}_E{E}_F{F}" + ("_view" if view else "")
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
+
+
+CASES = (
+    _case(1, 4, 16, 8),
+    _case(7, 2, 32, 16, view=True),
+    _case(65, 3, 24, 8),
+    _case(6, 1, 16, 4, view=True),
+    _case(0, 4, 16, 8),
+    *(_case(T, 14, 64, 32, view=True, size="real") for T in (1, 64, 1024)),
+    *(_case(T, 32, 128, 64, view=True, size="real") for T in (1, 64, 1024)),
+)

@@ -1,0 +1,31 @@
+"""rope: rotate queries or keys by their positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+
+
+def _cost(x_THE: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Cost:
+    return Cost(2 * nbytes(x_THE) + nbytes(cos_TF, sin_TF), 6 * x_THE.shape[0] * x_THE.shape[1] * cos_TF.shape[1])
+
+
+@op(cost=_cost)
+def rope(x_THE: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+    """Rotate the first 2F entries of each head; the others pass. Returns [T, H, E] in x's dtype, contiguous.
+
+    x_THE [T, H, E], E >= 2F, rows may be strided. cos_TF, sin_TF [T, F] from `rope_table`, first rounded to x's dtype.
+    Entry f < F is paired with entry F + f (the "rotate half" layout of the Hugging Face checkpoints):
+    out[f] = x[f] cos[f] - x[F+f] sin[f], out[F+f] = x[F+f] cos[f] + x[f] sin[f]. Source: Su et al. 2021.
+    """
+    F = cos_TF.shape[1]
+    cos, sin = cos_TF.to(x_THE.dtype)[:, None], sin_TF.to(x_THE.dtype)[:, None]
+    first, second = x_THE[..., :F], x_THE[..., F : 2 * F]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, x_THE[..., 2 * F :]), dim=-1)
+
+
+@rope.fake
+def _(x_THE: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
+    return torch.empty_like(x_THE, memory_format=torch.contiguous_format)

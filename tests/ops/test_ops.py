@@ -1,0 +1,31 @@
+"""The one suite over every op: documentation, cases, fake, rounding, and every implementation against the reference."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a Triton kernel is defined, so before ops are imported
+
+from graphllm.ir.check import cases_of, check_impl, check_specification
+from graphllm.ir.registry import load_ops
+
+_OPS = load_ops()
+
+
+@pytest.mark.parametrize("name", _OPS)
+def test_specification(name: str) -> None:
+    results = check_specification(_OPS[name], cases_of(_OPS[name]))
+    assert not [str(r) for r in results if not r.ok]
+
+
+@pytest.mark.parametrize(("name", "impl"), [(op.name, impl) for op in _OPS.values() for impl in op.impls])
+def test_implementation(name: str, impl: str) -> None:
+    op = _OPS[name]
+    results = check_impl(op, op.impls[impl], cases_of(op))
+    assert not [str(r) for r in results if not r.ok]
+    if not results:
+        pytest.skip("this machine cannot run it, or supports() holds for no case")

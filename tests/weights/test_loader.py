@@ -1,0 +1,269 @@
+"""Loading: numbers against a naive reference, all misfits at once, memory within its bound, ties, random weights."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from graphllm.ir.model import Model
+from graphllm.ir.weight import Weight
+from graphllm.weights import loader
+from graphllm.weights.checkpoint import Checkpoint, WeightError
+from graphllm.weights.loader import load_weights, random_weights
+from graphllm.weights.plan import WeightPlan, make_plan
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def plan_of(weights: dict[str, Weight], dtype: str = "float32") -> WeightPlan:
+    fake = SimpleNamespace(
+        kinds=lambda c: (),
+        embed_weights=lambda c: weights,
+        layer_weights=lambda c, kind: {},
+        head_weights=lambda c: {},
+    )
+    return make_plan(cast(Model, fake), None, dtype)
+
+
+def checkpoint_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
+    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors")
+    return Checkpoint.open(folder)
+
+
+@contextmanager
+def small_reads() -> Iterator[None]:
+    """So that tensors of some hundred bytes take many reads."""
+    with mock.patch.multiple(loader, _CHUNK=64, _STAGE=48, _GRAIN=5):
+        yield
+
+
+@st.composite
+def a_weight(draw: st.DrawFn) -> tuple[Weight, dict[str, torch.Tensor], torch.Tensor]:
+    """A weight of random parts, its checkpoint tensors, and what must come out in float64."""
+    experts = draw(st.integers(1, 3)) if draw(st.booleans()) else None
+    transpose = draw(st.booleans())
+    width = draw(st.integers(1, 7))
+    is_vector = experts is None and not transpose and draw(st.booleans())
+    rows = draw(st.lists(st.integers(2, 9), min_size=1, max_size=3)) * (experts or 1)
+    tail = () if is_vector else (width,)
+    tensors: dict[str, torch.Tensor] = {}
+    finished = []
+    for i, n in enumerate(rows):
+        part = torch.randint(-50, 50, (n, *tail), generator=torch.Generator().manual_seed(draw(st.integers(0, 99))))
+        stored = part.T if transpose else part
+        tensors[f"x{i}"] = stored.to(draw(st.sampled_from([*DTYPES.values(), torch.float64])))
+        finished.append(part.double())
+    whole = torch.cat(finished)
+    names: tuple[str | tuple[str, ...], ...] = tuple(tensors)
+    if experts is not None and len(rows) > 1:
+        whole = whole.view(experts, -1, *tail)
+    slice_rows = None
+    if len(rows) == 1 and draw(st.booleans()):
+        stored = tensors["x0"]
+        a = draw(st.integers(0, stored.shape[0] - 1))
+        slice_rows = (a, draw(st.integers(a + 1, stored.shape[0])))
+        taken = stored[a : slice_rows[1]].double()
+        whole = taken.T if transpose else taken
+    if draw(st.booleans()):
+        names = (("absent", cast(str, names[0])), *names[1:])
+    segments = tuple(rows) if len(rows) > 1 else ()
+    return Weight(tuple(whole.shape), names, segments, slice_rows, transpose), tensors, whole
+
+
+@settings(max_examples=150, deadline=None)
+@given(made=a_weight(), dtype=st.sampled_from(sorted(DTYPES)))
+def test_against_a_naive_reference(
+    tmp_path_factory: pytest.TempPathFactory, made: tuple[Weight, dict[str, torch.Tensor], torch.Tensor], dtype: str
+) -> None:
+    weight, tensors, expected = made
+    checkpoint = checkpoint_of(tmp_path_factory.getbasetemp(), tensors)
+    with small_reads():
+        loaded = load_weights(plan_of({"w": weight}, dtype), checkpoint)["embed.w"]
+    assert loaded.dtype == DTYPES[dtype]
+    assert loaded.is_contiguous()
+    torch.testing.assert_close(loaded.double(), expected, rtol=0, atol=0)
+
+
+def test_layers_ties_values_and_progress(tmp_path: Path) -> None:
+    tensors = {f"l{i}.{p}": torch.randn(4, 3) for i in range(3) for p in "qk"} | {"e": torch.randn(8, 3)}
+    save_file({n: t for n, t in tensors.items() if "q" in n}, tmp_path / "1.safetensors")
+    save_file({n: t for n, t in tensors.items() if "q" not in n}, tmp_path / "2.safetensors")
+    index = ",".join(f'"{n}": "{1 if "q" in n else 2}.safetensors"' for n in tensors)
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{index}}}}}')
+    fake = SimpleNamespace(
+        kinds=lambda c: ("any",) * 3,
+        embed_weights=lambda c: {"tokens": Weight((8, 3), hf=("e",)), "scale": Weight((), value=(0.1,))},
+        layer_weights=lambda c, kind: {"qk": Weight((8, 3), hf=("l{layer}.q", "l{layer}.k"), segments=(4, 4))},
+        head_weights=lambda c: {"out": Weight((8, 3), tie="embed.tokens")},
+    )
+    plan = make_plan(cast(Model, fake), None, "float32")
+    seen: list[tuple[int, int]] = []
+    with small_reads():
+        w = load_weights(plan, Checkpoint.open(tmp_path), progress=lambda done, total: seen.append((done, total)))
+    assert list(w) == [e.name for e in plan]
+    for i in range(3):
+        assert torch.equal(w[f"layers.{i}.qk"], torch.cat([tensors[f"l{i}.q"], tensors[f"l{i}.k"]]))
+    assert w["head.out"] is w["embed.tokens"]
+    assert w["embed.scale"].shape == ()
+    assert w["embed.scale"].item() == pytest.approx(0.1)
+    assert all(t.data_ptr() % 64 == 0 for t in w.values())
+    assert sum(t.nbytes for n, t in w.items() if n != "head.out") == plan.total_bytes
+    total = sum(t.nbytes for t in tensors.values())
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+    assert seen[-1] == (total, total)
+
+
+def test_one_source_may_serve_several_parameters(tmp_path: Path) -> None:
+    x = torch.randn(6, 4)
+    plan = plan_of(
+        {"a": Weight((2, 4), hf=("x",), slice_rows=(0, 2)), "b": Weight((4, 4), hf=("x",), slice_rows=(2, 6))}
+    )
+    w = load_weights(plan, checkpoint_of(tmp_path, {"x": x}))
+    assert torch.equal(torch.cat([w["embed.a"], w["embed.b"]]), x)
+
+
+def test_all_problems_at_once_and_nothing_allocated(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(
+        tmp_path,
+        {
+            "shaped": torch.ones(3, 2),
+            "short": torch.ones(3, 2),
+            "typed": torch.ones(2, 2, dtype=torch.int8),
+            "extra.weight": torch.ones(1),
+            "lm_head.weight": torch.ones(1),
+        },
+    )
+    plan = plan_of(
+        {
+            "big": Weight((1 << 40, 1 << 10), hf=("big",)),
+            "gone": Weight((2, 2), hf=(("gone.new", "gone.old"),)),
+            "shaped": Weight((2, 3), hf=("shaped",)),
+            "short": Weight((2, 2), hf=("short",), slice_rows=(2, 4)),
+            "typed": Weight((2, 2), hf=("typed",)),
+        }
+    )
+    with pytest.raises(WeightError) as e:
+        load_weights(plan, checkpoint)
+    assert set(e.value.problems) == {
+        "big: missing",
+        "gone.new or gone.old: missing",
+        "shaped: shape (3, 2), the model needs (2, 3)",
+        "short: shape (3, 2), the model needs rows 2 to 4 of ('*', 2)",
+        "typed: dtype I8 is not supported; use a checkpoint in BF16, F16, F32, F64",
+        "extra.weight: not used by the model; is the config.json of another one?",
+        "lm_head.weight: not used by the model; is the config.json of another one?",
+    }
+    assert all(p in str(e.value) for p in e.value.problems)
+
+
+def test_many_alike_share_a_line(tmp_path: Path) -> None:
+    extra = {f"model.layers.{i}.mlp.{p}": torch.ones(1) for i in range(12) for p in ("up", "down")}
+    with pytest.raises(WeightError) as e:
+        load_weights(plan_of({}), checkpoint_of(tmp_path, extra))
+    assert len(e.value.problems) == 2
+    assert "model.layers.*.mlp.up (12 tensors, first model.layers.0.mlp.up): not used" in str(e.value)
+
+
+def test_known_leftovers_are_no_problem(tmp_path: Path) -> None:
+    names = ("h.0.attn.bias", "h.0.attn.masked_bias", "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight")
+    plan = plan_of({"x": Weight((2,), hf=("x",)), "y": Weight((2,), tie="embed.x")})
+    w = load_weights(plan, checkpoint_of(tmp_path, {n: torch.ones(2) for n in (*names, "x")}))
+    assert w["embed.y"] is w["embed.x"]
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    checkpoint = checkpoint_of(tmp_path, {"x": torch.ones(100), "y": torch.ones(100)})
+    with open(tmp_path / "model.safetensors", "r+b") as f:
+        f.truncate(500)
+    with pytest.raises(WeightError, match=r"model.safetensors: ends too early"), small_reads():
+        load_weights(plan_of({"x": Weight((100,), hf=("x",)), "y": Weight((100,), hf=("y",))}), checkpoint)
+
+
+def test_random_weights() -> None:
+    weights = {
+        "tokens": Weight((3000, 700), hf=("e",)),
+        "norm": Weight((700,), hf=("n",)),
+        "bias": Weight((700,), hf=("b",)),
+        "inv_freq": Weight((2,), value=(1.0, 0.25), dtype="float32"),
+        "out": Weight((3000, 700), tie="embed.tokens"),
+    }
+    plan = plan_of(weights, "bfloat16")
+    w = random_weights(plan, seed=1)
+    tokens = w["embed.tokens"].float()
+    assert abs(tokens.mean()) < 1e-4
+    assert tokens.std() == pytest.approx(0.02, rel=0.01)
+    assert len({tuple(row) for row in tokens[:, :4].tolist()}) == 3000  # rows differ
+    assert torch.equal(w["embed.norm"], torch.ones(700, dtype=torch.bfloat16))
+    assert 0.01 < w["embed.bias"].float().std() < 0.03
+    assert w["embed.inv_freq"].tolist() == [1.0, 0.25]
+    assert w["embed.out"] is w["embed.tokens"]
+    again, other = random_weights(plan, seed=1), random_weights(plan, seed=2)
+    assert all(torch.equal(w[n], again[n]) for n in w)
+    assert not torch.equal(w["embed.tokens"], other["embed.tokens"])
+
+
+_MEASURE = """
+import sys
+from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.loader import load_weights
+from graphllm.weights.plan import WeightPlan
+
+def memory(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(field)) << 10
+
+plan = WeightPlan.from_json(open(sys.argv[1] + "/weights.json").read())
+checkpoint = Checkpoint.open(sys.argv[1])
+before = memory("VmRSS")
+weights = load_weights(plan, checkpoint)
+print(memory("VmHWM") - before, plan.total_bytes)
+heavy = {"transformers", "triton", "torch._dynamo", "torch._inductor", "graphllm.model_defs", "graphllm.passes"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+assert not any(float(w.view(-1)[-1]) != 1 for w in weights.values())
+"""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_peak_memory_and_imports_of_a_fresh_process(tmp_path: Path, dtype: str) -> None:
+    """600 MB in two shards, read as they are and cast from float32: the model and no more than one tensor of 25 MB."""
+    rows, width, layers = 2048, 3072, 24
+    shards: list[dict[str, Any]] = [{}, {}]
+    nbytes = rows * width * DTYPES[dtype].itemsize
+    for i in range(layers):
+        for p in "qk":
+            shard = shards[i % 2]
+            at = len(shard) * nbytes
+            tag = "BF16" if dtype == "bfloat16" else "F32"
+            shard[f"l{i}.{p}"] = {"dtype": tag, "shape": [rows, width], "data_offsets": [at, at + nbytes]}
+    for i, shard in enumerate(shards):
+        header = json.dumps(shard).encode()
+        with open(tmp_path / f"{i}.safetensors", "wb") as f:  # with holes, so that it takes neither time nor disk
+            f.write(struct.pack("<Q", len(header)) + header)
+            for t in shard.values():
+                f.seek(8 + len(header) + t["data_offsets"][1] - 4)
+                f.write(b"\x80\x3f\x80\x3f")  # the last number is 1.0, in both dtypes
+    index = {name: f"{i}.safetensors" for i, shard in enumerate(shards) for name in shard}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    segments = (rows, rows)
+    plan = plan_of(
+        {f"w{i}": Weight((2 * rows, width), (f"l{i}.q", f"l{i}.k"), segments) for i in range(layers)}, "bfloat16"
+    )
+    (tmp_path / "weights.json").write_text(plan.to_json())
+    run = subprocess.run([sys.executable, "-c", _MEASURE, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    peak, model = map(int, run.stdout.split())
+    assert model == plan.total_bytes == layers * 2 * rows * width * 2
+    assert peak < model + 2 * rows * width * 2

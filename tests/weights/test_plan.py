@@ -1,0 +1,159 @@
+"""The weight plan: derived from a model, sized exactly, the same after a round trip through JSON."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from graphllm.config import ConfigError
+from graphllm.ir.model import Model
+from graphllm.ir.weight import Weight
+from graphllm.weights.plan import ITEMSIZE, Entry, Read, Tie, Values, WeightPlan, make_plan
+
+
+def model(embed: dict[str, Weight], layer: Any = None, head: dict[str, Weight] | None = None, kinds: Any = ()) -> Model:
+    """Only what a plan is made of."""
+    fake = SimpleNamespace(
+        kinds=lambda c: tuple(kinds),
+        embed_weights=lambda c: embed,
+        layer_weights=layer or (lambda c, kind: {}),
+        head_weights=lambda c: head or {},
+    )
+    return cast(Model, fake)
+
+
+def test_names_kinds_and_sizes() -> None:
+    def layer(c: Any, kind: str) -> dict[str, Weight]:
+        names = {
+            "local": ("l{layer}.q", ("l{layer}.k", "old.{layer}.k")),
+            "global": ("g{layer}.q", "g{layer}.k"),
+        }
+        return {"qk": Weight((6, 4), hf=names[kind], segments=(4, 2))}
+
+    plan = make_plan(
+        model(
+            {"tokens": Weight((8, 4), hf=("e",)), "inv_freq": Weight((2,), value=(1, 0.5), dtype="float32")},
+            layer,
+            {"out": Weight((8, 4), tie="embed.tokens")},
+            kinds=("local", "global", "local"),
+        ),
+        config=None,
+        dtype="bfloat16",
+    )
+    assert [e.name for e in plan] == [
+        "embed.tokens",
+        "embed.inv_freq",
+        "layers.0.qk",
+        "layers.1.qk",
+        "layers.2.qk",
+        "head.out",
+    ]
+    entries = {e.name: e for e in plan}
+    assert entries["layers.2.qk"].steps == (
+        Read(("l2.q",), (4, 4), row=0),
+        Read(("l2.k", "old.2.k"), (2, 4), row=4),
+    )
+    assert entries["layers.1.qk"].steps[0] == Read(("g1.q",), (4, 4))
+    assert entries["embed.inv_freq"].steps == (Values((1.0, 0.5)),)
+    assert entries["head.out"].steps == (Tie("embed.tokens"),)
+    assert (entries["embed.inv_freq"].nbytes, entries["head.out"].nbytes) == (8, 0)
+    assert plan.total_bytes == 8 * 4 * 2 + 8 + 3 * 6 * 4 * 2
+
+
+def test_transposed_slices_and_stacked_experts() -> None:
+    plan = make_plan(
+        model(
+            {
+                "t": Weight((6, 4), hf=("a", "b"), segments=(2, 4), transpose=True),
+                "s": Weight((3, 4), hf=("c",), slice_rows=(2, 5)),
+                "e": Weight((2, 6, 5), hf=("g0", "u0", "g1", "u1"), segments=(3, 3, 3, 3)),
+            }
+        ),
+        None,
+        "float32",
+    )
+    t, s, e = (entry.steps for entry in plan)
+    assert t == (Read(("a",), (4, 2), transpose=True), Read(("b",), (4, 4), transpose=True, row=2))
+    assert [r.offset for r in t if isinstance(r, Read)] == [0, 8]
+    assert s == (Read(("c",), (3, 4), rows=(2, 5)),)
+    assert [(r.shape, r.offset) for r in e if isinstance(r, Read)] == [((3, 5), i * 15) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("weight", "message"),
+    [
+        (Weight((2, 2)), "exactly one of hf, tie and value"),
+        (Weight((2, 2), hf=("a",), tie="embed.y"), "exactly one"),
+        (Weight((2, 2), value=(1.0,)), "1 values for shape"),
+        (Weight((2, 2), hf=("a", "b")), "as many segments"),
+        (Weight((2, 2), hf=("a", "b"), segments=(1, 2)), "do not add up"),
+        (Weight((2, 2), hf=("a",), slice_rows=(0, 3)), "does not give the 2 rows"),
+        (Weight((2, 2), hf=("a",), slice_rows=(3, 3)), r"a range \[a, b\)"),
+        (Weight((2,), hf=("a",), transpose=True), "for matrices"),
+        (Weight((2, 2), tie="embed.nothing"), "no parameter with memory"),
+        (Weight((2, 3), tie="embed.y"), "but tied to"),
+        (Weight((2, 2), tie="embed.z"), "no parameter with memory"),
+    ],
+)
+def test_a_contradiction_names_the_parameter(weight: Weight, message: str) -> None:
+    y, z = Weight((2, 2), hf=("y",)), Weight((2, 2), tie="embed.y")
+    with pytest.raises(ValueError, match=f"^embed.x: .*{message}"):
+        make_plan(model({"x": weight, "y": y, "z": z}), None, "float16")
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"embed.x: dtype 'int3'"):
+        make_plan(model({"x": Weight((1,), hf=("x",))}), None, "int3")
+
+
+_names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
+_shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
+_reads = st.builds(
+    Read,
+    st.lists(_names, min_size=1, max_size=3).map(tuple),
+    _shapes,
+    st.none() | st.tuples(st.integers(0, 9), st.integers(10, 99)),
+    st.booleans(),
+    st.integers(0, 2**40),
+)
+_values = st.builds(Values, st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple))
+_steps = st.one_of(st.lists(_reads, min_size=1, max_size=3).map(tuple), st.tuples(_values | st.builds(Tie, _names)))
+_plans = st.lists(st.builds(Entry, _names, _shapes, st.sampled_from(sorted(ITEMSIZE)), _steps), max_size=4)
+
+
+@given(_plans)
+def test_json_round_trip(entries: list[Entry]) -> None:
+    plan = WeightPlan(tuple(entries))
+    text = plan.to_json()
+    again = WeightPlan.from_json(text)
+    assert again == plan
+    assert again.to_json() == text
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda p: p.update(format=2), "format 2, this graphllm reads 1"),
+        (lambda p: p["entries"][0]["steps"][0].update(op="fold"), "embed.x: unknown step 'fold'"),
+        (lambda p: p["entries"][0]["steps"].clear(), "embed.x: no steps"),
+        (lambda p: p["entries"][0].update(dtype="int3"), "int3"),
+        (lambda p: p["entries"][0].pop("shape"), "shape"),
+        (lambda p: p["entries"][0]["steps"][0].update(more=1), "more"),
+        (lambda p: p.pop("entries"), "entries"),
+    ],
+)
+def test_a_damaged_plan_is_refused(edit: Any, message: str) -> None:
+    plain = json.loads(make_plan(model({"x": Weight((1,), hf=("x",))}), None, "float32").to_json())
+    edit(plain)
+    with pytest.raises(ConfigError, match=message):
+        WeightPlan.from_json(json.dumps(plain))
+
+
+def test_cut_off_json_is_refused() -> None:
+    with pytest.raises(ConfigError, match="damaged"):
+        WeightPlan.from_json('{"format": 1, "entr')
