@@ -1,4 +1,4 @@
-"""Gemma 2 (capped scores and logits) and the text part of Gemma 3 (normalized q and k, own frequencies a layer kind)."""
+"""Gemma 2 (capped scores and logits) and Gemma 3 (normalized q and k, local layers with their own frequencies)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from graphllm.ops.rope import rope
 from graphllm.ops.rope_table import Rope
 
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
-# Published files leave out what equals the class's defaults, Gemma 3's text_config nearly everything.
+# Published files leave out what equals the class's defaults.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Gemma2ForCausalLM": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
     "Gemma3ForCausalLM": {
@@ -58,14 +58,11 @@ class Config:
 
 
 def from_hf(hf: HF) -> Config:
-    """The config of either ``config.json``; of an image model its ``text_config``. Raises ConfigError as others do."""
+    """The config of either ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
     architecture = hf["architectures"][0]
-    if architecture == "Gemma3ForConditionalGeneration":
-        architecture = "Gemma3ForCausalLM"
-        hf = {"tie_word_embeddings": hf.get("tie_word_embeddings", True)} | dict(hf["text_config"])
-    hf = _DEFAULTS[architecture] | dict(hf)
     gemma3 = architecture == "Gemma3ForCausalLM"
+    hf = _DEFAULTS[architecture] | dict(hf)
     only(hf, "attention_bias", False, None)
     only(hf, "use_bidirectional_attention", False, None)
     D, E, L = number(hf, "hidden_size"), number(hf, "head_dim", 256), number(hf, "num_hidden_layers")
@@ -102,41 +99,36 @@ def _local_rope(hf: HF, E: int) -> Rope:
     return Rope.from_hf(dict(hf) | own, E)
 
 
-def _names(name: str) -> tuple[str | tuple[str, ...], ...]:
-    """One checkpoint tensor; image models nest the text model, older and newer files differently."""
-    return (("model." + name, "model.language_model." + name, "language_model.model." + name),)
-
-
 def embed_weights(c: Config) -> dict[str, Weight]:
-    weights = {"tokens": Weight((c.V, c.D), _names("embed_tokens.weight")), "inv_freq": c.rope.weight()}
+    weights = {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",)), "inv_freq": c.rope.weight()}
     return weights | ({"inv_freq_local": c.local_rope.weight()} if c.local_rope else {})
 
 
 def layer_weights(c: Config, kind: str) -> dict[str, Weight]:
-    hf = "layers.{layer}."
+    hf = "model.layers.{layer}."
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
-    qkv = tuple(_names(f"{hf}self_attn.{p}_proj.weight")[0] for p in "qkv")
-    gate_up = tuple(_names(f"{hf}mlp.{p}_proj.weight")[0] for p in ("gate", "up"))
+    qkv = tuple(f"{hf}self_attn.{p}_proj.weight" for p in "qkv")
+    gate_up = tuple(f"{hf}mlp.{p}_proj.weight" for p in ("gate", "up"))
     weights = {
-        "attn_norm": Weight((c.D,), _names(hf + "input_layernorm.weight")),
+        "attn_norm": Weight((c.D,), (hf + "input_layernorm.weight",)),
         "qkv": Weight((sum(parts), c.D), qkv, parts, shard="rows"),
-        "o": Weight((c.D, c.H * c.E), _names(hf + "self_attn.o_proj.weight"), shard="cols"),
-        "attn_post_norm": Weight((c.D,), _names(hf + "post_attention_layernorm.weight")),
-        "ffn_norm": Weight((c.D,), _names(hf + "pre_feedforward_layernorm.weight")),
+        "o": Weight((c.D, c.H * c.E), (hf + "self_attn.o_proj.weight",), shard="cols"),
+        "attn_post_norm": Weight((c.D,), (hf + "post_attention_layernorm.weight",)),
+        "ffn_norm": Weight((c.D,), (hf + "pre_feedforward_layernorm.weight",)),
         "gate_up": Weight((2 * c.F, c.D), gate_up, (c.F, c.F), shard="rows"),
-        "down": Weight((c.D, c.F), _names(hf + "mlp.down_proj.weight"), shard="cols"),
-        "ffn_post_norm": Weight((c.D,), _names(hf + "post_feedforward_layernorm.weight")),
+        "down": Weight((c.D, c.F), (hf + "mlp.down_proj.weight",), shard="cols"),
+        "ffn_post_norm": Weight((c.D,), (hf + "post_feedforward_layernorm.weight",)),
     }
     if c.qk_norm:
-        weights["q_norm"] = Weight((c.E,), _names(hf + "self_attn.q_norm.weight"))
-        weights["k_norm"] = Weight((c.E,), _names(hf + "self_attn.k_norm.weight"))
+        weights["q_norm"] = Weight((c.E,), (hf + "self_attn.q_norm.weight",))
+        weights["k_norm"] = Weight((c.E,), (hf + "self_attn.k_norm.weight",))
     return weights
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
     tied = Weight((c.V, c.D), tie="embed.tokens", shard="rows")
-    own = Weight((c.V, c.D), (("lm_head.weight", "language_model.lm_head.weight"),), shard="rows")
-    return {"norm": Weight((c.D,), _names("norm.weight")), "lm_head": tied if c.tied else own}
+    own = Weight((c.V, c.D), ("lm_head.weight",), shard="rows")
+    return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
 
 
 def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -171,7 +163,7 @@ def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
 
 register_model(
     Model(
-        architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
+        architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
         config=from_hf,
         kinds=lambda c: c.kinds,
         embed_weights=embed_weights,

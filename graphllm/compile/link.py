@@ -79,9 +79,8 @@ def _cut(body: list[tuple[str, torch.fx.Node]], results: dict[str, torch.fx.Node
     segments: list[list[tuple[str, torch.fx.Node]]] = [[]]
     for unit, node in body:
         op = op_of(node.target)
-        # The sampler is cut off too: logits are an output of the program, and steps without sampling may skip it.
-        if (op is not None and op.boundary) or (unit == "sample" and segments[-1] and segments[-1][-1][0] != "sample"):
-            segments += [[(unit, node)], []] if unit != "sample" else [[(unit, node)]]
+        if op is not None and op.boundary:
+            segments += [[(unit, node)], []]
         else:
             segments[-1].append((unit, node))
     segments = [s for s in segments if s]

@@ -21,8 +21,10 @@ from graphllm.config import Target
 from graphllm.ir.cases import Case, Maker
 from graphllm.ir.op import Impl, Op, Site
 from graphllm.ir.registry import load_ops
+from graphllm.machine import detect_target
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_INTERPRETED = Target("cuda", ("sm_90",), "the Triton interpreter")
 Layout = Literal["as drawn", "sliced"]
 
 
@@ -104,7 +106,8 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
     if impl.device == "cuda" and not native and os.environ.get("TRITON_INTERPRET") != "1":
         return []
     device = torch.device("cuda" if native else "cpu")
-    target = local_target(impl.device)
+    interpreted = impl.device == "cuda" and not native
+    target = _INTERPRETED if interpreted else detect_target("cuda" if native else "cpu")
     results = []
     for case in cases:
         if case.size == "real" and not (native if real is None else real):
@@ -120,16 +123,6 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
                 problem = problem or _fake_problem(op, case, dtype, layout, found)
                 results.append(Result(op.name, impl.name, name, dtype, error, tolerance, problem))
     return results
-
-
-def local_target(device: str) -> Target:
-    """This machine as a compile target; without a GPU, "cuda" stands for an sm_90 one run by Triton's interpreter."""
-    if device == "cuda":
-        major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
-        return Target("cuda", (f"sm_{major}{minor}",))
-    with open("/proc/cpuinfo") as file:
-        flags = next((line.split(":")[1].split() for line in file if line.startswith("flags")), [])
-    return Target("cpu", tuple(sorted(flags)))
 
 
 def _layouts() -> tuple[Layout, ...]:

@@ -14,8 +14,8 @@ class Weight:
     ``{layer}`` stands for the layer index. A name may be a tuple: alternatives, the first one present is taken.
     segments: rows of each part when ``hf`` has several; for stacked experts (N, F, D) of 2-D parts, rows of (N * F, D).
     slice_rows: take rows [a, b) of the (single) source tensor as stored. transpose: the checkpoint stores the parts as
-    [in, out]. tie: take the finished parameter of this name instead
-    ("embed.tokens"); nothing is read. value: the parameter is computed, a flat tuple of numbers in row-major order.
+    [in, out]. tie: take the finished parameter of this name instead ("embed.tokens"); nothing is read. value: the
+    parameter is computed, a flat tuple of numbers in row-major order.
     shard: how tensor parallelism divides it ("rows" = output split, "cols" = input split, None = copied).
     dtype: "model" (the artifact's dtype) or "float32".
     """

@@ -10,10 +10,11 @@ import torch
 from graphllm.config import Bucket
 from graphllm.ir.cases import Case, Maker
 
-_TOLERANCE = {"float32": 3e-6, "bfloat16": 6e-3, "float16": 1e-3}
+_TOLERANCE = {"float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
 _REASON = (
     "float32 accumulation in tiles, with exp2 of the fast kind; in half precision the softmax weights and the result are "
-    "rounded to the dtype once each (bf16 keeps 8 bits, fp16 11)"
+    "rounded to the dtype once each (bf16 keeps 8 bits, fp16 11; "
+    "Triton's interpreter cuts to bf16 where a GPU rounds)"
 )
 
 

@@ -43,6 +43,30 @@ def soft_cap(scores, LOG2E_CAP: tl.constexpr, SCORE_SCALE: tl.constexpr):
 
 
 @triton.jit
+def tile_pages(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The page of each position of a tile, 0 from position end on.
+
+    Loops read the next tile's pages one iteration ahead: Triton's pipeliner then keeps several tiles of keys in flight,
+    while keys that depend on a load of the same iteration would be fetched one tile at a time.
+    """
+    n = tl.arange(0, BLOCK_N)
+    at = tile * BLOCK_N + n
+    if P <= BLOCK_N:
+        return tl.load(table_row + (tile * (BLOCK_N // P) + n // P), mask=at < end, other=0)
+    else:
+        return tl.load(table_row + at // P, mask=at < end, other=0)
+
+
+@triton.jit
+def tile_slots(page, tile, CACHE_PAGE: tl.constexpr, CACHE_POS: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Offsets of a tile's positions in one head of the cache."""
+    n = tl.arange(0, BLOCK_N)
+    if P > BLOCK_N:
+        n = (tile * BLOCK_N) % P + n
+    return page.to(tl.int64) * CACHE_PAGE + (n % P) * CACHE_POS
+
+
+@triton.jit
 def multiply(a, b, acc, EMULATED: tl.constexpr):
     """acc + a @ b in float32. Triton's interpreter (EMULATED) cannot multiply bfloat16."""
     if EMULATED:
@@ -128,19 +152,20 @@ def _split_kernel(
         total = tl.where(own, 1.0, 0.0) + tl.zeros([G_PAD], tl.float32)
         acc = tl.where(own, v_new.to(tl.float32), 0.0)[None, :] + tl.zeros([G_PAD, E_PAD], tl.float32)
 
+        page = tile_pages(table_row, lo, last, P, BLOCK_N)
         for tile in range(lo, hi):
             at = tile * BLOCK_N + n
             seen = at < last
             if WINDOW > 0:
                 seen = seen & (at >= start)
-            page = tl.load(table_row + at // P, mask=seen, other=0).to(tl.int64)
-            slots = head_ptr + (page * CACHE_PAGE + (at % P) * CACHE_POS)[:, None] + e[None, :]
+            slots = head_ptr + tile_slots(page, tile, CACHE_PAGE, CACHE_POS, P, BLOCK_N)[:, None] + e[None, :]
             if E_PAD == E:
                 inside = seen[:, None]
             else:
                 inside = seen[:, None] & in_e[None, :]
             keys = tl.load(slots, mask=inside, other=0.0)
             values = tl.load(slots + CACHE_KV, mask=inside, other=0.0)
+            page = tile_pages(table_row, tile + 1, last, P, BLOCK_N)
             scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
             if LOG2E_CAP > 0:
                 scores = soft_cap(scores, LOG2E_CAP, SCALE)

@@ -23,6 +23,8 @@ from graphllm.ops.paged_attention.triton_decode import (
     power_of_2,
     score_constants,
     soft_cap,
+    tile_pages,
+    tile_slots,
 )
 
 
@@ -96,18 +98,11 @@ def _attend_tiles(
 ):
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, E_PAD)
+    page = tile_pages(table_row, lo, end, P, BLOCK_N)
     for tile in range(lo, hi):
         at = tile * BLOCK_N + n
-        if P >= BLOCK_N:
-            page = tl.load(table_row + (tile * BLOCK_N) // P).to(tl.int64)
-            slots = head_ptr + page * CACHE_PAGE + (at % P)[:, None] * CACHE_POS + e[None, :]
-        else:
-            pages_ptr = table_row + tile * (BLOCK_N // P) + n // P
-            if MASKED:
-                page = tl.load(pages_ptr, mask=at < end, other=0).to(tl.int64)
-            else:
-                page = tl.load(pages_ptr).to(tl.int64)
-            slots = head_ptr + (page * CACHE_PAGE + (n % P) * CACHE_POS)[:, None] + e[None, :]
+        slots = head_ptr + tile_slots(page, tile, CACHE_PAGE, CACHE_POS, P, BLOCK_N)[:, None] + e[None, :]
+        page = tile_pages(table_row, tile + 1, end, P, BLOCK_N)
         if MASKED:
             inside = (at < end)[:, None] & (e < E)[None, :]
             keys = tl.load(slots, mask=inside, other=0.0)

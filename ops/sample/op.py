@@ -32,7 +32,7 @@ def _cost(logits_SV: Tensor, *rest: Tensor) -> Cost:
     return Cost(nbytes(logits_SV), 12 * logits_SV.numel())
 
 
-@op(cost=_cost)
+@op(boundary=True, cost=_cost)
 def sample(
     logits_SV: Tensor,
     temperature_S: Tensor,

@@ -1,0 +1,256 @@
+"""Text in and out: the tokenizer of a checkpoint folder, its chat template, and incremental detokenization.
+
+Built on the `tokenizers` library and jinja2 alone, imported when first needed; transformers is not imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphllm.config import ConfigError
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+_CONTEXT = 6  # prompt tokens a detokenizer starts from: enough to know whether the first new one begins with a space
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer. bos_id, eos_id, pad_id: None where there is none. stop_ids: generation ends with any."""
+
+    def __init__(self, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+        """config: ``tokenizer_config.json``. Use `from_folder`."""
+        self._folder, self._backend = folder, backend
+        self._special = _special_tokens(folder, config)
+        self._templates = _templates(folder, config)
+        self._compiled: dict[str, jinja2.Template] = {}
+        model, generation = _read_json(folder / "config.json"), _read_json(folder / "generation_config.json")
+        ids = {**_ids(model.get("text_config") or {}), **_ids(model), **_ids(generation)}
+        self.bos_id = self._id_of("bos_token", ids)
+        self.eos_id = self._id_of("eos_token", ids)
+        self.pad_id = self._id_of("pad_token", ids)
+        self.stop_ids = frozenset([*ids.get("eos_token", ()), *([] if self.eos_id is None else [self.eos_id])])
+
+    @staticmethod
+    def from_folder(folder: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json`` and what stands beside it. Raises ConfigError when it is missing or damaged."""
+        import tokenizers
+
+        folder = Path(folder)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ConfigError(
+                f"{folder}: no tokenizer.json; make one with transformers: "
+                "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises nothing more precise
+            raise ConfigError(f"{file}: damaged, or made for newer tokenizers ({e})") from e
+        backend.no_truncation()
+        backend.no_padding()
+        return Tokenizer(folder, backend, _read_json(folder / "tokenizer_config.json"))
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens it knows; the model's vocabulary may be padded beyond that."""
+        return self._backend.get_vocab_size()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. add_special_tokens: such as BOS, where the tokenizer's post-processor adds any."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of complete output; for output as it comes use `detokenizer`."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:
+        """One for each request: turns new tokens into new text."""
+        return Detokenizer(self._backend, prompt_ids, skip_special_tokens)
+
+    def encode_chat(self, messages: Iterable[Mapping[str, Any]], **options: Any) -> list[int]:
+        """Token ids of `render_chat`. The template has written BOS where it wants one, so none is added."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+
+    def render_chat(
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **variables: Any,
+    ) -> str:
+        """The prompt that the checkpoint's chat template makes of a conversation.
+
+        tools: JSON schemas. variables: others that the template knows, such as ``enable_thinking``. Raises ConfigError
+        when there is no template, when it cannot be compiled, and with its own message when it refuses the conversation.
+        """
+        import jinja2
+
+        template = self._template(for_tools=tools is not None)
+        known = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
+        if not known:
+            raise ConfigError("messages: empty; give at least one message")
+        plain = _plain({"messages": known, "tools": tools, "documents": None, **self._special, **variables})
+        try:
+            return template.render(add_generation_prompt=add_generation_prompt, **plain)
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
+            raise ConfigError(f"chat template: {e}") from e
+
+    def _template(self, for_tools: bool) -> jinja2.Template:
+        name = "tool_use" if for_tools and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            others = f" named 'default', only {', '.join(sorted(self._templates))}" if self._templates else ""
+            raise ConfigError(
+                f"{self._folder}: no chat template{others}; send a plain prompt, "
+                "or put one into chat_template.jinja in that folder"
+            )
+        if name not in self._compiled:
+            self._compiled[name] = _compile(self._templates[name])
+        return self._compiled[name]
+
+    def _id_of(self, name: str, ids: Mapping[str, list[int]]) -> int | None:
+        """The id of a named special token; where the tokenizer names none, the first one the model's files give."""
+        token = self._special.get(name)
+        found = self._backend.token_to_id(token) if token is not None else None
+        return found if found is not None else next(iter(ids.get(name, ())), None)
+
+
+class Detokenizer:
+    """The text of one request as its tokens arrive. A character split over tokens is held back until it is complete."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, prompt_ids: Sequence[int], skip_special_tokens: bool) -> None:
+        self._backend, self._skip = backend, skip_special_tokens
+        self._restart(prompt_ids[-_CONTEXT:])
+
+    def _restart(self, context: Sequence[int]) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._stream = DecodeStream(ids=list(context), skip_special_tokens=self._skip)
+
+    def step(self, ids: Iterable[int]) -> str:
+        """The text that these new tokens complete; "" when there is none yet."""
+        return "".join(self._one(i) for i in ids)
+
+    def _one(self, token: int) -> str:
+        try:
+            return self._stream.step(self._backend, token) or ""
+        except Exception as e:  # the library raises nothing more precise
+            # Some decoders (WordPiece's clean-up) change text already given out when a token follows: go on from here.
+            if "Invalid prefix" not in str(e):
+                raise
+            self._restart(())
+            return self._stream.step(self._backend, token) or ""
+
+
+def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The named special tokens ("bos_token" ...), which chat templates may use too."""
+    named = dict(config)
+    if "added_tokens_decoder" not in config:  # then the file is from the time of this one, and it decides
+        named.update(_read_json(folder / "special_tokens_map.json"))
+    tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if k.endswith("_token")}
+    return {k: v for k, v in tokens.items() if isinstance(v, str)}
+
+
+def _ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
+    """ "eos_token" and so on, from a file that gives one id or a list of them."""
+    found = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
+    return {name: v if isinstance(v, list) else [v] for name, v in found.items() if v is not None}
+
+
+def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """Chat templates by name. Files of their own come before those in the tokenizer's config."""
+    files = {p.stem: p for p in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    if (folder / "chat_template.jinja").is_file():
+        files["default"] = folder / "chat_template.jinja"
+    if files:
+        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
+    inline = config.get("chat_template") or {}
+    if isinstance(inline, str):
+        return {"default": inline}
+    return {t["name"]: t["template"] for t in inline} if isinstance(inline, list) else dict(inline)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in a file; empty when there is no such file. Raises ConfigError when it is damaged."""
+    try:
+        plain = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as e:
+        raise ConfigError(f"{file}: damaged ({e}); download it again") from e
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{file}: damaged (no JSON object); download it again")
+    return plain
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Templates differ in the name under which they read the reasoning of an earlier turn, so it gets all of them."""
+    found = next((message[name] for name in _REASONING if name in message), None)
+    return message if found is None else {"thinking": found, **message, "reasoning_content": found}
+
+
+def _plain(value: Any) -> Any:
+    """A copy made of plain JSON types: a template comes with the checkpoint and must not reach any other object."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    raise ConfigError(f"chat: a {type(value).__name__} cannot be passed to the template; give plain JSON values")
+
+
+def _compile(text: str) -> jinja2.Template:
+    """The template in the environment that checkpoints are written for, which is the one of transformers."""
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    try:
+        return environment.from_string(text)
+    except jinja2.TemplateSyntaxError as e:
+        raise ConfigError(f"chat template: line {e.lineno}: {e.message}") from e
+
+
+def _generation_tag() -> type[jinja2.ext.Extension]:
+    """``{% generation %}`` marks what the assistant wrote, for training; here it only has to be accepted."""
+    from jinja2 import nodes
+    from jinja2.ext import Extension
+    from jinja2.parser import Parser
+
+    class Generation(Extension):
+        tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
+
+        def parse(self, parser: Parser) -> nodes.Node:
+            line = next(parser.stream).lineno
+            return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+    return Generation
+
+
+def _raise_exception(message: str) -> None:
+    import jinja2
+
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """jinja2's own filter escapes HTML, which no model was trained on."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,156 @@
+"""Every family against transformers on tiny random checkpoints: prefill logits and greedy tokens, float32, ragged."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+_spec = importlib.util.spec_from_file_location("driver", Path(__file__).with_name("driver.py"))
+assert _spec is not None
+assert _spec.loader is not None
+driver = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(driver)
+
+V, N_TOKENS, LENGTHS = 131, 64, (1, 7, 64, 300)
+LLAMA = {
+    "vocab_size": V, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+GPT2 = {
+    "vocab_size": V, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.15,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+OPT = {
+    "vocab_size": V, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 512, "init_std": 0.15, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+SHORT, LONG = [1.0 + 0.02 * i for i in range(8)], [1.5 + 0.4 * i for i in range(8)]
+MIXED = ["sliding_attention", "full_attention"]
+
+
+def _rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One checkpoint to make. stepwise: angles depend on the length, so the oracle must decode token by token too."""
+
+    name: str
+    model: str
+    config: dict[str, Any]
+    stepwise: bool = False
+
+
+ARCHS = (
+    Arch("llama", "Llama", LLAMA),
+    Arch("llama_tied_head_dim", "Llama", LLAMA | {"head_dim": 32, "tie_word_embeddings": True}),
+    Arch("llama_biases", "Llama", LLAMA | {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 4}),
+    Arch("llama_linear", "Llama", LLAMA | _rope("linear", factor=3.0)),
+    Arch("llama_dynamic", "Llama", LLAMA | _rope("dynamic", factor=2.0) | {"max_position_embeddings": 100}, True),
+    Arch(
+        "llama_llama3", "Llama",
+        LLAMA | _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                      original_max_position_embeddings=64),
+    ),
+    Arch("llama_yarn", "Llama", LLAMA | _rope("yarn", factor=4.0, original_max_position_embeddings=128)),
+    Arch(
+        "llama_yarn_mscale", "Llama",
+        LLAMA | _rope("yarn", factor=4.0, original_max_position_embeddings=128, mscale=1.0, mscale_all_dim=0.7,
+                      truncate=False, beta_fast=16.0, beta_slow=2.0),
+    ),
+    Arch(
+        "llama_longrope", "Llama",
+        LLAMA | _rope("longrope", short_factor=SHORT, long_factor=LONG, factor=4.0,
+                      original_max_position_embeddings=100), True,
+    ),
+    Arch("mistral", "Mistral", LLAMA | {"sliding_window": None}),
+    Arch("mistral_window", "Mistral", LLAMA | {"sliding_window": 40}),
+    Arch("qwen2", "Qwen2", LLAMA),
+    Arch("qwen2_some_windows", "Qwen2",
+         LLAMA | {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1,
+                  "num_hidden_layers": 3, "tie_word_embeddings": True}),
+    Arch("qwen3", "Qwen3", LLAMA | {"head_dim": 32}),
+    Arch("qwen3_bias_layer_types", "Qwen3",
+         LLAMA | {"head_dim": 16, "attention_bias": True, "use_sliding_window": True, "sliding_window": 33,
+                  "layer_types": MIXED}),
+    Arch("gemma2", "Gemma2",
+         LLAMA | {"head_dim": 32, "sliding_window": 40, "query_pre_attn_scalar": 24, "num_hidden_layers": 3}),
+    Arch("gemma2_untied_uncapped", "Gemma2",
+         LLAMA | {"head_dim": 16, "tie_word_embeddings": False, "attn_logit_softcapping": None,
+                  "final_logit_softcapping": None, "hidden_activation": "gelu", "query_pre_attn_scalar": 16}),
+    Arch("gemma3", "Gemma3Text",
+         LLAMA | {"head_dim": 32, "sliding_window": 40, "num_hidden_layers": 3, "layer_types": [*MIXED, MIXED[0]],
+                  "rope_parameters": {
+                      "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                      "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 50000.0}}}),
+    Arch("phi3", "Phi3", LLAMA),
+    Arch("phi3_window_partial", "Phi3",
+         LLAMA | _rope("default", partial_rotary_factor=0.5) | {"sliding_window": 40, "tie_word_embeddings": True}),
+    Arch("phi3_longrope", "Phi3",
+         LLAMA | {"original_max_position_embeddings": 100}
+         | _rope("longrope", short_factor=SHORT[:6], long_factor=LONG[:6], partial_rotary_factor=0.75), True),
+    Arch("gpt2", "GPT2", GPT2),
+    Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
+    Arch("opt", "OPT", OPT),
+)  # fmt: skip
+CLASSES = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
+
+
+def _build(arch: Arch) -> transformers.PreTrainedModel:
+    torch.manual_seed(sum(map(ord, arch.name)))
+    config = getattr(transformers, f"{arch.model}Config")(**arch.config, attn_implementation="eager")
+    model = getattr(transformers, CLASSES.get(arch.model, f"{arch.model}ForCausalLM"))(config).eval()
+    with torch.no_grad():  # weights that start as constants would hide a mix-up of norms or biases
+        for name, p in model.named_parameters():
+            if p.dim() == 1:
+                p += 0.2 * torch.randn(p.shape)
+            if "post_feedforward" in name:  # let layers outweigh the tied embedding, or every token repeats itself
+                p += 3.0
+    return model
+
+
+def _forced(model: transformers.PreTrainedModel, prompt: list[int], drawn: list[int]) -> Tensor:
+    """Logits [n, V] from which each drawn token had to be chosen: one pass over the prompt and the drawn ones."""
+    ids = torch.tensor([prompt + drawn[:-1]])
+    return model(ids, use_cache=False).logits[0, len(prompt) - 1 :]
+
+
+def _stepwise(model: transformers.PreTrainedModel, prompt: list[int], drawn: list[int]) -> Tensor:
+    """The same with a cache, one token at a time, so that earlier keys keep the angles of their own time."""
+    model = copy.deepcopy(model)  # rotary modules remember the longest sequence they have seen
+    rows, cache = [], None
+    for ids in (prompt, *([t] for t in drawn[:-1])):
+        out = model(torch.tensor([ids]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        rows.append(out.logits[0, -1])
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids=lambda a: a.name)
+@torch.no_grad()
+def test_parity(arch: Arch, tmp_path: Path) -> None:
+    model = _build(arch)
+    model.save_pretrained(tmp_path)
+    draw = torch.Generator().manual_seed(1)
+    prompts = [torch.randint(V, (n,), generator=draw).tolist() for n in LENGTHS]
+    logits, tokens = driver.generate(tmp_path, prompts, N_TOKENS)
+    oracle: Callable[..., Tensor] = _stepwise if arch.stepwise else _forced
+    for i, prompt in enumerate(prompts):
+        expected = oracle(model, prompt, tokens[i])
+        torch.testing.assert_close(logits[i], expected[0], atol=1e-4, rtol=0)
+        assert tokens[i] == expected.argmax(-1).tolist()
+        alone_logits, alone_tokens = driver.generate(tmp_path, [prompt], N_TOKENS)
+        torch.testing.assert_close(alone_logits[0], expected[0], atol=1e-4, rtol=0)
+        assert alone_tokens[0] == tokens[i]
+    assert len(set(tokens[-1])) > 8, "the checkpoint repeats itself, which tests little"
