@@ -132,7 +132,7 @@ def head_weights(c: Config) -> dict[str, Weight]:
 
 
 def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-    shared = c.rope.table(step.positions, step.context_len, w.inv_freq)
+    shared: tuple[Tensor, ...] = c.rope.table(step.positions, step.context_len, w.inv_freq)
     if c.local_rope:
         shared += c.local_rope.table(step.positions, step.context_len, w.inv_freq_local)
     return embedding(step.token_ids, w.tokens, c.embed_scale), shared

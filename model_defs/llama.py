@@ -46,7 +46,8 @@ def from_hf(hf: HF) -> Config:
     """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
     only(hf, "hidden_act", "silu")
-    only(hf, "partial_rotary_factor", None, 1.0)
+    for found in (hf, hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
+        only(found, "partial_rotary_factor", None, 1.0)
     architecture = hf["architectures"][0]
     llama, mistral, qwen2, qwen3 = (
         architecture == f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -79,9 +80,7 @@ def from_hf(hf: HF) -> Config:
 
 def _window(hf: HF, mistral: bool) -> int:
     """The sliding window of "local" layers, 0 for none: Mistral's is always on, Qwen's when ``use_sliding_window``."""
-    if mistral:
-        return hf.get("sliding_window", 4096) or 0
-    return number(hf, "sliding_window", 4096) if hf.get("use_sliding_window") else 0
+    return hf.get("sliding_window", 4096) or 0 if mistral or hf.get("use_sliding_window") else 0
 
 
 def _kinds(hf: HF, L: int, window: int, mistral: bool) -> tuple[str, ...]:

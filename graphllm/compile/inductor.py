@@ -5,13 +5,15 @@ Inductor is used as a code generator. What it generates is taken apart by `trans
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._guards import TracingContext, tracing
 from torch._inductor import config as inductor_config
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.compile_fx import view_to_reshape
 from torch._inductor.cpp_builder import CppTorchOptions
 from torch._inductor.cpu_vec_isa import pick_vec_isa
@@ -19,6 +21,7 @@ from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
 from graphllm.ir.graph import Shapes
@@ -56,6 +59,7 @@ def settings(device: str, tune: bool) -> dict[str, Any]:
         "max_autotune_gemm_backends": "ATEN,TRITON",
         "compile_threads": 1,  # pieces are built in parallel processes already
         "combo_kernels": False,
+        "use_static_triton_launcher": False,  # it drops the cubin once loaded, and we want to keep it
     }
 
 
@@ -79,6 +83,50 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
             lowering.run(*inputs)
             code = lowering.codegen()[0]
     return code if isinstance(code, str) else code.value
+
+
+def cubins(
+    source: str, inputs: Sequence[torch.Tensor], names: Mapping[str, str], tune: bool
+) -> dict[str, dict[str, Any]]:
+    """Compile and tune the Triton kernels of a generated module by running it once on real inputs.
+
+    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, names (of the arguments of ``.run``), args (their
+    kinds; None for what the kernel was specialized on), prefix and grid (integer expressions over the names).
+    """
+    with inductor_config.patch(settings("cuda", tune)), torch.no_grad():
+        module = PyCodeCache.load(source)
+        module.call(list(inputs))
+        torch.cuda.synchronize()
+        return {name: _cubin(getattr(module, attribute)) for name, attribute in names.items()}
+
+
+def _cubin(kernel: Any) -> dict[str, Any]:
+    launcher = kernel.launchers[0]
+    compiled = next(r for r in kernel.compile_results if r.config is launcher.config)
+    binary, signature = compiled.kernel, compiled.compile_meta["signature"]
+    metadata = binary.metadata
+    if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:
+        raise NotImplementedError(f"kernel {metadata.name} wants scratch memory or clusters, which pieces do not provide")
+    grid = GridExpr.from_meta(compiled.inductor_meta, launcher.config)
+    parameters = [p for p in inspect.signature(launcher).parameters if p != "stream"]
+    return {
+        "cubin": binary.asm["cubin"],
+        "symbol": metadata.name,
+        "shared": metadata.shared,
+        "warps": metadata.num_warps,
+        "names": parameters,
+        "args": [_kind(signature.get(p, "constexpr")) for p in parameters],
+        "prefix": [[part.strip() for part in line.split("=", 1)] for line in grid.prefix],
+        "grid": [int(g) if str(g).isdigit() else str(g) for g in (grid.x_grid, grid.y_grid, grid.z_grid)],
+    }
+
+
+def _kind(triton_type: str) -> str | None:
+    if triton_type == "constexpr":
+        return None
+    if triton_type.startswith("*"):
+        return "ptr"
+    return {"i1": "i8", "u1": "u8", "fp32": "f32", "fp64": "f64"}.get(triton_type, triton_type)
 
 
 def join_cpp(kernels: Sequence[str]) -> str:

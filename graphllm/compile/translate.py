@@ -191,7 +191,8 @@ class _Translator:
         arguments = []
         for a in node.args:
             is_tensor = (isinstance(a, ast.Name) and a.id in self.specs) or isinstance(a, ast.Call)
-            arguments.append(["t", self.tensor(a)] if is_tensor else ["i", self.integer(a)])
+            number = a.value if isinstance(a, ast.Constant) and isinstance(a.value, float) else None
+            arguments.append(["t", self.tensor(a)] if is_tensor else number if number is not None else ["i", self.integer(a)])
         self.bundle.kernels[function] = {"triton": function}
         self.bundle.code.append(["kernel", function, arguments])
 

@@ -23,7 +23,7 @@ _NEUTRAL: dict[str, Any] = {
     "logit_bias": {},
     "logits_processors": [],
     "logprob_token_ids": None,
-    "logprobs": None,
+    "logprobs": False,
     "min_tokens": 0,
     "presence_penalty": 0,
     "prompt_logprobs": None,
@@ -47,7 +47,7 @@ class SamplingParams:
     n: completions, 1 for now. temperature: 0 takes the most likely token. top_k: 0 (or -1) keeps all. top_p: keep the
     most likely tokens of this total probability. min_p: keep tokens of at least this share of the likeliest one's.
     seed: the same seed gives the same tokens; None (or -1) differs each time. max_tokens: None is up to the end of the
-    context. ignore_eos: go on behind the end-of-sequence token. stop: strings that end the output and are not part of it.
+    context. ignore_eos: go on behind the end-of-sequence token. stop: strings that end the output, not part of it.
     stop_token_ids: tokens that end it. skip_special_tokens: leave them out of the text.
     """
 
@@ -102,7 +102,7 @@ class SamplingParams:
         refused = [
             f"{name} is {value!r}: not supported; leave it out"
             for name, value in given.items()
-            if name not in known and not (name in _NEUTRAL and value == _NEUTRAL[name])
+            if name not in known and not _changes_nothing(name, value)
         ]
         if refused:
             raise ConfigError("; ".join(refused))
@@ -118,6 +118,12 @@ class SamplingParams:
             return SamplingParams.from_fields(fields)
         except ConfigError as e:
             raise ConfigError(f"generation_config.json: {e}, or give the sampling parameters yourself") from e
+
+
+def _changes_nothing(name: str, value: object) -> bool:
+    """Of a field without support. ``logprobs`` 0 asks for something and False does not, so types count."""
+    neutral = _NEUTRAL.get(name)
+    return name in _NEUTRAL and value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:

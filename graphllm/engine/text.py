@@ -6,7 +6,7 @@ Built on the `tokenizers` library and jinja2 alone, imported when first needed; 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templa
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer. bos_id, eos_id, pad_id: None where there is none. stop_ids: generation ends with any."""
+    """A checkpoint's tokenizer. bos_id, eos_id, pad_id: None where there is none. stop_ids: any of them ends output."""
 
     def __init__(self, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
         """config: ``tokenizer_config.json``. Use `from_folder`."""
@@ -88,7 +88,7 @@ class Tokenizer:
         """The prompt that the checkpoint's chat template makes of a conversation.
 
         tools: JSON schemas. variables: others that the template knows, such as ``enable_thinking``. Raises ConfigError
-        when there is no template, when it cannot be compiled, and with its own message when it refuses the conversation.
+        when there is no template, when it does not compile, and with its own message when it refuses the messages.
         """
         import jinja2
 
@@ -141,7 +141,7 @@ class Detokenizer:
         try:
             return self._stream.step(self._backend, token) or ""
         except Exception as e:  # the library raises nothing more precise
-            # Some decoders (WordPiece's clean-up) change text already given out when a token follows: go on from here.
+            # Some decoders change text that was given out already when another token follows: go on from here.
             if "Invalid prefix" not in str(e):
                 raise
             self._restart(())

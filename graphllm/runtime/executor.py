@@ -18,7 +18,7 @@ import torch
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.expr import value
-from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
+from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
 from graphllm.runtime.program import Bound, Call, LinkedProgram
 
 _ALIGN = 64
@@ -164,28 +164,31 @@ class Executor:
 
 
 class Runner:
-    """A bound program; on a GPU captured as a CUDA graph at its first run, replayed afterwards."""
+    """A bound program. With ``graphed``, what can be is captured as CUDA graphs at the first run and replayed afterwards:
+    one graph for the whole step when every piece is compiled, one between every two interpreted pieces otherwise."""
 
     def __init__(self, bound: Bound, graphed: bool) -> None:
-        self._bound, self._graphed = bound, graphed
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._segments, self._graphed, self._captured = bound.segments, graphed, False
+        self._parts: list[Launch] = [launch for _, launches in bound.segments for launch in launches]
         self.result = StepResult(bound.results["tokens"], bound.results["logits"])
 
     def run(self) -> None:
         """Run the step on the current stream."""
-        if self._graph is not None:
-            self._graph.replay()
-            return
-        for launch in self._bound.launches:
-            launch()
-        if self._graphed:
-            # The first run was real: it warmed libraries up. Capturing launches nothing, so state is not touched twice.
+        for part in self._parts:
+            part()
+        if self._graphed and not self._captured:
+            # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched twice.
             torch.cuda.current_stream().synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
-                for launch in self._bound.launches:
-                    launch()
-            self._graph = graph
+            self._parts = [part for safe, launches in self._segments for part in (_capture(launches) if safe else launches)]
+            self._captured = True
+
+
+def _capture(launches: Sequence[Launch]) -> list[Launch]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for launch in launches:
+            launch()
+    return [graph.replay]
 
 
 class Staging:

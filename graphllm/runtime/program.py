@@ -44,9 +44,14 @@ class _Place(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A program ready to run at one T and S: call every launch in order. results: the kept outputs by name."""
+    """A program ready to run at one T and S: call every launch in order, segment by segment.
 
-    launches: list[Launch]
+    segments: launches with a flag: whether they may be captured in a CUDA graph. Interpreted pieces may not (their
+    reference bodies read data on the host), so a program with some of those is captured piecewise, between them.
+    results: the kept outputs by name.
+    """
+
+    segments: list[tuple[bool, list[Launch]]]
     results: dict[str, torch.Tensor]
 
 
@@ -123,8 +128,11 @@ class LinkedProgram:
     ) -> Bound:
         """Prepare every call for the given T and S. ``outside``: weights, caches and step tensors by name."""
         binder = _Binder(self._places, self._offsets, outside, arena, symbols)
-        launches: list[Launch] = []
+        segments: list[tuple[bool, list[Launch]]] = []
         for kind, body, bundle in self._instructions:
+            if not segments or segments[-1][0] != (kind != "ir"):
+                segments.append((kind != "ir", []))
+            launches = segments[-1][1]
             if kind == "kernel":
                 name, arguments = body
                 launches.append(kernels.bind(bundle["kernels"][name], name, [binder.argument(a) for a in arguments]))
@@ -143,7 +151,7 @@ class LinkedProgram:
                 launches.append(functools.partial(_call_into, call, [binder.tensor(o) for o in outputs]))
             else:
                 raise ValueError(f"this version does not know the piece instruction {kind!r}; recompile the artifact")
-        return Bound(launches, {r: binder.tensor(self._alias[r]) for r in self._results})
+        return Bound(segments, {r: binder.tensor(self._alias[r]) for r in self._results})
 
 
 class _Binder:

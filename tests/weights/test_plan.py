@@ -29,7 +29,7 @@ def model(embed: dict[str, Weight], layer: Any = None, head: dict[str, Weight] |
 
 def test_names_kinds_and_sizes() -> None:
     def layer(c: Any, kind: str) -> dict[str, Weight]:
-        names = {
+        names: dict[str, Any] = {
             "local": ("l{layer}.q", ("l{layer}.k", "old.{layer}.k")),
             "global": ("g{layer}.q", "g{layer}.k"),
         }

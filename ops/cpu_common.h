@@ -1,0 +1,205 @@
+// What the C++ kernels of several ops share: bfloat16, vector helpers, AMX set-up, aligned scratch and work division.
+//
+// Three levels are chosen when the file is compiled: AMX (GRAPHLLM_AMX), AVX-512 with bfloat16 dot products
+// (GRAPHLLM_AVX512) and plain C++ that the compiler vectorizes. -DGRAPHLLM_GENERIC forces the last one, for tests.
+#pragma once
+
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <new>
+
+#if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
+    defined(__AVX512VL__) && defined(__AVX512BF16__)
+#define GRAPHLLM_AVX512 1
+#include <immintrin.h>
+#endif
+#if defined(GRAPHLLM_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define GRAPHLLM_AMX 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace graphllm {
+namespace {  // every kernel source is its own translation unit of one library
+
+using i64 = std::int64_t;
+
+struct bf16 {
+  std::uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(bf16 x) {
+  std::uint32_t bits = std::uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+// Round to nearest even; a NaN stays one because its quiet bit is set.
+inline bf16 to_bf16(float x) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  std::uint32_t rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+  return {std::uint16_t(((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16)};
+}
+inline void store(float* to, float x) { *to = x; }
+inline void store(bf16* to, float x) { *to = to_bf16(x); }
+
+// exp for x <= 0 or moderate x, relative error below 2e-7; underflows to 0 below -87. Plain arithmetic, so that loops over
+// it vectorize: 2^n * p(r) with r in [-ln2/2, ln2/2] split off in two steps (Cody and Waite).
+inline float exp_fast(float x) {
+  x = x < -87.0f ? -87.0f : x;
+  float n = x * 1.44269504088896341f;
+  n = std::nearbyintf(n);
+  float r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  std::int32_t bits = (std::int32_t(n) + 127) << 23;
+  float scale;
+  std::memcpy(&scale, &bits, 4);
+  return x <= -87.0f ? 0.0f : p * scale;
+}
+
+// A thread's reusable buffer, 64-byte aligned: grows, is never returned, so that no step after the first allocates.
+class Scratch {
+ public:
+  ~Scratch() { std::free(data_); }
+  template <typename T>
+  T* get(i64 count) {
+    std::size_t bytes = (std::size_t(count) * sizeof(T) + 127) / 64 * 64;
+    if (bytes > size_) {
+      std::free(data_);
+      data_ = std::aligned_alloc(64, bytes);
+      if (!data_) std::abort();
+      size_ = bytes;
+    }
+    return static_cast<T*>(data_);
+  }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+// The [from, to) of ``count`` equal items that falls to this thread of the team.
+struct Range {
+  i64 from, to;
+};
+inline Range share(i64 count) {
+  i64 threads = omp_get_num_threads(), mine = omp_get_thread_num();
+  return {count * mine / threads, count * (mine + 1) / threads};
+}
+
+inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+
+#ifdef GRAPHLLM_AVX512
+
+inline __mmask16 first16(i64 count) { return count >= 16 ? __mmask16(0xFFFF) : __mmask16((1u << count) - 1); }
+inline __mmask32 first32(i64 count) { return count >= 32 ? __mmask32(~0u) : __mmask32((1u << count) - 1); }
+
+inline __m512 widen(__m256i bf16s) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16s), 16));
+}
+inline __m256i narrow(__m512 floats) { return (__m256i)_mm512_cvtneps_pbh(floats); }
+
+inline __m512 load16(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
+inline __m512 load16(const bf16* from, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, from)); }
+inline void store16(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }
+inline void store16(bf16* to, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi16(to, mask, narrow(x)); }
+
+inline __m512bh load_pairs(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
+inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
+
+// exp_fast on 16 values.
+inline __m512 exp16(__m512 x) {
+  const __m512 low = _mm512_set1_ps(-87.0f);
+  __mmask16 alive = _mm512_cmp_ps_mask(x, low, _CMP_GT_OQ);
+  x = _mm512_max_ps(x, low);
+  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
+  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
+  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
+  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
+  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
+  return _mm512_maskz_scalef_ps(alive, p, n);
+}
+
+// Transpose a 16 x 16 block of 32-bit values held in 16 registers.
+inline void transpose16(__m512i r[16]) {
+  __m512i t[16];
+  for (int i = 0; i < 8; i++) {
+    t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+    r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+    r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+  }
+  for (int i = 0; i < 4; i++) {
+    t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+    t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xDD);
+    t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+    t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xDD);
+  }
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+    r[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xDD);
+    r[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+    r[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xDD);
+  }
+}
+
+#endif  // GRAPHLLM_AVX512
+
+#ifdef GRAPHLLM_AMX
+
+// The kernel grants AMX state to a process that asks once; containers may refuse it.
+inline bool amx_granted() {
+  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
+  return granted;
+}
+
+// All eight tiles are 16 rows; ``columns[t]`` counts 32-bit columns. The configuration is per thread and is released at
+// the end of a kernel, so that context switches need not save 8 KB and oneDNN finds the state it expects.
+class Tiles {
+ public:
+  explicit Tiles(const int (&columns)[8]) {
+    struct alignas(64) {
+      std::uint8_t palette, start, reserved[14];
+      std::uint16_t bytes_per_row[16];
+      std::uint8_t rows[16];
+    } config{};
+    config.palette = 1;
+    for (int t = 0; t < 8; t++) {
+      config.rows[t] = 16;
+      config.bytes_per_row[t] = std::uint16_t(columns[t] * 4);
+    }
+    _tile_loadconfig(&config);
+  }
+  ~Tiles() { _tile_release(); }
+  Tiles(const Tiles&) = delete;
+};
+
+#endif  // GRAPHLLM_AMX
+
+}  // namespace
+}  // namespace graphllm

@@ -1,0 +1,188 @@
+"""Reading ``config.json``: published files as transformers reads them, rotary frequencies, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from graphllm.config import ConfigError, key_fields
+from graphllm.ir.registry import load_models
+from graphllm.ops.rope_table import Rope
+
+MODELS = load_models()
+
+# What the files of well-known checkpoints say, in the formats of their time.
+PUBLISHED: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama-2-7b": (transformers.LlamaConfig, {
+        "architectures": ["LlamaForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 11008,
+        "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
+        "pretraining_tp": 1, "rms_norm_eps": 1e-05, "rope_scaling": None, "tie_word_embeddings": False,
+        "vocab_size": 32000}),
+    "llama-3.2-1b": (transformers.LlamaConfig, {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+        "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                         "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+        "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256}),
+    "mistral-7b-v0.1": (transformers.MistralConfig, {
+        "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+        "vocab_size": 32000}),
+    "qwen2.5-7b-yarn": (transformers.Qwen2Config, {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 3584, "intermediate_size": 18944,
+        "max_position_embeddings": 32768, "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 131072,
+        "rope_scaling": {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"},
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 152064}),
+    "qwen3-0.6b": (transformers.Qwen3Config, {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1024, "intermediate_size": 3072, "max_position_embeddings": 40960, "max_window_layers": 28,
+        "num_attention_heads": 16, "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+        "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+        "use_sliding_window": False, "vocab_size": 151936}),
+    "gemma-2-2b": (transformers.Gemma2Config, {
+        "architectures": ["Gemma2ForCausalLM"], "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_size": 2304, "intermediate_size": 9216, "max_position_embeddings": 8192, "num_attention_heads": 8,
+        "num_hidden_layers": 26, "num_key_value_heads": 4, "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06,
+        "rope_theta": 10000.0, "sliding_window": 4096, "vocab_size": 256000}),
+    "gemma-3-1b": (transformers.Gemma3TextConfig, {
+        "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": None, "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144}),
+    "phi-3.5-mini": (transformers.Phi3Config, {
+        "architectures": ["Phi3ForCausalLM"], "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+        "max_position_embeddings": 131072, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 32, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [1.0 + 1.3 * i for i in range(48)], "type": "longrope",
+                         "short_factor": [1.0 + 0.04 * i for i in range(48)]},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": False, "vocab_size": 32064}),
+    "phi-4-mini": (transformers.Phi3Config, {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False, "hidden_act": "silu", "hidden_size": 3072,
+        "intermediate_size": 8192, "max_position_embeddings": 131072, "num_attention_heads": 24,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "original_max_position_embeddings": 4096,
+        "partial_rotary_factor": 0.75, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [1.0 + 1.1 * i for i in range(48)], "type": "longrope",
+                         "short_factor": [1.0] * 48},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064}),
+    "gpt2": (transformers.GPT2Config, {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": 1e-05,
+        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}),
+    "opt-125m": (transformers.OPTConfig, {
+        "activation_function": "relu", "architectures": ["OPTForCausalLM"], "do_layer_norm_before": True,
+        "ffn_dim": 3072, "hidden_size": 768, "max_position_embeddings": 2048, "num_attention_heads": 12,
+        "num_hidden_layers": 12, "vocab_size": 50272, "word_embed_proj_dim": 768}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_mean_what_transformers_reads(name: str) -> None:
+    cls, hf = PUBLISHED[name]
+    model, theirs = MODELS[hf["architectures"][0]], cls.from_dict(dict(hf))
+    c = model.config(hf)
+    D, H = theirs.hidden_size, theirs.num_attention_heads
+    K = getattr(theirs, "num_key_value_heads", H)
+    assert (D, H, K, theirs.vocab_size) == (c.D, c.H, c.K, c.V)
+    assert getattr(theirs, "head_dim", D // H) == c.E
+    assert c.tied == theirs.tie_word_embeddings
+    assert len(model.kinds(c)) == theirs.num_hidden_layers
+    assert c.max_len == max(theirs.max_position_embeddings, 131072 if "yarn" in name else 0)
+    if hasattr(theirs, "layer_types"):
+        assert ["sliding" if k == "local" else "full" for k in model.kinds(c)] == [
+            t.removesuffix("_attention") for t in theirs.layer_types
+        ]
+    if (getattr(theirs, "sliding_window", None) or 0) and "local" in model.kinds(c):
+        assert c.window == theirs.sliding_window
+    assert hash(c) is not None
+    assert key_fields(c)["D"] == D
+
+
+@pytest.mark.parametrize("name", [n for n in PUBLISHED if n not in ("gpt2", "opt-125m")])
+def test_frequencies(name: str) -> None:
+    cls, hf = PUBLISHED[name]
+    theirs = cls.from_dict(dict(hf))
+    c = MODELS[hf["architectures"][0]].config(hf)
+    if name == "gemma-3-1b":
+        for rope, layer_type in ((c.rope, "full_attention"), (c.local_rope, "sliding_attention")):
+            assert rope is not None
+            _check_row(rope.inv_freq[0], _default(theirs.rope_parameters[layer_type]["rope_theta"], 256))
+        return
+    kind = theirs.rope_parameters["rope_type"]
+    if kind == "default":
+        _check_row(c.rope.inv_freq[0], _default(theirs.rope_parameters["rope_theta"], c.E))
+        return
+    for row, length in zip(c.rope.inv_freq, (None, 10**6), strict=False):
+        expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=length)
+        _check_row(row, expected)
+        assert c.rope.scale == pytest.approx(scale, rel=1e-12)
+
+
+def _default(theta: float, dim: int) -> torch.Tensor:
+    return 1.0 / theta ** (torch.arange(0, dim, 2).float() / dim)
+
+
+def _check_row(row: tuple[float, ...], expected: torch.Tensor) -> None:
+    torch.testing.assert_close(torch.tensor(row), expected, rtol=3e-7, atol=0)
+
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
+}  # fmt: skip
+GEMMA = LLAMA | {"architectures": ["Gemma3ForCausalLM"]}
+
+
+def test_old_and_new_rope_formats_agree() -> None:
+    numbers = {"factor": 2.0, "original_max_position_embeddings": 256}
+    new = Rope.from_hf(LLAMA | {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, **numbers}}, 16)
+    old = Rope.from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": {"type": "yarn", **numbers}}, 16)
+    assert new == old
+    assert new != Rope.from_hf(LLAMA | {"rope_theta": 1e4, "rope_scaling": {"type": "yarn", **numbers}}, 16)
+
+    linear = {"rope_type": "linear", "factor": 8.0}
+    nested = {"full_attention": linear | {"rope_theta": 1e6}, "sliding_attention": {"rope_type": "default"}}
+    read = MODELS["Gemma3ForCausalLM"].config
+    assert read(GEMMA | {"rope_scaling": linear, "rope_theta": 1e6}) == read(GEMMA | {"rope_parameters": nested})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"quantization_config": {"quant_method": "gptq"}}, ("quantization_config", "gptq", "unquantized")),
+        ({"hidden_act": "gelu"}, ("hidden_act", "'gelu'", "'silu'")),
+        ({"hidden_size": None}, ("hidden_size", "None", "set it")),
+        ({"hidden_size": 66}, ("hidden_size 66", "num_attention_heads 4", "set head_dim")),
+        ({"rope_scaling": {"type": "spiral"}}, ("rope_type", "'spiral'", "use one of")),
+        ({"rope_scaling": {"type": "linear"}}, ("factor", "None", "add it")),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ("short_factor", "1 numbers", "8 pairs")),
+        ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "use a checkpoint")),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor", "0.5")),
+        (
+            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked_attention"]},
+            ("layer_types", "'chunked_attention'", "full_attention"),
+        ),
+        (GEMMA | {"use_bidirectional_attention": True}, ("use_bidirectional_attention", "True", "False")),
+        (GEMMA | {"hidden_activation": "relu"}, ("hidden_activation", "'relu'", "gelu")),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True},
+            ("scale_attn_by_inverse_layer_idx", "True", "False"),
+        ),
+        ({"architectures": ["GPT2LMHeadModel"], "n_embd": 65, "n_head": 4}, ("n_embd", "65", "n_head")),
+        ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 32}, ("word_embed_proj_dim", "32", "64")),
+        ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, ("do_layer_norm_before", "True")),
+    ],
+)
+def test_unsupported_settings_are_refused(changes: dict[str, Any], words: tuple[str, ...]) -> None:
+    hf = LLAMA | changes
+    with pytest.raises(ConfigError) as error:
+        MODELS[hf["architectures"][0]].config(hf)
+    for word in words:
+        assert word in str(error.value)
