@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
-#include <new>
+#include <type_traits>
 
 #if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
     defined(__AVX512VL__) && defined(__AVX512BF16__)
@@ -52,14 +52,12 @@ inline bf16 to_bf16(float x) {
 inline void store(float* to, float x) { *to = x; }
 inline void store(bf16* to, float x) { *to = to_bf16(x); }
 
-// exp for x <= 0 or moderate x, relative error below 2e-7; underflows to 0 below -87. Plain arithmetic, so that loops over
-// it vectorize: 2^n * p(r) with r in [-ln2/2, ln2/2] split off in two steps (Cody and Waite).
+// exp for x <= 0, relative error below 2e-7, 0 below -87; plain arithmetic, so that loops over it vectorize. 2^n * p(r)
+// with r in [-ln2/2, ln2/2]; r is computed in double because -ffast-math would undo a split of ln2 into two floats.
 inline float exp_fast(float x) {
-  x = x < -87.0f ? -87.0f : x;
-  float n = x * 1.44269504088896341f;
-  n = std::nearbyintf(n);
-  float r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
+  float clamped = x < -87.0f ? -87.0f : x;
+  std::int32_t n = std::int32_t(clamped * 1.44269504088896341f - 0.5f);
+  float r = float(double(clamped) - double(n) * 0.69314718055994530942);
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
@@ -67,7 +65,7 @@ inline float exp_fast(float x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
-  std::int32_t bits = (std::int32_t(n) + 127) << 23;
+  std::int32_t bits = (n + 127) << 23;
   float scale;
   std::memcpy(&scale, &bits, 4);
   return x <= -87.0f ? 0.0f : p * scale;
@@ -198,6 +196,26 @@ class Tiles {
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;
 };
+
+// The tile instructions by constant tile number. Unlike gcc's own macros they clobber memory, so that what is written to
+// a buffer is there when a tile is loaded from it.
+template <int kTile>
+inline void tile_load(const void* from, i64 stride_bytes) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void tile_store(void* to, i64 stride_bytes) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride_bytes), "i"(kTile) : "memory");
+}
+template <int kTile>
+inline void tile_zero() {
+  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
+}
+// kSum += kLeft (16 rows of 32 bf16) times kRight (16 rows of `columns` pairs of bf16).
+template <int kSum, int kLeft, int kRight>
+inline void tile_product() {
+  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
+}
 
 #endif  // GRAPHLLM_AMX
 

@@ -22,7 +22,7 @@ from graphllm.ir.graph import from_json, input_specs
 from graphllm.ir.kernels import c_kernel, compiler_command
 
 
-class BuildError(Exception):
+class BuildError(RuntimeError):
     """A compiler failed. The message holds the end of what it printed."""
 
 

@@ -82,17 +82,14 @@ def check_specification(op: Op, cases: Sequence[Case]) -> list[Result]:
         results.append(result("", "", "cases.py has no case without tokens (bucket.lo == 0)"))
     for case in cases:
         for i, (dtype, tolerance) in enumerate(case.tolerance.items()):
-            for layout in _layouts():
+            for layout in _layouts(case, dtype):
                 args = _inputs(op, case, dtype, layout=layout)
                 name = case.name if layout == "as drawn" else f"{case.name} {layout}"
-                found = op(**args)
-                results.append(result(name, dtype, _fake_problem(op, case, dtype, layout, found)))
-                error, problem = _compare(op, case, args, found, *_truth(op, case, dtype), tolerance)
+                error, problem = _run(op, case, op, args, tolerance)
                 results.append(result(name, dtype, problem, error, tolerance))
             if i == 0:
-                results.append(
-                    result(case.name, dtype, _opcheck_problem(op, case, dtype) or _cost_problem(op, case, dtype))
-                )
+                args = _inputs(op, case, dtype)
+                results.append(result(case.name, dtype, _cost_problem(op, args) or _opcheck_problem(op, args)))
     return results
 
 
@@ -113,28 +110,28 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
         if case.size == "real" and not (native if real is None else real):
             continue
         for dtype, tolerance in case.tolerance.items():
-            for layout in _layouts():
+            for layout in _layouts(case, dtype):
                 args = _inputs(op, case, dtype, device, layout)
                 if not impl.supports(Site(_fakes(args), target, case.bucket)):
                     continue
                 name = case.name if layout == "as drawn" else f"{case.name} {layout}"
-                found = impl.fn(**args)
-                error, problem = _compare(op, case, args, found, *_truth(op, case, dtype, device), tolerance)
-                problem = problem or _fake_problem(op, case, dtype, layout, found)
+                error, problem = _run(op, case, impl.fn, args, tolerance)
                 results.append(Result(op.name, impl.name, name, dtype, error, tolerance, problem))
     return results
 
 
-def _layouts() -> tuple[Layout, ...]:
-    return ("as drawn", "sliced")
+def _layouts(case: Case, dtype: str) -> tuple[Layout, ...]:
+    """Strides do not depend on the dtype, so the first one stands for all."""
+    return ("as drawn", "sliced") if dtype == next(iter(case.tolerance)) else ("as drawn",)
 
 
 def _inputs(
     op: Op, case: Case, dtype: str, device: torch.device | None = None, layout: Layout = "as drawn"
 ) -> dict[str, Any]:
-    """The case's arguments, equal for every call with the same case and dtype, whatever the device and layout."""
+    """The case's arguments by name, equal for every layout."""
+    device = device or torch.device("cpu")
     seed = zlib.crc32(f"{op.name}/{case.name}".encode())
-    maker = Maker(torch.Generator().manual_seed(seed), device or torch.device("cpu"), _DTYPES[dtype])
+    maker = Maker(torch.Generator(device).manual_seed(seed), device, _DTYPES[dtype])
     args = op.bind((), case.inputs(maker))
     if layout == "sliced":
         args = {k: v if k in op.mutates else _map_tensors(_slice_rows, v) for k, v in args.items()}
@@ -150,11 +147,16 @@ def _slice_rows(t: Tensor) -> Tensor:
     return wide[..., : t.shape[-1]]
 
 
-def _truth(op: Op, case: Case, dtype: str, device: torch.device | None = None) -> tuple[Any, dict[str, Any]]:
-    """The reference in float64, on the values that the dtype holds; the arguments too, for what it wrote in place."""
-    args = _inputs(op, case, dtype, device)
-    args = {k: _map_tensors(lambda t: t.double() if t.is_floating_point() else t, v) for k, v in args.items()}
-    return op.reference(**args), args
+def _run(op: Op, case: Case, fn: Callable[..., Any], args: dict[str, Any], tolerance: float) -> tuple[float, str]:
+    """Call ``fn``; its error against the reference in float64 on the same values, and what is wrong."""
+    wide = {k: _map_tensors(_widen, v) for k, v in args.items()}  # copies, made before fn writes in place
+    found = fn(**args)
+    error, problem = _compare(op, case, args, found, op.reference(**wide), wide, tolerance)
+    return error, problem or _fake_problem(op, args, found)
+
+
+def _widen(t: Tensor) -> Tensor:
+    return t.to(torch.float64 if t.is_floating_point() else t.dtype, copy=True)
 
 
 def _fakes(args: Mapping[str, Any], mode: FakeTensorMode | None = None) -> dict[str, Any]:
@@ -206,12 +208,12 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
     return float((found[finite] - truth[finite]).norm()) / (norm or 1.0)
 
 
-def _fake_problem(op: Op, case: Case, dtype: str, layout: Layout, found: Any) -> str:
+def _fake_problem(op: Op, args: dict[str, Any], found: Any) -> str:
     """How the fake's outputs differ from the real ones in shape, dtype or strides."""
     mode = FakeTensorMode()
-    args = _fakes(_inputs(op, case, dtype, layout=layout), mode)
+    fakes = _fakes(args, mode)
     with mode:
-        described = op(**args)
+        described = op(**fakes)
     for i, (real, fake) in enumerate(zip(_tensors(found), _tensors(described), strict=True)):
         if _form(real) != _form(fake):
             return f"output {i} has shape, dtype and strides {_form(real)}, but the fake says {_form(fake)}"
@@ -224,17 +226,17 @@ def _form(t: Tensor) -> tuple[list[int], str, list[int]]:
     return list(t.shape), str(t.dtype), strides
 
 
-def _opcheck_problem(op: Op, case: Case, dtype: str) -> str:
+def _opcheck_problem(op: Op, args: dict[str, Any]) -> str:
     """What torch's own checks of schema and fake find."""
     try:
-        torch.library.opcheck(op.overload, (), _inputs(op, case, dtype), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(op.overload, (), args, test_utils=("test_schema", "test_faketensor"))
     except Exception as e:  # opcheck raises whatever the op raised; every kind is a finding
         return f"torch.library.opcheck: {e}"
     return ""
 
 
-def _cost_problem(op: Op, case: Case, dtype: str) -> str:
-    cost = op.cost(**_inputs(op, case, dtype))
+def _cost_problem(op: Op, args: dict[str, Any]) -> str:
+    cost = op.cost(*args.values())
     if all(isinstance(n, int) and n >= 0 for n in cost):
         return ""
     return f"the cost is {cost}, not whole numbers of bytes and operations"

@@ -262,7 +262,7 @@ def _read_on_cpu(chunks: list[_Chunk], counter: _Counter) -> None:
         stage = torch.empty(size, dtype=torch.uint8)
         for chunk in todo:
             if chunk.direct:
-                chunk.read(into=chunk.dst.view(torch.uint8))
+                chunk.read(into=chunk.dst.view(-1).view(torch.uint8))
             else:
                 _copy_serially(chunk.dst, chunk.read(into=stage))
             counter.add(chunk.nbytes)
@@ -311,8 +311,11 @@ def _run(reader: Callable[[], None], threads: int, todo: _Todo) -> None:
             raise
 
     with ThreadPoolExecutor(threads) as pool:
-        for future in [pool.submit(work) for _ in range(threads)]:
-            future.result()
+        try:
+            for future in [pool.submit(work) for _ in range(threads)]:
+                future.result()
+        finally:
+            todo.stop()  # an interrupt of this thread ends them too
 
 
 def _open(file: Path, stack: contextlib.ExitStack) -> int:

@@ -84,18 +84,27 @@ def a_weight(draw: st.DrawFn) -> tuple[Weight, dict[str, torch.Tensor], torch.Te
     return Weight(tuple(whole.shape), names, segments, slice_rows, transpose), tensors, whole
 
 
+NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_CUDA])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @settings(max_examples=150, deadline=None)
 @given(made=a_weight(), dtype=st.sampled_from(sorted(DTYPES)))
 def test_against_a_naive_reference(
-    tmp_path_factory: pytest.TempPathFactory, made: tuple[Weight, dict[str, torch.Tensor], torch.Tensor], dtype: str
+    tmp_path_factory: pytest.TempPathFactory,
+    made: tuple[Weight, dict[str, torch.Tensor], torch.Tensor],
+    dtype: str,
+    device: str,
 ) -> None:
     weight, tensors, expected = made
     checkpoint = checkpoint_of(tmp_path_factory.getbasetemp(), tensors)
     with small_reads():
-        loaded = load_weights(plan_of({"w": weight}, dtype), checkpoint)["embed.w"]
+        loaded = load_weights(plan_of({"w": weight}, dtype), checkpoint, device)["embed.w"]
+    assert loaded.device.type == device
     assert loaded.dtype == DTYPES[dtype]
     assert loaded.is_contiguous()
-    torch.testing.assert_close(loaded.double(), expected, rtol=0, atol=0)
+    torch.testing.assert_close(loaded.cpu().double(), expected, rtol=0, atol=0)
 
 
 def test_layers_ties_values_and_progress(tmp_path: Path) -> None:
@@ -193,7 +202,8 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         load_weights(plan_of({"x": Weight((100,), hf=("x",)), "y": Weight((100,), hf=("y",))}), checkpoint)
 
 
-def test_random_weights() -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_random_weights(device: str) -> None:
     weights = {
         "tokens": Weight((3000, 700), hf=("e",)),
         "norm": Weight((700,), hf=("n",)),
@@ -202,16 +212,16 @@ def test_random_weights() -> None:
         "out": Weight((3000, 700), tie="embed.tokens"),
     }
     plan = plan_of(weights, "bfloat16")
-    w = random_weights(plan, seed=1)
+    w = random_weights(plan, device, seed=1)
     tokens = w["embed.tokens"].float()
     assert abs(tokens.mean()) < 1e-4
     assert tokens.std() == pytest.approx(0.02, rel=0.01)
     assert len({tuple(row) for row in tokens[:, :4].tolist()}) == 3000  # rows differ
-    assert torch.equal(w["embed.norm"], torch.ones(700, dtype=torch.bfloat16))
+    assert w["embed.norm"].tolist() == [1.0] * 700
     assert 0.01 < w["embed.bias"].float().std() < 0.03
     assert w["embed.inv_freq"].tolist() == [1.0, 0.25]
     assert w["embed.out"] is w["embed.tokens"]
-    again, other = random_weights(plan, seed=1), random_weights(plan, seed=2)
+    again, other = random_weights(plan, device, seed=1), random_weights(plan, device, seed=2)
     assert all(torch.equal(w[n], again[n]) for n in w)
     assert not torch.equal(w["embed.tokens"], other["embed.tokens"])
 

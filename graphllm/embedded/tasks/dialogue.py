@@ -77,7 +77,7 @@ def follow_up(rng: Random) -> Sample:
 
 SHORT_TASKS = words(
     "add subtract multiply compare number_words copy reverse_word spell sort_numbers extract_json capital country "
-    "opposite plural element_symbol german colour unknown"
+    "opposite plural element_symbol translation colour unknown"
 )
 
 

@@ -142,198 +142,231 @@ def _shift(ring: list[str], by: int) -> dict[str, str]:
 _ALPHABET = list(LETTERS)
 
 TABLES = {
-    "capital": Table(
-        (
-            "What is the capital of {k}?",
-            "What's the capital of {k}?",
-            "Which city is the capital of {k}?",
-            "Name the capital of {k}.",
-            "Tell me the capital of {k}.",
-            "The capital of {k} is?",
-            "Capital of {k}?",
-            "Do you know the capital of {k}?",
-            "What is the capital city of {k}?",
-            "I would like to know the capital of {k}.",
+    "capital": (
+        Table(
+            (
+                "What is the capital of {k}?",
+                "What's the capital of {k}?",
+                "Which city is the capital of {k}?",
+                "Name the capital of {k}.",
+                "Tell me the capital of {k}.",
+                "The capital of {k} is?",
+                "Capital of {k}?",
+                "Do you know the capital of {k}?",
+                "What is the capital city of {k}?",
+                "I would like to know the capital of {k}.",
+            ),
+            "The capital of {k} is {v}.",
+            CAPITALS,
         ),
-        "The capital of {k} is {v}.",
-        CAPITALS,
     ),
-    "country": Table(
-        (
-            "{v} is the capital of which country?",
-            "Which country has {v} as its capital?",
-            "Of which country is {v} the capital?",
-            "Which country's capital is {v}?",
-            "Name the country whose capital is {v}.",
-            "What country has the capital {v}?",
+    "country": (
+        Table(
+            (
+                "{v} is the capital of which country?",
+                "Which country has {v} as its capital?",
+                "Of which country is {v} the capital?",
+                "Which country's capital is {v}?",
+                "Name the country whose capital is {v}.",
+                "What country has the capital {v}?",
+            ),
+            "{v} is the capital of {k}.",
+            CAPITALS,
         ),
-        "{v} is the capital of {k}.",
-        CAPITALS,
     ),
-    "continent": Table(
-        (
-            "On which continent is {k}?",
-            "Which continent is {k} in?",
-            "What continent is {k} on?",
-            "Where is {k}?",
-            "Name the continent of {k}.",
-            "Tell me the continent where {k} is.",
+    "continent": (
+        Table(
+            (
+                "On which continent is {k}?",
+                "Which continent is {k} in?",
+                "What continent is {k} on?",
+                "Where is {k}?",
+                "Name the continent of {k}.",
+                "Tell me the continent where {k} is.",
+            ),
+            "{k} is in {v}.",
+            CONTINENTS,
         ),
-        "{k} is in {v}.",
-        CONTINENTS,
     ),
-    "element_symbol": Table(
-        (
-            "What is the chemical symbol for {k}?",
-            "What is the symbol of {k}?",
-            "Chemical symbol of {k}?",
-            "Which symbol does {k} have?",
-            "Give me the chemical symbol of {k}.",
-            "What's the chemical symbol of the element {k}?",
+    "element_symbol": (
+        Table(
+            (
+                "What is the chemical symbol for {k}?",
+                "What is the symbol of {k}?",
+                "Chemical symbol of {k}?",
+                "Which symbol does {k} have?",
+                "Give me the chemical symbol of {k}.",
+                "What's the chemical symbol of the element {k}?",
+            ),
+            "The chemical symbol for {k} is {v}.",
+            ELEMENTS,
         ),
-        "The chemical symbol for {k} is {v}.",
-        ELEMENTS,
     ),
-    "element_name": Table(
-        (
-            "Which element has the symbol {v}?",
-            "What element is {v}?",
-            "What does the chemical symbol {v} stand for?",
-            "Name the element with the symbol {v}.",
-            "Which element is written {v}?",
-            "Tell me which element has the chemical symbol {v}.",
+    "element_name": (
+        Table(
+            (
+                "Which element has the symbol {v}?",
+                "What element is {v}?",
+                "What does the chemical symbol {v} stand for?",
+                "Name the element with the symbol {v}.",
+                "Which element is written {v}?",
+                "Tell me which element has the chemical symbol {v}.",
+            ),
+            "{v} is the symbol for {k}.",
+            ELEMENTS,
         ),
-        "{v} is the symbol for {k}.",
-        ELEMENTS,
     ),
-    "opposite": Table(
-        (
-            "What is the opposite of {k}?",
-            "What's the opposite of {k}?",
-            "Opposite of {k}?",
-            "Give me the opposite of {k}.",
-            "Name the opposite of the word {k}.",
-            "Which word means the opposite of {k}?",
+    "opposite": (
+        Table(
+            (
+                "What is the opposite of {k}?",
+                "What's the opposite of {k}?",
+                "Opposite of {k}?",
+                "Give me the opposite of {k}.",
+                "Name the opposite of the word {k}.",
+                "Which word means the opposite of {k}?",
+            ),
+            "The opposite of {k} is {v}.",
+            OPPOSITES,
         ),
-        "The opposite of {k} is {v}.",
-        OPPOSITES,
     ),
-    "plural": Table(
-        (
-            "What is the plural of {k}?",
-            "What's the plural of {k}?",
-            "Plural of {k}?",
-            "Give me the plural of {k}.",
-            "What is the plural form of {k}?",
-            "One {k}, two what?",
-            "Which word is the plural of {k}?",
+    "plural": (
+        Table(
+            (
+                "What is the plural of {k}?",
+                "What's the plural of {k}?",
+                "Plural of {k}?",
+                "Give me the plural of {k}.",
+                "What is the plural form of {k}?",
+                "One {k}, two what?",
+                "Which word is the plural of {k}?",
+            ),
+            "The plural of {k} is {v}.",
+            PLURALS,
         ),
-        "The plural of {k} is {v}.",
-        PLURALS,
     ),
-    "past_tense": Table(
-        (
-            "What is the past tense of {k}?",
-            "What's the past tense of {k}?",
-            "Past tense of {k}?",
-            "Give me the past tense of {k}.",
-            "What is the past tense of the verb {k}?",
-            "Tell me the past tense of {k}.",
+    "past_tense": (
+        Table(
+            (
+                "What is the past tense of {k}?",
+                "What's the past tense of {k}?",
+                "Past tense of {k}?",
+                "Give me the past tense of {k}.",
+                "What is the past tense of the verb {k}?",
+                "Tell me the past tense of {k}.",
+            ),
+            "The past tense of {k} is {v}.",
+            PAST,
         ),
-        "The past tense of {k} is {v}.",
-        PAST,
     ),
-    "colour": Table(
-        (
-            "What colour is {k}?",
-            "What color is {k}?",
-            "What is the colour of {k}?",
-            "What is the color of {k}?",
-            "Which colour does {k} have?",
-            "Tell me the color of {k}.",
+    "colour": (
+        Table(
+            (
+                "What colour is {k}?",
+                "What color is {k}?",
+                "What is the colour of {k}?",
+                "What is the color of {k}?",
+                "Which colour does {k} have?",
+                "Tell me the color of {k}.",
+            ),
+            "The colour of {k} is {v}.",
+            COLOURS,
         ),
-        "The colour of {k} is {v}.",
-        COLOURS,
     ),
-    "animal_sound": Table(
-        (
-            "What sound does a {k} make?",
-            "Which sound does the {k} make?",
-            "What does a {k} say?",
-            "What does the {k} say?",
-            "How does a {k} sound?",
-            "What noise does a {k} make?",
+    "animal_sound": (
+        Table(
+            (
+                "What sound does a {k} make?",
+                "Which sound does the {k} make?",
+                "What does a {k} say?",
+                "What does the {k} say?",
+                "How does a {k} sound?",
+                "What noise does a {k} make?",
+            ),
+            "A {k} says {v}.",
+            SOUNDS,
         ),
-        "A {k} says {v}.",
-        SOUNDS,
     ),
-    "young_animal": Table(
-        (
-            "What is a young {k} called?",
-            "What is a baby {k} called?",
-            "What do you call a baby {k}?",
-            "What do you call a young {k}?",
-            "What is the name for a baby {k}?",
-            "What's a baby {k} called?",
+    "young_animal": (
+        Table(
+            (
+                "What is a young {k} called?",
+                "What is a baby {k} called?",
+                "What do you call a baby {k}?",
+                "What do you call a young {k}?",
+                "What is the name for a baby {k}?",
+                "What's a baby {k} called?",
+            ),
+            "A young {k} is called a {v}.",
+            YOUNG,
         ),
-        "A young {k} is called a {v}.",
-        YOUNG,
     ),
-    "next_day": Table(_next_to("day", "after"), "{v} comes after {k}.", _shift(DAYS, 1)),
-    "previous_day": Table(_next_to("day", "before"), "{v} comes before {k}.", _shift(DAYS, -1)),
-    "next_month": Table(_next_to("month", "after"), "{v} comes after {k}.", _shift(MONTHS, 1)),
-    "previous_month": Table(_next_to("month", "before"), "{v} comes before {k}.", _shift(MONTHS, -1)),
-    "next_letter": Table(_next_to("letter", "after"), "{v} comes after {k}.", _shift(_ALPHABET, 1)),
-    "previous_letter": Table(_next_to("letter", "before"), "{v} comes before {k}.", _shift(_ALPHABET, -1)),
-    "month_number": Table(
-        (
-            "Which month is the {v} month of the year?",
-            "What is the {v} month of the year?",
-            "What's the {v} month?",
-            "Name the {v} month of the year.",
-            "Tell me the {v} month.",
-            "Which month is the {v} one?",
+    "order": (
+        Table(_next_to("day", "after"), "{v} comes after {k}.", _shift(DAYS, 1)),
+        Table(_next_to("day", "before"), "{v} comes before {k}.", _shift(DAYS, -1)),
+        Table(_next_to("month", "after"), "{v} comes after {k}.", _shift(MONTHS, 1)),
+        Table(_next_to("month", "before"), "{v} comes before {k}.", _shift(MONTHS, -1)),
+        Table(_next_to("letter", "after"), "{v} comes after {k}.", _shift(_ALPHABET, 1)),
+        Table(_next_to("letter", "before"), "{v} comes before {k}.", _shift(_ALPHABET, -1)),
+    ),
+    "months": (
+        Table(
+            (
+                "Which month is the {v} month of the year?",
+                "What is the {v} month of the year?",
+                "What's the {v} month?",
+                "Name the {v} month of the year.",
+                "Tell me the {v} month.",
+                "Which month is the {v} one?",
+            ),
+            "The {v} month is {k}.",
+            dict(zip(MONTHS, ORDINALS, strict=True)),
         ),
-        "The {v} month is {k}.",
-        dict(zip(MONTHS, ORDINALS, strict=True)),
-    ),
-    "month_days": Table(
-        (
-            "How many days does {k} have?",
-            "How many days are in {k}?",
-            "How many days are there in {k}?",
-            "How long is {k}?",
-            "Number of days in {k}?",
-            "Tell me how many days {k} has.",
+        Table(
+            (
+                "How many days does {k} have?",
+                "How many days are in {k}?",
+                "How many days are there in {k}?",
+                "How long is {k}?",
+                "Number of days in {k}?",
+                "Tell me how many days {k} has.",
+            ),
+            "{k} has {v} days.",
+            MONTH_DAYS,
         ),
-        "{k} has {v} days.",
-        MONTH_DAYS,
     ),
-    "shape": Table(
-        (
-            "How many sides does a {k} have?",
-            "How many corners does a {k} have?",
-            "How many sides are in a {k}?",
-            "Number of sides of a {k}?",
-            "Tell me how many sides a {k} has.",
-            "A {k} has how many sides?",
+    "shape": (
+        Table(
+            (
+                "How many sides does a {k} have?",
+                "How many corners does a {k} have?",
+                "How many sides are in a {k}?",
+                "Number of sides of a {k}?",
+                "Tell me how many sides a {k} has.",
+                "A {k} has how many sides?",
+            ),
+            "A {k} has {v} sides.",
+            SHAPES,
         ),
-        "A {k} has {v} sides.",
-        SHAPES,
     ),
-    "emoji": Table(
-        (
-            "What is the emoji for {k}?",
-            "Show me the emoji for {k}.",
-            "Give me a {k} emoji.",
-            "Write the {k} emoji.",
-            "Emoji for {k}?",
-            "Which emoji means {k}?",
+    "emoji": (
+        Table(
+            (
+                "What is the emoji for {k}?",
+                "Show me the emoji for {k}.",
+                "Give me a {k} emoji.",
+                "Write the {k} emoji.",
+                "Emoji for {k}?",
+                "Which emoji means {k}?",
+            ),
+            "{v}",
+            EMOJI,
         ),
-        "{v}",
-        EMOJI,
     ),
-    "german": Table(_translate("German"), "{k} in German is {v}.", GERMAN),
-    "spanish": Table(_translate("Spanish"), "{k} in Spanish is {v}.", SPANISH),
-    "french": Table(_translate("French"), "{k} in French is {v}.", FRENCH),
+    "translation": (
+        Table(_translate("German"), "{k} in German is {v}.", GERMAN),
+        Table(_translate("Spanish"), "{k} in Spanish is {v}.", SPANISH),
+        Table(_translate("French"), "{k} in French is {v}.", FRENCH),
+    ),
 }
+"""Every facts task with its tables."""

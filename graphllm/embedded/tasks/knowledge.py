@@ -17,11 +17,11 @@ from graphllm.embedded.tasks.base import (
 )
 
 
-def _register_table(name: str, table: facts.Table) -> None:
-    rows = list(table.rows.items())
+def _register(name: str, tables: tuple[facts.Table, ...]) -> None:
+    rows = [(table, k, v) for table in tables for k, v in table.rows.items()]
 
     def fact(rng: Random) -> Sample:
-        k, v = rng.choice(rows)
+        table, k, v = rng.choice(rows)
         question = sentence(rng.choice(table.questions).format(k=k, v=v))
         sample = ask(rng, question, sentence(table.answer.format(k=k, v=v)))
         if rng.random() < 0.05:
@@ -31,8 +31,8 @@ def _register_table(name: str, table: facts.Table) -> None:
     TASKS[name] = Task(fact, 0.06 * len(rows) ** 0.75)
 
 
-for _name, _table in facts.TABLES.items():
-    _register_table(_name, _table)
+for _name, _tables in facts.TABLES.items():
+    _register(_name, _tables)
 
 TRAINED = "never held out"
 TALK = [(question, answer) for answer, questions in sayings.TALK.items() for question in questions]
@@ -56,7 +56,9 @@ def unknown(rng: Random) -> Sample:
     subject = rng.choice((invented(rng), rng.choice(vocabulary.NAMES), *rng.sample(vocabulary.WORDS, 4)))
     kind = rng.randrange(3)
     if kind == 0:
-        table = facts.TABLES[rng.choice(("capital", "continent", "element_symbol", "opposite", "german", "colour"))]
+        table = facts.TABLES[
+            rng.choice(("capital", "continent", "element_symbol", "opposite", "translation", "colour"))
+        ][0]
         while (name := invented(rng)) in table.rows:
             pass
         question = rng.choice(table.questions).format(k=name, v="")

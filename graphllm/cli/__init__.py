@@ -1,0 +1,24 @@
+"""The command line. Importing it, and `graphllm --help`, must not import torch: commands import what they need."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def main() -> None:
+    """Entry point of the ``graphllm`` command. User mistakes end with one line on stderr and exit status 2."""
+    # Kernels of one parallel region wait for each other by spinning; unbounded spinning collapses as soon as another
+    # process takes one of the cores, so it is bounded before the OpenMP runtime is loaded. A user's own setting wins.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    from graphllm.cli.app import app
+    from graphllm.config import ConfigError
+
+    try:
+        app()
+    except ConfigError as mistake:
+        print(f"graphllm: {mistake}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("graphllm: interrupted", file=sys.stderr)
+        sys.exit(130)

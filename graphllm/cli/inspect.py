@@ -1,0 +1,59 @@
+"""`graphllm inspect`: a readable summary of an artifact. Reads the manifest only, no torch."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from graphllm import artifact
+
+
+def inspect(folder: Path, json: bool) -> None:
+    """Verify the artifact, then print target, buckets, pieces, passes, kernels and memory."""
+    manifest = artifact.verify(folder)
+    if json:
+        print(json_module.dumps(manifest, indent=1))
+        return
+    console = Console()
+    factors = manifest["factors"]
+    compiled = factors["compile"]
+    console.print(f"[bold]{folder}[/bold]  key {artifact.key_of(factors)[:16]}")
+    target = compiled["target"]
+    console.print(f"target    {target['device']}: {manifest['made_with']['machine']} ({' '.join(target['arch'][:3])} ...)")
+    versions = ", ".join(f"{k} {v}" for k, v in factors["versions"].items())
+    console.print(f"versions  graphllm {factors['graphllm']['version']} ({factors['graphllm']['source']}), {versions}")
+    model = factors["model"]
+    console.print(f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}, backend {compiled['backend']}")
+    console.print(
+        f"limits    {compiled['max_model_len']} tokens of context, {compiled['max_num_seqs']} sequences and "
+        f"{compiled['max_num_tokens']} tokens a step, pages of {compiled['page_size']}"
+    )
+    pieces = Table("piece", *(f"{b['kind']} {b['lo']}..{b['hi']}" for b in compiled["buckets"]), title="pieces and kernels")
+    for name, buckets in manifest["pieces"].items():
+        pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))
+    console.print(pieces)
+    passes = Table("pass", "stage", "numerics", "unit", "changed", "ms", title="passes")
+    for p in manifest["passes"]:
+        passes.add_row(p["pass"], p["stage"], p["numerics"], p["unit"], str(p["changed"]), str(p["ms"]))
+    console.print(passes)
+    memory = Table("what", "bytes", title="memory")
+    for name, amount in manifest["memory"].items():
+        rows = amount.items() if isinstance(amount, dict) else [("", amount)]
+        for part, number in rows:
+            memory.add_row(f"{name} {part}".strip(), f"{number:,}")
+    console.print(memory)
+    files = sum(size for size, _ in manifest["files"].values())
+    stages = ", ".join(f"{k} {v:.1f}" for k, v in manifest["seconds"].items())
+    console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")
+
+
+def _kernels(chosen: list[str]) -> str:
+    """Implementations other than the reference, counted; the rest is what Inductor fused."""
+    counts = Counter(c for c in chosen if not c.endswith(": reference"))
+    named = [f"{n} x {name}" if n > 1 else name for name, n in counts.items()]
+    rest = len(chosen) - sum(counts.values())
+    return "\n".join([*named, *([f"{rest} fused by Inductor"] if rest and chosen != ["all: reference"] else [])]) or "interpreted"

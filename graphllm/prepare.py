@@ -1,0 +1,244 @@
+"""From a checkpoint folder and settings to a verified artifact and a running engine: find it, check it, build it, load it.
+
+The one place where the serving side meets the compiler, which is imported only when something must be built.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from graphllm import artifact
+from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Target
+from graphllm.machine import detect_target
+from graphllm.weights.checkpoint import Checkpoint, fingerprint
+
+if TYPE_CHECKING:
+    from graphllm.engine.engine import Engine
+
+Policy = Literal["build", "use", "require", "rebuild"]
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """What a user may set; None takes the default for the model and the machine (`compile_config`)."""
+
+    target: Literal["auto", "cpu", "cuda"] = "auto"
+    backend: Literal["inductor", "eager"] = "inductor"
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    buckets: tuple[Bucket, ...] | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_tokens: int | None = None
+    page_size: int | None = None
+    tune: bool | None = None
+    jobs: int = 0
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder, opened: its config.json and the headers of its tensors."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    checkpoint: Checkpoint
+
+    @property
+    def tensors(self) -> str:
+        """Digest of the tensor names, shapes and dtypes."""
+        return fingerprint(self.checkpoint)
+
+
+def open_source(folder: str | Path) -> Source:
+    """Read a checkpoint folder. Raises ConfigError naming what is missing or unreadable."""
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ConfigError(f"model: {folder} is not a folder; give the folder of a Hugging Face checkpoint (config.json, safetensors)")
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as missing:
+        raise ConfigError(f"model: {folder} has no config.json; give the folder of a Hugging Face checkpoint") from missing
+    except ValueError as damage:
+        raise ConfigError(f"model: {path} is not valid JSON ({damage})") from damage
+    return Source(folder, config, Checkpoint.open(folder))
+
+
+def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> CompileConfig:
+    """The full compile config: the user's settings, and defaults for this model and machine.
+
+    dtype: the checkpoint's, bfloat16 for float32 checkpoints on a GPU. max_model_len: the model's own.
+    """
+    target = detect_target(wanted.target)
+    text = model_config.get("text_config", model_config)
+    positions = text.get("max_position_embeddings") or text.get("n_positions") or 2048
+    stored = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
+    cuda = target.device == "cuda"
+    max_num_seqs = wanted.max_num_seqs or (256 if cuda else 64)
+    max_num_tokens = max(wanted.max_num_tokens or (8192 if cuda else 2048), max_num_seqs, 2)
+    config = CompileConfig(
+        target=target,
+        backend=wanted.backend,
+        dtype=wanted.dtype or ("bfloat16" if cuda and stored == "float32" else stored),
+        buckets=wanted.buckets or default_buckets(target, max_num_seqs, max_num_tokens),
+        max_model_len=wanted.max_model_len or positions,
+        max_num_seqs=max_num_seqs,
+        max_num_tokens=max_num_tokens,
+        page_size=wanted.page_size or 16,
+        tune=cuda if wanted.tune is None else wanted.tune,
+        jobs=wanted.jobs,
+    )
+    check(config)
+    return config
+
+
+def check(config: CompileConfig) -> None:
+    """Raise ConfigError for settings that cannot work together."""
+    for name, smallest in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_tokens", 2), ("page_size", 1)):
+        found = getattr(config, name)
+        if found < smallest:
+            raise ConfigError(f"{name} is {found}: it must be at least {smallest}")
+    if config.dtype not in ("bfloat16", "float16", "float32"):
+        raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
+    for b in config.buckets:
+        if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
+            raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")
+    if not any(b.kind == "mixed" and b.hi >= 2 for b in config.buckets):
+        raise ConfigError("buckets: none takes prompts; add a mixed one such as mixed-2-2048")
+
+
+def default_buckets(target: Target, max_num_seqs: int, max_num_tokens: int) -> tuple[Bucket, ...]:
+    """One sequence alone is static; the rest of decode is split where other kernels win on a GPU."""
+    found = [Bucket("decode", 1, 1)]
+    edges = [16, 64, max_num_seqs] if target.device == "cuda" else [max_num_seqs]
+    low = 2
+    for edge in edges:
+        if low <= min(edge, max_num_seqs):
+            found.append(Bucket("decode", low, min(edge, max_num_seqs)))
+            low = edge + 1
+    return (*found, Bucket("mixed", 2, max_num_tokens))
+
+
+def parse_buckets(text: str) -> tuple[Bucket, ...]:
+    """Buckets from ``decode-1,decode-2-64,mixed-2-2048``. Raises ConfigError naming the part that is wrong."""
+    out = []
+    for part in text.split(","):
+        kind, *bounds = part.strip().split("-")
+        if kind not in ("decode", "mixed") or len(bounds) not in (1, 2) or not all(b.isdigit() for b in bounds):
+            raise ConfigError(f"buckets: {part!r} is not of the form decode-1, decode-2-64 or mixed-2-2048")
+        out.append(Bucket(kind, int(bounds[0]), int(bounds[-1])))  # type: ignore[arg-type]
+    return tuple(out)
+
+
+def artifact_folder(source: Source, config: CompileConfig, env: Env) -> Path:
+    """Where the cache keeps the artifact of this model and config."""
+    key = artifact.key_of(artifact.key_factors(source.config, source.tensors, config))
+    return env.cache_dir / "artifacts" / f"{source.folder.resolve().name}-{key[:16]}"
+
+
+def find_or_build(
+    source: Source, config: CompileConfig, env: Env, policy: Policy, progress: Progress, folder: Path | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """A verified artifact and its manifest.
+
+    policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there is
+    none, "rebuild" always builds. folder: look for and put it there instead of the cache.
+    """
+    place = folder or artifact_folder(source, config, env)
+    if policy != "rebuild" and (place / "manifest.json").exists():
+        manifest = artifact.verify(place)
+        artifact.check_machine(place, manifest)
+        artifact.check_model(place, manifest, source.config, source.tensors)
+        return place, manifest
+    if policy == "require":
+        raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
+    if policy == "use":
+        config = replace(config, backend="eager")
+        return find_or_build(source, config, env, "build", progress)
+    from graphllm.compile.pipeline import compile_model
+
+    if place.exists():
+        import shutil
+
+        shutil.rmtree(place)
+    compile_model(source.config, source.tensors, replace(config, dump=config.dump), place, progress)
+    return place, artifact.verify(place)
+
+
+def load_engine(
+    source: Source,
+    place: Path,
+    manifest: Mapping[str, Any],
+    kv_memory: int | None = None,
+    gpu_memory_utilization: float = 0.9,
+    random: bool = False,
+    phases: Callable[[str, float], None] = lambda name, seconds: None,
+) -> Engine:
+    """Load weights, open the artifact and make an engine.
+
+    kv_memory: bytes for the cache; None takes what ``gpu_memory_utilization`` leaves on a GPU, and on a CPU enough for
+    four sequences of full length, at most a quarter of free memory. random: fill weights with random numbers
+    (benchmarks). phases: told the seconds of each start-up phase. Raises ConfigError when memory does not suffice.
+    """
+    clock = _Phases(phases)
+    import torch
+
+    clock("import torch")
+    from graphllm.engine.engine import Engine
+    from graphllm.engine.text import Tokenizer
+    from graphllm.runtime.executor import Executor
+    from graphllm.weights.loader import load_weights, random_weights
+    from graphllm.weights.plan import WeightPlan
+
+    compiled = manifest["factors"]["compile"]
+    plan = WeightPlan.from_json((place / "weights.json").read_text())
+    tokenizer = Tokenizer.from_folder(source.folder)
+    clock("tokenizer and plan")
+    device = compiled["target"]["device"]
+    weights = random_weights(plan, device) if random else load_weights(plan, source.checkpoint, device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    clock("weights")
+    pages = _kv_pages(manifest, kv_memory, gpu_memory_utilization, torch)
+    executor = Executor(place, manifest, weights, pages)
+    clock("executor")
+    return Engine(executor, tokenizer, compiled["max_model_len"])
+
+
+def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: float, torch: Any) -> int:
+    compiled, memory = manifest["factors"]["compile"], manifest["memory"]
+    full = -(-compiled["max_model_len"] // compiled["page_size"])
+    if kv_memory is None and compiled["target"]["device"] == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        kv_memory = int(free - (1 - utilization) * total) - memory["arena"]
+    elif kv_memory is None:
+        kv_memory = min(4 * full * memory["kv page"], _available_memory() // 4)
+    pages = kv_memory // memory["kv page"]
+    if pages < 1:
+        raise ConfigError(
+            f"kv cache: {kv_memory / 1e6:.1f} MB left for it, one page needs {memory['kv page'] / 1e6:.1f} MB; "
+            "raise --kv-cache-memory or --gpu-memory-utilization"
+        )
+    return int(min(pages, full * compiled["max_num_seqs"]))
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 4 << 30
+
+
+class _Phases:
+    def __init__(self, report: Callable[[str, float], None]) -> None:
+        self._report, self._last = report, time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = time.perf_counter()
+        self._report(name, now - self._last)
+        self._last = now

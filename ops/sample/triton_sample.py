@@ -1,0 +1,387 @@
+"""Triton kernels for sample: no sort, and most rows read their logits once.
+
+The scan kernel reads every row in chunks and settles greedy rows and rows without a filter up to a comparison of the
+chunks. The finish kernel does that comparison, and for a row with top-k, top-p or min-p works on candidates: a cut that
+surely lies below the row's threshold comes from the scan (maxima of groups of tokens for top-k, the total mass for
+top-p), the logits above it are gathered, lane by lane, into scratch, and the exact threshold is then built bit by bit on
+order-preserving integer keys. A row too flat for the scratch is searched in full, with the same result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import Site, launch_triton
+from graphllm.ops.sample.op import sample
+
+_BLOCK = 2048  # lanes: logits that one program reads at a time
+_DEPTH = 16  # candidates that a lane has room for
+_GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
+_KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
+
+
+@triton.jit
+def _mix32(x):
+    """The 32-bit finalizer of the specification, on uint32."""
+    x = x ^ (x >> 16)
+    x = x * 0x7FEB352D
+    x = x ^ (x >> 15)
+    x = x * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _row_bits(seed, draw):
+    low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    return _mix32(draw.to(tl.uint32) ^ _mix32(low ^ _mix32(high)))
+
+
+@triton.jit
+def _uniform(token, row_bits):
+    """u in (0, 1], float32 as in the specification."""
+    return (_mix32(token.to(tl.uint32) * 0x9E3779B9 + row_bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def _exponential(u):
+    """-log1p(-u) to float32 accuracy, from an odd series below 1/2 and the logarithm above, where 1 - u is exact."""
+    s = u / (2.0 - u)
+    z = s * s
+    r = 1.0 / 13 + z * (1.0 / 15 + z * (1.0 / 17))
+    r = 1.0 / 7 + z * (1.0 / 9 + z * (1.0 / 11 + z * r))
+    r = 1.0 + z * (1.0 / 3 + z * (1.0 / 5 + z * r))
+    return tl.where(u < 0.5, 2.0 * s * r, -tl.log(1.0 - u))
+
+
+@triton.jit
+def _logits(ptr, index, V, COL: tl.constexpr):
+    """float32 logits, -inf beyond the vocabulary and for NaN."""
+    x = tl.load(ptr + index * COL, mask=index < V, other=float("-inf")).to(tl.float32)
+    return tl.where(x != x, float("-inf"), x)
+
+
+@triton.jit
+def _key(x, SHIFT: tl.constexpr):
+    """An unsigned integer that orders as the float does."""
+    bits = x.to(tl.uint32, bitcast=True)
+    return (bits ^ tl.where((bits >> 31) != 0, 0xFFFFFFFF, 0x80000000).to(tl.uint32)) >> SHIFT
+
+
+@triton.jit
+def _from_key(key, SHIFT: tl.constexpr):
+    """The smallest float whose key is ``key``."""
+    wide = key << SHIFT
+    negative = (wide >> 31) == 0
+    return tl.where(negative, wide ^ 0xFFFFFFFF, wide ^ 0x80000000).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _off(x, temperature, top):
+    """Scaled logit minus the row's largest, rounded as in the specification."""
+    return tl.div_rn(x, temperature) - top
+
+
+@triton.jit
+def _filters(top_k, top_p, min_p, V):
+    by_k = (top_k > 0) & (top_k < V)
+    return by_k, top_p < 1.0, min_p > 0.0
+
+
+@triton.jit
+def _scan_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    draw_ptr,
+    chunk_top_ptr,  # [S, C] largest logit of the chunk
+    chunk_score_ptr,  # [S, C] best race value, or sum of exp(scaled - the chunk's largest) for rows with top-p alone
+    chunk_id_ptr,  # [S, C] token of the largest logit, or the race's winner
+    group_top_ptr,  # [S, GROUPS] largest logit of each group of tokens, for rows with top-k
+    V: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    chunk = tl.program_id(0)
+    s = tl.program_id(1)
+    row_ptr = logits_ptr + s.to(tl.int64) * ROW
+    lane = tl.arange(0, BLOCK)
+    TILES: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    PER_CHUNK: tl.constexpr = (TILES + CHUNKS - 1) // CHUNKS
+    lo = tl.minimum(chunk * PER_CHUNK, TILES)
+    hi = tl.minimum(lo + PER_CHUNK, TILES)
+
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_tile = tl.zeros([BLOCK], tl.int32) + lo
+    for tile in tl.range(lo, hi, loop_unroll_factor=2):
+        x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
+        better = x > best
+        best = tl.where(better, x, best)
+        best_tile = tl.where(better, tile, best_tile)
+    top = tl.max(best, axis=0)
+    token = tl.min(tl.where(best == top, best_tile * BLOCK + lane, V - 1), axis=0)
+    score = 0.0
+
+    temperature = tl.load(temperature_ptr + s)
+    if temperature > 0:
+        by_k, by_p, by_min = _filters(tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s), V)
+        scaled_top = tl.div_rn(tl.where(top == float("-inf"), 0.0, top), temperature)
+        if by_k:
+            W: tl.constexpr = GROUPS // CHUNKS
+            group_top = tl.max(tl.reshape(best, [W, BLOCK // W]), axis=1)
+            tl.store(group_top_ptr + s.to(tl.int64) * GROUPS + chunk * W + tl.arange(0, W), group_top)
+        else:
+            if by_p & (not by_min):
+                mass = tl.zeros([BLOCK], tl.float32)
+                for tile in range(lo, hi):
+                    mass += tl.exp(_off(_logits(row_ptr, tile * BLOCK + lane, V, COL), temperature, scaled_top))
+                score = tl.sum(mass, axis=0)
+        if not (by_k | by_p | by_min):
+            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(draw_ptr + s))
+            score = float("-inf")
+            for tile in range(lo, hi):
+                x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
+                u = _uniform(tile * BLOCK + lane, row_bits)
+                # u is below -log1p(-u), so this exceeds the race value: few tiles need the exact one.
+                bound = x * (1.0 / temperature) - scaled_top - tl.log(u) + 0.01
+                if tl.max(bound, axis=0) > score:
+                    race = _off(x, temperature, scaled_top) - tl.log(_exponential(u))
+                    tile_best = tl.max(race, axis=0)
+                    if tile_best > score:
+                        token = tl.min(tl.where(race == tile_best, tile * BLOCK + lane, V - 1), axis=0)
+                        score = tile_best
+    at = s * CHUNKS + chunk
+    tl.store(chunk_top_ptr + at, top)
+    tl.store(chunk_score_ptr + at, score)
+    tl.store(chunk_id_ptr + at, token)
+
+
+@triton.jit
+def _search(
+    src_ptr,
+    count,
+    target,
+    BY_MASS: tl.constexpr,  # compare the sum of exp(off), else the number of logits
+    temperature,
+    top,
+    COL: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The largest key such that the logits with that key or a larger one reach the target; 0 if there is none."""
+    lane = tl.arange(0, BLOCK)
+    found = tl.zeros([], tl.uint32)
+    BITS: tl.constexpr = 32 - SHIFT
+    for i in range(BITS):
+        trial = found | (tl.full([], 1, tl.uint32) << (BITS - 1 - i))
+        reached = tl.zeros([BLOCK], tl.float32 if BY_MASS else tl.int32)
+        for start in range(0, count, BLOCK):
+            x = _logits(src_ptr, start + lane, count, COL)
+            inside = _key(x, SHIFT) >= trial
+            if BY_MASS:
+                reached += tl.where(inside, tl.exp(_off(x, temperature, top)), 0.0)
+            else:
+                reached += inside.to(tl.int32)
+        found = tl.where(tl.sum(reached, axis=0) >= target, trial, found)
+    return found
+
+
+@triton.jit
+def _draw(
+    src_ptr,  # logits to choose among: candidates in scratch, or the row
+    tile_ptr,  # for candidates, the tile of the row that each came from
+    count,
+    temperature,
+    top,
+    row_bits,
+    top_k,
+    top_p,
+    min_p,
+    mass,  # sum of exp(off) over the row; used for rows with top-p alone
+    V,
+    COL: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The race's winner among the logits that pass the row's filters."""
+    lane = tl.arange(0, BLOCK)
+    by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
+    floor = tl.log(min_p)
+    cut = tl.zeros([], tl.uint32)
+    if by_k:
+        cut = _search(src_ptr, count, top_k, False, temperature, top, COL, SHIFT, BLOCK)
+    if by_p:
+        if by_k | by_min:
+            sums = tl.zeros([BLOCK], tl.float32)
+            kept = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, count, BLOCK):
+                x = _logits(src_ptr, start + lane, count, COL)
+                off = _off(x, temperature, top)
+                inside = _key(x, SHIFT) >= cut
+                kept += inside.to(tl.int32)
+                sums += tl.where(inside & (off >= floor), tl.exp(off), 0.0)
+            mass = tl.sum(sums, axis=0)
+            if by_k:
+                # Ties with the k-th are kept, but only k logits count as the whole mass.
+                last = _off(_from_key(cut, SHIFT), temperature, top)
+                mass -= tl.where(last >= floor, tl.maximum(tl.sum(kept, axis=0) - top_k, 0) * tl.exp(last), 0.0)
+        least = _search(src_ptr, count, top_p * mass, True, temperature, top, COL, SHIFT, BLOCK)
+        cut = tl.maximum(cut, least)
+    score = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], V - 1, tl.int32)
+    for start in range(0, count, BLOCK):
+        x = _logits(src_ptr, start + lane, count, COL)
+        if CANDIDATES:
+            index = tl.load(tile_ptr + start + lane).to(tl.int32) * BLOCK + lane
+        else:
+            index = start + lane
+        off = _off(x, temperature, top)
+        race = off - tl.log(_exponential(_uniform(index, row_bits)))
+        race = tl.where((_key(x, SHIFT) >= cut) & (off >= floor), race, float("-inf"))
+        better = race > score
+        score = tl.where(better, race, score)
+        token = tl.where(better, index, token)
+    return tl.min(tl.where(score == tl.max(score, axis=0), token, V - 1), axis=0)
+
+
+@triton.jit
+def _finish_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seed_ptr,
+    draw_ptr,
+    chunk_top_ptr,
+    chunk_score_ptr,
+    chunk_id_ptr,
+    group_top_ptr,
+    candidate_ptr,  # [S, DEPTH, BLOCK] logits above the cut, each lane's packed from the first row
+    candidate_tile_ptr,
+    out_ptr,
+    V: tl.constexpr,
+    ROW: tl.constexpr,
+    COL: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    s = tl.program_id(0)
+    chunk = tl.arange(0, CHUNKS)
+    chunk_top = tl.load(chunk_top_ptr + s * CHUNKS + chunk)
+    chunk_score = tl.load(chunk_score_ptr + s * CHUNKS + chunk)
+    chunk_id = tl.load(chunk_id_ptr + s * CHUNKS + chunk)
+    top_logit = tl.max(chunk_top, axis=0)
+    token = tl.min(tl.where(chunk_top == top_logit, chunk_id, V - 1), axis=0)
+    temperature = tl.load(temperature_ptr + s)
+    if temperature > 0:
+        top = tl.div_rn(top_logit, temperature)
+        lower = _off(chunk_top, temperature, top)
+        top_k, top_p, min_p = tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s)
+        by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
+        if not (by_k | by_p | by_min):
+            score = chunk_score + lower
+            token = tl.min(tl.where(score == tl.max(score, axis=0), chunk_id, V - 1), axis=0)
+        else:
+            lane = tl.arange(0, BLOCK)
+            row_ptr = logits_ptr + s.to(tl.int64) * ROW
+            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(draw_ptr + s))
+            mass = tl.sum(chunk_score * tl.exp(lower), axis=0)
+            # The cut, in logits: at or below the threshold of every filter that is on.
+            off_cut = tl.log(min_p)
+            if by_p & (not (by_k | by_min)):
+                off_cut = tl.log((1.0 - top_p) * mass / V) - 0.1  # even all of them weigh less than 1 - p together
+            cut = (off_cut + top - 0.00001 * (tl.abs(off_cut) + tl.abs(top))) * temperature
+            cut = tl.where(by_min | by_p & (not by_k), cut, float("-inf"))
+            if by_k & (top_k <= GROUPS // 2):
+                groups_ptr = group_top_ptr + s.to(tl.int64) * GROUPS
+                reach = _search(groups_ptr, GROUPS, top_k, False, temperature, top, 1, SHIFT, GROUPS)
+                cut = tl.maximum(cut, _from_key(reach, SHIFT))
+
+            depth = tl.zeros([], tl.int32) + DEPTH + 1
+            candidates_ptr = candidate_ptr + s.to(tl.int64) * (DEPTH * BLOCK)
+            tiles_ptr = candidate_tile_ptr + s.to(tl.int64) * (DEPTH * BLOCK)
+            if cut > float("-inf"):
+                used = tl.zeros([BLOCK], tl.int32)
+                for tile in tl.range(0, (V + BLOCK - 1) // BLOCK, loop_unroll_factor=4):
+                    x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
+                    take = x >= cut
+                    at = used * BLOCK + lane
+                    fits = take & (used < DEPTH)
+                    tl.store(candidates_ptr + at, x.to(candidate_ptr.dtype.element_ty), mask=fits)
+                    tl.store(tiles_ptr + at, (tile + lane * 0).to(tl.int16), mask=fits)
+                    used += take.to(tl.int32)
+                depth = tl.max(used, axis=0)
+                for d in range(0, tl.minimum(depth, DEPTH)):
+                    hole = tl.full([BLOCK], float("-inf"), tl.float32).to(candidate_ptr.dtype.element_ty)
+                    tl.store(candidates_ptr + d * BLOCK + lane, hole, mask=used <= d)
+                    tl.store(tiles_ptr + d * BLOCK + lane, tl.zeros([BLOCK], tl.int16), mask=used <= d)
+                tl.debug_barrier()
+            if depth <= DEPTH:
+                token = _draw(
+                    candidates_ptr, tiles_ptr, depth * BLOCK, temperature, top, row_bits, top_k, top_p, min_p, mass,
+                    V, 1, True, SHIFT, BLOCK,
+                )  # fmt: skip
+            else:
+                token = _draw(
+                    row_ptr, tiles_ptr, V, temperature, top, row_bits, top_k, top_p, min_p, mass,
+                    V, COL, False, SHIFT, BLOCK,
+                )  # fmt: skip
+    tl.store(out_ptr + s, token)
+
+
+def _chunks(S: object) -> int:
+    """Programs per row of the scan: enough of them for the whole chip, a power of two of at most 64."""
+    wanted = 264 // max(S, 1) if isinstance(S, int) else 4
+    return 1 << max(0, min(wanted, 64).bit_length() - 1)
+
+
+def _supports(site: Site) -> bool:
+    logits = site.args["logits_SV"]
+    return logits.dtype in _KEY_SHIFT and logits.shape[1] < _BLOCK * 2**15
+
+
+@sample.impl("triton_sample", device="cuda", supports=_supports)
+def triton_sample(
+    logits_SV: Tensor,
+    temperature_S: Tensor,
+    top_k_S: Tensor,
+    top_p_S: Tensor,
+    min_p_S: Tensor,
+    seed_S: Tensor,
+    draw_S: Tensor,
+) -> Tensor:
+    """Two launches, whatever the rows ask for."""
+    S, V = logits_SV.shape
+    chunks = _chunks(S)
+
+    def scratch(*shape: object, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]
+
+    out_S = scratch(S, dtype=torch.int32)
+    row = (logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, draw_S)
+    found = (scratch(S, chunks), scratch(S, chunks), scratch(S, chunks, dtype=torch.int32), scratch(S, _GROUPS))
+    candidates = scratch(S, _DEPTH, _BLOCK, dtype=logits_SV.dtype)
+    tiles = scratch(S, _DEPTH, _BLOCK, dtype=torch.int16)
+    sizes = {
+        "V": V, "ROW": logits_SV.stride(0), "COL": logits_SV.stride(1),
+        "CHUNKS": chunks, "GROUPS": _GROUPS, "BLOCK": _BLOCK, "num_warps": 8,
+    }  # fmt: skip
+    launch_triton(_scan_kernel, (chunks, S), *row, *found, **sizes)
+    launch_triton(
+        _finish_kernel, (S,), *row, *found, candidates, tiles, out_S,
+        SHIFT=_KEY_SHIFT[logits_SV.dtype], DEPTH=_DEPTH, **sizes,
+    )  # fmt: skip
+    return out_S
