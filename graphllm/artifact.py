@@ -1,6 +1,7 @@
 """The artifact on disk: key, manifest, atomic writing and verification. Needs no torch, so a wrong one is refused fast.
 
-A folder with ``manifest.json`` (every key factor in clear, a checksum for each file), ``program.json``, ``weights.json``,
+A folder with ``manifest.json`` (every key factor in clear, a checksum for each file), ``program.json``,
+``weights.json``,
 ``pieces/`` and ``graph/``. docs/artifact.md describes the format.
 """
 
@@ -48,7 +49,8 @@ def source_digest() -> str:
 
 
 def key_factors(model_config: Mapping[str, Any], tensors: str, config: CompileConfig) -> dict[str, Any]:
-    """Everything an artifact depends on, by name. tensors: digest of the checkpoint's tensor names, shapes and dtypes."""
+    """Everything an artifact depends on, by name. tensors: digest of the checkpoint's tensor names, shapes and
+    dtypes."""
     return {
         "format": FORMAT,
         "graphllm": {"version": graphllm.__version__, "source": source_digest()},
@@ -74,7 +76,9 @@ def differences(expected: Any, found: Any, name: str = "") -> list[str]:
     if expected == found:
         return []
     if isinstance(expected, list) and isinstance(found, list) and name.endswith("arch"):
-        return [f"{name}: only here {sorted({*expected} - {*found})}, only in the artifact {sorted({*found} - {*expected})}"]
+        return [
+            f"{name}: only here {sorted({*expected} - {*found})}, only in the artifact {sorted({*found} - {*expected})}"
+        ]
     return [f"{name}: artifact has {found!r}, here it is {expected!r}"]
 
 
@@ -125,16 +129,18 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         intact = hashlib.sha256(text.encode()).hexdigest() == whole["digest"]
         manifest = json.loads(text)
     except FileNotFoundError as missing:
-        raise ArtifactError(f"{folder} is no artifact: it has no manifest.json; make one with `graphllm compile`") from missing
+        raise ArtifactError(
+            f"{folder} is no artifact: it has no manifest.json; make one with `graphllm compile`"
+        ) from missing
     except (ValueError, KeyError, TypeError) as damage:
         raise ArtifactError(f"{path} is damaged ({damage}); compile again") from damage
     if not intact:
         raise ArtifactError(f"{path} is damaged: its digest does not match; compile again")
     if manifest.get("factors", {}).get("format") != FORMAT:
         raise ArtifactError(
-            f"{folder} has artifact format {manifest.get('factors', {}).get('format')}, this version reads {FORMAT}; compile again"
+            f"{folder} has another artifact format than {FORMAT}, the one this version reads; compile again"
         )
-    return manifest  # type: ignore[no-any-return]
+    return manifest
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -146,7 +152,9 @@ def verify(folder: Path) -> dict[str, Any]:
             raise ArtifactError(f"{file} is missing from the artifact; compile again")
         found = file.stat().st_size
         if found != size:
-            raise ArtifactError(f"{file} has {found} bytes, the manifest says {size}: truncated or replaced; compile again")
+            raise ArtifactError(
+                f"{file} has {found} bytes, the manifest says {size}: truncated or replaced; compile again"
+            )
         if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             raise ArtifactError(f"{file} does not match its checksum: changed on disk; compile again")
     return manifest

@@ -41,7 +41,8 @@ class Bucket:
     """A range of token counts that one specialization of the graph serves.
 
     kind "decode": every scheduled sequence has exactly one token, so T == S. kind "mixed": one ragged batch of prefill
-    and decode. A bucket with ``lo == hi`` is compiled for that static T; T and S are dynamic (and at least 2) otherwise.
+    and decode. A bucket with ``lo == hi`` is compiled for that static T; T and S are dynamic (and at least 2)
+    otherwise.
     """
 
     kind: Literal["decode", "mixed"]
@@ -59,7 +60,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """All that `graphllm compile` needs beside the model's own config; every field is in the artifact key by default."""
+    """All that `graphllm compile` needs beside the model's own config; every field is in the artifact key by
+    default."""
 
     target: Target
     backend: Literal["inductor", "eager"] = "inductor"
@@ -70,7 +72,9 @@ class CompileConfig:
     max_num_tokens: int = 2048
     page_size: int = 16
     tune: bool = field(default=False)
-    dump: Path | None = field(default=None, metadata=not_key("where to write the readable IR; the artifact is the same"))
+    dump: Path | None = field(
+        default=None, metadata=not_key("where to write the readable IR; the artifact is the same")
+    )
     jobs: int = field(default=0, metadata=not_key("parallel build processes; the artifact is the same"))
 
 
@@ -89,7 +93,8 @@ class Env:
 
 
 def key_fields(config: object) -> dict[str, object]:
-    """The part of a config dataclass that enters the artifact key: every field but those marked `not_key`, recursively."""
+    """The part of a config dataclass that enters the artifact key: every field but those marked `not_key`,
+    recursively."""
     out: dict[str, object] = {}
     for f in dataclasses.fields(config):  # type: ignore[arg-type]
         if "not_key" in f.metadata:

@@ -17,7 +17,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min}
 
 @cache
 def parse(text: str) -> Callable[[Mapping[str, Any]], Any]:
-    """A function from symbol values to the expression's value. Raises ValueError for anything but integer arithmetic."""
+    """A function from symbol values to the expression's value. Raises ValueError for anything but integer
+    arithmetic."""
     return _build(ast.parse(text, mode="eval").body, text)
 
 

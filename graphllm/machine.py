@@ -17,7 +17,8 @@ _CODEGEN_FLAGS = ("sse", "ssse3", "avx", "amx", "fma", "f16c", "bmi", "gfni", "v
 
 
 def detect_target(device: Literal["auto", "cpu", "cuda"]) -> Target:
-    """The target of this machine; "auto" is CUDA when there is a GPU. Raises ConfigError when CUDA was asked for in vain."""
+    """The target of this machine; "auto" is CUDA when there is a GPU. Raises ConfigError when CUDA was asked for in
+    vain."""
     gpu = _gpu() if device != "cpu" else None
     if gpu:
         return gpu

@@ -1,4 +1,5 @@
-"""From a checkpoint folder and settings to a verified artifact and a running engine: find it, check it, build it, load it.
+"""From a checkpoint folder and settings to a verified artifact and a running engine: find it, check it, build it,
+load it.
 
 The one place where the serving side meets the compiler, which is imported only when something must be built.
 """
@@ -46,27 +47,34 @@ class Source:
 
     folder: Path
     config: Mapping[str, Any]
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | None
 
     @property
     def tensors(self) -> str:
         """Digest of the tensor names, shapes and dtypes."""
-        return fingerprint(self.checkpoint)
+        return fingerprint(self.checkpoint) if self.checkpoint else "random weights"
 
 
-def open_source(folder: str | Path) -> Source:
-    """Read a checkpoint folder. Raises ConfigError naming what is missing or unreadable."""
+def open_source(folder: str | Path, random: bool = False) -> Source:
+    """Read a checkpoint folder; ``random``: only its config.json, weights will be random numbers.
+
+    Raises ConfigError naming what is missing or unreadable.
+    """
     folder = Path(folder)
     path = folder / "config.json"
     if not folder.is_dir():
-        raise ConfigError(f"model: {folder} is not a folder; give the folder of a Hugging Face checkpoint (config.json, safetensors)")
+        raise ConfigError(
+            f"model: {folder} is not a folder; give the folder of a Hugging Face checkpoint (config.json, safetensors)"
+        )
     try:
         config = json.loads(path.read_text())
     except FileNotFoundError as missing:
-        raise ConfigError(f"model: {folder} has no config.json; give the folder of a Hugging Face checkpoint") from missing
+        raise ConfigError(
+            f"model: {folder} has no config.json; give the folder of a Hugging Face checkpoint"
+        ) from missing
     except ValueError as damage:
         raise ConfigError(f"model: {path} is not valid JSON ({damage})") from damage
-    return Source(folder, config, Checkpoint.open(folder))
+    return Source(folder, config, None if random else Checkpoint.open(folder))
 
 
 def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> CompileConfig:
@@ -77,7 +85,7 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
     target = detect_target(wanted.target)
     text = model_config.get("text_config", model_config)
     positions = text.get("max_position_embeddings") or text.get("n_positions") or 2048
-    stored = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
+    stored: Any = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
     cuda = target.device == "cuda"
     max_num_seqs = wanted.max_num_seqs or (256 if cuda else 64)
     max_num_tokens = max(wanted.max_num_tokens or (8192 if cuda else 2048), max_num_seqs, 2)
@@ -146,7 +154,8 @@ def find_or_build(
 ) -> tuple[Path, dict[str, Any]]:
     """A verified artifact and its manifest.
 
-    policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there is
+    policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when
+    there is
     none, "rebuild" always builds. folder: look for and put it there instead of the cache.
     """
     place = folder or artifact_folder(source, config, env)
@@ -176,14 +185,13 @@ def load_engine(
     manifest: Mapping[str, Any],
     kv_memory: int | None = None,
     gpu_memory_utilization: float = 0.9,
-    random: bool = False,
     phases: Callable[[str, float], None] = lambda name, seconds: None,
 ) -> Engine:
     """Load weights, open the artifact and make an engine.
 
     kv_memory: bytes for the cache; None takes what ``gpu_memory_utilization`` leaves on a GPU, and on a CPU enough for
-    four sequences of full length, at most a quarter of free memory. random: fill weights with random numbers
-    (benchmarks). phases: told the seconds of each start-up phase. Raises ConfigError when memory does not suffice.
+    four sequences of full length, at most a quarter of free memory. phases: told the seconds of each start-up phase.
+    Raises ConfigError when memory does not suffice.
     """
     clock = _Phases(phases)
     import torch
@@ -200,7 +208,7 @@ def load_engine(
     tokenizer = Tokenizer.from_folder(source.folder)
     clock("tokenizer and plan")
     device = compiled["target"]["device"]
-    weights = random_weights(plan, device) if random else load_weights(plan, source.checkpoint, device)
+    weights = load_weights(plan, source.checkpoint, device) if source.checkpoint else random_weights(plan, device)
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")

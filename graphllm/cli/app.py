@@ -33,6 +33,7 @@ MaxSeqs = Annotated[int | None, typer.Option(help="Sequences in one step.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens in one step.")]
 PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
 Tune = Annotated[bool | None, typer.Option(help="Time kernel variants while compiling; default: on GPUs.")]
+LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights, for timing.")]
 Jobs = Annotated[int, typer.Option(help="Parallel build processes; 0 chooses.")]
 
 
@@ -58,6 +59,7 @@ def compile_command(
     jobs: Jobs = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Artifact folder; default: the cache.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Write the readable IR of every stage here.")] = None,
+    load_format: LoadFormat = "auto",
 ) -> None:
     """Compile a checkpoint into an artifact."""
     from graphllm.cli.build import build
@@ -67,15 +69,19 @@ def compile_command(
     wanted = Overrides(
         target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs
     )
-    build(model, wanted, output, dump)
+    build(model, wanted, output, dump, load_format == "dummy")
 
 
 @app.command("run")
 def run_command(
-    file: Annotated[str | None, typer.Argument(help="Prompts: .txt (one a line), .jsonl, or - for stdin (JSONL or text).")] = None,
+    file: Annotated[
+        str | None, typer.Argument(help="Prompts: .txt (one a line), .jsonl, or - for stdin (JSONL or text).")
+    ] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     model: Model = None,
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSONL here; finished ids are skipped.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write JSONL here; finished ids are skipped.")
+    ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put prompts into the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate; default: 256.")] = None,
@@ -96,10 +102,12 @@ def run_command(
     block_size: PageSize = None,
     tune: Tune = None,
     jobs: Jobs = 0,
-    artifact: Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")] = "build",
+    artifact: Annotated[
+        str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")
+    ] = "build",
     kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, e.g. 2GiB.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
-    load_format: Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights, for timing.")] = "auto",
+    load_format: LoadFormat = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
     """Generate text offline."""
@@ -115,7 +123,17 @@ def run_command(
         "seed": seed, "stop": stop, "ignore_eos": ignore_eos or None,
     }  # fmt: skip
     inputs = Inputs(file, prompt or [], raw, system, output)
-    run(model, inputs, sampling, wanted, artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", quiet)
+    run(
+        model,
+        inputs,
+        sampling,
+        wanted,
+        artifact,
+        kv_cache_memory,
+        gpu_memory_utilization,
+        load_format == "dummy",
+        quiet,
+    )
 
 
 @app.command("inspect")

@@ -23,7 +23,12 @@ def compile_progress(quiet: bool = False) -> Iterator[prepare.Progress]:
     if quiet:
         yield lambda stage, done, total: None
         return
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+    )
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as view:
         tasks = {}
 
@@ -44,10 +49,12 @@ def embedded_or(model: Path | None) -> Path:
     return Path(MODEL_DIR)
 
 
-def build(model: Path | None, wanted: prepare.Overrides, output: Path | None, dump: Path | None) -> None:
+def build(
+    model: Path | None, wanted: prepare.Overrides, output: Path | None, dump: Path | None, random: bool = False
+) -> None:
     """Compile and say where the artifact is, what it took and what memory it needs."""
     started = time.perf_counter()
-    source = prepare.open_source(embedded_or(model))
+    source = prepare.open_source(embedded_or(model), random)
     config = replace(prepare.compile_config(source.config, wanted), dump=dump)
     with compile_progress() as progress, build_errors():
         place, manifest = prepare.find_or_build(source, config, Env.read(), "rebuild", progress, output)

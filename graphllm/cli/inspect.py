@@ -23,16 +23,22 @@ def inspect(folder: Path, json: bool) -> None:
     compiled = factors["compile"]
     console.print(f"[bold]{folder}[/bold]  key {artifact.key_of(factors)[:16]}")
     target = compiled["target"]
-    console.print(f"target    {target['device']}: {manifest['made_with']['machine']} ({' '.join(target['arch'][:3])} ...)")
+    console.print(
+        f"target    {target['device']}: {manifest['made_with']['machine']} ({' '.join(target['arch'][:3])} ...)"
+    )
     versions = ", ".join(f"{k} {v}" for k, v in factors["versions"].items())
     console.print(f"versions  graphllm {factors['graphllm']['version']} ({factors['graphllm']['source']}), {versions}")
     model = factors["model"]
-    console.print(f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}, backend {compiled['backend']}")
+    console.print(
+        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}, backend {compiled['backend']}"
+    )
     console.print(
         f"limits    {compiled['max_model_len']} tokens of context, {compiled['max_num_seqs']} sequences and "
         f"{compiled['max_num_tokens']} tokens a step, pages of {compiled['page_size']}"
     )
-    pieces = Table("piece", *(f"{b['kind']} {b['lo']}..{b['hi']}" for b in compiled["buckets"]), title="pieces and kernels")
+    pieces = Table(
+        "piece", *(f"{b['kind']} {b['lo']}..{b['hi']}" for b in compiled["buckets"]), title="pieces and kernels"
+    )
     for name, buckets in manifest["pieces"].items():
         pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))
     console.print(pieces)
@@ -56,4 +62,7 @@ def _kernels(chosen: list[str]) -> str:
     counts = Counter(c for c in chosen if not c.endswith(": reference"))
     named = [f"{n} x {name}" if n > 1 else name for name, n in counts.items()]
     rest = len(chosen) - sum(counts.values())
-    return "\n".join([*named, *([f"{rest} fused by Inductor"] if rest and chosen != ["all: reference"] else [])]) or "interpreted"
+    return (
+        "\n".join([*named, *([f"{rest} fused by Inductor"] if rest and chosen != ["all: reference"] else [])])
+        or "interpreted"
+    )

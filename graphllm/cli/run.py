@@ -59,7 +59,8 @@ def run(
     random: bool,
     quiet: bool,
 ) -> None:
-    """Generate for every input. Raises ConfigError for user mistakes, before anything is loaded where it can be known."""
+    """Generate for every input. Raises ConfigError for user mistakes, before anything is loaded where it can be
+    known."""
     started = time.perf_counter()
     items = list(read_items(inputs))
     if not items:
@@ -73,12 +74,12 @@ def run(
         if not items:
             return
     memory = parse_bytes(kv_cache_memory) if kv_cache_memory else None
-    source = prepare.open_source(embedded_or(model))
+    source = prepare.open_source(embedded_or(model), random)
     _set_threads_environment()
     place, manifest = _artifact(source, wanted, artifact, quiet)
     phases: dict[str, float] = {"artifact": time.perf_counter() - started}
     engine = prepare.load_engine(
-        source, place, manifest, memory, gpu_memory_utilization, random, lambda name, s: phases.update({name: s})
+        source, place, manifest, memory, gpu_memory_utilization, lambda name, s: phases.update({name: s})
     )
     if manifest["factors"]["compile"]["target"]["device"] == "cpu":
         _use_free_cores()
@@ -110,7 +111,9 @@ def _artifact(
 ) -> tuple[Path, dict[str, Any]]:
     folder = None if artifact in _POLICIES else Path(artifact)
     if folder is not None and not (folder / "manifest.json").exists():
-        raise ConfigError(f"artifact: {artifact!r} is neither one of {', '.join(_POLICIES)} nor the folder of an artifact")
+        raise ConfigError(
+            f"artifact: {artifact!r} is neither one of {', '.join(_POLICIES)} nor the folder of an artifact"
+        )
     config = prepare.compile_config(source.config, wanted)
     with compile_progress(quiet) as progress, build_errors():
         policy: Any = "require" if folder else artifact
@@ -217,8 +220,8 @@ class JsonlSink:
         if output is None:
             row |= {"error": error}
         else:
-            row |= {"text": output.text, "finish_reason": output.finish_reason,
-                    "usage": {"prompt_tokens": output.prompt_tokens, "completion_tokens": len(output.token_ids)}}  # fmt: skip
+            usage = {"prompt_tokens": output.prompt_tokens, "completion_tokens": len(output.token_ids)}
+            row |= {"text": output.text, "finish_reason": output.finish_reason, "usage": usage}
         self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
 

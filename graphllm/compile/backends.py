@@ -1,6 +1,7 @@
 """The codegen backends behind one interface: `build` makes one piece for one bucket, `assemble` writes what they share.
 
-eager: the piece stays IR, run with the reference ops. cpu: Inductor's C++ and our own kernels, one shared library for the
+eager: the piece stays IR, run with the reference ops. cpu: Inductor's C++ and our own kernels, one shared library for
+the
 whole artifact. cuda: Inductor's Triton and our own kernels as cubins (`compile.cuda`).
 """
 
@@ -38,7 +39,8 @@ class Built(NamedTuple):
 
 
 class Backend(Protocol):
-    """build: compile a piece, given by its canonical JSON. assemble: write the files all pieces share into ``folder``."""
+    """build: compile a piece, given by its canonical JSON. assemble: write the files all pieces share into
+    ``folder``."""
 
     def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built: ...
 
@@ -51,7 +53,10 @@ class Eager:
     def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
         count = len(piece["made"])
         inputs, outputs = [f"p{i}" for i in range(len(piece["inputs"]))], [f"o{i}" for i in range(count)]
-        code = [["empty", name, shape, stride, dtype] for name, (dtype, shape, stride) in zip(outputs, piece["made"], strict=True)]
+        code = [
+            ["empty", name, shape, stride, dtype]
+            for name, (dtype, shape, stride) in zip(outputs, piece["made"], strict=True)
+        ]
         plain = {"inputs": inputs, "outputs": outputs, "code": [*code, ["ir", inputs, outputs]], "kernels": {}}
         return Built(plain | {"ir": piece}, {}, {}, ("all: reference",), "")
 

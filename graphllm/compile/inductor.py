@@ -1,4 +1,5 @@
-"""The one place that touches Inductor's private interface: from an aten graph to generated source, and to cubins on CUDA.
+"""The one place that touches Inductor's private interface: from an aten graph to generated source, and to cubins on
+CUDA.
 
 Inductor is used as a code generator. What it generates is taken apart by `translate` and run by our own loader.
 """
@@ -90,7 +91,8 @@ def cubins(
 ) -> dict[str, dict[str, Any]]:
     """Compile and tune the Triton kernels of a generated module by running it once on real inputs.
 
-    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, names (of the arguments of ``.run``), args (their
+    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, names (of the arguments of ``.run``), args
+    (their
     kinds; None for what the kernel was specialized on), prefix and grid (integer expressions over the names).
     """
     with inductor_config.patch(settings("cuda", tune)), torch.no_grad():
@@ -106,7 +108,9 @@ def _cubin(kernel: Any) -> dict[str, Any]:
     binary, signature = compiled.kernel, compiled.compile_meta["signature"]
     metadata = binary.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:
-        raise NotImplementedError(f"kernel {metadata.name} wants scratch memory or clusters, which pieces do not provide")
+        raise NotImplementedError(
+            f"kernel {metadata.name} wants scratch memory or clusters, which pieces do not provide"
+        )
     grid = GridExpr.from_meta(compiled.inductor_meta, launcher.config)
     parameters = [p for p in inspect.signature(launcher).parameters if p != "stream"]
     return {

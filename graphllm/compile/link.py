@@ -1,6 +1,7 @@
 """Link the units into the whole model's graph, cut it at boundary ops, and keep each distinct piece once.
 
-Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention makes the
+Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention
+makes the
 repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer edge.
 """
 
@@ -13,7 +14,7 @@ import torch
 
 from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
 from graphllm.ir.op import op_of
-from graphllm.ir.passes import Unit
+from graphllm.ir.passes import Unit, results_of
 
 
 class Piece(NamedTuple):
@@ -62,7 +63,7 @@ def link(units: Sequence[Unit], kinds: Sequence[str]) -> Linked:
             env[node] = values[label]
         calls = [n for n in unit.graph.nodes if n.op == "call_function"]
         body += [(unit.name, n) for n in copy_nodes(calls, whole, env)]
-        for name, node in zip(unit.outputs, unit.graph.output_node().args[0], strict=True):
+        for name, node in zip(unit.outputs, results_of(unit), strict=True):
             values[name] = env[node]
         if unit.name == "head":
             values["logits"] = values["x"]

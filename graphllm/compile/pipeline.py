@@ -190,9 +190,7 @@ def write_program(
     }
 
 
-def write_graphs(
-    folder: Path, traced: Traced, linked: Linked, built: Mapping[tuple[str, Bucket], Built]
-) -> None:
+def write_graphs(folder: Path, traced: Traced, linked: Linked, built: Mapping[tuple[str, Bucket], Built]) -> None:
     """The readable IR: units after the passes, distinct pieces, and each piece as lowered for each bucket."""
     folder.mkdir(parents=True, exist_ok=True)
     for unit in traced.units:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import Attn, Model, Step
-from graphllm.ir.passes import Unit
+from graphllm.ir.passes import Unit, results_of
 from graphllm.ir.weight import Weight
 from graphllm.ops.sample import sample
 
@@ -64,13 +64,11 @@ def trace_model(model: Model, c: Any, config: CompileConfig) -> list[Unit]:
     carried = dict(zip(embed.outputs, output_specs(embed), strict=True))
     units = [embed]
     for kind in dict.fromkeys(model.kinds(c)):
-        units.append(
-            trace(
-                f"layer.{kind}",
-                weights(model.layer_weights(c, kind)) | carried,
-                lambda v, kind=kind: (model.layer(c, kind, _weights(v), v["x"], _shared(v), _step(v), v["kv"]),),
-            )
-        )
+
+        def layer(v: dict[str, Any], kind: str = kind) -> tuple[torch.Tensor]:
+            return (model.layer(c, kind, _weights(v), v["x"], _shared(v), _step(v), v["kv"]),)
+
+        units.append(trace(f"layer.{kind}", weights(model.layer_weights(c, kind)) | carried, layer))
     head = trace(
         "head",
         weights(model.head_weights(c)) | {"x": carried["x"]},
@@ -93,18 +91,16 @@ def trace_unit(
     graph = traced.graph
     for node, label in zip(list(graph.find_nodes(op="placeholder")), names, strict=True):
         node.meta["label"] = label
-    output = graph.output_node()
-    if not isinstance(output.args[0], (tuple, list)):
-        output.args = ((output.args[0],),)
     eliminate_dead(graph)
     kept = tuple(n.meta["label"] for n in graph.find_nodes(op="placeholder"))
-    count = len(output.args[0])
-    return Unit(name, graph, kept, ("x", *(f"shared.{i}" for i in range(count - 1))), shapes)
+    unit = Unit(name, graph, kept, (), shapes)
+    shared = tuple(f"shared.{i}" for i in range(len(results_of(unit)) - 1))
+    return unit._replace(outputs=("x", *shared))
 
 
 def output_specs(unit: Unit) -> list[TensorSpec]:
     """The specs of a unit's outputs."""
-    return [unit.shapes.spec(n.meta["val"]) for n in unit.graph.output_node().args[0]]
+    return [unit.shapes.spec(n.meta["val"]) for n in results_of(unit)]
 
 
 def _flat(result: tuple[torch.Tensor, tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
@@ -121,4 +117,5 @@ def _shared(values: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 
 def _step(values: dict[str, Any]) -> Step:
     attn = Attn(*(values[f"step.{f}"] for f in Attn._fields))
-    return Step(*(values[f"step.{f}"] for f in Step._fields if f != "attn"), attn=attn)
+    plain = {f: values[f"step.{f}"] for f in Step._fields if f != "attn"}
+    return Step(**plain, attn=attn)

@@ -1,7 +1,9 @@
 """Take generated wrapper source apart: straight-line Python in, a list of plain instructions out.
 
-Inductor's wrapper for one piece allocates buffers, calls kernels and returns. Each statement becomes one instruction of the
-piece format (docs/artifact.md); a statement this file does not know is an error at compile time, never a surprise later.
+Inductor's wrapper for one piece allocates buffers, calls kernels and returns. Each statement becomes one instruction
+of the
+piece format (docs/artifact.md); a statement this file does not know is an error at compile time, never a surprise
+later.
 Allocation is left to the linker of the runtime, so frees and reuse hints are dropped.
 """
 
@@ -90,7 +92,7 @@ class _Translator:
 
     def assign(self, name: str, value: ast.expr) -> None:
         text = ast.unparse(value)
-        if text.endswith(".size()") or text.endswith(".stride()") or "get_raw_stream" in text:
+        if text.endswith((".size()", ".stride()")) or "get_raw_stream" in text:
             return
         if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
             base = value.value.id
@@ -192,19 +194,23 @@ class _Translator:
         for a in node.args:
             is_tensor = (isinstance(a, ast.Name) and a.id in self.specs) or isinstance(a, ast.Call)
             number = a.value if isinstance(a, ast.Constant) and isinstance(a.value, float) else None
-            arguments.append(["t", self.tensor(a)] if is_tensor else number if number is not None else ["i", self.integer(a)])
+            arguments.append(
+                ["t", self.tensor(a)] if is_tensor else number if number is not None else ["i", self.integer(a)]
+            )
         self.bundle.kernels[function] = {"triton": function}
         self.bundle.code.append(["kernel", function, arguments])
 
     def operator(self, target: str, node: ast.Call, name: str | None) -> None:
         args = [self.plain(a) for a in node.args]
-        kwargs = {k.arg: self.plain(k.value) for k in node.keywords}
+        kwargs = {str(k.arg): self.plain(k.value) for k in node.keywords}
         namespace, rest = target.split("::")
         if namespace == C_NAMESPACE:
             kernel = c_kernel(rest.split(".")[0])
             abi = ["ptr" if "Tensor" in t else "f64" if t == "float" else "i64" for t in kernel.argument_types]
             self.bundle.kernels[kernel.symbol] = {"args": abi, "c": kernel.symbol}
-            values = [[*next(iter(v.items()))] if isinstance(v, dict) else ["i", v] if isinstance(v, int) else v for v in args]
+            values = [
+                [*next(iter(v.items()))] if isinstance(v, dict) else ["i", v] if isinstance(v, int) else v for v in args
+            ]
             self.bundle.code.append(["kernel", kernel.symbol, values])
         elif "out" in kwargs:
             self.bundle.code.append(["op", target, args, kwargs])
@@ -215,6 +221,7 @@ class _Translator:
 
     def fresh_outputs(self, target: str, args: list[Any], kwargs: dict[str, Any], name: str) -> list[str]:
         """Allocate the results of an aten call that has no out= form, by running it on fake tensors."""
+
         def fake(value: Any) -> Any:
             if isinstance(value, dict) and "t" in value:
                 return self.shapes.tensor(self.specs[value["t"]])
@@ -236,7 +243,8 @@ class _Translator:
         return names
 
     def plain(self, node: ast.expr) -> Any:
-        """An argument of an aten call as JSON: {"t": tensor}, {"i": integer expression}, {"dtype": name} or a literal."""
+        """An argument of an aten call as JSON: {"t": tensor}, {"i": integer expression}, {"dtype": name} or a
+        literal."""
         if isinstance(node, ast.Constant):
             return node.value
         if isinstance(node, (ast.Tuple, ast.List)):
@@ -257,5 +265,5 @@ class _Substitute(ast.NodeTransformer):
     def __init__(self, values: dict[str, str]) -> None:
         self.values = values
 
-    def visit_Name(self, node: ast.Name) -> ast.AST:  # noqa: N802 (the name is ast's)
+    def visit_Name(self, node: ast.Name) -> ast.AST:
         return ast.parse(self.values[node.id], mode="eval").body if node.id in self.values else node

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from random import Random
 
@@ -16,6 +17,8 @@ from graphllm.embedded.tasks import Message, Schema, mixture
 CHAT_TEMPLATE = (Path(__file__).parent / "chat_template.jinja").read_text()
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CONTEXT = 1024
+PLAIN_SHARE = 0.03
+"""How many documents are an answer without a chat around it: for whoever completes `The capital of France is`."""
 SHORT_ROW = 256
 SHORT_DOCUMENT = 128
 """Chats up to this long go to short rows, two times in three: there more of them stand where a real one does, first."""
@@ -29,6 +32,14 @@ _template = _environment.from_string(CHAT_TEMPLATE)
 def render(messages: list[Message], tools: list[Schema]) -> str:
     """The text of a whole chat. A test holds it equal to what `apply_chat_template` gives."""
     return _template.render(messages=messages, tools=tools)
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that the tokenizer must have."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"the tokenizer has no single token for {token!r}")
+    return int(found)
 
 
 class _Rows:
@@ -51,7 +62,7 @@ class _Rows:
 
 
 class PackedChats(IterableDataset[torch.Tensor]):
-    """An endless stream of [rows, row length] token batches of `batch_tokens` tokens, different in each loader worker."""
+    """An endless stream of [rows, row length] batches of `batch_tokens` tokens, another one in each loader worker."""
 
     def __init__(self, tokenizer_file: Path, batch_tokens: int, seed: int) -> None:
         self.tokenizer_file, self.batch_tokens, self.seed = tokenizer_file, batch_tokens, seed
@@ -61,12 +72,14 @@ class PackedChats(IterableDataset[torch.Tensor]):
         worker = get_worker_info()
         rng = Random(f"{self.seed} {worker.id if worker else 0}")
         tokenizer = Tokenizer.from_file(str(self.tokenizer_file))
-        pad = tokenizer.token_to_id(END_OF_TEXT)
+        pad = token_id(tokenizer, END_OF_TEXT)
         short, long = (_Rows(self.batch_tokens // length, length, pad) for length in (SHORT_ROW, CONTEXT))
         samples = mixture(rng)
         while True:
-            chats = (next(samples) for _ in range(512))
-            texts = [render(chat.conversation(), chat.tools) + END_OF_TEXT for chat in chats]
+            texts = [
+                (chat.answer if rng.random() < PLAIN_SHARE else render(chat.conversation(), chat.tools)) + END_OF_TEXT
+                for chat in islice(samples, 512)
+            ]
             for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
                 ids = encoding.ids
                 rows = short if len(ids) <= SHORT_DOCUMENT and rng.random() < 2 / 3 else long
@@ -74,14 +87,20 @@ class PackedChats(IterableDataset[torch.Tensor]):
                     yield batch
 
 
-def answer_mask(ids: torch.Tensor, turn_start: int, turn_end: int, assistant: int) -> torch.Tensor:
-    """True where a token of [rows, length] ids is one that the assistant says, the end of its turn included."""
+def answer_mask(ids: torch.Tensor, end_of_text: int, turn_start: int, turn_end: int, assistant: int) -> torch.Tensor:
+    """True where a token of [rows, length] ids is the model's to say.
+
+    That is in the assistant's turns, with the token that ends them, and all of a document that has no turns.
+    """
     position = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    nowhere = torch.full_like(position, -1)
-    starts = ids == turn_start
-    start = torch.cummax(torch.where(starts, position, nowhere), dim=1).values
-    ends = torch.cummax(torch.where(ids == turn_end, position, nowhere), dim=1).values
-    end_before = torch.cat([nowhere[:, :1], ends[:, :-1]], dim=1)
+
+    def last(token: int, before: int) -> torch.Tensor:
+        """Where `token` last stood at least `before` places ago, or -1."""
+        places = torch.where(ids == token, position, -1).cummax(dim=1).values
+        return torch.cat([torch.full_like(places[:, :before], -1), places[:, : places.shape[1] - before]], dim=1)
+
+    start = last(turn_start, 0)
     role = ids.gather(1, (start + 1).clamp(max=ids.shape[1] - 1))
     header = 3  # turn start, role, newline
-    return (start >= 0) & (role == assistant) & (position >= start + header) & (end_before < start)
+    in_turn = (role == assistant) & (position >= start + header) & (last(turn_end, 1) < start)
+    return in_turn | (last(end_of_text, 1) >= start)

@@ -1,6 +1,6 @@
-"""Measures the embedded model on held-out questions, greedily, with transformers: `python -m graphllm.embedded.evaluate DIR`.
+"""Measures the embedded model on held-out questions: `python -m graphllm.embedded.evaluate DIR`.
 
-Prints a table and writes it into the folder's model card.
+It answers greedily, with transformers. Prints a table and writes it into the folder's model card.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from graphllm.embedded import MODEL_DIR
 from graphllm.embedded.tasks import TASKS, Sample, draw
 
 MAX_NEW_TOKENS = 320
-BATCH = 100
+BATCH = 200
 CLEAR_LEAD = 1.0
 """Logits by which every token of an answer has to lead for rounding not to change it."""
 
@@ -32,8 +32,13 @@ class Answer:
 def held_out(name: str, count: int, seed: int) -> list[Sample]:
     """Up to `count` different held-out samples: a table of facts may have fewer."""
     rng = Random(f"{seed} {name}")
-    samples = (draw(rng, name, held_out=True) for _ in range(4 * count))
-    return list({repr((sample.messages, sample.tools)): sample for sample in samples}.values())[:count]
+    found: dict[str, Sample] = {}
+    for _ in range(4 * count):
+        sample = draw(rng, name, held_out=True)
+        found[repr((sample.messages, sample.tools))] = sample
+        if len(found) == count:
+            break
+    return list(found.values())
 
 
 @torch.inference_mode()
@@ -64,7 +69,8 @@ def answers(model: Any, tokenizer: Any, samples: list[Sample]) -> list[Answer]:
 
 def table(rows: list[tuple[str, int, float, float]]) -> str:
     """Markdown: a row a task, the mean first."""
-    mean = ("**mean over tasks**", sum(row[1] for row in rows), *(sum(r[i] for r in rows) / len(rows) for i in (2, 3)))
+    right, clear = (sum(values) / len(rows) for values in ([row[2] for row in rows], [row[3] for row in rows]))
+    mean = ("**mean over tasks**", sum(row[1] for row in rows), right, clear)
     lines = [f"| {name} | {count} | {right:.1%} | {clear:.1%} |" for name, count, right, clear in (mean, *rows)]
     head = f"| task | questions | right | every token leads by {CLEAR_LEAD:g} |\n| --- | ---: | ---: | ---: |"
     return "\n".join((head, *lines))
@@ -86,7 +92,8 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokenizer = AutoTokenizer.from_pretrained(args.folder)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype="auto").to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(args.folder, dtype="auto")
+    model.to(device).eval()
     rows = []
     for name in TASKS:
         samples = held_out(name, args.count, args.seed)
@@ -94,9 +101,8 @@ def main() -> None:
         wrong = [(s, a) for s, a in zip(samples, said, strict=True) if not s.accepts(a.text)]
         clear = sum(answer.lead >= CLEAR_LEAD for answer in said) / len(said)
         rows.append((name, len(samples), 1 - len(wrong) / len(samples), clear))
-        print(f"{name:20} {rows[-1][2]:7.1%} of {len(samples)}")
         for sample, answer in wrong[: args.show]:
-            print(f"    {sample.messages[-1]['content'][-80:]!r}: {answer.text[:80]!r}, not {sample.answer[:80]!r}")
+            print(f"{name}: {sample.messages[-1]['content'][-80:]!r}: {answer.text[:80]!r}, not {sample.answer[:80]!r}")
     text = table(rows)
     print(text)
     command = f"    python -m graphllm.embedded.evaluate DIR --count {args.count} --seed {args.seed}"

@@ -68,12 +68,14 @@ class Engine:
             raise ConfigError(f"request {name}: prompt is empty; give at least one token")
         if len(prompt) >= self._max_len:
             raise ConfigError(
-                f"request {name}: prompt has {len(prompt)} tokens, the context holds {self._max_len} with at least one of "
-                "output; shorten it or compile with a larger --max-model-len"
+                f"request {name}: prompt has {len(prompt)} tokens, the context holds {self._max_len} with at least "
+                "one of output; shorten it or compile with a larger --max-model-len"
             )
         outside = [t for t in prompt if not 0 <= t < self._executor.vocab]
         if outside:
-            raise ConfigError(f"request {name}: token id {outside[0]} is not in the vocabulary of {self._executor.vocab}")
+            raise ConfigError(
+                f"request {name}: token id {outside[0]} is not in the vocabulary of {self._executor.vocab}"
+            )
         room = self._max_len - len(prompt)
         seed = params.seed if params.seed is not None else secrets.randbits(63)
         stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.tokenizer.stop_ids)
@@ -126,24 +128,22 @@ def _find_stop(text: str, start: int, stops: tuple[str, ...]) -> int | None:
 def _possible_stop(text: str, stops: tuple[str, ...]) -> int:
     """Length of the longest end of ``text`` that begins a stop string."""
     longest = max((len(s) for s in stops), default=0) - 1
-    return next(
-        (n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0
-    )
+    return next((n for n in range(min(longest, len(text)), 0, -1) if any(s.startswith(text[-n:]) for s in stops)), 0)
 
 
 def stage(plan: list[Scheduled]) -> StepInput:
     """The step's arrays for a plan."""
-    counts = np.array([p.count for p in plan], dtype=np.int32)
+    counts = np.array([p.tokens for p in plan], dtype=np.int32)
     ends = np.cumsum(counts, dtype=np.int32)
     ids = [_tokens(p) for p in plan]
     params = [p.sequence.params for p in plan]
     return StepInput(
         token_ids=np.fromiter(itertools.chain.from_iterable(ids), dtype=np.int32, count=int(ends[-1])),
-        positions=np.concatenate([np.arange(p.start, p.start + p.count, dtype=np.int32) for p in plan]),
+        positions=np.concatenate([np.arange(p.start, p.start + p.tokens, dtype=np.int32) for p in plan]),
         context_len=np.repeat(np.array([p.sequence.known for p in plan], dtype=np.int32), counts),
         logit_rows=ends - 1,
         query_start=np.concatenate([np.zeros(1, dtype=np.int32), ends]),
-        seq_len=np.array([p.start + p.count for p in plan], dtype=np.int32),
+        seq_len=np.array([p.start + p.tokens for p in plan], dtype=np.int32),
         block_table=stack_tables([p.sequence.pages for p in plan]),
         temperature=np.array([q.temperature for q in params], dtype=np.float32),
         top_k=np.array([q.top_k for q in params], dtype=np.int32),
@@ -156,7 +156,7 @@ def stage(plan: list[Scheduled]) -> StepInput:
 
 def _tokens(entry: Scheduled) -> list[int]:
     prompt, output = entry.sequence.prompt, entry.sequence.output
-    end = entry.start + entry.count
+    end = entry.start + entry.tokens
     if entry.start >= len(prompt):
         return output[entry.start - len(prompt) : end - len(prompt)]
     return prompt[entry.start : end] + output[: max(0, end - len(prompt))]

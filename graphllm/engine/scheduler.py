@@ -39,11 +39,11 @@ class Sequence:
 
 
 class Scheduled(NamedTuple):
-    """One sequence's part of a step: ``count`` tokens from its position ``start``; sampled when they reach its end."""
+    """One sequence's part of a step: ``tokens`` tokens from its position ``start``; sampled when they reach its end."""
 
     sequence: Sequence
     start: int
-    count: int
+    tokens: int
     samples: bool
 
 
@@ -103,7 +103,7 @@ class Scheduler:
         advanced = []
         for entry, token in zip(plan, tokens, strict=True):
             sequence = entry.sequence
-            sequence.computed += entry.count
+            sequence.computed += entry.tokens
             if entry.samples:
                 sequence.output.append(token)
                 advanced.append(sequence)

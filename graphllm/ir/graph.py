@@ -86,7 +86,7 @@ class Shapes:
         self.names = names
 
     def _symbol(self, hint: int) -> torch.SymInt:
-        context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
+        context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
         probe = self.mode.from_tensor(torch.empty(max(hint, 2), device="meta"), symbolic_context=context)
         return probe.shape[0]  # type: ignore[return-value]
 

@@ -1,6 +1,7 @@
 """How an implementation calls a hand-written kernel so that both plain execution and the compiler see it.
 
-`CKernel` is a C++ function with a plain C ABI; `launch_triton` starts a Triton kernel. Under a tracer both leave one node
+`CKernel` is a C++ function with a plain C ABI; `launch_triton` starts a Triton kernel. Under a tracer both leave one
+node
 in the graph, which the packager turns into a direct call: no dispatcher, no Python wrapper at serve time.
 """
 
@@ -25,7 +26,8 @@ _kernels: dict[str, CKernel] = {}
 class CKernel:
     """A C++ kernel with C linkage, called by address.
 
-    schema: torch schema of the arguments after the name, e.g. ``(Tensor x, Tensor(a!) out, SymInt T, float eps) -> ()``;
+    schema: torch schema of the arguments after the name, e.g. ``(Tensor x, Tensor(a!) out, SymInt T, float eps) ->
+    ()``;
     it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
     source: the C++ file; it may include only the standard library, OpenMP and the compiler's intrinsics.
@@ -46,7 +48,9 @@ class CKernel:
 
     def _run(self, *args: Any) -> None:
         if self._function is None:
-            self._function = bind_symbol(ctypes.CDLL(str(build_library([self.source]))), self.symbol, self.argument_types)
+            self._function = bind_symbol(
+                ctypes.CDLL(str(build_library([self.source]))), self.symbol, self.argument_types
+            )
         self._function(*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
 
 

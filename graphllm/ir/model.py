@@ -58,8 +58,9 @@ class Model:
     """One architecture family.
 
     architectures: names in ``config.json`` that it serves. config: builds the family's frozen Config from that file's
-    dict. kinds: the kind of each layer, in order (one name repeated, or e.g. "local"/"global"). *_weights: the parameters
-    of each unit as data. embed(c, w, step) -> (x_TD, shared): shared is a tuple of tensors every layer may read (rotary
+    dict. kinds: the kind of each layer, in order (one name repeated, or e.g. "local"/"global"). *_weights: the
+    parameters of each unit as data. embed(c, w, step) -> (x_TD, shared): shared is a tuple of tensors every layer may
+    read (rotary
     cos/sin). layer(c, kind, w, x_TD, shared, step, kv_cache) -> x_TD. head(c, w, x_TD, step) -> logits_SV.
     """
 

@@ -1,6 +1,7 @@
 """Op and Impl: one reference body is the specification, faster implementations are tested against it.
 
-`op` turns a typed function into a ``graphllm::<name>`` operator of torch's library: the signature is the schema, the body
+`op` turns a typed function into a ``graphllm::<name>`` operator of torch's library: the signature is the schema, the
+body
 the reference semantics, the docstring the documentation. Facts the compiler needs live on the `Op` itself.
 """
 

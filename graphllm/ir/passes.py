@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -35,6 +35,12 @@ class Unit(NamedTuple):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     shapes: Shapes
+
+
+def results_of(unit: Unit) -> list[torch.fx.Node]:
+    """The nodes a unit returns, in the order of ``outputs``."""
+    returned: Any = unit.graph.output_node().args[0]
+    return list(returned)
 
 
 class PassReport(NamedTuple):

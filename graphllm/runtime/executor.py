@@ -1,6 +1,7 @@
 """Executor: binds an artifact's programs to weights, caches and static buffers, and runs steps.
 
-On a GPU each padded size is captured once, lazily, as CUDA graphs, then replayed. On a CPU the bound calls run in a loop.
+On a GPU each padded size is captured once, lazily, as CUDA graphs, then replayed. On a CPU the bound calls run in a
+loop.
 Knows nothing of requests: a step is arrays in, token ids out.
 """
 
@@ -59,7 +60,9 @@ class Executor:
     the same in every layer. Raises ConfigError when the cache cannot be allocated.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], weights: Mapping[str, torch.Tensor], kv_pages: int) -> None:
+    def __init__(
+        self, folder: Path, manifest: Mapping[str, Any], weights: Mapping[str, torch.Tensor], kv_pages: int
+    ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
         self.buckets = [Bucket(**b) for b in compiled["buckets"]]
@@ -82,7 +85,9 @@ class Executor:
         shape = (self.kv_pages, *kv["page"])
         try:
             # Zeroed: a page's unused tail is multiplied by a weight of zero, which must not meet NaN.
-            caches = [torch.zeros(shape, dtype=getattr(torch, kv["dtype"]), device=self.device) for _ in range(kv["layers"])]
+            caches = [
+                torch.zeros(shape, dtype=getattr(torch, kv["dtype"]), device=self.device) for _ in range(kv["layers"])
+            ]
         except RuntimeError as failure:
             raise ConfigError(
                 f"kv cache: {self.kv_pages} pages of {self.page_size} tokens do not fit in memory ({failure}); "
@@ -155,7 +160,7 @@ class Executor:
             outside = {**self._outside, **self._staging.tensors(T, S)}
             with self._on_stream():
                 bound = self._program(bucket).bind(outside, self._arena, self._kernels, {"T": T, "S": S})
-            graphed = self._stream is not None and T <= _GRAPH_SIZES[-1]
+            graphed = self._stream is not None and _GRAPH_SIZES[-1] >= T
             self._bound[key] = Runner(bound, graphed)
             if len(self._bound) > 128:
                 self._bound.popitem(last=False)
@@ -164,7 +169,8 @@ class Executor:
 
 
 class Runner:
-    """A bound program. With ``graphed``, what can be is captured as CUDA graphs at the first run and replayed afterwards:
+    """A bound program. With ``graphed``, what can be is captured as CUDA graphs at the first run and replayed
+    afterwards:
     one graph for the whole step when every piece is compiled, one between every two interpreted pieces otherwise."""
 
     def __init__(self, bound: Bound, graphed: bool) -> None:
@@ -177,9 +183,12 @@ class Runner:
         for part in self._parts:
             part()
         if self._graphed and not self._captured:
-            # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched twice.
+            # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched
+            # twice.
             torch.cuda.current_stream().synchronize()
-            self._parts = [part for safe, launches in self._segments for part in (_capture(launches) if safe else launches)]
+            self._parts = [
+                part for safe, launches in self._segments for part in (_capture(launches) if safe else launches)
+            ]
             self._captured = True
 
 

@@ -1,6 +1,7 @@
 """Link the pieces of a program into one flat instruction list, plan its memory, and bind it to addresses.
 
-A piece is like an object file: instructions over local names. `LinkedProgram` resolves the names along the program's calls,
+A piece is like an object file: instructions over local names. `LinkedProgram` resolves the names along the program's
+calls,
 gives every intermediate a fixed place in one arena (places are shared when lifetimes do not overlap), and `bind` turns
 the list into prepared calls for given T and S. Running a step is then a loop over callables.
 """

@@ -1,5 +1,10 @@
 """paged_attention: specification in op.py, kernels beside it."""
 
+import importlib.util
+
 from graphllm.ops.paged_attention.op import paged_attention
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.paged_attention import triton_decode, triton_prefill  # noqa: F401
 
 __all__ = ["paged_attention"]

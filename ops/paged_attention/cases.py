@@ -12,9 +12,8 @@ from graphllm.ir.cases import Case, Maker
 
 _TOLERANCE = {"float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
 _REASON = (
-    "float32 accumulation in tiles, with exp2 of the fast kind; in half precision the softmax weights and the result are "
-    "rounded to the dtype once each (bf16 keeps 8 bits, fp16 11; "
-    "Triton's interpreter cuts to bf16 where a GPU rounds)"
+    "float32 accumulation in tiles, with exp2 of the fast kind; in half precision the softmax weights and the result "
+    "are rounded to the dtype once each (bf16 keeps 8 bits, fp16 11; Triton's interpreter cuts where a GPU rounds)"
 )
 
 
@@ -51,7 +50,8 @@ def _case(
         pages = [-(-length // page) for _, length in sequences]
         total, columns = sum(pages) + 2, max(1, *pages) + 1
         order = torch.randperm(total, generator=make.generator, device=make.generator.device).to(torch.int32).cpu()
-        table = torch.full((S, columns), int(order[-1]), dtype=torch.int32)  # unused entries point at a page nobody owns
+        # Unused entries point at a page that nobody owns.
+        table = torch.full((S, columns), int(order[-1]), dtype=torch.int32)
         used = 0
         for s, n in enumerate(pages):
             table[s, :n] = order[used : used + n]

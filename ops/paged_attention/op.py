@@ -49,9 +49,11 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of T new tokens over a paged KV cache, grouped-query heads, one ragged batch.
 
-    q_THE [T, H, E], k_TKE and v_TKE [T, K, E]: the step's tokens, sequence after sequence; H is a multiple of K; rows may
+    q_THE [T, H, E], k_TKE and v_TKE [T, K, E]: the step's tokens, sequence after sequence; H is a multiple of K; rows
+    may
     be strided, the last dimension is contiguous. kv_cache [B, 2, K, P, E]: B pages of P tokens, keys at index 0, values
-    at 1; written in place. block_table [S, N] int32: the pages of each sequence. query_start [S+1] int32: sequence s owns
+    at 1; written in place. block_table [S, N] int32: the pages of each sequence. query_start [S+1] int32: sequence s
+    owns
     rows query_start[s]:query_start[s+1], possibly none. seq_len [S] int32: its tokens including these rows, so row i of
     its n rows has position seq_len - n + i. scale: factor on q.k. window: if positive, a token sees itself and the
     window - 1 tokens before it. softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
@@ -59,7 +61,7 @@ def paged_attention(
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
     2023 (grouped queries); Gemma 2 report 2024 (soft cap).
     """
-    T, H, E = q_THE.shape
+    _, H, E = q_THE.shape
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     starts, lengths = query_start.tolist(), seq_len.tolist()
@@ -74,7 +76,11 @@ def paged_attention(
         kv_cache[page, 1, :, positions % P] = v_TKE[a:b]
         pages = block_table[s, : -(-length // P)].long()
         keys, values = (
-            kv_cache[pages, i].transpose(1, 2).reshape(-1, K, E)[:length].to(accumulate).repeat_interleave(H // K, dim=1)
+            kv_cache[pages, i]
+            .transpose(1, 2)
+            .reshape(-1, K, E)[:length]
+            .to(accumulate)
+            .repeat_interleave(H // K, dim=1)
             for i in (0, 1)
         )
         scores = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale

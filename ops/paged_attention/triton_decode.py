@@ -6,6 +6,9 @@ launch serves every length. The step's own token is taken from k and v directly,
 stores it into the cache: no program reads a position that another one writes. A second kernel joins the ranges.
 """
 
+# mypy: allow-untyped-defs
+# ruff: noqa: SIM108  (a branch on a constexpr is not a conditional expression)
+
 from __future__ import annotations
 
 import math
@@ -23,7 +26,7 @@ _SMS = 132  # streaming multiprocessors of the chip that the launch constants we
 
 @triton.jit
 def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
-    """What decode reads of the cache: first visible position, first tile, tiles, tiles per range (not the new token)."""
+    """What decode reads of the cache (not the new token): first position, first tile, tiles, tiles per range."""
     last = length - 1
     start = last * 0
     if WINDOW > 0:
@@ -181,16 +184,13 @@ def _split_kernel(
 
         acc = acc / total[:, None]
         heads = head * G + g
-        if SPLITS == 1:
-            tl.store(out_ptr + (row64 * H + heads)[:, None] * E + e[None, :], acc.to(out_ptr.dtype.element_ty), mask=in_q)
+        if tiles <= per_split:
+            out = out_ptr + (row64 * H + heads)[:, None] * E + e[None, :]
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_q)
         else:
-            if tiles <= per_split:
-                direct = (row64 * H + heads)[:, None] * E + e[None, :]
-                tl.store(out_ptr + direct, acc.to(out_ptr.dtype.element_ty), mask=in_q)
-            else:
-                at_split = (s.to(tl.int64) * SPLITS + split) * H + heads
-                tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
-                tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < G)
+            at_split = (s.to(tl.int64) * SPLITS + split) * H + heads
+            tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
+            tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < G)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ sequence by comparing with query_start, on the device. Sequences with a single q
 triton_decode, which spread a long context over many programs.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
 
 import torch
@@ -233,7 +235,7 @@ def _flash_kernel(
 def plan_blocks(T: object, G: int, E: int, P: int, dtype: torch.dtype) -> dict[str, int]:
     """Tile sizes of the flash kernel from static facts; T is the number of tokens, symbolic when dynamic."""
     if dtype == torch.float32:
-        return {"block_m": max(32, power_of_2(G)), "block_n": 32, "warps": 4, "stages": 1}
+        return {"block_m": power_of_2(G), "block_n": 32, "warps": 4, "stages": 2}
     if E > 128:
         return {"block_m": max(128, power_of_2(G)), "block_n": 32, "warps": 8, "stages": 2}
     return {"block_m": max(128, power_of_2(G)), "block_n": 64, "warps": 8, "stages": 3}

@@ -3,9 +3,12 @@
 The scan kernel reads every row in chunks and settles greedy rows and rows without a filter up to a comparison of the
 chunks. The finish kernel does that comparison, and for a row with top-k, top-p or min-p works on candidates: a cut that
 surely lies below the row's threshold comes from the scan (maxima of groups of tokens for top-k, the total mass for
-top-p), the logits above it are gathered, lane by lane, into scratch, and the exact threshold is then built bit by bit on
-order-preserving integer keys. A row too flat for the scratch is searched in full, with the same result.
+top-p), the logits above it are gathered, lane by lane, into scratch, and the exact threshold is then built bit by bit
+on order-preserving integer keys. A row too flat for the scratch is searched in full, with the same result.
 """
+
+# mypy: allow-untyped-defs
+# ruff: noqa: SIM108  (a branch on a constexpr is not a conditional expression)
 
 from __future__ import annotations
 
@@ -324,7 +327,7 @@ def _finish_kernel(
                     tl.store(tiles_ptr + at, (tile + lane * 0).to(tl.int16), mask=fits)
                     used += take.to(tl.int32)
                 depth = tl.max(used, axis=0)
-                for d in range(0, tl.minimum(depth, DEPTH)):
+                for d in range(tl.minimum(depth, DEPTH)):
                     hole = tl.full([BLOCK], float("-inf"), tl.float32).to(candidate_ptr.dtype.element_ty)
                     tl.store(candidates_ptr + d * BLOCK + lane, hole, mask=used <= d)
                     tl.store(tiles_ptr + d * BLOCK + lane, tl.zeros([BLOCK], tl.int16), mask=used <= d)

@@ -84,7 +84,9 @@ def count_items(rng: Random) -> Sample:
     question = rng.choice(
         ("How many times is {} in this list: {}", "How often does {} appear: {}", "Count {} in this list: {}")
     )
-    return ask(rng, question.format(kinds[0], ", ".join(items)), f"The list has {kinds[0]} {count} times.")
+    return ask(
+        rng, question.format(kinds[0], ", ".join(items)), f"The list has {kinds[0]} {count} time{'s' * (count != 1)}."
+    )
 
 
 @task(1.5)

@@ -1,0 +1,188 @@
+"""Step times of real model shapes on one GPU, from a compiled artifact in a fresh process, with the start-up breakdown.
+
+    python bench/gpu_step.py [--shapes llama3.1-8b,qwen3-0.6b] [--out FILE.json] [--weights-on-disk]
+
+Random bf16 weights. A step is what serving does: stage the batch, copy it, replay, fetch the tokens. Each shape is
+compiled by `graphllm compile` and measured in a worker process that loads the artifact.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+SHAPES = {
+    "llama3.1-8b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "intermediate_size": 14336, "vocab_size": 128256,
+        "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+        "tie_word_embeddings": False, "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
+    },
+    "qwen3-0.6b": {
+        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
+        "tie_word_embeddings": True, "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
+    },
+}  # fmt: skip
+VLLM = {("llama3.1-8b", 1): 4.93, ("llama3.1-8b", 32): 5.55, ("llama3.1-8b", 64): 6.15, ("llama3.1-8b", 128): 7.42,
+        ("qwen3-0.6b", 1): 2.31, ("qwen3-0.6b", 64): 2.96, ("qwen3-0.6b", 256): 8.09}  # fmt: skip
+CONTEXT, STEPS = 256, 100
+
+
+def worker(folder: Path, artifact: Path) -> None:
+    """Load the artifact, run the cases, print one JSON line."""
+    clock = [("process", time.perf_counter())]
+
+    def mark(name: str) -> None:
+        clock.append((name, time.perf_counter()))
+
+    from graphllm import artifact as files
+
+    manifest = files.verify(artifact)
+    files.check_machine(artifact, manifest)
+    mark("verify artifact")
+    import torch
+
+    mark("import torch")
+    torch.zeros(1, device="cuda")
+    mark("CUDA context")
+    from graphllm.runtime.executor import Executor
+    from graphllm.weights.checkpoint import Checkpoint
+    from graphllm.weights.loader import load_weights, random_weights
+    from graphllm.weights.plan import WeightPlan
+
+    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    real = (folder / "model.safetensors").exists()
+    weights = load_weights(plan, Checkpoint.open(folder), "cuda") if real else random_weights(plan, "cuda")
+    torch.cuda.synchronize()
+    mark("weights from page cache" if real else "random weights")
+    pages = 256 * (CONTEXT + 256) // 16
+    executor = Executor(artifact, manifest, weights, pages)
+    mark("executor")
+    executor.tokens(executor.run(batch(1, 128, 0, executor)), 1)
+    mark("prefill of 128, first token")
+    executor.tokens(executor.run(batch(1, 1, 128, executor)), 1)
+    mark("first decode step, with capture")
+    phases = {name: round(now - before, 3) for (_, before), (name, now) in itertools.pairwise(clock)}
+    result: dict = {"start-up s": phases, "decode": {}, "prefill": {}}
+    forbidden = [m for m in ("torch._inductor", "torch._dynamo", "triton") if m in sys.modules]
+    result["forbidden modules"] = forbidden
+    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        step = batch(size, 1, CONTEXT, executor)
+        for _ in range(5):
+            executor.tokens(executor.run(step), size)
+        times = []
+        for _ in range(STEPS):
+            start = time.perf_counter()
+            executor.tokens(executor.run(step), size)
+            times.append(1e3 * (time.perf_counter() - start))
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        runner = executor._runner(*executor.pick(size, size, True))
+        with executor._on_stream():
+            begin.record()
+            for _ in range(STEPS):
+                runner.run()
+            end.record()
+        torch.cuda.synchronize()
+        result["decode"][size] = {
+            "ms": round(statistics.median(times), 3),
+            "graph ms": round(begin.elapsed_time(end) / STEPS, 3),
+        }
+    for size in (512, 2048, 8192):
+        if size <= executor.max_num_tokens and size // 16 <= pages:
+            step = batch(1, size, 0, executor)
+            times = []
+            for _ in range(4):
+                start = time.perf_counter()
+                executor.tokens(executor.run(step), 1)
+                times.append(1e3 * (time.perf_counter() - start))
+            result["prefill"][size] = round(statistics.median(times[1:]), 2)
+    print(json.dumps(result), flush=True)
+
+
+def batch(size: int, tokens: int, start: int, executor):
+    """``size`` sequences with ``tokens`` new tokens each after ``start`` cached ones."""
+    import numpy as np
+
+    from graphllm.runtime.executor import StepInput
+
+    pages = -(-(start + tokens) // executor.page_size)
+    ends = np.arange(1, size + 1, dtype=np.int32) * tokens
+    rng = np.random.default_rng(0)
+    return StepInput(
+        token_ids=rng.integers(0, 1000, size * tokens).astype(np.int32),
+        positions=np.tile(np.arange(start, start + tokens, dtype=np.int32), size),
+        context_len=np.full(size * tokens, start + tokens, np.int32),
+        logit_rows=ends - 1,
+        query_start=np.concatenate([np.zeros(1, np.int32), ends]),
+        seq_len=np.full(size, start + tokens, np.int32),
+        block_table=rng.permutation(size * pages).astype(np.int32).reshape(size, pages),
+        temperature=np.zeros(size, np.float32), top_k=np.zeros(size, np.int32), top_p=np.ones(size, np.float32),
+        min_p=np.zeros(size, np.float32), seed=np.zeros(size, np.int64), draw=np.zeros(size, np.int32),
+    )  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--weights-on-disk", action="store_true", help="write a checkpoint first, and load it")
+    parser.add_argument("--compile", default="", help="more options for graphllm compile")
+    parser.add_argument("--worker", nargs=2, type=Path)
+    args = parser.parse_args()
+    if args.worker:
+        worker(*args.worker)
+        return
+    results: dict = {"versions": {p: version(p) for p in ("torch", "triton")}, "command": " ".join(sys.argv)}
+    for shape in args.shapes.split(","):
+        folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+        if args.weights_on_disk:
+            write_checkpoint(folder)
+        start = time.perf_counter()
+        command = [sys.executable, "-m", "graphllm.cli", "compile", str(folder), "-o", str(folder / "artifact"),
+                   "--max-model-len", "16384", *args.compile.split()]  # fmt: skip
+        if not args.weights_on_disk:
+            command += ["--load-format", "dummy"]
+        subprocess.run(command, check=True)
+        compiled = time.perf_counter() - start
+        start = time.perf_counter()
+        run = [sys.executable, __file__, "--worker", str(folder), str(folder / "artifact")]
+        done = subprocess.run(run, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            results[shape] = {"failed": done.returncode}
+            continue
+        found = json.loads(done.stdout.splitlines()[-1]) | {"compile s": round(compiled, 1)}
+        for size, row in found["decode"].items():
+            if peer := VLLM.get((shape, int(size))):
+                row["vLLM 0.26 ms"], row["speed-up"] = peer, round(peer / row["ms"], 2)
+        results[shape] = found
+    text = json.dumps(results, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+def write_checkpoint(folder: Path) -> None:
+    """One safetensors file of random weights in transformers' names; it is in the page cache afterwards."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    tensors = {n: (torch.randn(p.shape, device="cuda") * 0.02).bfloat16().cpu() for n, p in model.named_parameters()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()

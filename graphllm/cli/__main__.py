@@ -1,0 +1,5 @@
+"""`python -m graphllm.cli` is the graphllm command."""
+
+from graphllm.cli import main
+
+main()

@@ -1,0 +1,80 @@
+"""Triton kernels on a real GPU: every small case natively, CUDA-graph replay with other data, full-size shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from graphllm.ir.cases import Case, Maker
+from graphllm.ir.check import cases_of, check_impl, relative_error
+from graphllm.ir.op import Op
+from graphllm.ir.registry import load_ops
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+_OPS = load_ops()
+_IMPLS = [(op.name, impl.name) for op in _OPS.values() for impl in op.impls.values() if impl.device == "cuda"]
+_SMALL = [(o, i, c.name) for o, i in _IMPLS for c in cases_of(_OPS[o]) if c.size == "small"]
+
+
+def _case(op: Op, name: str) -> Case:
+    return next(c for c in cases_of(op) if c.name == name)
+
+
+def _inputs(op: Op, case: Case, seed: int) -> dict[str, object]:
+    maker = Maker(torch.Generator("cuda").manual_seed(seed), torch.device("cuda"), torch.bfloat16)
+    return op.bind((), case.inputs(maker))
+
+
+def _error(op: Op, case: Case, found: torch.Tensor, args: dict[str, object]) -> float:
+    exact = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    return relative_error(case.specified(found, args), case.specified(op.reference(**exact), exact))
+
+
+@pytest.mark.parametrize(("name", "impl", "case"), _SMALL)
+def test_small_case(name: str, impl: str, case: str) -> None:
+    op = _OPS[name]
+    results = check_impl(op, op.impls[impl], [_case(op, case)], real=False)
+    assert not [str(r) for r in results if not r.ok]
+
+
+def test_decode_graph_serves_other_lengths() -> None:
+    """One captured launch, replayed after lengths, pages and padding changed, gives the new batch's result."""
+    op = _OPS["paged_attention"]
+    long, ragged = _case(op, "decode_ragged"), _case(op, "decode_empty")
+    static = _inputs(op, long, 0)
+    columns = static["block_table"].shape[1]
+    graph = torch.cuda.CUDAGraph()
+    op.impls["triton_decode"].fn(**static)
+    with torch.cuda.graph(graph):
+        out = op.impls["triton_decode"].fn(**static)
+    other = _inputs(op, ragged, 1)
+    n, pages = len(other["seq_len"]), other["kv_cache"].shape[0]
+    static["kv_cache"][:pages] = other["kv_cache"]
+    static["block_table"].zero_()[:n, : other["block_table"].shape[1]] = other["block_table"][:, :columns]
+    static["query_start"][: n + 1] = other["query_start"]
+    static["query_start"][n + 1 :] = other["query_start"][-1]
+    static["seq_len"].zero_()[:n] = other["seq_len"]
+    rows = int(other["query_start"][-1])
+    for tensor in ("q_THE", "k_TKE", "v_TKE"):
+        static[tensor][:rows] = other[tensor][:rows]
+    graph.replay()
+    assert _error(op, ragged, out[:rows], other) < long.tolerance["bfloat16"]
+
+
+@pytest.mark.parametrize("case", ["decode_8b_b32_ctx512", "decode_8b_b128_uneven", "prefill_8b_1x8192"])
+@pytest.mark.slow
+def test_full_size_attention(case: str) -> None:
+    op = _OPS["paged_attention"]
+    full = _case(op, case)
+    impl = op.impls["triton_decode" if full.bucket.kind == "decode" else "triton_prefill"]
+    args = _inputs(op, full, 0)
+    assert _error(op, full, impl.fn(**_inputs(op, full, 0)), args) < full.tolerance["bfloat16"]
+
+
+@pytest.mark.slow
+def test_full_size_sample() -> None:
+    op = _OPS["sample"]
+    for case in (c for c in cases_of(op) if c.size == "real"):
+        args = _inputs(op, case, 0)
+        assert torch.equal(op.impls["triton_sample"].fn(**args), op.reference(**args)), case.name
