@@ -123,6 +123,8 @@ def _artifact(
 def _defaults(folder: Path, sampling: Mapping[str, Any]) -> SamplingParams:
     file = folder / "generation_config.json"
     given = json.loads(file.read_text()) if file.exists() else {}
+    if given.pop("repetition_penalty", 1.0) != 1.0:
+        console.print("generation_config.json asks for a repetition penalty, which is not supported yet: going without")
     base = SamplingParams.from_generation_config(given)
     if "max_new_tokens" not in given:
         base = SamplingParams.from_fields({"max_tokens": _DEFAULT_MAX_TOKENS}, base)

@@ -28,58 +28,62 @@ inline void finish(const Args& a, i64 m, i64 n, __mmask16 valid, __m512 sum) {
   store16(a.out + m * a.N + n, sum, valid);
 }
 
-// The sums of four vectors, in the lowest four lanes.
-inline __m128 sum4(__m512 a, __m512 b, __m512 c, __m512 d) {
-  auto half = [](__m512 v) { return _mm256_add_ps(_mm512_castps512_ps256(v), _mm512_extractf32x8_ps(v, 1)); };
-  __m256 ab = _mm256_hadd_ps(half(a), half(b)), cd = _mm256_hadd_ps(half(c), half(d));
-  __m256 abcd = _mm256_hadd_ps(ab, cd);
-  return _mm_add_ps(_mm256_castps256_ps128(abcd), _mm256_extractf128_ps(abcd, 1));
-}
-
-// Blocks of 16 weight rows times M <= kDotRows rows of x by dot products. Four rows are read as four streams; each line
-// is asked for 1.5 KB ahead, into the rows after these four where the row ends: measured best, 34 of 37 GB/s.
-constexpr i64 kDotRows = 2;
+// Blocks of 16 weight rows times M rows of x by dot products. Two weight rows are read side by side, each line asked for
+// 28 lines ahead, past the row's end in the next two rows; loads stand before prefetches in every step. Of one to eight
+// rows, either cache level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches.
+constexpr i64 kDotRows = 4;  // rows of x; more take the AMX path, where there is one
 template <int M>
 void dot_blocks(const Args& a, i64 m0, Range blocks) {
-  constexpr i64 ahead = 768;
+  constexpr i64 ahead = 28 * 32;
+  const bf16* x = a.x + m0 * a.x_stride;
   for (i64 block = blocks.from; block < blocks.to; block++) {
-    i64 n0 = block * kRows, rows = std::min(kRows, a.N - n0);
-    alignas(64) float sums[M][kRows];
-    for (i64 quad = 0; quad < rows; quad += 4) {
-      const bf16* w[4];
-      for (i64 r = 0; r < 4; r++) w[r] = a.weight + std::min(n0 + quad + r, a.N - 1) * a.weight_stride;
-      __m512 acc[4][M];
-      for (int r = 0; r < 4; r++)
-        for (int m = 0; m < M; m++) acc[r][m] = _mm512_setzero_ps();
-      auto step = [&](i64 k, __mmask32 mask) __attribute__((always_inline)) {
-        __m512bh x[M];
-        for (int m = 0; m < M; m++) x[m] = load_pairs(a.x + (m0 + m) * a.x_stride + k, mask);
-        for (int r = 0; r < 4; r++) {
-          __m512bh v = load_pairs(w[r] + k, mask);
-          for (int m = 0; m < M; m++) acc[r][m] = _mm512_dpbf16_ps(acc[r][m], v, x[m]);
+    const i64 n0 = block * kRows, rows = std::min(kRows, a.N - n0);
+    alignas(64) float sums[M][kRows] = {};
+    for (i64 n = 0; n < rows; n += 2) {
+      const bf16* w = a.weight + (n0 + n) * a.weight_stride;
+      const i64 second = n + 1 < rows ? a.weight_stride : 0;
+      const bf16* next = w + 2 * a.weight_stride;
+      __m512 acc[2][M];
+      for (int m = 0; m < M; m++) acc[0][m] = acc[1][m] = _mm512_setzero_ps();
+      auto add = [&](i64 k, __m512bh w0, __m512bh w1, __mmask32 mask) __attribute__((always_inline)) {
+        for (int m = 0; m < M; m++) {
+          __m512bh v = load_pairs(x + m * a.x_stride + k, mask);
+          acc[0][m] = _mm512_dpbf16_ps(acc[0][m], w0, v);
+          acc[1][m] = _mm512_dpbf16_ps(acc[1][m], w1, v);
         }
       };
       i64 k = 0;
-      for (; k + 64 <= a.K; k += 64) {
-        i64 next = k + ahead;
-        const bf16* at = next < a.K ? w[0] + next : w[0] + 4 * a.weight_stride + (next - a.K);
-        for (int r = 0; r < 4; r++) {
-          _mm_prefetch(at + r * a.weight_stride, _MM_HINT_T1);
-          _mm_prefetch(at + r * a.weight_stride + 32, _MM_HINT_T1);
-        }
-        step(k, ~0u);
-        step(k + 32, ~0u);
+      for (; k + 32 <= a.K; k += 32) {
+        __m512bh w0 = load_pairs(w + k), w1 = load_pairs(w + second + k);
+        asm volatile("" ::: "memory");
+        const bf16* at = k + ahead < a.K ? w + (k + ahead) : next + (k + ahead - a.K);
+        _mm_prefetch(at, _MM_HINT_T0);
+        _mm_prefetch(at + a.weight_stride, _MM_HINT_T0);
+        asm volatile("" ::: "memory");
+        add(k, w0, w1, ~0u);
       }
-      for (; k < a.K; k += 32) step(k, first32(a.K - k));
-      for (int m = 0; m < M; m++) _mm_store_ps(sums[m] + quad, sum4(acc[0][m], acc[1][m], acc[2][m], acc[3][m]));
+      if (k < a.K) {
+        const __mmask32 inside = first32(a.K - k);
+        add(k, load_pairs(w + k, inside), load_pairs(w + second + k, inside), inside);
+      }
+      for (int m = 0; m < M; m++) {
+        sums[m][n] = _mm512_reduce_add_ps(acc[0][m]);
+        sums[m][n + 1] = _mm512_reduce_add_ps(acc[1][m]);
+      }
     }
     for (int m = 0; m < M; m++) finish(a, m0 + m, n0, first16(rows), _mm512_load_ps(sums[m]));
   }
 }
 
 void dot(const Args& a, Range blocks) {
-  for (i64 m = 0; m < a.M; m += kDotRows)
-    a.M - m >= 2 ? dot_blocks<2>(a, m, blocks) : dot_blocks<1>(a, m, blocks);
+  for (i64 m = 0; m < a.M; m += kDotRows) {
+    switch (std::min(kDotRows, a.M - m)) {
+      case 1: dot_blocks<1>(a, m, blocks); break;
+      case 2: dot_blocks<2>(a, m, blocks); break;
+      case 3: dot_blocks<3>(a, m, blocks); break;
+      default: dot_blocks<4>(a, m, blocks);
+    }
+  }
 }
 
 #endif  // GRAPHLLM_AVX512

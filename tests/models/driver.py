@@ -1,85 +1,98 @@
-"""Runs a Hugging Face checkpoint folder through its model file, op by op: what an executor must reproduce."""
+"""Compiles a Hugging Face checkpoint folder and decodes greedily with the executor: what parity tests compare."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from graphllm.ir import Attn, Step
-from graphllm.ir.registry import load_models
-from graphllm.weights.checkpoint import Checkpoint
+from graphllm import artifact, prepare
+from graphllm.config import Bucket
+from graphllm.runtime.executor import Executor, StepInput, stack_tables
 from graphllm.weights.loader import load_weights
-from graphllm.weights.plan import make_plan
+from graphllm.weights.plan import WeightPlan
 
 PAGE = 16
+BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 8), Bucket("mixed", 2, 512))
 
 
-@torch.no_grad()
-def generate(model_dir: Path, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[list[Tensor], list[list[int]]]:
-    """Greedy float32 decoding of all prompts as one ragged batch.
+class Driver:
+    """A compiled checkpoint with its executor."""
 
-    Returns, for each prompt, the logits [V] after its last token, and the n_tokens drawn ones.
-    """
-    hf = json.loads((model_dir / "config.json").read_text())
-    model = load_models()[hf["architectures"][0]]
-    c = model.config(hf)
-    kinds = model.kinds(c)
-    weights = load_weights(make_plan(model, c, "float32"), Checkpoint.open(model_dir))
-    embed, head = _unit(weights, "embed"), _unit(weights, "head")
-    layers = [_unit(weights, f"layers.{i}") for i in range(len(kinds))]
+    def __init__(
+        self,
+        folder: Path,
+        backend: Literal["eager", "inductor"],
+        place: Path,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        target: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
+        from graphllm.compile.pipeline import compile_model
 
-    block_table, pages = _assign_pages([len(p) + n_tokens for p in prompts])
-    caches = [torch.zeros(pages, 2, c.K, PAGE, c.E) for _ in kinds]
-    new, done = [list(p) for p in prompts], [0] * len(prompts)
-    prefill: list[Tensor] = []
-    tokens: list[list[int]] = [[] for _ in prompts]
-    for _ in range(n_tokens):
-        step = _step(new, done, block_table)
-        x_TD, shared = model.embed(c, embed, step)
-        for kind, w, kv_cache in zip(kinds, layers, caches, strict=True):
-            x_TD = model.layer(c, kind, w, x_TD, shared, step, kv_cache)
-        logits_SV = model.head(c, head, x_TD, step)
-        prefill = prefill or list(logits_SV)
-        done = [d + len(n) for d, n in zip(done, new, strict=True)]
-        new = [[t] for t in logits_SV.argmax(-1).tolist()]
-        for drawn, n in zip(tokens, new, strict=True):
-            drawn += n
-    return prefill, tokens
+        source = prepare.open_source(folder)
+        assert source.checkpoint is not None
+        wanted = prepare.Overrides(
+            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_tokens=512, page_size=PAGE, tune=False
+        )
+        config = replace(prepare.compile_config(source.config, wanted), max_model_len=512, jobs=1)
+        compile_model(source.config, source.tensors, config, place)
+        manifest = artifact.verify(place)
+        plan = WeightPlan.from_json((place / "weights.json").read_text())
+        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), kv_pages=256)
 
+    def generate(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[list[Tensor], list[list[int]]]:
+        """Greedy decoding of all prompts as one ragged batch.
 
-def _unit(weights: Mapping[str, Tensor], unit: str) -> SimpleNamespace:
-    return SimpleNamespace(**{k.removeprefix(unit + "."): v for k, v in weights.items() if k.startswith(unit + ".")})
-
-
-def _assign_pages(lengths: Sequence[int]) -> tuple[Tensor, int]:
-    """A block table with the pages of all sequences shuffled, and their number."""
-    counts = [-(-n // PAGE) for n in lengths]
-    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    table = torch.zeros(len(lengths), max(counts), dtype=torch.int32)
-    for row, pages in zip(table, order.split(counts), strict=True):
-        row[: len(pages)] = pages
-    return table, sum(counts)
+        Returns, for each prompt, the logits [V] after its last token, and the n_tokens drawn ones.
+        """
+        tables = _assign_pages([len(p) + n_tokens for p in prompts], self.executor.kv_pages)
+        new, done = [list(p) for p in prompts], [0] * len(prompts)
+        prefill: list[Tensor] = []
+        tokens: list[list[int]] = [[] for _ in prompts]
+        for _ in range(n_tokens):
+            result = self.executor.run(_step(new, done, tables))
+            drawn = self.executor.tokens(result, len(prompts)).tolist()
+            prefill = prefill or list(result.logits[: len(prompts)].float().cpu().clone())
+            done = [d + len(n) for d, n in zip(done, new, strict=True)]
+            new = [[t] for t in drawn]
+            for row, token in zip(tokens, drawn, strict=True):
+                row.append(token)
+        return prefill, tokens
 
 
-def _step(new: Sequence[Sequence[int]], done: Sequence[int], block_table: Tensor) -> Step:
+def _assign_pages(lengths: Sequence[int], pages: int) -> list[list[int]]:
+    """Pages for all sequences, in shuffled order."""
+    order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
+    tables = []
+    for n in lengths:
+        count = -(-n // PAGE)
+        tables.append(order[:count])
+        order = order[count:]
+    return tables
+
+
+def _step(new: Sequence[Sequence[int]], done: Sequence[int], tables: list[list[int]]) -> StepInput:
     """The batch in which sequence s, of which ``done[s]`` tokens are cached, runs the tokens ``new[s]``."""
-
-    def ints(values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int32)
-
-    starts = [0]
-    for n in new:
-        starts.append(starts[-1] + len(n))
-    lengths = [d + len(n) for d, n in zip(done, new, strict=True)]
-    return Step(
-        token_ids=ints([t for n in new for t in n]),
-        positions=ints([d + i for d, n in zip(done, new, strict=True) for i in range(len(n))]),
-        context_len=ints([length for length, n in zip(lengths, new, strict=True) for _ in n]),
-        logit_rows=ints([end - 1 for end in starts[1:]]),
-        attn=Attn(block_table, ints(starts), ints(lengths)),
+    counts = np.array([len(n) for n in new], dtype=np.int32)
+    ends, lengths = np.cumsum(counts, dtype=np.int32), np.array(done, dtype=np.int32) + counts
+    S = len(new)
+    return StepInput(
+        token_ids=np.array([t for n in new for t in n], dtype=np.int32),
+        positions=np.concatenate([np.arange(d, d + len(n), dtype=np.int32) for d, n in zip(done, new, strict=True)]),
+        context_len=np.repeat(lengths, counts),
+        logit_rows=ends - 1,
+        query_start=np.concatenate([np.zeros(1, np.int32), ends]),
+        seq_len=lengths,
+        block_table=stack_tables(tables),
+        temperature=np.zeros(S, np.float32),
+        top_k=np.zeros(S, np.int32),
+        top_p=np.ones(S, np.float32),
+        min_p=np.zeros(S, np.float32),
+        seed=np.zeros(S, np.int64),
+        draw=np.zeros(S, np.int32),
     )

@@ -1,4 +1,7 @@
-"""Every family against transformers on tiny random checkpoints: prefill logits and greedy tokens, float32, ragged."""
+"""Every family against transformers on tiny random checkpoints: prefill logits and greedy tokens, float32, ragged.
+
+The eager backend runs all of them; compiled, a few run here and the rest under ``-m slow``.
+"""
 
 from __future__ import annotations
 
@@ -138,20 +141,37 @@ def _stepwise(model: transformers.PreTrainedModel, prompt: list[int], drawn: lis
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("arch", ARCHS, ids=lambda a: a.name)
+# Two layer kinds with both caps and windows; learned positions and LayerNorm; grouped queries with a changing table.
+COMPILED_HERE = {"gemma2", "gpt2", "llama_dynamic"}
+RUNS = [("eager", arch) for arch in ARCHS] + [("inductor", arch) for arch in ARCHS]
+
+
+@pytest.mark.parametrize(
+    ("backend", "arch"),
+    [
+        pytest.param(
+            b,
+            a,
+            id=f"{b}-{a.name}",
+            marks=[pytest.mark.slow] if b == "inductor" and a.name not in COMPILED_HERE else [],
+        )
+        for b, a in RUNS
+    ],
+)
 @torch.no_grad()
-def test_parity(arch: Arch, tmp_path: Path) -> None:
+def test_parity(backend: str, arch: Arch, tmp_path: Path) -> None:
     model = _build(arch)
     model.save_pretrained(tmp_path)
+    runner = driver.Driver(tmp_path, backend, tmp_path / "artifact")
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(V, (n,), generator=draw).tolist() for n in LENGTHS]
-    logits, tokens = driver.generate(tmp_path, prompts, N_TOKENS)
+    logits, tokens = runner.generate(prompts, N_TOKENS)
     oracle: Callable[..., Tensor] = _stepwise if arch.stepwise else _forced
     for i, prompt in enumerate(prompts):
         expected = oracle(model, prompt, tokens[i])
         torch.testing.assert_close(logits[i], expected[0], atol=1e-4, rtol=0)
         assert tokens[i] == expected.argmax(-1).tolist()
-        alone_logits, alone_tokens = driver.generate(tmp_path, [prompt], N_TOKENS)
+        alone_logits, alone_tokens = runner.generate([prompt], N_TOKENS)
         torch.testing.assert_close(alone_logits[0], expected[0], atol=1e-4, rtol=0)
         assert alone_tokens[0] == tokens[i]
     assert len(set(tokens[-1])) > 8, "the checkpoint repeats itself, which tests little"

@@ -1,0 +1,187 @@
+"""What the tests share: a tiny random Llama with a tokenizer, artifacts of it, and the command line as a function.
+
+Session fixtures live in one folder that all xdist workers share, each made by whoever comes first.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+CORPUS = ["hello world, the cat sat on the mat", "what is the answer to the question", "a list of words in a row"]
+TEMPLATE = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"
+)
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|system|>", "<|bot|>"]
+# Small enough that prompts of a few tokens are chunked and the batch fills up; context 96 needs 12 pages.
+LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_tokens": 32, "page_size": 8}
+
+
+@dataclass(frozen=True)
+class Done:
+    """A finished command: exit status, both outputs, seconds."""
+
+    code: int
+    out: str
+    err: str
+    seconds: float = 0.0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test has an artifact cache of its own."""
+    monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], object]], Path]:
+    """shared(name, make): the folder ``name`` that ``make`` filled, once for all workers of this run."""
+    base = tmp_path_factory.getbasetemp()
+    root = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared"
+    root.mkdir(exist_ok=True)
+
+    def get(name: str, make: Callable[[Path], object]) -> Path:
+        with (root / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            ready = root / f"{name}.ready"
+            if not ready.exists():
+                make(root / name)
+                ready.touch()
+        return root / name
+
+    return get
+
+
+def make_llama(folder: Path, layers: int = 2) -> None:
+    """A Llama of random float32 weights whose likeliest tokens are plain ASCII text, saved by transformers."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    backend.train_from_iterator(CORPUS, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
+    )
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=backend.get_vocab_size(), hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.15,
+            bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+        )  # fmt: skip
+    )
+    texts = [backend.decode([i]) for i in range(backend.get_vocab_size())]
+    odd = [i for i, text in enumerate(texts) if not (text.isascii() and text.isprintable() and text)]
+    with torch.no_grad():
+        model.lm_head.weight[odd] = 0.0  # a logit of 0 is never the largest
+    model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="session")
+def checkpoint(shared: Any) -> Path:
+    """The tiny Llama's folder. Do not write into it."""
+    return shared("llama", make_llama)
+
+
+def _compile(checkpoint: Path, folder: Path, backend: Any) -> None:
+    from graphllm import prepare
+    from graphllm.compile.pipeline import compile_model
+
+    source = prepare.open_source(checkpoint)
+    config = prepare.compile_config(source.config, prepare.Overrides("cpu", backend, **LIMITS))
+    compile_model(source.config, source.tensors, config, folder)
+
+
+@pytest.fixture(scope="session")
+def eager_artifact(shared: Any, checkpoint: Path) -> Path:
+    """The tiny Llama with the eager backend, LIMITS and default buckets. Do not write into it."""
+    return shared("eager", lambda folder: _compile(checkpoint, folder, "eager"))
+
+
+@pytest.fixture(scope="session")
+def compiled_artifact(shared: Any, checkpoint: Path) -> Path:
+    """The same compiled by Inductor. Do not write into it."""
+    return shared("compiled", lambda folder: _compile(checkpoint, folder, "inductor"))
+
+
+@pytest.fixture
+def cli(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Done]:
+    """cli(*arguments, stdin=""): the graphllm command inside this process."""
+    from graphllm.cli import main
+
+    def call(*arguments: object, stdin: str = "") -> Done:
+        import io
+
+        monkeypatch.setattr(sys, "argv", ["graphllm", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capfd.readouterr()
+        code = 0
+        try:
+            main()
+        except SystemExit as end:
+            code = int(end.code or 0)
+        return Done(code, *capfd.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def process(cache: Path) -> Callable[..., Done]:
+    """process(*arguments, **environment): the same in a fresh process, timed."""
+
+    def call(*arguments: object, **environment: str) -> Done:
+        script = "from graphllm.cli import main; main()"
+        begin = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            capture_output=True, text=True, env={**os.environ, **environment}, timeout=120,
+        )  # fmt: skip
+        return Done(done.returncode, done.stdout, done.stderr, time.perf_counter() - begin)
+
+    return call
+
+
+@pytest.fixture
+def resign() -> Callable[[Path, Callable[[dict[str, Any]], None]], None]:
+    """resign(artifact, edit): edit the manifest and put the right digest on it, as its writer would have."""
+    import hashlib
+
+    def apply(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+        path = folder / "manifest.json"
+        manifest = json.loads(json.loads(path.read_text())["manifest"])
+        edit(manifest)
+        text = json.dumps(manifest)
+        path.write_text(json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), "manifest": text}))
+
+    return apply
+
+
+@pytest.fixture
+def listing() -> Callable[[Path], dict[str, tuple[int, int]]]:
+    """listing(folder): size and modification time of everything in it."""
+
+    def take(folder: Path) -> dict[str, tuple[int, int]]:
+        def entries() -> Iterator[Path]:
+            yield folder
+            yield from sorted(folder.rglob("*"))
+
+        return {str(p): (p.stat().st_size, p.stat().st_mtime_ns) for p in entries()}
+
+    return take
