@@ -7,6 +7,8 @@ A folder with ``manifest.json`` (every key factor in clear, a checksum for each 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -85,7 +87,7 @@ def differences(expected: Any, found: Any, name: str = "") -> list[str]:
 def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
     """Finish the artifact built in ``files`` (a sibling of ``folder``) and move it to its place in one rename.
 
-    When another process finished the same artifact first, its copy stays and ours is dropped.
+    An artifact that is there already, because this is a rebuild or another process was faster, is replaced.
     """
     sums = {
         str(f.relative_to(files)): [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()]
@@ -99,12 +101,27 @@ def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
         if file.is_file():
             with file.open("rb") as handle:
                 os.fsync(handle.fileno())
-    try:
-        files.rename(folder)
-    except OSError:
-        shutil.rmtree(files)
-        verify(folder)
-    return folder
+    old = files.with_name(f"{files.name}-old")  # `begin` removes it if this process dies right here
+    while True:
+        try:
+            files.rename(folder)
+            return folder
+        except OSError as taken:
+            if taken.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            folder.rename(old)
+            shutil.rmtree(old)
+
+
+def check_replaceable(folder: Path) -> None:
+    """Raise ArtifactError when something else than an artifact is at ``folder``: writing one there would destroy it."""
+    if folder.is_dir():
+        names = {p.name for p in folder.iterdir()}
+        if not names or {"manifest.json", "pieces"} <= names:
+            return
+    if folder.exists():
+        raise ArtifactError(f"output: {folder} exists and is no artifact; give a new or an empty folder")
 
 
 def begin(folder: Path) -> Path:
@@ -164,7 +181,11 @@ def check_machine(folder: Path, manifest: Mapping[str, Any]) -> None:
     """Raise ArtifactError unless the artifact was made for this machine and these versions."""
     factors = manifest["factors"]
     compiled = factors["compile"]["target"]
-    target = detect_target(compiled["device"])
+    try:
+        target = detect_target(compiled["device"])
+    except ConfigError as none:
+        made_for = " ".join([compiled["device"], *compiled["arch"]])
+        raise ArtifactError(f"{folder} was made for {made_for}, which is not here; compile again") from none
     here = {"versions": versions(target), "target": {"device": target.device, "arch": list(target.arch)}}
     found = differences(here, {"versions": factors["versions"], "target": compiled})
     if found:

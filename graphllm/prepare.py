@@ -98,7 +98,7 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
         page_size=wanted.page_size or 16,
-        tune=cuda if wanted.tune is None else wanted.tune,
+        tune=bool(wanted.tune),
         jobs=wanted.jobs,
     )
     check(config)
@@ -171,11 +171,9 @@ def find_or_build(
         return find_or_build(source, config, env, "build", progress)
     from graphllm.compile.pipeline import compile_model
 
-    if place.exists():
-        import shutil
-
-        shutil.rmtree(place)
-    compile_model(source.config, source.tensors, replace(config, dump=config.dump), place, progress)
+    if folder:
+        artifact.check_replaceable(folder)
+    compile_model(source.config, source.tensors, config, place, progress)
     return place, artifact.verify(place)
 
 

@@ -32,7 +32,7 @@ MaxLen = Annotated[int | None, typer.Option(help="Context length in tokens; defa
 MaxSeqs = Annotated[int | None, typer.Option(help="Sequences in one step.")]
 MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens in one step.")]
 PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
-Tune = Annotated[bool | None, typer.Option(help="Time kernel variants while compiling; default: on GPUs.")]
+Tune = Annotated[bool | None, typer.Option(help="Time more kernel variants while compiling (GPUs; minutes).")]
 LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights, for timing.")]
 Jobs = Annotated[int, typer.Option(help="Parallel build processes; 0 chooses.")]
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from graphllm import prepare
 from graphllm.config import ConfigError, Env
@@ -29,15 +29,20 @@ def compile_progress(quiet: bool = False) -> Iterator[prepare.Progress]:
         BarColumn(),
         TextColumn("{task.completed}/{task.total}"),
     )
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as view:
-        tasks = {}
+    view = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                tasks[stage] = view.add_task(f"compiling: {stage}", total=total)
-            view.update(tasks[stage], completed=done, total=total)
+    def report(stage: str, done: int, total: int) -> None:
+        if stage not in tasks:
+            tasks[stage] = view.add_task(f"compiling: {stage}", total=total)
+            view.start()
+        view.update(tasks[stage], completed=done, total=total)
 
+    try:
         yield report
+    finally:
+        if tasks:
+            view.stop()
 
 
 def embedded_or(model: Path | None) -> Path:

@@ -104,7 +104,9 @@ def cubins(
 
 def _cubin(kernel: Any) -> dict[str, Any]:
     launcher = kernel.launchers[0]
-    compiled = next(r for r in kernel.compile_results if r.config is launcher.config)
+    known = (r for r in kernel.compile_results if r.config is launcher.config)
+    # A configuration that coordinate descent found is not among the results; Triton's cache has its binary.
+    compiled = next(known, None) or kernel._precompile_config(launcher.config)
     binary, signature = compiled.kernel, compiled.compile_meta["signature"]
     metadata = binary.metadata
     if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:

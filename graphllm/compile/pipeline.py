@@ -9,6 +9,8 @@ import concurrent.futures
 import json
 import math
 import multiprocessing
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -84,13 +86,17 @@ def compile_model(
     timed("build")
 
     building = artifact.begin(folder)
-    backend_for(config).assemble(built.values(), _made(building / "pieces"))
-    timed("assemble")
-    memory = write_program(building, linked, built, traced, c, config)
-    write_graphs(building / "graph", traced, linked, built)
-    if config.dump:
-        write_graphs(config.dump, traced, linked, built)
-    timed("package")
+    try:
+        backend_for(config).assemble(built.values(), _made(building / "pieces"))
+        timed("assemble")
+        memory = write_program(building, linked, built, traced, c, config)
+        write_graphs(building / "graph", traced, linked, built)
+        if config.dump:
+            write_graphs(config.dump, traced, linked, built)
+        timed("package")
+    except BaseException:
+        shutil.rmtree(building)
+        raise
     manifest = {
         "factors": artifact.key_factors(model_config, tensors, config),
         "passes": traced.reports,
@@ -133,8 +139,10 @@ def build_pieces(linked: Linked, config: CompileConfig, progress: Progress) -> d
             progress("build", i, len(jobs))
             done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config)
         return done
-    workers = config.jobs or min(len(jobs), 8)
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    # Kernels are timed while tuning, which must not happen beside other work on the same GPU.
+    workers = 1 if config.tune else config.jobs or min(len(jobs), 8)
+    spawn = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn, initializer=_silence) as pool:
         futures = {
             pool.submit(_build_in_worker, backend, linked.pieces[piece].json, bucket, config): (piece, bucket)
             for piece, bucket in jobs
@@ -143,6 +151,13 @@ def build_pieces(linked: Linked, config: CompileConfig, progress: Progress) -> d
             progress("build", i, len(jobs))
             done[futures[future]] = future.result()
     return {job: done[job] for job in jobs}
+
+
+def _silence() -> None:
+    """Drop what Inductor's tuner prints; failures come back as exceptions."""
+    sink = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(sink, 1)
+    os.dup2(sink, 2)
 
 
 def _build_in_worker(backend: Backend, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:

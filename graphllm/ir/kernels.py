@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 C_NAMESPACE = "graphllm_c"
+HEADERS = Path(__file__).parents[1] / "ops"  # what several kernels include
 _library = torch.library.Library(C_NAMESPACE, "FRAGMENT")
 _kernels: dict[str, CKernel] = {}
 
@@ -30,7 +31,8 @@ class CKernel:
     ()``;
     it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
-    source: the C++ file; it may include only the standard library, OpenMP and the compiler's intrinsics.
+    source: the C++ file; it may include only the headers in the ops folder, the standard library, OpenMP and the
+    compiler's intrinsics.
     """
 
     def __init__(self, symbol: str, schema: str, source: Path) -> None:
@@ -78,11 +80,14 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
     """The g++ command that makes one shared library (or, without ``link``, one object) of C++ kernels for this machine.
 
     OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
+    The relaxations of arithmetic are those of -ffast-math but for finite math; that flag itself would, before gcc 13, link
+    in code that makes every thread of the process flush denormals as soon as the library is loaded.
     """
     torch_lib = Path(torch.__file__).parent / "lib"
     gomp = sorted(torch_lib.glob("libgomp*.so*"))
     openmp = [f"-L{torch_lib}", f"-l:{gomp[0].name}"] if gomp else ["-lgomp"]
-    flags = ["-std=c++17", "-O3", "-march=native", "-ffast-math", "-fno-finite-math-only", "-fPIC"]
+    relaxed = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"]
+    flags = ["-std=c++17", "-O3", "-march=native", *relaxed, "-fPIC", f"-I{HEADERS}"]
     command = ["g++", *flags, "-fopenmp", "-Wno-psabi", *map(str, sources), "-o", str(output)]
     if not link:
         return [*command, "-c"]
@@ -92,7 +97,8 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
 
 def build_library(sources: Sequence[Path]) -> Path:
     """Compile kernels for direct calls outside an artifact (tests, `graphllm op bench`); cached by content."""
-    digest = hashlib.sha256(b"".join(s.read_bytes() for s in sources) + torch.__version__.encode()).hexdigest()[:16]
+    inputs = [*sources, *sorted(HEADERS.glob("*.h"))]
+    digest = hashlib.sha256(b"".join(s.read_bytes() for s in inputs) + torch.__version__.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"graphllm-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest}.so"

@@ -2,15 +2,15 @@
 //
 // At these row counts the time is that of reading the weights once, so everything here serves the memory stream: weights
 // stay in PyTorch's row-major layout (the same copy serves prefill through oneDNN), and each thread owns a contiguous
-// range of weight rows. One or two rows of x: dot products, four weight rows at a time. More: AMX with 16 weight rows as
-// the left operand, loaded straight from memory, and x, which is small, packed once per thread as the right operand.
+// range of weight rows. One row of x: dot products, two weight rows at a time. More: AMX with 16 weight rows as the left
+// operand, loaded straight from memory, and x, which is small, packed once per thread as the right operand.
 #include "cpu_common.h"
 
 namespace graphllm {
 namespace {
 
-constexpr i64 kRows = 16;       // weight rows a block
-constexpr i64 kGroup = 64;      // rows of x that one pass over a block serves: four tile accumulators
+constexpr i64 kRows = 16;              // weight rows a block
+constexpr i64 kGroup = 64;             // rows of x that one pass over a block serves: four tile accumulators
 constexpr i64 kPassBytes = 512 << 10;  // weight blocks that stay in the second-level cache between passes
 constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth waking another thread
 
@@ -31,7 +31,6 @@ inline void finish(const Args& a, i64 m, i64 n, __mmask16 valid, __m512 sum) {
 // Blocks of 16 weight rows times M rows of x by dot products. Two weight rows are read side by side, each line asked for
 // 28 lines ahead, past the row's end in the next two rows; loads stand before prefetches in every step. Of one to eight
 // rows, either cache level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches.
-constexpr i64 kDotRows = 4;  // rows of x; more take the AMX path, where there is one
 template <int M>
 void dot_blocks(const Args& a, i64 m0, Range blocks) {
   constexpr i64 ahead = 28 * 32;
@@ -76,13 +75,17 @@ void dot_blocks(const Args& a, i64 m0, Range blocks) {
 }
 
 void dot(const Args& a, Range blocks) {
-  for (i64 m = 0; m < a.M; m += kDotRows) {
-    switch (std::min(kDotRows, a.M - m)) {
-      case 1: dot_blocks<1>(a, m, blocks); break;
-      case 2: dot_blocks<2>(a, m, blocks); break;
-      case 3: dot_blocks<3>(a, m, blocks); break;
-      default: dot_blocks<4>(a, m, blocks);
+  for (i64 block = blocks.from; block < blocks.to; block++) {
+    for (i64 m = 0; m < a.M; m += 4) {  // beyond four rows of x the block comes again, from the second-level cache
+      const Range one{block, block + 1}, all = a.M <= 4 ? blocks : one;
+      switch (std::min(i64(4), a.M - m)) {
+        case 1: dot_blocks<1>(a, m, all); break;
+        case 2: dot_blocks<2>(a, m, all); break;
+        case 3: dot_blocks<3>(a, m, all); break;
+        default: dot_blocks<4>(a, m, all);
+      }
     }
+    if (a.M <= 4) return;
   }
 }
 
@@ -116,26 +119,29 @@ void amx_block(const Args& a, const bf16* packed, i64 columns, i64 m0, i64 n0, b
   const i64 rows = std::min(kRows, a.N - n0), tile_size = 32 * columns, tile_gap = ceil_div(a.K, 32) * tile_size;
   const bf16* w = a.weight + n0 * a.weight_stride;
 
-  // Eight of the block's 16 lines for the step ``ahead``, in the block after this one where the rows end.
-  auto fetch = [&](i64 k, i64 first) {
-    i64 next = k + ahead;
+  // Eight of the block's 16 lines for the step ``ahead``, in the block after this one where the rows end. Always inlined:
+  // gcc takes a function that only prefetches for one without effect and drops the calls.
+  auto fetch = [&](i64 k, i64 first) __attribute__((always_inline)) {
+    const i64 next = k + ahead;
     const bf16* at = (next < a.K ? w + next : w + kRows * a.weight_stride + (next - a.K)) + first * a.weight_stride;
     for (int r = 0; r < 8; r++) _mm_prefetch(at + r * a.weight_stride, _MM_HINT_T0);
   };
   auto step = [&](i64 k, auto phase) __attribute__((always_inline)) {
     constexpr int p = decltype(phase)::value;
     const bf16* right = packed + k / 32 * tile_size;
-    if (cold) fetch(k, 0);
+    tile_load<6>(right, columns * 4);
     if (rows == kRows && k + 32 <= a.K) {
       tile_load<4 + p>(w + k, a.weight_stride * 2);
     } else {  // the block or its rows end inside the tile: pad with zeros
       alignas(64) bf16 padded[kRows * 32];
       for (i64 r = 0; r < kRows; r++) {
-        __mmask32 inside = r < rows ? first32(a.K - k) : 0;
+        const __mmask32 inside = r < rows ? first32(a.K - k) : 0;
         _mm512_store_si512(padded + r * 32, (__m512i)load_pairs(w + r * a.weight_stride + k, inside));
       }
       tile_load<4 + p>(padded, 64);
     }
+    if (cold) fetch(k, 0);
+    tile_product<p * kTiles, 4 + p, 6>();
     if (cold) fetch(k, 8);
     auto product = [&](auto tile) __attribute__((always_inline)) {
       constexpr int t = decltype(tile)::value;
@@ -144,7 +150,7 @@ void amx_block(const Args& a, const bf16* packed, i64 columns, i64 m0, i64 n0, b
         tile_product<t + p * kTiles, 4 + p, 6 + t % 2>();
       }
     };
-    product(Index<0>()), product(Index<1>()), product(Index<2>()), product(Index<3>());
+    product(Index<1>()), product(Index<2>()), product(Index<3>());
   };
 
   tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
@@ -156,7 +162,7 @@ void amx_block(const Args& a, const bf16* packed, i64 columns, i64 m0, i64 n0, b
 
   alignas(64) float sums[4][kRows * 16 + 16];  // a row of fewer columns is read 16 wide, past the last row too
   tile_store<0>(sums[0], columns * 4), tile_store<1>(sums[1], columns * 4);
-  tile_store<2>(sums[2], columns * 4), tile_store<3>(sums[3], columns * 4);
+  if constexpr (kTiles > 1) tile_store<2>(sums[2], columns * 4), tile_store<3>(sums[3], columns * 4);
   for (int t = 0; t < kTiles; t++) {
     __m512i r[16];
     for (i64 n = 0; n < 16; n++) {
@@ -223,7 +229,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   {
     const Range mine = share(blocks);
 #if defined(GRAPHLLM_AMX)
-    M > kDotRows && amx_granted() ? amx(a, mine) : dot(a, mine);
+    M > 1 && amx_granted() ? amx(a, mine) : dot(a, mine);
 #elif defined(GRAPHLLM_AVX512)
     dot(a, mine);
 #else

@@ -1,0 +1,39 @@
+"""linear on the CPU for decode: few rows, weights streamed once from memory in PyTorch's own layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.ir.kernels import CKernel
+from graphllm.ir.op import Site
+from graphllm.ops.linear.op import linear
+
+_MOST_ROWS = 128  # from here on aten's blocked product, which packs the weights on the fly, is as fast
+
+_kernel = CKernel(
+    "graphllm_linear",
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K, SymInt x_stride,"
+    " SymInt weight_stride) -> ()",
+    Path(__file__).with_name("cpu.cpp"),
+)
+
+
+def _supports(site: Site) -> bool:
+    tensors = [t for t in site.args.values() if t is not None]
+    return (
+        "avx512_bf16" in site.target.arch
+        and site.bucket.hi <= _MOST_ROWS
+        and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
+    )
+
+
+@linear.impl("cpu_stream", device="cpu", supports=_supports)
+def streaming_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """bfloat16 products with float32 sums, reading the weights at memory speed for up to 16 rows of x."""
+    T, O = x_TI.shape[0], weight_OI.shape[0]
+    out_TO = x_TI.new_empty((T, O))
+    _kernel(x_TI, weight_OI, bias_O, out_TO, T, O, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0))
+    return out_TO
