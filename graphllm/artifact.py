@@ -19,7 +19,7 @@ from typing import Any
 
 import graphllm
 from graphllm.config import CompileConfig, ConfigError, key_fields
-from graphllm.machine import detect_target, versions
+from graphllm.machine import detect_target, plugins, source_files, versions
 
 FORMAT = 1
 # Fields of config.json that name things without changing the computation, with the reason.
@@ -43,10 +43,9 @@ def source_digest() -> str:
     """SHA-256 over the project's own code that shapes artifacts: another compiler gives another key."""
     root = Path(graphllm.__file__).parent
     found = hashlib.sha256()
-    for folder in ("ir", "compile", "ops", "passes", "model_defs", "weights"):
-        for file in sorted((root / folder).rglob("*")):
-            if file.suffix in (".py", ".cpp", ".h"):
-                found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
+    for folder in ("ir", "compile", "ops", "passes", "model_defs", "weights", "runtime"):  # runtime: plans the memory
+        for file in source_files(root / folder):
+            found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())
     return found.hexdigest()[:16]
 
 
@@ -56,6 +55,7 @@ def key_factors(model_config: Mapping[str, Any], tensors: str, config: CompileCo
     return {
         "format": FORMAT,
         "graphllm": {"version": graphllm.__version__, "source": source_digest()},
+        "plugins": plugins(),
         "versions": versions(config.target),
         "compile": key_fields(config),
         "model": {k: v for k, v in model_config.items() if k not in EXCLUDED_MODEL_FIELDS},

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import importlib.util
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Literal
 
 from graphllm.config import ConfigError, Target
+
+PLUGIN_GROUP = "graphllm.plugins"
 
 _CODEGEN_FLAGS = ("sse", "ssse3", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmulqdq", "popcnt", "abm",
                   "movbe", "adx", "sha", "asimd", "sve", "bf16", "i8mm", "fphp")  # fmt: skip
@@ -71,6 +75,25 @@ def versions(target: Target) -> dict[str, str]:
         except PackageNotFoundError:
             found["triton"] = "none"
     return found
+
+
+def plugins() -> dict[str, str]:
+    """The installed plugins by entry point, each with a digest of its package's source. None of them is imported."""
+    found = {}
+    for plugin in entry_points(group=PLUGIN_GROUP):
+        spec = importlib.util.find_spec(plugin.module.partition(".")[0])
+        roots = [] if spec is None else spec.submodule_search_locations or [spec.origin or ""]
+        digest = hashlib.sha256()
+        for root in map(Path, roots):
+            for file in source_files(root) if root.is_dir() else [root]:
+                digest.update(str(file.relative_to(root.parent)).encode() + b"\0" + file.read_bytes())
+        found[plugin.name] = f"{plugin.value} {digest.hexdigest()[:16]}"
+    return found
+
+
+def source_files(folder: Path) -> list[Path]:
+    """The files of a package that may shape an artifact."""
+    return [f for f in sorted(folder.rglob("*")) if f.suffix in (".py", ".cpp", ".h")]
 
 
 def compiler_version() -> str:

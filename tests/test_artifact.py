@@ -112,7 +112,7 @@ def test_intact_artifact_is_accepted(copy: Path) -> None:
 def test_every_file_is_checked(copy: Path) -> None:
     for file in _files(copy):
         content = file.read_bytes()
-        for damaged in (content[:-1], content + b" ", b"", content[:-1] + bytes([content[-1] ^ 1])):
+        for damaged in (content[:-1], content + b"x", b"", content[:-1] + bytes([content[-1] ^ 1])):
             file.write_bytes(damaged)
             with pytest.raises(ArtifactError, match=file.name):
                 artifact.verify(copy)
@@ -165,7 +165,7 @@ def test_killed_compile_leaves_no_artifact(checkpoint: Path, cache: Path, tmp_pa
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()
     real = shutil.which("g++")
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in *" -o "*) exec sleep 300;; *) exec {real} "$@";; esac\n')
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in */objects/*) exec sleep 300;; *) exec {real} "$@";; esac\n')
     compiler.chmod(0o755)
     command = [sys.executable, "-c", "from graphllm.cli import main; main()", "compile", str(checkpoint)]
     command += ["--target", "cpu", "--max-num-seqs", "1", "--buckets", "mixed-2-16", "--max-num-batched-tokens", "16"]

@@ -18,7 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from graphllm.config import Bucket
+from graphllm.config import Bucket, ConfigError
 from graphllm.expr import parse
 from graphllm.ir.op import NAMESPACE, all_ops, op_of
 
@@ -145,13 +145,13 @@ def target_name(target: Any) -> str:
 
 
 def target_of(name: str) -> Callable[..., Any]:
-    """The callable behind a printed name. Raises GraphError for an unknown op."""
+    """The callable behind a printed name. Raises ConfigError for an unknown op."""
     if name in _PYTHON_OPERATORS:
         return _PYTHON_OPERATORS[name]
     namespace, rest = name.split("::")
     if namespace == NAMESPACE:
         if rest not in all_ops():
-            raise GraphError(f"the graph uses the op {rest!r}, which is not registered here; install its plugin")
+            raise ConfigError(f"the graph uses the op {rest!r}, which is not registered here; install its plugin")
         return all_ops()[rest].overload
     base, _, overload = rest.partition(".")
     return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")

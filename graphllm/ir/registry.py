@@ -8,8 +8,7 @@ from importlib.metadata import entry_points
 
 from graphllm.ir.model import Model, all_models
 from graphllm.ir.op import Op, all_ops
-
-_PLUGIN_GROUP = "graphllm.plugins"
+from graphllm.machine import PLUGIN_GROUP
 
 
 def load_ops() -> dict[str, Op]:
@@ -33,5 +32,5 @@ def _load(package: str) -> None:
     root = importlib.import_module(package)
     for module in pkgutil.iter_modules(root.__path__):
         importlib.import_module(f"{package}.{module.name}")
-    for plugin in entry_points(group=_PLUGIN_GROUP):
+    for plugin in entry_points(group=PLUGIN_GROUP):
         plugin.load()

@@ -2,6 +2,7 @@
 
 import importlib.util
 
+from graphllm.ops.sample import cpu  # noqa: F401
 from graphllm.ops.sample.op import sample
 
 if importlib.util.find_spec("triton"):
