@@ -57,6 +57,12 @@ class Bucket:
     def name(self) -> str:
         return f"{self.kind}-{self.lo}" if self.static else f"{self.kind}-{self.lo}-{self.hi}"
 
+    def limits(self, max_num_seqs: int) -> dict[str, int]:
+        """The largest T and S of a step in this bucket. A dynamic S is at least 2, however few sequences there are."""
+        if self.kind == "decode" or self.hi == 1:
+            return {"T": self.hi, "S": self.hi}
+        return {"T": self.hi, "S": max(2, max_num_seqs)}
+
 
 @dataclass(frozen=True)
 class CompileConfig:

@@ -19,11 +19,15 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {"max": max, "min": min}
 def parse(text: str) -> Callable[[Mapping[str, Any]], Any]:
     """A function from symbol values to the expression's value. Raises ValueError for anything but integer
     arithmetic."""
-    return _build(ast.parse(text, mode="eval").body, text)
+    try:
+        tree = ast.parse(text, mode="eval")
+    except SyntaxError as damage:
+        raise ValueError(f"not an integer expression over T and S: {text!r}") from damage
+    return _build(tree.body, text)
 
 
 def _build(node: ast.expr, text: str) -> Callable[[Mapping[str, Any]], Any]:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+    if isinstance(node, ast.Constant) and type(node.value) is int:
         constant = node.value
         return lambda values: constant
     if isinstance(node, ast.Name):
@@ -35,7 +39,12 @@ def _build(node: ast.expr, text: str) -> Callable[[Mapping[str, Any]], Any]:
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _build(node.operand, text)
         return lambda values: -inner(values)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in _FUNCTIONS
+        and not node.keywords
+    ):
         function, parts = _FUNCTIONS[node.func.id], [_build(a, text) for a in node.args]
         return lambda values: function(*(p(values) for p in parts))
     raise ValueError(f"not an integer expression over T and S: {text!r}")

@@ -74,6 +74,8 @@ def open_source(folder: str | Path, random: bool = False) -> Source:
         ) from missing
     except ValueError as damage:
         raise ConfigError(f"model: {path} is not valid JSON ({damage})") from damage
+    if not isinstance(config, dict):
+        raise ConfigError(f"model: {path} holds no JSON object; give the folder of a Hugging Face checkpoint")
     return Source(folder, config, None if random else Checkpoint.open(folder))
 
 
@@ -87,17 +89,18 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
     positions = text.get("max_position_embeddings") or text.get("n_positions") or 2048
     stored: Any = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
     cuda = target.device == "cuda"
-    max_num_seqs = wanted.max_num_seqs or (256 if cuda else 64)
-    max_num_tokens = max(wanted.max_num_tokens or (8192 if cuda else 2048), max_num_seqs, 2)
+    usual = max((b.hi for b in wanted.buckets or () if b.kind == "mixed"), default=8192 if cuda else 2048)
+    max_num_tokens = max(usual, wanted.max_num_seqs or 0) if wanted.max_num_tokens is None else wanted.max_num_tokens
+    max_num_seqs = min(256 if cuda else 64, max_num_tokens) if wanted.max_num_seqs is None else wanted.max_num_seqs
     config = CompileConfig(
         target=target,
         backend=wanted.backend,
         dtype=wanted.dtype or ("bfloat16" if cuda and stored == "float32" else stored),
         buckets=wanted.buckets or default_buckets(target, max_num_seqs, max_num_tokens),
-        max_model_len=wanted.max_model_len or positions,
+        max_model_len=positions if wanted.max_model_len is None else wanted.max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
-        page_size=wanted.page_size or 16,
+        page_size=16 if wanted.page_size is None else wanted.page_size,
         tune=bool(wanted.tune),
         jobs=wanted.jobs,
     )
@@ -107,7 +110,7 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
 
 def check(config: CompileConfig) -> None:
     """Raise ConfigError for settings that cannot work together."""
-    for name, smallest in (("max_model_len", 2), ("max_num_seqs", 1), ("max_num_tokens", 2), ("page_size", 1)):
+    for name, smallest in (("max_model_len", 2), ("max_num_tokens", 2), ("max_num_seqs", 1), ("page_size", 1)):
         found = getattr(config, name)
         if found < smallest:
             raise ConfigError(f"{name} is {found}: it must be at least {smallest}")
@@ -116,8 +119,14 @@ def check(config: CompileConfig) -> None:
     for b in config.buckets:
         if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
             raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")
-    if not any(b.kind == "mixed" and b.hi >= 2 for b in config.buckets):
+    largest = max((b.hi for b in config.buckets if b.kind == "mixed"), default=0)
+    if largest < 2:
         raise ConfigError("buckets: none takes prompts; add a mixed one such as mixed-2-2048")
+    if not config.max_num_seqs <= config.max_num_tokens <= largest:
+        raise ConfigError(
+            f"max_num_tokens (--max-num-batched-tokens) is {config.max_num_tokens}: it must be at least max_num_seqs, "
+            f"{config.max_num_seqs}, and at most what the mixed buckets take, {largest}"
+        )
 
 
 def default_buckets(target: Target, max_num_seqs: int, max_num_tokens: int) -> tuple[Bucket, ...]:
@@ -154,9 +163,8 @@ def find_or_build(
 ) -> tuple[Path, dict[str, Any]]:
     """A verified artifact and its manifest.
 
-    policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when
-    there is
-    none, "rebuild" always builds. folder: look for and put it there instead of the cache.
+    policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there
+    is none, "rebuild" always builds. folder: look for and put it there instead of the cache.
     """
     place = folder or artifact_folder(source, config, env)
     if policy != "rebuild" and (place / "manifest.json").exists():
@@ -169,8 +177,11 @@ def find_or_build(
     if policy == "use":
         config = replace(config, backend="eager")
         return find_or_build(source, config, env, "build", progress)
-    from graphllm.compile.pipeline import compile_model
+    from graphllm.compile.pipeline import compile_model, find_model
 
+    longest = find_model(source.config).config(source.config).max_len
+    if config.max_model_len > longest:
+        raise ConfigError(f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most")
     if folder:
         artifact.check_replaceable(folder)
     compile_model(source.config, source.tensors, config, place, progress)

@@ -29,6 +29,7 @@ namespace graphllm {
 namespace {  // every kernel source is its own translation unit of one library
 
 using i64 = std::int64_t;
+using f32 = float;
 
 struct bf16 {
   std::uint16_t bits;
@@ -176,11 +177,11 @@ inline bool amx_granted() {
   return granted;
 }
 
-// All eight tiles are 16 rows; ``columns[t]`` counts 32-bit columns. The configuration is per thread and is released at
-// the end of a kernel, so that context switches need not save 8 KB and oneDNN finds the state it expects.
+// All eight tiles are 16 rows; tile t has ``columns[t]`` 32-bit columns. The configuration is per thread and is released
+// at the end of a kernel, so that context switches need not save 8 KB and oneDNN finds the state it expects.
 class Tiles {
  public:
-  explicit Tiles(const int (&columns)[8]) {
+  explicit Tiles(const int (&columns)[8] = {16, 16, 16, 16, 16, 16, 16, 16}) {
     struct alignas(64) {
       std::uint8_t palette, start, reserved[14];
       std::uint16_t bytes_per_row[16];

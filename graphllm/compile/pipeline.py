@@ -192,7 +192,7 @@ def write_program(
     arenas = {}
     for bucket in config.buckets:
         calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in linked.calls]
-        limits = {"T": bucket.hi, "S": bucket.hi if bucket.kind == "decode" else config.max_num_seqs}
+        limits = bucket.limits(config.max_num_seqs)
         arenas[bucket.name] = LinkedProgram(calls, ("logits", "tokens"), limits).arena_bytes
     item = {"bfloat16": 2, "float16": 2, "float32": 4}[kv.dtype]
     page = layers * math.prod(int(d) for d in kv.shape[1:]) * item

@@ -80,8 +80,8 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
     """The g++ command that makes one shared library (or, without ``link``, one object) of C++ kernels for this machine.
 
     OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
-    The relaxations of arithmetic are those of -ffast-math but for finite math; that flag itself would, before gcc 13, link
-    in code that makes every thread of the process flush denormals as soon as the library is loaded.
+    The relaxations of arithmetic are those of -ffast-math but for finite math; that flag would, before gcc 13, link in
+    code that makes the loading thread, and all it starts, flush denormals.
     """
     torch_lib = Path(torch.__file__).parent / "lib"
     gomp = sorted(torch_lib.glob("libgomp*.so*"))

@@ -78,7 +78,8 @@ class Executor:
         self._arena = torch.empty(max(manifest["memory"]["arena"], 1), dtype=torch.uint8, device=self.device)
         self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None
         self._kernels = self._open_kernels()
-        self._staging = Staging(self._specs, {"T": self.max_num_tokens, "S": self.max_num_seqs + 1}, self.device)
+        limits = [b.limits(self.max_num_seqs) for b in self.buckets]
+        self._staging = Staging(self._specs, {n: max(limit[n] for limit in limits) for n in "TS"}, self.device)
         self._bound: OrderedDict[tuple[str, int, int], Runner] = OrderedDict()
 
     def _allocate_kv(self, kv: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -108,8 +109,10 @@ class Executor:
                 if piece not in bundles:
                     bundles[piece] = json.loads((self._folder / f"{piece}-{bucket.name}.json").read_text())
             calls = [Call(bundles[piece], inputs, outputs) for piece, inputs, outputs in self._calls]
-            limits = {"T": bucket.hi, "S": bucket.hi if bucket.kind == "decode" else self.max_num_seqs}
-            self._programs[bucket.name] = LinkedProgram(calls, ("logits", "tokens"), limits)
+            program = LinkedProgram(calls, ("logits", "tokens"), bucket.limits(self.max_num_seqs))
+            if program.arena_bytes > self._arena.numel():
+                raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")
+            self._programs[bucket.name] = program
         return self._programs[bucket.name]
 
     def pick(self, tokens: int, seqs: int, decode: bool) -> tuple[Bucket, int, int]:

@@ -89,8 +89,10 @@ class LinkedProgram:
                     self._places[resolve(name)] = _Place(resolve(base), shape, stride, (offset,), "")
                 else:
                     self._places[resolve(name)] = _Place(of.storage, shape, stride, (*of.offset, offset), of.dtype)
-            else:
+            elif kind in ("kernel", "op", "call", "ir"):
                 self._instructions.append(_Instruction(kind, _renamed(kind, body, resolve), call.bundle))
+            else:
+                raise ValueError(f"this version does not know the piece instruction {kind!r}; recompile the artifact")
         for local, name in zip(call.bundle["outputs"], call.outputs, strict=True):
             self._alias[name] = resolve(local)
 
@@ -144,14 +146,12 @@ class LinkedProgram:
                 outputs, target, args, kwargs = body
                 call = binder.prepared(target, args, kwargs)
                 launches.append(functools.partial(_call_into, call, [binder.tensor(o) for o in outputs]))
-            elif kind == "ir":
+            else:
                 from graphllm.runtime.interpreter import interpret
 
                 inputs, outputs = body
                 call = functools.partial(interpret, bundle["ir"], [binder.tensor(i) for i in inputs])
                 launches.append(functools.partial(_call_into, call, [binder.tensor(o) for o in outputs]))
-            else:
-                raise ValueError(f"this version does not know the piece instruction {kind!r}; recompile the artifact")
         return Bound(segments, {r: binder.tensor(self._alias[r]) for r in self._results})
 
 

@@ -21,8 +21,6 @@ from torch import Tensor
 from graphllm.ir import Site, launch_triton
 from graphllm.ops.paged_attention.op import paged_attention
 
-_SMS = 132  # streaming multiprocessors of the chip that the launch constants were tuned on
-
 
 @triton.jit
 def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr, MIN_TILES: tl.constexpr):
@@ -301,18 +299,25 @@ def launch_decode(
 def plan_splits(S: object, K: int, longest: int, dtype: torch.dtype, E: int) -> dict[str, int]:
     """Launch constants of decode from static facts: sequences (symbolic when dynamic), KV heads, longest context.
 
-    Enough ranges to fill the chip when all sequences are long, and at least four for long contexts, so that one long
-    sequence in a large batch does not run alone at the end; a range has at least min_tiles tiles.
+    Few sequences: ranges of at least a tile or two until the chip holds about four programs a processor. Many: one
+    range each would do if lengths were equal; contexts that may be long get more, of at least 512 tokens, so that one
+    long sequence does not run alone at the end.
     """
-    if dtype == torch.float32:
-        block_n, warps, stages = 32, 4, 2
+    rows = S * K if isinstance(S, int) else 0
+    if not rows:  # dynamic batches; mixed steps are long, so ranges serve the throughput of many sequences
+        splits, least = 8, 512
+    elif rows < 512:
+        splits = min(16 if longest <= 8192 else 32, -(-512 // rows))
+        least = 64 if splits >= 16 else 128 if splits >= 8 else 256
     else:
-        block_n, warps, stages = (64, 4, 3) if E <= 128 else (32, 4, 3)
-    rows = S * K if isinstance(S, int) else 64 * K
-    wanted = max(4, -(-4 * _SMS // max(rows, 1)))
-    splits = min(wanted, 64, max(1, -(-longest // block_n)))
-    min_tiles = 1 if splits > 16 else (256 if splits > 4 else 512) // block_n
-    return {"splits": splits, "min_tiles": min_tiles, "block_n": block_n, "warps": warps, "stages": stages}
+        splits, least = (1 if longest <= 1024 else 2 if longest <= 4096 else 4), 512
+    if dtype == torch.float32:
+        block_n, stages = 32, 2
+    else:
+        # Programs that are alone on their processor keep more tiles in flight.
+        block_n, stages = 64 if E <= 128 else 32, 3 if 0 < rows < 64 else 2
+    splits = max(1, min(splits, -(-longest // least)))
+    return {"splits": splits, "min_tiles": max(1, least // block_n), "block_n": block_n, "warps": 4, "stages": stages}
 
 
 @paged_attention.impl(

@@ -29,6 +29,8 @@ from graphllm.ops.paged_attention.triton_decode import (
     tile_slots,
 )
 
+_WRITE_TOKENS = 4  # tokens that one program stores
+
 
 @triton.jit
 def _write_kernel(
@@ -52,25 +54,27 @@ def _write_kernel(
     E: tl.constexpr,
     P: tl.constexpr,
     ROW_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    t = tl.program_id(0)
-    s = 0
+    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    s = tl.zeros([BLOCK_T], tl.int32)
     for base in range(0, S, BLOCK_S):
         i = base + tl.arange(0, BLOCK_S)
         ends = tl.load(query_start_ptr + 1 + i, mask=i < S, other=2147483647)
-        s += tl.sum((ends <= t).to(tl.int32))
-    if s < S:
-        position = tl.load(seq_len_ptr + s) - tl.load(query_start_ptr + s + 1) + t
-        page = tl.load(table_ptr + tl.cast(s, tl.int64) * TABLE_ROW + position // P).to(tl.int64)
-        x = tl.arange(0, ROW_PAD)
-        head, e = x // E, x % E
-        row = t.to(tl.int64)
-        keys = tl.load(k_ptr + row * K_ROW + head * K_HEAD + e, mask=x < K * E)
-        values = tl.load(v_ptr + row * V_ROW + head * V_HEAD + e, mask=x < K * E)
-        slot = cache_ptr + page * CACHE_PAGE + (position % P) * CACHE_POS + head * CACHE_HEAD + e
-        tl.store(slot, keys, mask=x < K * E)
-        tl.store(slot + CACHE_KV, values, mask=x < K * E)
+        s += tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
+    owned = s < S  # rows beyond the last sequence are padding
+    position = tl.load(seq_len_ptr + s, mask=owned, other=0) - tl.load(query_start_ptr + 1 + s, mask=owned, other=0) + t
+    page = tl.load(table_ptr + s.to(tl.int64) * TABLE_ROW + position // P, mask=owned, other=0).to(tl.int64)
+    x = tl.arange(0, ROW_PAD)
+    head, e = x // E, x % E
+    row = t.to(tl.int64)[:, None]
+    inside = owned[:, None] & (x < K * E)[None, :]
+    keys = tl.load(k_ptr + row * K_ROW + (head * K_HEAD + e)[None, :], mask=inside)
+    values = tl.load(v_ptr + row * V_ROW + (head * V_HEAD + e)[None, :], mask=inside)
+    slots = cache_ptr + (page * CACHE_PAGE + (position % P) * CACHE_POS)[:, None] + (head * CACHE_HEAD + e)[None, :]
+    tl.store(slots, keys, mask=inside)
+    tl.store(slots + CACHE_KV, values, mask=inside)
 
 
 @triton.jit
@@ -187,9 +191,9 @@ def _flash_kernel(
         s += tl.sum(((first_block <= block) & (i < S)).to(tl.int32))
     row0 = tl.load(query_start_ptr + s)
     queries = tl.load(query_start_ptr + s + 1) - row0
+    length = tl.load(seq_len_ptr + s)
     skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
     if (queries > 1) & (skip < queries):
-        length = tl.load(seq_len_ptr + s)
         m = tl.arange(0, BLOCK_M)
         e = tl.arange(0, E_PAD)
         token = skip + m // G
@@ -264,9 +268,10 @@ def triton_prefill(
         "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "K": K, "P": P, "BLOCK_S": 128,
     }  # fmt: skip
     launch_triton(
-        _write_kernel, (T,), k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, S,
+        _write_kernel, ((T + _WRITE_TOKENS - 1) // _WRITE_TOKENS,),
+        k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, S,
         K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
-        ROW_PAD=power_of_2(K * E), num_warps=4, **cache,
+        ROW_PAD=power_of_2(K * E), BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache,
     )  # fmt: skip
     plan = plan_blocks(T, G, E, P, q_THE.dtype)
     score_scale, log2e_cap = score_constants(scale, softcap)

@@ -22,6 +22,8 @@ from graphllm.ops.sample.op import sample
 
 _BLOCK = 2048  # lanes: logits that one program reads at a time
 _DEPTH = 16  # candidates that a lane has room for
+_WARPS = 8
+_PROGRAMS = 264  # of the scan: two for each processor of the chip that this was tuned on
 _GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
 
@@ -218,7 +220,7 @@ def _draw(
     """The race's winner among the logits that pass the row's filters."""
     lane = tl.arange(0, BLOCK)
     by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
-    floor = tl.log(min_p)
+    floor = tl.where(by_min, tl.log(tl.where(by_min, min_p, 1.0)), float("-inf"))
     cut = tl.zeros([], tl.uint32)
     if by_k:
         cut = _search(src_ptr, count, top_k, False, temperature, top, COL, SHIFT, BLOCK)
@@ -303,7 +305,7 @@ def _finish_kernel(
             row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(draw_ptr + s))
             mass = tl.sum(chunk_score * tl.exp(lower), axis=0)
             # The cut, in logits: at or below the threshold of every filter that is on.
-            off_cut = tl.log(min_p)
+            off_cut = tl.log(tl.where(by_min, min_p, 1.0))
             if by_p & (not (by_k | by_min)):
                 off_cut = tl.log((1.0 - top_p) * mass / V) - 0.1  # even all of them weigh less than 1 - p together
             cut = (off_cut + top - 0.00001 * (tl.abs(off_cut) + tl.abs(top))) * temperature
@@ -347,7 +349,7 @@ def _finish_kernel(
 
 def _chunks(S: object) -> int:
     """Programs per row of the scan: enough of them for the whole chip, a power of two of at most 64."""
-    wanted = 264 // max(S, 1) if isinstance(S, int) else 4
+    wanted = _PROGRAMS // max(S, 1) if isinstance(S, int) else 4
     return 1 << max(0, min(wanted, 64).bit_length() - 1)
 
 
@@ -380,7 +382,7 @@ def triton_sample(
     tiles = scratch(S, _DEPTH, _BLOCK, dtype=torch.int16)
     sizes = {
         "V": V, "ROW": logits_SV.stride(0), "COL": logits_SV.stride(1),
-        "CHUNKS": chunks, "GROUPS": _GROUPS, "BLOCK": _BLOCK, "num_warps": 8,
+        "CHUNKS": chunks, "GROUPS": _GROUPS, "BLOCK": _BLOCK, "num_warps": _WARPS,
     }  # fmt: skip
     launch_triton(_scan_kernel, (chunks, S), *row, *found, **sizes)
     launch_triton(

@@ -1,0 +1,630 @@
+// paged_attention: write the step's keys and values into the paged cache, then attend, for one ragged batch.
+//
+// One work item is a block of query tokens of one sequence for one key/value head: its rows are (token, query head of the
+// group), 16 of them side by side as the lanes of a vector. Scores are computed transposed, [tokens][16 lanes], so that
+// the running maximum and sum of the online softmax are plain vector operations and keys are used as they lie in the
+// cache; values are transposed once a chunk and item. The same code serves decode, where an item is a single token.
+//
+// Two kinds of arithmetic: Floats (float32, and bfloat16 without AVX-512) and Pairs (bfloat16 dot products, AMX or
+// AVX-512). Left operands are row-major; right operands have 16 columns, pairs of consecutive rows interleaved for Pairs.
+#include <optional>
+
+#include "cpu_common.h"
+
+namespace graphllm {
+namespace {
+
+constexpr i64 kLanes = 16;
+constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax; a multiple of 32
+constexpr i64 kMaxRows = 448;  // query rows an item: enough to make the transposition of values cheap
+constexpr i64 kMinRows = 64;   // but no fewer, when smaller items would keep all threads busy
+constexpr i64 kMinSplit = 512;     // tokens of context that are worth an item of their own
+constexpr i64 kMinWork = 16 << 10;  // query-key pairs times heads below which a second thread is not worth waking
+constexpr float kLowest = -1e30f;   // "no score yet": finite, so that differences from it are no NaN
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.44269504088896341f;
+
+using Vec = float __attribute__((vector_size(64)));
+using Ints = std::int32_t __attribute__((vector_size(64)));
+
+inline Vec vec(float x) { return x - Vec{}; }
+inline Ints ints(std::int32_t x) { return x - Ints{}; }
+#ifdef GRAPHLLM_AVX512
+inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
+#else
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+#endif
+inline bool any(Ints mask) {
+  std::int32_t out = 0;
+  for (i64 i = 0; i < kLanes; i++) out |= mask[i];
+  return out != 0;
+}
+
+// 2^x for x <= 0, relative error below 2e-7 (precise) or 1e-4: 2^floor(x) times a polynomial in the rest, fitted for least
+// relative error. x may be minus infinity.
+template <bool kPrecise>
+inline Vec exp2_vec(Vec x) {
+#ifdef GRAPHLLM_AVX512
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const Vec in_range = larger(x, vec(-126.0f));
+  const Ints n = __builtin_convertvector(in_range - 1.0f, Ints);
+  const Vec r = in_range - __builtin_convertvector(n, Vec);
+#endif
+  Vec p;
+  if constexpr (kPrecise) {
+    p = vec(0.0018775766948238015f);
+    p = p * r + 0.00898933969438076f;
+    p = p * r + 0.05582631751894951f;
+    p = p * r + 0.24015361070632935f;
+    p = p * r + 0.6931530833244324f;
+    p = p * r + 0.9999999403953552f;
+  } else {
+    p = vec(0.07802452147006989f);
+    p = p * r + 0.22606715559959412f;
+    p = p * r + 0.6958335638046265f;
+    p = p * r + 0.9999251961708069f;
+  }
+#ifdef GRAPHLLM_AVX512
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  return x <= -126.0f ? Vec{} : p * (Vec)((n + 127) << 23);
+#endif
+}
+
+// softcap * tanh(x / softcap) elementwise. Near zero a series, because 1 - exp loses the small result's digits.
+inline Vec cap_scores(Vec x, float softcap) {
+  const Vec y = x / softcap, a = larger(y, -y);
+  const Vec t = exp2_vec<true>(a * (-2 * kLog2e));
+  const Vec far = (1.0f - t) / (1.0f + t), s = y * y;
+  const Vec near = a * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315 + s * (62.0f / 2835)))));
+  const Vec magnitude = a < 0.3f ? near : far;
+  return softcap * (y < 0.0f ? -magnitude : magnitude);
+}
+
+template <typename T>
+struct Args {
+  const T *q, *k, *v;
+  T* cache;
+  const std::int32_t *table, *starts, *lengths;
+  T* out;
+  i64 T_, S, H, K, E, P;
+  i64 q_token, q_head, k_token, k_head, v_token, v_head;
+  i64 cache_page, cache_kind, cache_head, cache_slot, table_stride;
+  float scale;
+  i64 window;
+  float softcap;
+
+  // Where the keys of `count` tokens from position `from` lie; values are cache_kind elements further.
+  void locate(i64 s, i64 head, i64 from, i64 count, T** rows) const {
+    const std::int32_t* page = table + s * table_stride + from / P;
+    i64 slot = from % P;
+    for (i64 j = 0; j < count; j++) {
+      rows[j] = cache + *page * cache_page + head * cache_head + slot * cache_slot;
+      if (++slot == P) slot = 0, page++;
+    }
+  }
+  // Put row t, at `position` of sequence s, into the cache for one head.
+  void write(i64 s, i64 t, i64 position, i64 head) const {
+    T* to;
+    locate(s, head, position, 1, &to);
+    std::memcpy(to, k + t * k_token + head * k_head, E * sizeof(T));
+    std::memcpy(to + cache_kind, v + t * v_token + head * v_head, E * sizeof(T));
+  }
+};
+
+// float32 arithmetic; bfloat16 is widened when it is gathered.
+template <typename T>
+struct Floats {
+  using Cell = float;
+  using Keys = const float*;
+  static constexpr bool kPrecise = std::is_same_v<T, float>;
+  static constexpr i64 kRound = 8;  // tokens, and rows of a product, at a time: enough sums in flight to hide latency
+  static i64 query_depth(i64 E) { return E; }
+  static i64 height(i64 E) { return ceil_div(E, kRound) * kRound; }
+
+  static void pack_query(const T* const* rows, i64 count, i64 E, bool negate, float* to) {
+    for (i64 i = 0; i < kLanes; i++)
+      for (i64 e = 0; e < E; e++) {
+        const float x = i < count ? to_float(rows[i][e]) : 0.0f;
+        to[e * kLanes + i] = negate ? -x : x;
+      }
+  }
+
+  static Keys keys(const Args<T>& a, T* const* rows, i64 count, float* to) {
+    gather(a, rows, 0, count, to);
+    return to;
+  }
+  static void values(const Args<T>& a, T* const* rows, i64 count, float* to) {
+    gather(a, rows, a.cache_kind, count, to);
+  }
+
+  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to) {
+    for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
+  }
+  static void put_weights(float* weights, i64 j, Vec p0, Vec p1) {
+    std::memcpy(weights + j * kLanes, &p0, sizeof p0);
+    std::memcpy(weights + (j + 1) * kLanes, &p1, sizeof p1);
+  }
+  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums) {
+    for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true);
+  }
+
+ private:
+  static void gather(const Args<T>& a, T* const* rows, i64 offset, i64 count, float* to) {
+    const i64 width = height(a.E), padded = ceil_div(count, kRound) * kRound;
+    for (i64 j = 0; j < count; j++, to += width) {
+      const T* row = rows[j] + offset;
+      for (i64 e = 0; e < a.E; e++) to[e] = to_float(row[e]);
+      for (i64 e = a.E; e < width; e++) to[e] = 0.0f;
+    }
+    std::fill(to, to + (padded - count) * width, 0.0f);
+  }
+  // c[row] (+)= sum over k of left[row * row_stride + k * k_stride] * right[k], for kRound rows.
+  static void block(const float* left, i64 row_stride, i64 k_stride, const float* right, i64 depth, Vec* c, bool add) {
+    Vec sum[kRound];
+    for (i64 r = 0; r < kRound; r++) sum[r] = add ? c[r] : Vec{};
+    for (i64 k = 0; k < depth; k++) {
+      Vec column;
+      std::memcpy(&column, right + k * kLanes, sizeof column);
+      for (i64 r = 0; r < kRound; r++) sum[r] += left[r * row_stride + k * k_stride] * column;
+    }
+    for (i64 r = 0; r < kRound; r++) c[r] = sum[r];
+  }
+};
+
+#ifdef GRAPHLLM_AVX512
+
+// bfloat16 products of pairs with float32 sums.
+struct Pairs {
+  using Cell = bf16;
+  struct Keys {  // 16 tokens each
+    const bf16* tile[kChunk / 16];
+    i64 stride;
+  };
+  static constexpr bool kPrecise = false;  // the weights are rounded to 8 bits next
+  static constexpr i64 kRound = 16;
+  static i64 query_depth(i64 E) { return ceil_div(E, 32) * 32; }
+  static i64 height(i64 E) { return ceil_div(E, 16) * 16; }
+
+  static void pack_query(const bf16* const* rows, i64 count, i64 E, bool negate, bf16* to) {
+    const __m512i sign = _mm512_set1_epi32(negate ? 0x80008000 : 0);
+    for (i64 e = 0; e < E; e += 32, to += 32 * kLanes) {
+      __m512i r[16];
+      for (i64 i = 0; i < kLanes; i++)
+        r[i] = i < count ? _mm512_xor_si512((__m512i)load_pairs(rows[i] + e, first32(E - e)), sign) : __m512i{};
+      transpose16(r);
+      for (i64 i = 0; i < 16; i++) _mm512_store_si512(to + i * 32, r[i]);
+    }
+  }
+
+  // Keys are used in place where 16 tokens are a piece of a page and rows are whole; otherwise they are gathered. What a
+  // page holds after the last token is masked later, whatever it is.
+  static Keys keys(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
+    Keys out;
+    const bool in_place = a.P % 16 == 0 && a.E % 32 == 0;
+    const i64 depth = query_depth(a.E);
+    out.stride = in_place ? a.cache_slot : depth;
+    for (i64 j = 0; j < count; j += 16) {
+      out.tile[j / 16] = in_place ? rows[j] : to + j * depth;
+      if (in_place) continue;
+      for (i64 i = j; i < j + 16; i++)
+        for (i64 e = 0; e < depth; e += 32) {
+          const __mmask32 inside = i < count ? first32(a.E - e) : 0;
+          _mm512_store_si512(to + i * depth + e, (__m512i)load_pairs(rows[std::min(i, count - 1)] + e, inside));
+        }
+    }
+    return out;
+  }
+
+  // Transposed: [height(E)][kChunk], zero after the last token because 0 * NaN is not 0.
+  static void values(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
+    alignas(64) static constexpr std::uint16_t kOrder[2][32] = {
+        {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
+        {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
+    const __m512i low = _mm512_load_si512(kOrder[0]), high = _mm512_load_si512(kOrder[1]);
+    for (i64 j = 0; j < count; j += 32) {
+      for (i64 e = 0; e < a.E; e += 32) {
+        const __mmask32 inside = first32(a.E - e);
+        __m512i first[16], second[16];
+        for (i64 i = 0; i < 16; i++) {
+          const i64 t = j + 2 * i;
+          const __m512i even = load_value(rows, t, count, a.cache_kind + e, inside);
+          const __m512i odd = load_value(rows, t + 1, count, a.cache_kind + e, inside);
+          first[i] = _mm512_permutex2var_epi16(even, low, odd);
+          second[i] = _mm512_permutex2var_epi16(even, high, odd);
+        }
+        transpose16(first);
+        for (i64 i = 0; i < 16; i++) _mm512_store_si512(to + (e + i) * kChunk + j, first[i]);
+        if (e + 16 >= a.E) break;
+        transpose16(second);
+        for (i64 i = 0; i < 16; i++) _mm512_store_si512(to + (e + 16 + i) * kChunk + j, second[i]);
+      }
+    }
+  }
+
+  static void put_weights(bf16* weights, i64 j, Vec p0, Vec p1) {
+    alignas(64) static constexpr std::uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
+                                                             8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
+    _mm512_store_si512(weights + j * kLanes, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
+  }
+
+  static void scores(const Keys& keys, const bf16* query, i64 E, i64 count, Vec* to) {
+    const i64 depth = query_depth(E);
+#ifdef GRAPHLLM_AMX
+    if (amx_granted()) return amx_scores(keys, query, depth, count, to);
+#endif
+    for (i64 j = 0; j < count; j += 8)
+      block(keys.tile[j / 16] + j % 16 * keys.stride, keys.stride, query, depth, to + j, false);
+  }
+  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums) {
+    const i64 depth = ceil_div(count, 32) * 32;
+    for (i64 j = count; j < depth; j += 2) put_weights(weights, j, Vec{}, Vec{});
+#ifdef GRAPHLLM_AMX
+    if (amx_granted()) return amx_accumulate(values, weights, height(E), depth, sums);
+#endif
+    for (i64 e = 0; e < height(E); e += 8) block(values + e * kChunk, kChunk, weights, depth, sums + e, true);
+  }
+
+ private:
+  static __m512i load_value(bf16* const* rows, i64 t, i64 count, i64 offset, __mmask32 inside) {
+    return t < count ? (__m512i)load_pairs(rows[t] + offset, inside) : _mm512_setzero_si512();
+  }
+  // c[row] (+)= sum over k of left[row][k] * right[k], for eight rows.
+  static void block(const bf16* left, i64 stride, const bf16* right, i64 depth, Vec* c, bool add) {
+    __m512 sum[8];
+    for (i64 r = 0; r < 8; r++) sum[r] = add ? (__m512)c[r] : _mm512_setzero_ps();
+    for (i64 k = 0; k < depth; k += 2) {
+      const __m512bh column = load_pairs(right + k * kLanes);
+      for (i64 r = 0; r < 8; r++) {
+        std::int32_t pair;
+        std::memcpy(&pair, left + r * stride + k, 4);
+        sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(pair), column);
+      }
+    }
+    for (i64 r = 0; r < 8; r++) c[r] = (Vec)sum[r];
+  }
+
+#ifdef GRAPHLLM_AMX
+  // Tiles 0-3 accumulate, 4 and 5 are left operands, 6 is the right one.
+  static void amx_scores(const Keys& keys, const bf16* query, i64 depth, i64 count, Vec* to) {
+    const i64 stride = keys.stride * 2;
+    tile_zero<0>(), tile_zero<1>(), tile_zero<2>(), tile_zero<3>();
+    for (i64 e = 0; e < depth; e += 32) {
+      tile_load<6>(query + e * kLanes, 64);
+      tile_load<4>(keys.tile[0] + e, stride), tile_product<0, 4, 6>();
+      if (count > 16) tile_load<5>(keys.tile[1] + e, stride), tile_product<1, 5, 6>();
+      if (count > 32) tile_load<4>(keys.tile[2] + e, stride), tile_product<2, 4, 6>();
+      if (count > 48) tile_load<5>(keys.tile[3] + e, stride), tile_product<3, 5, 6>();
+    }
+    tile_store<0>(to, 64), tile_store<1>(to + 16, 64), tile_store<2>(to + 32, 64), tile_store<3>(to + 48, 64);
+  }
+  static void amx_accumulate(const bf16* values, const bf16* weights, i64 height, i64 depth, Vec* sums) {
+    for (i64 e = 0; e < height; e += 64, sums += 64, values += 64 * kChunk) {
+      const i64 rows = height - e;
+      tile_load<0>(sums, 64);
+      if (rows > 16) tile_load<1>(sums + 16, 64);
+      if (rows > 32) tile_load<2>(sums + 32, 64);
+      if (rows > 48) tile_load<3>(sums + 48, 64);
+      for (i64 j = 0; j < depth; j += 32) {
+        const bf16* left = values + j;
+        tile_load<6>(weights + j * kLanes, 64);
+        tile_load<4>(left, kChunk * 2), tile_product<0, 4, 6>();
+        if (rows > 16) tile_load<5>(left + 16 * kChunk, kChunk * 2), tile_product<1, 5, 6>();
+        if (rows > 32) tile_load<4>(left + 32 * kChunk, kChunk * 2), tile_product<2, 4, 6>();
+        if (rows > 48) tile_load<5>(left + 48 * kChunk, kChunk * 2), tile_product<3, 5, 6>();
+      }
+      tile_store<0>(sums, 64);
+      if (rows > 16) tile_store<1>(sums + 16, 64);
+      if (rows > 32) tile_store<2>(sums + 32, 64);
+      if (rows > 48) tile_store<3>(sums + 48, 64);
+    }
+  }
+#endif
+};
+
+#endif  // GRAPHLLM_AVX512
+
+template <typename T>
+struct MathOf {
+  using type = Floats<T>;
+};
+#ifdef GRAPHLLM_AVX512
+template <>
+struct MathOf<bf16> {
+  using type = Pairs;
+};
+#endif
+
+// The running softmax of 16 rows.
+struct Rows {
+  Ints position;  // of each lane's query
+  i64 first, last;  // the lowest and the highest of them
+  Vec top, sum;   // the largest score so far and the sum of 2^(score - top), scores in units of log2
+};
+
+// One item: `tokens` query tokens of sequence s from its row `row`, one key/value head, context [from, to).
+struct Item {
+  i64 s, head, row, tokens, position, from, to;
+};
+
+template <typename T>
+class Worker {
+  using Math = typename MathOf<T>::type;
+  using Cell = typename Math::Cell;
+
+ public:
+  Worker(const Args<T>& a, i64 most_rows) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
+    const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
+    static thread_local Scratch cells, sums, rows;
+    query_ = cells.get<Cell>(tiles * kLanes * depth + kChunk * (std::max(depth, height_) + height_ + 16 + kLanes));
+    keys_ = query_ + tiles * kLanes * depth;
+    values_ = keys_ + kChunk * std::max(depth, height_);
+    weights_ = values_ + kChunk * (height_ + 16);
+    sums_ = sums.get<Vec>(tiles * height_);
+    rows_ = rows.get<Rows>(tiles);
+  }
+
+  // Attend; afterwards rows() and sums() hold the unnormalized result.
+  void run(const Item& item) {
+    const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
+    const float scale = a_.softcap > 0 ? kLog2e : std::fabs(a_.scale) * kLog2e;
+    for (i64 tile = 0; tile < tiles; tile++) {
+      const T* from[kLanes];
+      Rows& rows = rows_[tile];
+      const i64 used = std::min(kLanes, count - tile * kLanes);
+      for (i64 i = 0; i < kLanes; i++) {
+        const i64 r = tile * kLanes + std::min(i, used - 1);
+        from[i] = a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
+        rows.position[i] = std::int32_t(item.position + r / group_);
+      }
+      rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
+      rows.top = vec(kLowest), rows.sum = Vec{};
+      Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
+      std::fill(sums_ + tile * height_, sums_ + (tile + 1) * height_, Vec{});
+    }
+    for (i64 j = item.from; j < item.to; j += kChunk) {
+      const i64 held = std::min(kChunk, item.to - j);
+      T* places[kChunk];
+      if (tiles <= 2 && j + kChunk < item.to) prefetch(item, j + kChunk, places);
+      a_.locate(item.s, item.head, j, held, places);
+      const auto keys = Math::keys(a_, places, held, keys_);
+      Math::values(a_, places, held, values_);
+      for (i64 tile = 0; tile < tiles; tile++) {
+        Rows& rows = rows_[tile];
+        const i64 seen = std::min(held, rows.last + 1 - j);
+        if (seen <= 0 || (a_.window > 0 && j + held <= rows.first - a_.window + 1)) continue;
+        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, scale, rows,
+             sums_ + tile * height_);
+      }
+    }
+  }
+
+  const Rows& rows(i64 tile) const { return rows_[tile]; }
+  const Vec* sums(i64 tile) const { return sums_ + tile * height_; }
+  i64 height() const { return height_; }
+
+  // Write row r of an item whose 16-lane tile is given by its weight sums and weighted sums of values.
+  void store_tile(const Item& item, i64 tile, Vec sum, const Vec* sums) const {
+    const Vec factor = 1.0f / sum;
+    const i64 count = std::min(kLanes, item.tokens * group_ - tile * kLanes);
+    T* to[kLanes];
+    for (i64 i = 0; i < count; i++) {
+      const i64 r = tile * kLanes + i;
+      to[i] = a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.E;
+    }
+    for (i64 e = 0; e < a_.E; e += 16) {
+#ifdef GRAPHLLM_AVX512
+      __m512i r[16];
+      for (i64 i = 0; i < 16; i++) r[i] = e + i < height_ ? (__m512i)(sums[e + i] * factor) : __m512i{};
+      transpose16(r);
+      for (i64 i = 0; i < count; i++) store16(to[i] + e, _mm512_castsi512_ps(r[i]), first16(a_.E - e));
+#else
+      for (i64 c = e; c < std::min(e + 16, a_.E); c++) {
+        const Vec x = sums[c] * factor;
+        for (i64 i = 0; i < count; i++) store(to[i] + c, x[i]);
+      }
+#endif
+    }
+  }
+
+ private:
+  // Ask for a chunk's pages: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes a
+  // function that only prefetches for one without effect and drops the call.
+  __attribute__((always_inline)) void prefetch(const Item& item, i64 from, T** places) const {
+    const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(T));
+    a_.locate(item.s, item.head, from, count, places);
+    for (i64 j = 0; j < count; j++)
+      for (i64 at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(places[j]) + at);
+        __builtin_prefetch(reinterpret_cast<const char*>(places[j] + a_.cache_kind) + at);
+      }
+  }
+
+  // One chunk of `count` tokens from position j for one tile of rows.
+  void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, float scale, Rows& rows, Vec* sums) {
+    alignas(64) Vec scores[kChunk];
+    Math::scores(keys, query, a_.E, count, scores);
+    if (a_.softcap > 0) {
+      const float before = std::fabs(a_.scale);
+      for (i64 t = 0; t < count; t++) scores[t] = cap_scores(scores[t] * before, a_.softcap);
+    }
+    const bool whole = j + count - 1 <= rows.first && (a_.window == 0 || j > rows.last - a_.window);
+    if (!whole) {
+      const Vec hidden = kHidden - Vec{};
+      const Ints oldest = a_.window > 0 ? rows.position - std::int32_t(a_.window) : ints(-1);
+      for (i64 t = 0; t < count; t++) {
+        const Ints at = ints(std::int32_t(j + t));
+        scores[t] = ((at <= rows.position) & (at > oldest)) ? scores[t] : hidden;
+      }
+    }
+    Vec top0 = scores[0], top1 = scores[1];
+    for (i64 t = 2; t < count; t += 2) top0 = larger(top0, scores[t]), top1 = larger(top1, scores[t + 1]);
+    const Vec top = larger(rows.top, larger(top0, top1) * scale);
+    Vec sum0{}, sum1{};
+    for (i64 t = 0; t < count; t += 2) {
+      const Vec p0 = exp2_vec<Math::kPrecise>(scores[t] * scale - top);
+      const Vec p1 = exp2_vec<Math::kPrecise>(scores[t + 1] * scale - top);
+      Math::put_weights(weights_, t, p0, p1);
+      sum0 += p0, sum1 += p1;
+    }
+    const Ints rose = top > rows.top;
+    if (any(rose)) {
+      const Vec fade = rose ? exp2_vec<Math::kPrecise>(rows.top - top) : vec(1.0f);
+      rows.sum *= fade;
+      for (i64 e = 0; e < height_; e++) sums[e] *= fade;
+      rows.top = top;
+    }
+    rows.sum += sum0 + sum1;
+    Math::accumulate(values_, weights_, a_.E, count, sums);
+  }
+
+  const Args<T>& a_;
+  i64 group_, height_;
+  Cell *query_, *keys_, *values_, *weights_;
+  Vec* sums_;
+  Rows* rows_;
+};
+
+// The items of a batch. With pure decode and too few of them for the threads, each is split along its context and the
+// parts are combined at the end.
+template <typename T>
+class Batch {
+ public:
+  explicit Batch(const Args<T>& a) : a_(a), group_(a.H / a.K) {
+    i64 longest = 0, work = 0, rows = kMaxRows;
+    for (i64 s = 0; s < a.S; s++) {
+      const i64 n = queries(s);
+      most_ = std::max(most_, n);
+      if (n > 0) longest = std::max(longest, i64(a.lengths[s]));
+      work += n * a.lengths[s] * a.H;
+    }
+    const i64 available = omp_get_max_threads();
+    threads_ = std::min(available, std::max(i64(1), work / kMinWork));
+    static thread_local Scratch first, parts;
+    first_ = first.get<i64>(a.S + 1);
+    for (;; rows = std::max(kMinRows, rows / 2)) {
+      block_ = std::max(i64(1), rows / group_);
+      first_[0] = 0;
+      for (i64 s = 0; s < a.S; s++) first_[s + 1] = first_[s] + ceil_div(queries(s), block_);
+      if (items() >= 4 * threads_ || rows <= kMinRows) break;
+    }
+    block_ = std::min(block_, std::max(i64(1), most_));
+    if (decode() && items() > 0 && items() < 4 * threads_ && items() % threads_ != 0)
+      splits_ = std::max(i64(1), std::min(ceil_div(4 * threads_, items()), longest / kMinSplit));
+    tiles_ = ceil_div(block_ * group_, kLanes);
+    part_size_ = tiles_ * (Math::height(a.E) + 2);
+    if (splits_ > 1) parts_ = parts.get<Vec>(items() * splits_ * part_size_);
+  }
+
+  int threads() const { return int(threads_); }
+
+  // Called by every thread of the team.
+  void run() {
+    if (!decode()) {
+      write(share(a_.starts[a_.S]));
+#pragma omp barrier
+    }
+    Worker<T> worker(a_, block_ * group_);
+#ifdef GRAPHLLM_AMX
+    std::optional<Tiles> configured;
+    if (std::is_same_v<T, bf16> && amx_granted()) configured.emplace();
+#endif
+#pragma omp for schedule(dynamic, 1)
+    for (i64 n = 0; n < items() * splits_; n++) {
+      const Item item = at(n / splits_, n % splits_);
+      if (decode() && item.to == item.position + 1) a_.write(item.s, item.row, item.position, item.head);
+      worker.run(item);
+      for (i64 tile = 0; tile < ceil_div(item.tokens * group_, kLanes); tile++)
+        if (splits_ == 1) {
+          worker.store_tile(item, tile, worker.rows(tile).sum, worker.sums(tile));
+        } else {
+          Vec* to = parts_ + n * part_size_ + tile * (worker.height() + 2);
+          to[0] = worker.rows(tile).top, to[1] = worker.rows(tile).sum;
+          std::copy(worker.sums(tile), worker.sums(tile) + worker.height(), to + 2);
+        }
+    }
+    if (splits_ == 1) return;
+#pragma omp for schedule(static)
+    for (i64 n = 0; n < items(); n++) combine(worker, n);
+  }
+
+ private:
+  using Math = typename MathOf<T>::type;
+
+  i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
+  i64 items() const { return first_[a_.S] * a_.K; }
+  bool decode() const { return most_ <= 1; }
+
+  void write(Range rows) const {
+    for (i64 s = 0; s < a_.S; s++)
+      for (i64 t = std::max(rows.from, i64(a_.starts[s])); t < std::min(rows.to, i64(a_.starts[s + 1])); t++)
+        for (i64 head = 0; head < a_.K; head++) a_.write(s, t, a_.lengths[s] - (a_.starts[s + 1] - t), head);
+  }
+
+  // The item of that number; the last block of a sequence, which sees most context, comes first.
+  Item at(i64 number, i64 split) const {
+    const i64 block = number / a_.K, s = std::upper_bound(first_, first_ + a_.S + 1, block) - first_ - 1;
+    const i64 n = queries(s), start = (first_[s + 1] - 1 - block) * block_;
+    Item item{s, number % a_.K, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
+    // From a multiple of 16, so that 16 tokens never straddle two pages of such a size.
+    const i64 from = a_.window > 0 ? std::max(i64(0), item.position - a_.window + 1) / 16 * 16 : 0;
+    const i64 to = item.position + item.tokens, chunks = ceil_div(to - from, kChunk);
+    item.from = from + chunks * split / splits_ * kChunk;
+    item.to = std::min(to, from + chunks * (split + 1) / splits_ * kChunk);
+    return item;
+  }
+
+  void combine(const Worker<T>& worker, i64 number) const {
+    const Item item = at(number, 0);
+    const i64 height = worker.height();
+    for (i64 tile = 0; tile < tiles_; tile++) {
+      Vec* whole = parts_ + number * splits_ * part_size_ + tile * (height + 2);
+      for (i64 split = 1; split < splits_; split++) {
+        const Vec* part = whole + split * part_size_;
+        const Vec top = larger(whole[0], part[0]);
+        const Vec keep = exp2_vec<true>(whole[0] - top), add = exp2_vec<true>(part[0] - top);
+        for (i64 i = 1; i < height + 2; i++) whole[i] = whole[i] * keep + part[i] * add;
+        whole[0] = top;
+      }
+      worker.store_tile(item, tile, whole[1], whole + 2);
+    }
+  }
+
+  const Args<T>& a_;
+  i64 group_, most_ = 0, threads_, block_, tiles_, part_size_, splits_ = 1;
+  i64* first_;
+  Vec* parts_ = nullptr;
+};
+
+template <typename T>
+void attend(const Args<T>& a) {
+  for (i64 t = a.starts[a.S]; t < a.T_; t++) std::memset(a.out + t * a.H * a.E, 0, a.H * a.E * sizeof(T));
+  Batch<T> batch(a);
+#pragma omp parallel num_threads(batch.threads())
+  batch.run();
+}
+
+}  // namespace
+}  // namespace graphllm
+
+#define GRAPHLLM_PAGED_ATTENTION(name, T)                                                                            \
+  extern "C" void name(const void* q, const void* k, const void* v, void* cache, const void* table,                 \
+                       const void* starts, const void* lengths, void* out, std::int64_t tokens, std::int64_t S,      \
+                       std::int64_t H, std::int64_t K, std::int64_t E, std::int64_t P, std::int64_t q_token,         \
+                       std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,         \
+                       std::int64_t v_head, std::int64_t cache_page, std::int64_t cache_kind,                        \
+                       std::int64_t cache_head, std::int64_t cache_slot, std::int64_t table_stride, double scale,    \
+                       std::int64_t window, double softcap) {                                                        \
+    using graphllm::T;                                                                                               \
+    graphllm::attend<T>({static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),               \
+                         static_cast<T*>(cache), static_cast<const std::int32_t*>(table),                            \
+                         static_cast<const std::int32_t*>(starts), static_cast<const std::int32_t*>(lengths),        \
+                         static_cast<T*>(out), tokens, S, H, K, E, P, q_token, q_head, k_token, k_head, v_token,     \
+                         v_head, cache_page, cache_kind, cache_head, cache_slot, table_stride, float(scale), window, \
+                         float(softcap)});                                                                           \
+  }
+
+GRAPHLLM_PAGED_ATTENTION(graphllm_paged_attention_f32, f32)
+GRAPHLLM_PAGED_ATTENTION(graphllm_paged_attention_bf16, bf16)

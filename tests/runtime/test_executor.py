@@ -1,0 +1,206 @@
+"""The executor: staging, choice of bucket, and a compiled program that equals the eager one on any ragged batch."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from graphllm import artifact, prepare
+from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.runtime.executor import Executor, Staging, StepInput, stack_tables
+from graphllm.weights.loader import load_weights
+from graphllm.weights.plan import WeightPlan
+
+PAGES = 64
+
+
+class Part(NamedTuple):
+    """One sequence's part of a batch: its new tokens, how many came before, and its pages."""
+
+    tokens: list[int]
+    start: int
+    pages: list[int]
+
+
+def _batch(parts: list[Part]) -> StepInput:
+    counts = [len(p.tokens) for p in parts]
+    ends = np.cumsum(counts)
+    n = len(parts)
+
+    def ints(values: Any) -> np.ndarray:
+        return np.array(values, dtype=np.int32)
+
+    return StepInput(
+        token_ids=ints([t for p in parts for t in p.tokens]),
+        positions=ints([p.start + i for p in parts for i in range(len(p.tokens))]),
+        context_len=ints([p.start + len(p.tokens) for p in parts for _ in p.tokens]),
+        logit_rows=ints(ends - 1),
+        query_start=ints([0, *ends]),
+        seq_len=ints([p.start + len(p.tokens) for p in parts]),
+        block_table=stack_tables([p.pages for p in parts]),
+        temperature=np.zeros(n, np.float32),
+        top_k=ints([0] * n),
+        top_p=np.ones(n, np.float32),
+        min_p=np.zeros(n, np.float32),
+        seed=np.zeros(n, np.int64),
+        draw=ints([0] * n),
+    )
+
+
+def _open(folder: Path, checkpoint: Path) -> Executor:
+    manifest = artifact.verify(folder)
+    plan = WeightPlan.from_json((folder / "weights.json").read_text())
+    source = prepare.open_source(checkpoint).checkpoint
+    assert source is not None
+    return Executor(folder, manifest, load_weights(plan, source), PAGES)
+
+
+@pytest.fixture(scope="module")
+def executors(eager_artifact: Path, compiled_artifact: Path, checkpoint: Path) -> tuple[Executor, Executor]:
+    return _open(eager_artifact, checkpoint), _open(compiled_artifact, checkpoint)
+
+
+def _agree(executors: tuple[Executor, Executor], parts: list[Part]) -> np.ndarray:
+    """Run a batch on both and compare; the eager tokens."""
+    step = _batch(parts)
+    found = []
+    for executor in executors:
+        result = executor.run(step)
+        found.append((result.logits[: len(parts)].clone(), executor.tokens(result, len(parts))))
+    (eager, eager_tokens), (compiled, compiled_tokens) = found
+    assert torch.isfinite(eager).all()
+    error = float((eager - compiled).norm() / eager.norm())
+    assert error < 1e-5  # float32; measured about 3e-7
+    best = eager.topk(2).values
+    clear = (best[:, 0] - best[:, 1] > 1e-3).numpy()
+    assert (eager_tokens[clear] == compiled_tokens[clear]).all()
+    assert (eager_tokens == eager.argmax(-1).numpy()).all()
+    return eager_tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_compiled_equals_eager_on_ragged_batches(executors: tuple[Executor, Executor], seed: int) -> None:
+    """A random walk: sequences come, are prefilled in chunks, decode together or alone, and go."""
+    rng = random.Random(seed)
+    limit, seqs, page = executors[0].max_num_tokens, executors[0].max_num_seqs, executors[0].page_size
+    free = list(range(PAGES))
+    rng.shuffle(free)
+    live: list[tuple[list[int], int, list[int]]] = []  # (known tokens, computed, pages)
+    used = set()
+    for _ in range(40):
+        if len(live) < seqs and rng.random() < 0.5:
+            prompt = [rng.randrange(executors[0].vocab) for _ in range(rng.choice([1, 2, 9, 31, 40]))]
+            live.append((prompt, 0, [free.pop() for _ in range(12)]))
+        if not live:
+            continue
+        budget, parts, chosen = limit, [], []
+        for i in rng.sample(range(len(live)), rng.randint(1, len(live))):
+            known, computed, pages = live[i]
+            count = min(rng.randint(1, len(known) - computed), budget)
+            if count:
+                parts.append(Part(known[computed : computed + count], computed, pages[: -(-len(known) // page)]))
+                chosen.append(i)
+                budget -= count
+        T, S = sum(len(p.tokens) for p in parts), len(parts)
+        used.add((executors[1].pick(T, S, T == S)[0].name, T == 1))
+        for i, part, token in zip(chosen, parts, _agree(executors, parts).tolist(), strict=True):
+            known, computed, pages = live[i]
+            computed += len(part.tokens)
+            live[i] = ([*known, token] if computed == len(known) else known, computed, pages)
+        for gone in [s for s in live if len(s[0]) > 90 or rng.random() < 0.05]:
+            live = [s for s in live if s is not gone]
+            free += gone[2]
+    assert {"decode-1", "decode-2-4", "mixed-2-32"} <= {name for name, _ in used}
+
+
+def test_smallest_batches(executors: tuple[Executor, Executor]) -> None:
+    """One token of one sequence is a bucket of its own; one sequence of two tokens is mixed with a padded S."""
+    _agree(executors, [Part([5], 0, [3])])
+    _agree(executors, [Part([6], 1, [3])])
+    _agree(executors, [Part([7, 8], 2, [3])])
+    _agree(executors, [Part([7], 4, [3]), Part([1], 0, [9])])
+    _agree(executors, [Part([9] * 29, 0, [10, 11, 12, 13]), Part([1], 5, [3]), Part([1], 1, [9]), Part([2], 0, [20])])
+
+
+def test_a_batch_does_not_change_its_members(executors: tuple[Executor, Executor]) -> None:
+    """The logits of a sequence are those it gets alone, whatever is batched with it."""
+    for executor in executors:
+        alone = executor.run(_batch([Part([3, 1, 4, 1, 5], 0, [0])])).logits[0].clone()
+        others = [Part([2, 7], 0, [1]), Part([3, 1, 4, 1, 5], 0, [2]), Part([9] * 20, 0, [3, 4, 5])]
+        together = executor.run(_batch(others)).logits[1].clone()
+        assert float((alone - together).norm() / alone.norm()) < 1e-5
+
+
+def test_pick(executors: tuple[Executor, Executor]) -> None:
+    pick = executors[0].pick
+    assert pick(1, 1, True) == (Bucket("decode", 1, 1), 1, 1)
+    assert pick(3, 3, True) == (Bucket("decode", 2, 4), 3, 3)
+    assert pick(2, 1, False) == (Bucket("mixed", 2, 32), 2, 2)
+    assert pick(32, 4, False) == (Bucket("mixed", 2, 32), 32, 4)
+    with pytest.raises(ConfigError, match="no bucket of the artifact takes 33 tokens; compile with larger --buckets"):
+        pick(33, 4, False)
+
+
+def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
+    """An artifact whose arena was planned by another version must not be written beyond its end."""
+    manifest = artifact.verify(compiled_artifact)
+    manifest["memory"]["arena"] -= 256
+    plan = WeightPlan.from_json((compiled_artifact / "weights.json").read_text())
+    source = prepare.open_source(checkpoint).checkpoint
+    assert source is not None
+    executor = Executor(compiled_artifact, manifest, load_weights(plan, source), PAGES)
+    with pytest.raises(ConfigError, match="memory table.*compile again"):
+        executor.run(_batch([Part([1, 2, 3], 0, [0])]))
+
+
+def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None:
+    manifest = artifact.verify(eager_artifact)
+    with pytest.raises(ConfigError, match=r"kv cache: \d+ pages of 8 tokens do not fit in memory"):
+        Executor(eager_artifact, manifest, {}, 10**12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_staging_round_trip(data: st.DataObject) -> None:
+    """What was filled in is what the device views hold; padding rows are zero and own no tokens."""
+    from graphllm.compile.trace import step_specs
+
+    config = CompileConfig(Target("cpu", ()), max_model_len=64, page_size=8, max_num_seqs=5, max_num_tokens=32)
+    specs = {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step_specs(config).items()}
+    staging = Staging(specs, {"T": 32, "S": 5}, torch.device("cpu"))
+    for _ in range(3):  # layouts move with T and S, and leave old bytes behind
+        counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+        rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+        parts = [
+            Part(rng.integers(1, 99, n).tolist(), int(rng.integers(0, 9)), rng.integers(1, 99, n).tolist())
+            for n in counts
+        ]
+        step = _batch(parts)._replace(
+            temperature=rng.random(len(counts), np.float32) + 1,
+            top_k=rng.integers(1, 9, len(counts)).astype(np.int32),
+            seed=rng.integers(-(2**63), 2**63, len(counts), np.int64),
+            draw=rng.integers(1, 9, len(counts)).astype(np.int32),
+        )
+        T = data.draw(st.integers(sum(counts), 32))
+        S = data.draw(st.integers(len(counts), 5))
+        staging.fill(step, T, S)
+        views = staging.tensors(T, S)
+        for name in StepInput._fields:
+            given, found = getattr(step, name), views[f"step.{name}"].numpy()
+            assert found.dtype == given.dtype
+            assert len(found) == {"T": T, "S": S, "S + 1": S + 1}[specs[f"step.{name}"][1][0]]
+            own = found[: len(given), : given.shape[1]] if given.ndim == 2 else found[: len(given)]
+            assert np.array_equal(own, given)
+            assert (found[len(given) :] == (sum(counts) if name == "query_start" else 0)).all()
+
+
+def test_stack_tables() -> None:
+    assert stack_tables([[1, 2], [3], []]).tolist() == [[1, 2], [3, 0], [0, 0]]
+    assert stack_tables([[1]]).dtype == np.int32
