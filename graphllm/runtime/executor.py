@@ -208,23 +208,27 @@ class Staging:
 
     def __init__(self, specs: Mapping[str, Any], limits: Mapping[str, int], device: torch.device) -> None:
         self._specs = specs
-        size = self._layout(limits)[1]
+        self._layouts: dict[tuple[int, int], tuple[dict[str, tuple[int, int, list[int], str]], int]] = {}
+        size = self._layout(limits["T"], limits["S"])[1]
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = self._host if device.type == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
 
-    def _layout(self, symbols: Mapping[str, int]) -> tuple[dict[str, tuple[int, int, list[int], str]], int]:
+    def _layout(self, T: int, S: int) -> tuple[dict[str, tuple[int, int, list[int], str]], int]:
         """Offset, bytes, shape and dtype of every field, and the total."""
+        if (T, S) in self._layouts:
+            return self._layouts[T, S]
         fields, at = {}, 0
         for name, (dtype, shape, _) in self._specs.items():
-            sizes = [value(d, symbols) for d in shape]
+            sizes = [value(d, {"T": T, "S": S}) for d in shape]
             count = int(np.prod(sizes)) * np.dtype(dtype).itemsize
             fields[name] = (at, count, sizes, dtype)
             at += -(-count // _ALIGN) * _ALIGN
+        self._layouts[T, S] = fields, at
         return fields, at
 
     def tensors(self, T: int, S: int) -> dict[str, torch.Tensor]:
         """The device views for a padded size."""
-        fields, _ = self._layout({"T": T, "S": S})
+        fields, _ = self._layout(T, S)
         return {
             name: self._device[at : at + count].view(getattr(torch, dtype)).view(shape)
             for name, (at, count, shape, dtype) in fields.items()
@@ -232,7 +236,7 @@ class Staging:
 
     def fill(self, step: StepInput, T: int, S: int) -> None:
         """Write a batch, padded to T and S, and start the copy to the device. Padding sequences own no tokens."""
-        fields, total = self._layout({"T": T, "S": S})
+        fields, total = self._layout(T, S)
         buffer = self._host.numpy()
         for name, (at, count, shape, dtype) in fields.items():
             field = buffer[at : at + count].view(dtype).reshape(shape)

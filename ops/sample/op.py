@@ -28,7 +28,7 @@ def uniform_bits(seed_S: Tensor, draw_S: Tensor, width: int) -> Tensor:
     return _mix32((token * 0x9E3779B9 + key[:, None]) & 0xFFFFFFFF)
 
 
-def _cost(logits_SV: Tensor, *rest: Tensor) -> Cost:
+def _cost(logits_SV: Tensor, **parameters: Tensor) -> Cost:
     return Cost(nbytes(logits_SV), 12 * logits_SV.numel())
 
 

@@ -156,7 +156,7 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
     source = prepare.open_source(checkpoint).checkpoint
     assert source is not None
     executor = Executor(compiled_artifact, manifest, load_weights(plan, source), PAGES)
-    with pytest.raises(ConfigError, match="memory table.*compile again"):
+    with pytest.raises(ConfigError, match=r"memory table.*compile again"):
         executor.run(_batch([Part([1, 2, 3], 0, [0])]))
 
 
