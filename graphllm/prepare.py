@@ -181,7 +181,9 @@ def find_or_build(
 
     longest = find_model(source.config).config(source.config).max_len
     if config.max_model_len > longest:
-        raise ConfigError(f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most")
+        raise ConfigError(
+            f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most"
+        )
     if folder:
         artifact.check_replaceable(folder)
     compile_model(source.config, source.tensors, config, place, progress)

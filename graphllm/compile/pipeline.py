@@ -33,11 +33,13 @@ Progress = Callable[[str, int, int], None]  # stage, done, total
 
 
 class Traced(NamedTuple):
-    """The model after the passes: units, the edited plan, the report of every pass that changed something."""
+    """The model after the passes: units, the edited plan, the report of every pass on every unit, and the readable IR
+    as traced and after each pass, by file name."""
 
     units: list[Unit]
     plan: WeightPlan
     reports: list[dict[str, Any]]
+    texts: dict[str, str]
 
 
 def find_model(model_config: Mapping[str, Any]) -> Model:
@@ -78,7 +80,7 @@ def compile_model(
     progress("trace", 0, 1)
     units = trace_model(model, c, config)
     timed("trace")
-    traced = run_passes(Traced(units, make_plan(model, c, config.dtype), []), config)
+    traced = run_passes(units, make_plan(model, c, config.dtype), config)
     timed("passes")
     linked = link(traced.units, model.kinds(c))
     timed("link")
@@ -111,21 +113,28 @@ def compile_model(
     return artifact.write(folder, building, manifest)
 
 
-def run_passes(traced: Traced, config: CompileConfig) -> Traced:
-    """Every registered pass over every unit, in order; the IR is verified after each."""
-    plan, reports = traced.plan, []
-    for unit in traced.units:
-        verify(unit.graph, f"{unit.name} as traced")
-    for p in ordered_passes():
-        for unit in traced.units:
+def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Traced:
+    """Every registered pass over every unit, in order; the IR is verified and printed after each."""
+    reports, texts = [], {}
+
+    def checked(unit: Unit, number: int, stage: str) -> None:
+        verify(unit.graph, f"{unit.name} after {stage}")
+        texts[f"{number:02}-{stage}.{unit.name}.txt"] = to_text(
+            unit.graph, unit.shapes, f"unit {unit.name} after {stage}"
+        )
+
+    for unit in units:
+        checked(unit, 0, "trace")
+    for number, p in enumerate(ordered_passes(), 1):
+        for unit in units:
             start = time.perf_counter()
             report = p.run(unit, plan, config)
             plan = report.plan or plan
-            verify(unit.graph, f"{unit.name} after {p.name}")
             milliseconds = round(1e3 * (time.perf_counter() - start), 2)
+            checked(unit, number, p.name)
             reports.append({"pass": p.name, "stage": p.stage.name, "numerics": p.numerics, "unit": unit.name,
                             "changed": report.changed, "notes": list(report.notes), "ms": milliseconds})  # fmt: skip
-    return Traced(traced.units, plan, reports)
+    return Traced(units, plan, reports, texts)
 
 
 def build_pieces(linked: Linked, config: CompileConfig, progress: Progress) -> dict[tuple[str, Bucket], Built]:
@@ -206,10 +215,10 @@ def write_program(
 
 
 def write_graphs(folder: Path, traced: Traced, linked: Linked, built: Mapping[tuple[str, Bucket], Built]) -> None:
-    """The readable IR: units after the passes, distinct pieces, and each piece as lowered for each bucket."""
+    """The readable IR: units after each stage, distinct pieces, and each piece as lowered for each bucket."""
     folder.mkdir(parents=True, exist_ok=True)
-    for unit in traced.units:
-        (folder / f"unit.{unit.name}.txt").write_text(to_text(unit.graph, unit.shapes, f"unit {unit.name}"))
+    for name, text in traced.texts.items():
+        (folder / name).write_text(text)
     shapes = traced.units[0].shapes
     for piece in linked.pieces.values():
         times = sum(call.piece == piece.id for call in linked.calls)

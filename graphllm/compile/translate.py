@@ -10,13 +10,14 @@ Allocation is left to the linker of the runtime, so frees and reuse hints are dr
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from graphllm.ir.graph import Shapes, TensorSpec, target_of
+from graphllm.ir.graph import Shapes, TensorSpec, evaluate, target_of
 from graphllm.ir.kernels import C_NAMESPACE, c_kernel
 
 _IGNORED_CALLS = {"assert_size_stride", "assert_alignment", "args.clear", "torch.cuda.set_device", "set_device"}
@@ -172,8 +173,19 @@ class _Translator:
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return int(node.value)
         text = self.shapes.rename(ast.unparse(_Substitute(self.ints).visit(node)))
+        try:
+            evaluate(text, {"T": 1009, "S": 101})
+        except (ValueError, KeyError) as problem:
+            raise TranslateError(f"not an integer expression over T and S in generated source: {text}") from problem
         folded = ast.parse(text, mode="eval").body
         return int(ast.literal_eval(folded)) if isinstance(folded, ast.Constant) else text
+
+    def scalar(self, node: ast.expr) -> float | list[Any]:
+        """A kernel argument that is no tensor: a float, or ["i", integer expression]."""
+        with contextlib.suppress(ValueError):
+            if isinstance(number := ast.literal_eval(node), float):
+                return number
+        return ["i", self.integer(node)]
 
     def dims(self, node: ast.expr) -> list[int | str]:
         assert isinstance(node, (ast.Tuple, ast.List))
@@ -185,7 +197,7 @@ class _Translator:
         abi = ["ptr" if t.endswith("*") else "f64" if t in ("double", "const double") else "i64" for t in types]
         self.bundle.kernels[symbol] = {"args": abi, "cpp": text.replace(" kernel(", f" {symbol}(")}
         arguments = [
-            ["t", self.tensor(a)] if k == "ptr" else ["i", self.integer(a)] for k, a in zip(abi, node.args, strict=True)
+            ["t", self.tensor(a)] if k == "ptr" else self.scalar(a) for k, a in zip(abi, node.args, strict=True)
         ]
         self.bundle.code.append(["kernel", symbol, arguments])
 
@@ -193,10 +205,7 @@ class _Translator:
         arguments = []
         for a in node.args:
             is_tensor = (isinstance(a, ast.Name) and a.id in self.specs) or isinstance(a, ast.Call)
-            number = a.value if isinstance(a, ast.Constant) and isinstance(a.value, float) else None
-            arguments.append(
-                ["t", self.tensor(a)] if is_tensor else number if number is not None else ["i", self.integer(a)]
-            )
+            arguments.append(["t", self.tensor(a)] if is_tensor else self.scalar(a))
         self.bundle.kernels[function] = {"triton": function}
         self.bundle.code.append(["kernel", function, arguments])
 

@@ -257,7 +257,8 @@ def to_text(graph: torch.fx.Graph, shapes: Shapes, title: str) -> str:
             continue
         spec = describe(node.meta.get("val"), shapes)
         if node.op == "placeholder":
-            lines.append(f"input %{node.name}: {spec}")
+            label = f" ({node.meta['label']})" if "label" in node.meta else ""
+            lines.append(f"input %{node.name}{label}: {spec}")
             continue
         arguments = [show(a) for a in node.args] + [f"{k}={show(v)}" for k, v in node.kwargs.items()]
         lines.append(f"%{node.name}: {spec} = {target_name(node.target)}({', '.join(arguments)})")

@@ -344,9 +344,10 @@ struct Rows {
   Vec top, sum;   // the largest score so far and the sum of 2^(score - top), scores in units of log2
 };
 
-// One item: `tokens` query tokens of sequence s from its row `row`, one key/value head, context [from, to).
+// One item: `tokens` query tokens of sequence s from row `row` and position `position` on, key/value heads from `head` on,
+// context [from, to).
 struct Item {
-  i64 s, head, row, tokens, position, from, to;
+  i64 s, head, heads, row, tokens, position, from, to;
 };
 
 template <typename T>
@@ -355,8 +356,8 @@ class Worker {
   using Cell = typename Math::Cell;
 
  public:
-  Worker(const Args<T>& a, i64 most_rows) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
-    const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
+  Worker(const Args<T>& a, i64 tiles) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
+    const i64 depth = Math::query_depth(a.E);
     static thread_local Scratch cells, sums, rows;
     query_ = cells.get<Cell>(tiles * kLanes * depth + kChunk * (std::max(depth, height_) + height_ + 16 + kLanes));
     keys_ = query_ + tiles * kLanes * depth;
@@ -366,17 +367,17 @@ class Worker {
     rows_ = rows.get<Rows>(tiles);
   }
 
-  // Attend; afterwards rows() and sums() hold the unnormalized result.
+  // Attend; afterwards rows() and sums() hold the unnormalized result, head after head.
   void run(const Item& item) {
     const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
     const float scale = a_.softcap > 0 ? kLog2e : std::fabs(a_.scale) * kLog2e;
-    for (i64 tile = 0; tile < tiles; tile++) {
+    for (i64 tile = 0; tile < tiles * item.heads; tile++) {
       const T* from[kLanes];
       Rows& rows = rows_[tile];
-      const i64 used = std::min(kLanes, count - tile * kLanes);
+      const i64 first = tile % tiles * kLanes, head = item.head + tile / tiles, used = std::min(kLanes, count - first);
       for (i64 i = 0; i < kLanes; i++) {
-        const i64 r = tile * kLanes + std::min(i, used - 1);
-        from[i] = a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
+        const i64 r = first + std::min(i, used - 1);
+        from[i] = a_.q + (item.row + r / group_) * a_.q_token + (head * group_ + r % group_) * a_.q_head;
         rows.position[i] = std::int32_t(item.position + r / group_);
       }
       rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
@@ -384,35 +385,37 @@ class Worker {
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
       std::fill(sums_ + tile * height_, sums_ + (tile + 1) * height_, Vec{});
     }
-    for (i64 j = item.from; j < item.to; j += kChunk) {
-      const i64 held = std::min(kChunk, item.to - j);
-      T* places[kChunk];
-      if (tiles <= 2 && j + kChunk < item.to) prefetch(item, j + kChunk, places);
-      a_.locate(item.s, item.head, j, held, places);
-      const auto keys = Math::keys(a_, places, held, keys_);
-      Math::values(a_, places, held, values_);
-      for (i64 tile = 0; tile < tiles; tile++) {
-        Rows& rows = rows_[tile];
-        const i64 seen = std::min(held, rows.last + 1 - j);
-        if (seen <= 0 || (a_.window > 0 && j + held <= rows.first - a_.window + 1)) continue;
-        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, scale, rows,
-             sums_ + tile * height_);
+    for (i64 j = item.from; j < item.to; j += kChunk)
+      for (i64 n = 0; n < item.heads; n++) {
+        const i64 held = std::min(kChunk, item.to - j);
+        T* places[kChunk];
+        if (tiles <= 2 && j + kChunk < item.to) prefetch(item, item.head + n, j + kChunk, places);
+        a_.locate(item.s, item.head + n, j, held, places);
+        const auto keys = Math::keys(a_, places, held, keys_);
+        Math::values(a_, places, held, values_);
+        for (i64 tile = n * tiles; tile < (n + 1) * tiles; tile++) {
+          Rows& rows = rows_[tile];
+          const i64 seen = std::min(held, rows.last + 1 - j);
+          if (seen <= 0 || (a_.window > 0 && j + held <= rows.first - a_.window + 1)) continue;
+          step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, scale, rows,
+               sums_ + tile * height_);
+        }
       }
-    }
   }
 
   const Rows& rows(i64 tile) const { return rows_[tile]; }
   const Vec* sums(i64 tile) const { return sums_ + tile * height_; }
   i64 height() const { return height_; }
 
-  // Write row r of an item whose 16-lane tile is given by its weight sums and weighted sums of values.
+  // Write the rows of one of the item's tiles, given its weight sums and weighted sums of values.
   void store_tile(const Item& item, i64 tile, Vec sum, const Vec* sums) const {
     const Vec factor = 1.0f / sum;
-    const i64 count = std::min(kLanes, item.tokens * group_ - tile * kLanes);
+    const i64 tiles = ceil_div(item.tokens * group_, kLanes), head = item.head + tile / tiles;
+    const i64 first = tile % tiles * kLanes, count = std::min(kLanes, item.tokens * group_ - first);
     T* to[kLanes];
     for (i64 i = 0; i < count; i++) {
-      const i64 r = tile * kLanes + i;
-      to[i] = a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.E;
+      const i64 r = first + i;
+      to[i] = a_.out + ((item.row + r / group_) * a_.H + head * group_ + r % group_) * a_.E;
     }
     for (i64 e = 0; e < a_.E; e += 16) {
 #ifdef GRAPHLLM_AVX512
@@ -432,9 +435,9 @@ class Worker {
  private:
   // Ask for a chunk's pages: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes a
   // function that only prefetches for one without effect and drops the call.
-  __attribute__((always_inline)) void prefetch(const Item& item, i64 from, T** places) const {
+  __attribute__((always_inline)) void prefetch(const Item& item, i64 head, i64 from, T** places) const {
     const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(T));
-    a_.locate(item.s, item.head, from, count, places);
+    a_.locate(item.s, head, from, count, places);
     for (i64 j = 0; j < count; j++)
       for (i64 at = 0; at < bytes; at += 64) {
         __builtin_prefetch(reinterpret_cast<const char*>(places[j]) + at);
@@ -493,16 +496,18 @@ template <typename T>
 class Batch {
  public:
   explicit Batch(const Args<T>& a) : a_(a), group_(a.H / a.K) {
-    i64 longest = 0, work = 0, rows = kMaxRows;
+    i64 longest = 0, work = 0, rows = kMaxRows, active = 0;
     for (i64 s = 0; s < a.S; s++) {
       const i64 n = queries(s);
       most_ = std::max(most_, n);
-      if (n > 0) longest = std::max(longest, i64(a.lengths[s]));
+      if (n > 0) longest = std::max(longest, i64(a.lengths[s])), active++;
       work += n * a.lengths[s] * a.H;
     }
     const i64 available = omp_get_max_threads();
     threads_ = std::min(available, std::max(i64(1), work / kMinWork));
     static thread_local Scratch first, parts;
+    // A page holds all heads side by side, and longer runs of memory read faster: let one thread take all of them.
+    if (decode() && active >= 2 * threads_) heads_ = a.K;
     first_ = first.get<i64>(a.S + 1);
     for (;; rows = std::max(kMinRows, rows / 2)) {
       block_ = std::max(i64(1), rows / group_);
@@ -513,7 +518,7 @@ class Batch {
     block_ = std::min(block_, std::max(i64(1), most_));
     if (decode() && items() > 0 && items() < 4 * threads_ && items() % threads_ != 0)
       splits_ = std::max(i64(1), std::min(ceil_div(4 * threads_, items()), longest / kMinSplit));
-    tiles_ = ceil_div(block_ * group_, kLanes);
+    tiles_ = ceil_div(block_ * group_, kLanes) * heads_;
     part_size_ = tiles_ * (Math::height(a.E) + 2);
     if (splits_ > 1) parts_ = parts.get<Vec>(items() * splits_ * part_size_);
   }
@@ -526,7 +531,7 @@ class Batch {
       write(share(a_.starts[a_.S]));
 #pragma omp barrier
     }
-    Worker<T> worker(a_, block_ * group_);
+    Worker<T> worker(a_, tiles_);
 #ifdef GRAPHLLM_AMX
     std::optional<Tiles> configured;
     if (std::is_same_v<T, bf16> && amx_granted()) configured.emplace();
@@ -534,9 +539,11 @@ class Batch {
 #pragma omp for schedule(dynamic, 1)
     for (i64 n = 0; n < items() * splits_; n++) {
       const Item item = at(n / splits_, n % splits_);
-      if (decode() && item.to == item.position + 1) a_.write(item.s, item.row, item.position, item.head);
+      if (decode() && item.to == item.position + 1)
+        for (i64 head = item.head; head < item.head + item.heads; head++)
+          a_.write(item.s, item.row, item.position, head);
       worker.run(item);
-      for (i64 tile = 0; tile < ceil_div(item.tokens * group_, kLanes); tile++)
+      for (i64 tile = 0; tile < ceil_div(item.tokens * group_, kLanes) * item.heads; tile++)
         if (splits_ == 1) {
           worker.store_tile(item, tile, worker.rows(tile).sum, worker.sums(tile));
         } else {
@@ -554,7 +561,7 @@ class Batch {
   using Math = typename MathOf<T>::type;
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
-  i64 items() const { return first_[a_.S] * a_.K; }
+  i64 items() const { return first_[a_.S] * (a_.K / heads_); }
   bool decode() const { return most_ <= 1; }
 
   void write(Range rows) const {
@@ -565,9 +572,10 @@ class Batch {
 
   // The item of that number; the last block of a sequence, which sees most context, comes first.
   Item at(i64 number, i64 split) const {
-    const i64 block = number / a_.K, s = std::upper_bound(first_, first_ + a_.S + 1, block) - first_ - 1;
+    const i64 block = number / (a_.K / heads_), s = std::upper_bound(first_, first_ + a_.S + 1, block) - first_ - 1;
     const i64 n = queries(s), start = (first_[s + 1] - 1 - block) * block_;
-    Item item{s, number % a_.K, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
+    Item item{s, number % (a_.K / heads_) * heads_, heads_, a_.starts[s] + start, std::min(block_, n - start),
+              a_.lengths[s] - n + start, 0, 0};
     // From a multiple of 16, so that 16 tokens never straddle two pages of such a size.
     const i64 from = a_.window > 0 ? std::max(i64(0), item.position - a_.window + 1) / 16 * 16 : 0;
     const i64 to = item.position + item.tokens, chunks = ceil_div(to - from, kChunk);
@@ -593,7 +601,7 @@ class Batch {
   }
 
   const Args<T>& a_;
-  i64 group_, most_ = 0, threads_, block_, tiles_, part_size_, splits_ = 1;
+  i64 group_, most_ = 0, threads_, block_, tiles_, part_size_, splits_ = 1, heads_ = 1;
   i64* first_;
   Vec* parts_ = nullptr;
 };
