@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from graphllm.compile.passes import PassReport, Stage, Unit, register_pass
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import eliminate_dead, target_name
 from graphllm.ir.op import op_of
-from graphllm.ir.passes import PassReport, Stage, Unit, register_pass
 from graphllm.weights.plan import WeightPlan
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
@@ -27,9 +27,12 @@ def canonicalize(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRep
                 node.replace_all_uses_with(node.args[0])
                 notes.append(f"{node.name}: dropped identity view")
     seen: dict[tuple[str, str], torch.fx.Node] = {}
+    written = {op.bind(n.args, n.kwargs)[w] for n in graph.nodes if (op := op_of(n.target)) for w in op.mutates}
     for node in list(graph.nodes):
         op = op_of(node.target)
         if node.op != "call_function" or (op is not None and (op.mutates or op.collective)):
+            continue
+        if written.intersection(node.all_input_nodes):  # reads before and after the write differ
             continue
         key = (target_name(node.target), repr((node.args, node.kwargs)))
         if key in seen:

@@ -109,14 +109,3 @@ def _run(command: list[str]) -> None:
         raise BuildError(f"{command[0]} is not installed; compiling for a CPU needs it (running does not)") from missing
     if done.returncode:
         raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
-
-
-def backend_for(config: CompileConfig) -> Backend:
-    """The backend a config asks for."""
-    if config.backend == "eager":
-        return Eager()
-    if config.target.device == "cpu":
-        return Cpu()
-    from graphllm.compile.cuda import Cuda
-
-    return Cuda()

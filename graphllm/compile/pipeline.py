@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm import artifact
-from graphllm.compile.backends import Backend, Built, backend_for
+from graphllm.compile.backends import Backend, Built, Cpu, Eager
 from graphllm.compile.link import Linked, link
+from graphllm.compile.passes import Unit, ordered_passes
 from graphllm.compile.trace import kv_spec, step_specs, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.model import Model
-from graphllm.ir.passes import Unit, ordered_passes
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.machine import compiler_version
 from graphllm.runtime.program import Call, LinkedProgram
@@ -40,6 +40,17 @@ class Traced(NamedTuple):
     plan: WeightPlan
     reports: list[dict[str, Any]]
     texts: dict[str, str]
+
+
+def backend_for(config: CompileConfig) -> Backend:
+    """The backend a config asks for."""
+    if config.backend == "eager":
+        return Eager()
+    if config.target.device == "cpu":
+        return Cpu()
+    from graphllm.compile.cuda import Cuda
+
+    return Cuda()
 
 
 def find_model(model_config: Mapping[str, Any]) -> Model:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphllm.compile.passes import Unit, results_of
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import Attn, Model, Step
-from graphllm.ir.passes import Unit, results_of
 from graphllm.ir.weight import Weight
 from graphllm.ops.sample import sample
 

@@ -229,7 +229,10 @@ def verify(graph: torch.fx.Graph, where: str) -> None:
         if node.op not in ("placeholder", "call_function", "output"):
             raise GraphError(f"{where}: node {node.name} is a {node.op}; only calls of registered ops are allowed")
         if node.op == "call_function":
-            target_name(node.target)
+            try:
+                target_name(node.target)
+            except GraphError as problem:
+                raise GraphError(f"{where}: node {node.name}: {problem}") from problem
             op = op_of(node.target)
             if op is not None:
                 for name in op.mutates:

@@ -113,6 +113,14 @@ struct Args {
   }
 };
 
+// Where the tokens of a chunk lie, and those of the next: pages lie anywhere, so the hardware does not see them coming and
+// the next chunk is asked for line by line while this one is read. (All at once would only fill the line buffers.)
+template <typename T>
+struct Places {
+  i64 count;
+  T *row[kChunk], *next[kChunk];
+};
+
 // float32 arithmetic; bfloat16 is widened when it is gathered.
 template <typename T>
 struct Floats {
@@ -131,13 +139,11 @@ struct Floats {
       }
   }
 
-  static Keys keys(const Args<T>& a, T* const* rows, i64 count, float* to) {
-    gather(a, rows, 0, count, to);
+  static Keys keys(const Args<T>& a, const Places<T>& places, float* to) {
+    gather(a, places, 0, to);
     return to;
   }
-  static void values(const Args<T>& a, T* const* rows, i64 count, float* to) {
-    gather(a, rows, a.cache_kind, count, to);
-  }
+  static void values(const Args<T>& a, const Places<T>& places, float* to) { gather(a, places, a.cache_kind, to); }
 
   static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to) {
     for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
@@ -151,10 +157,11 @@ struct Floats {
   }
 
  private:
-  static void gather(const Args<T>& a, T* const* rows, i64 offset, i64 count, float* to) {
-    const i64 width = height(a.E), padded = ceil_div(count, kRound) * kRound;
+  static void gather(const Args<T>& a, const Places<T>& places, i64 offset, float* to) {
+    const i64 width = height(a.E), count = places.count, padded = ceil_div(count, kRound) * kRound;
     for (i64 j = 0; j < count; j++, to += width) {
-      const T* row = rows[j] + offset;
+      const T* row = places.row[j] + offset;
+      for (i64 e = 0; e < a.E; e += 64 / i64(sizeof(T))) __builtin_prefetch(places.next[j] + offset + e);
       for (i64 e = 0; e < a.E; e++) to[e] = to_float(row[e]);
       for (i64 e = a.E; e < width; e++) to[e] = 0.0f;
     }
@@ -200,37 +207,42 @@ struct Pairs {
 
   // Keys are used in place where 16 tokens are a piece of a page and rows are whole; otherwise they are gathered. What a
   // page holds after the last token is masked later, whatever it is.
-  static Keys keys(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
+  static Keys keys(const Args<bf16>& a, const Places<bf16>& places, bf16* to) {
     Keys out;
+    const i64 count = places.count;
     const bool in_place = a.P % 16 == 0 && a.E % 32 == 0;
     const i64 depth = query_depth(a.E);
     out.stride = in_place ? a.cache_slot : depth;
     for (i64 j = 0; j < count; j += 16) {
-      out.tile[j / 16] = in_place ? rows[j] : to + j * depth;
+      out.tile[j / 16] = in_place ? places.row[j] : to + j * depth;
       if (in_place) continue;
       for (i64 i = j; i < j + 16; i++)
         for (i64 e = 0; e < depth; e += 32) {
           const __mmask32 inside = i < count ? first32(a.E - e) : 0;
-          _mm512_store_si512(to + i * depth + e, (__m512i)load_pairs(rows[std::min(i, count - 1)] + e, inside));
+          _mm512_store_si512(to + i * depth + e, (__m512i)load_pairs(places.row[std::min(i, count - 1)] + e, inside));
         }
     }
     return out;
   }
 
   // Transposed: [height(E)][kChunk], zero after the last token because 0 * NaN is not 0.
-  static void values(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
+  static void values(const Args<bf16>& a, const Places<bf16>& places, bf16* to) {
     alignas(64) static constexpr std::uint16_t kOrder[2][32] = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
         {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
     const __m512i low = _mm512_load_si512(kOrder[0]), high = _mm512_load_si512(kOrder[1]);
-    for (i64 j = 0; j < count; j += 32) {
+    for (i64 j = 0; j < places.count; j += 32) {
       for (i64 e = 0; e < a.E; e += 32) {
         const __mmask32 inside = first32(a.E - e);
         __m512i first[16], second[16];
         for (i64 i = 0; i < 16; i++) {
           const i64 t = j + 2 * i;
-          const __m512i even = load_value(rows, t, count, a.cache_kind + e, inside);
-          const __m512i odd = load_value(rows, t + 1, count, a.cache_kind + e, inside);
+          const __m512i even = load_value(places, t, a.cache_kind + e, inside);
+          const __m512i odd = load_value(places, t + 1, a.cache_kind + e, inside);
+          for (i64 n = t; n < t + 2; n++) {
+            _mm_prefetch(places.next[n] + e, _MM_HINT_T0);
+            _mm_prefetch(places.next[n] + a.cache_kind + e, _MM_HINT_T0);
+          }
           first[i] = _mm512_permutex2var_epi16(even, low, odd);
           second[i] = _mm512_permutex2var_epi16(even, high, odd);
         }
@@ -268,8 +280,8 @@ struct Pairs {
   }
 
  private:
-  static __m512i load_value(bf16* const* rows, i64 t, i64 count, i64 offset, __mmask32 inside) {
-    return t < count ? (__m512i)load_pairs(rows[t] + offset, inside) : _mm512_setzero_si512();
+  static __m512i load_value(const Places<bf16>& places, i64 t, i64 offset, __mmask32 inside) {
+    return t < places.count ? (__m512i)load_pairs(places.row[t] + offset, inside) : _mm512_setzero_si512();
   }
   // c[row] (+)= sum over k of left[row][k] * right[k], for eight rows.
   static void block(const bf16* left, i64 stride, const bf16* right, i64 depth, Vec* c, bool add) {
@@ -344,10 +356,9 @@ struct Rows {
   Vec top, sum;   // the largest score so far and the sum of 2^(score - top), scores in units of log2
 };
 
-// One item: `tokens` query tokens of sequence s from row `row` and position `position` on, key/value heads from `head` on,
-// context [from, to).
+// One item: `tokens` query tokens of sequence s from its row `row`, one key/value head, context [from, to).
 struct Item {
-  i64 s, head, heads, row, tokens, position, from, to;
+  i64 s, head, row, tokens, position, from, to;
 };
 
 template <typename T>
@@ -356,8 +367,8 @@ class Worker {
   using Cell = typename Math::Cell;
 
  public:
-  Worker(const Args<T>& a, i64 tiles) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
-    const i64 depth = Math::query_depth(a.E);
+  Worker(const Args<T>& a, i64 most_rows) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
+    const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
     static thread_local Scratch cells, sums, rows;
     query_ = cells.get<Cell>(tiles * kLanes * depth + kChunk * (std::max(depth, height_) + height_ + 16 + kLanes));
     keys_ = query_ + tiles * kLanes * depth;
@@ -367,17 +378,17 @@ class Worker {
     rows_ = rows.get<Rows>(tiles);
   }
 
-  // Attend; afterwards rows() and sums() hold the unnormalized result, head after head.
+  // Attend; afterwards rows() and sums() hold the unnormalized result.
   void run(const Item& item) {
     const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
     const float scale = a_.softcap > 0 ? kLog2e : std::fabs(a_.scale) * kLog2e;
-    for (i64 tile = 0; tile < tiles * item.heads; tile++) {
+    for (i64 tile = 0; tile < tiles; tile++) {
       const T* from[kLanes];
       Rows& rows = rows_[tile];
-      const i64 first = tile % tiles * kLanes, head = item.head + tile / tiles, used = std::min(kLanes, count - first);
+      const i64 used = std::min(kLanes, count - tile * kLanes);
       for (i64 i = 0; i < kLanes; i++) {
-        const i64 r = first + std::min(i, used - 1);
-        from[i] = a_.q + (item.row + r / group_) * a_.q_token + (head * group_ + r % group_) * a_.q_head;
+        const i64 r = tile * kLanes + std::min(i, used - 1);
+        from[i] = a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
         rows.position[i] = std::int32_t(item.position + r / group_);
       }
       rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
@@ -385,37 +396,37 @@ class Worker {
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
       std::fill(sums_ + tile * height_, sums_ + (tile + 1) * height_, Vec{});
     }
-    for (i64 j = item.from; j < item.to; j += kChunk)
-      for (i64 n = 0; n < item.heads; n++) {
-        const i64 held = std::min(kChunk, item.to - j);
-        T* places[kChunk];
-        if (tiles <= 2 && j + kChunk < item.to) prefetch(item, item.head + n, j + kChunk, places);
-        a_.locate(item.s, item.head + n, j, held, places);
-        const auto keys = Math::keys(a_, places, held, keys_);
-        Math::values(a_, places, held, values_);
-        for (i64 tile = n * tiles; tile < (n + 1) * tiles; tile++) {
-          Rows& rows = rows_[tile];
-          const i64 seen = std::min(held, rows.last + 1 - j);
-          if (seen <= 0 || (a_.window > 0 && j + held <= rows.first - a_.window + 1)) continue;
-          step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, scale, rows,
-               sums_ + tile * height_);
-        }
+    Places<T> places;
+    find(item, item.from, places);
+    for (i64 j = item.from; j < item.to; j += kChunk) {
+      const i64 held = std::min(kChunk, item.to - j);
+      std::copy(places.next, places.next + kChunk, places.row);
+      places.count = held;
+      if (j + kChunk < item.to) find(item, j + kChunk, places);
+      const auto keys = Math::keys(a_, places, keys_);
+      Math::values(a_, places, values_);
+      for (i64 tile = 0; tile < tiles; tile++) {
+        Rows& rows = rows_[tile];
+        const i64 seen = std::min(held, rows.last + 1 - j);
+        if (seen <= 0 || (a_.window > 0 && j + held <= rows.first - a_.window + 1)) continue;
+        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, scale, rows,
+             sums_ + tile * height_);
       }
+    }
   }
 
   const Rows& rows(i64 tile) const { return rows_[tile]; }
   const Vec* sums(i64 tile) const { return sums_ + tile * height_; }
   i64 height() const { return height_; }
 
-  // Write the rows of one of the item's tiles, given its weight sums and weighted sums of values.
+  // Write row r of an item whose 16-lane tile is given by its weight sums and weighted sums of values.
   void store_tile(const Item& item, i64 tile, Vec sum, const Vec* sums) const {
     const Vec factor = 1.0f / sum;
-    const i64 tiles = ceil_div(item.tokens * group_, kLanes), head = item.head + tile / tiles;
-    const i64 first = tile % tiles * kLanes, count = std::min(kLanes, item.tokens * group_ - first);
+    const i64 count = std::min(kLanes, item.tokens * group_ - tile * kLanes);
     T* to[kLanes];
     for (i64 i = 0; i < count; i++) {
-      const i64 r = first + i;
-      to[i] = a_.out + ((item.row + r / group_) * a_.H + head * group_ + r % group_) * a_.E;
+      const i64 r = tile * kLanes + i;
+      to[i] = a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.E;
     }
     for (i64 e = 0; e < a_.E; e += 16) {
 #ifdef GRAPHLLM_AVX512
@@ -433,16 +444,11 @@ class Worker {
   }
 
  private:
-  // Ask for a chunk's pages: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes a
-  // function that only prefetches for one without effect and drops the call.
-  __attribute__((always_inline)) void prefetch(const Item& item, i64 head, i64 from, T** places) const {
-    const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(T));
-    a_.locate(item.s, head, from, count, places);
-    for (i64 j = 0; j < count; j++)
-      for (i64 at = 0; at < bytes; at += 64) {
-        __builtin_prefetch(reinterpret_cast<const char*>(places[j]) + at);
-        __builtin_prefetch(reinterpret_cast<const char*>(places[j] + a_.cache_kind) + at);
-      }
+  // The places of the chunk from position `from` as the next ones, the last repeated where the context ends.
+  void find(const Item& item, i64 from, Places<T>& places) const {
+    const i64 count = std::min(kChunk, item.to - from);
+    a_.locate(item.s, item.head, from, count, places.next);
+    std::fill(places.next + count, places.next + kChunk, places.next[count - 1]);
   }
 
   // One chunk of `count` tokens from position j for one tile of rows.
@@ -496,18 +502,16 @@ template <typename T>
 class Batch {
  public:
   explicit Batch(const Args<T>& a) : a_(a), group_(a.H / a.K) {
-    i64 longest = 0, work = 0, rows = kMaxRows, active = 0;
+    i64 longest = 0, work = 0, rows = kMaxRows;
     for (i64 s = 0; s < a.S; s++) {
       const i64 n = queries(s);
       most_ = std::max(most_, n);
-      if (n > 0) longest = std::max(longest, i64(a.lengths[s])), active++;
+      if (n > 0) longest = std::max(longest, i64(a.lengths[s]));
       work += n * a.lengths[s] * a.H;
     }
     const i64 available = omp_get_max_threads();
     threads_ = std::min(available, std::max(i64(1), work / kMinWork));
     static thread_local Scratch first, parts;
-    // A page holds all heads side by side, and longer runs of memory read faster: let one thread take all of them.
-    if (decode() && active >= 2 * threads_) heads_ = a.K;
     first_ = first.get<i64>(a.S + 1);
     for (;; rows = std::max(kMinRows, rows / 2)) {
       block_ = std::max(i64(1), rows / group_);
@@ -518,7 +522,7 @@ class Batch {
     block_ = std::min(block_, std::max(i64(1), most_));
     if (decode() && items() > 0 && items() < 4 * threads_ && items() % threads_ != 0)
       splits_ = std::max(i64(1), std::min(ceil_div(4 * threads_, items()), longest / kMinSplit));
-    tiles_ = ceil_div(block_ * group_, kLanes) * heads_;
+    tiles_ = ceil_div(block_ * group_, kLanes);
     part_size_ = tiles_ * (Math::height(a.E) + 2);
     if (splits_ > 1) parts_ = parts.get<Vec>(items() * splits_ * part_size_);
   }
@@ -531,7 +535,7 @@ class Batch {
       write(share(a_.starts[a_.S]));
 #pragma omp barrier
     }
-    Worker<T> worker(a_, tiles_);
+    Worker<T> worker(a_, block_ * group_);
 #ifdef GRAPHLLM_AMX
     std::optional<Tiles> configured;
     if (std::is_same_v<T, bf16> && amx_granted()) configured.emplace();
@@ -539,11 +543,9 @@ class Batch {
 #pragma omp for schedule(dynamic, 1)
     for (i64 n = 0; n < items() * splits_; n++) {
       const Item item = at(n / splits_, n % splits_);
-      if (decode() && item.to == item.position + 1)
-        for (i64 head = item.head; head < item.head + item.heads; head++)
-          a_.write(item.s, item.row, item.position, head);
+      if (decode() && item.to == item.position + 1) a_.write(item.s, item.row, item.position, item.head);
       worker.run(item);
-      for (i64 tile = 0; tile < ceil_div(item.tokens * group_, kLanes) * item.heads; tile++)
+      for (i64 tile = 0; tile < ceil_div(item.tokens * group_, kLanes); tile++)
         if (splits_ == 1) {
           worker.store_tile(item, tile, worker.rows(tile).sum, worker.sums(tile));
         } else {
@@ -561,7 +563,7 @@ class Batch {
   using Math = typename MathOf<T>::type;
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
-  i64 items() const { return first_[a_.S] * (a_.K / heads_); }
+  i64 items() const { return first_[a_.S] * a_.K; }
   bool decode() const { return most_ <= 1; }
 
   void write(Range rows) const {
@@ -572,10 +574,9 @@ class Batch {
 
   // The item of that number; the last block of a sequence, which sees most context, comes first.
   Item at(i64 number, i64 split) const {
-    const i64 block = number / (a_.K / heads_), s = std::upper_bound(first_, first_ + a_.S + 1, block) - first_ - 1;
+    const i64 block = number / a_.K, s = std::upper_bound(first_, first_ + a_.S + 1, block) - first_ - 1;
     const i64 n = queries(s), start = (first_[s + 1] - 1 - block) * block_;
-    Item item{s, number % (a_.K / heads_) * heads_, heads_, a_.starts[s] + start, std::min(block_, n - start),
-              a_.lengths[s] - n + start, 0, 0};
+    Item item{s, number % a_.K, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
     // From a multiple of 16, so that 16 tokens never straddle two pages of such a size.
     const i64 from = a_.window > 0 ? std::max(i64(0), item.position - a_.window + 1) / 16 * 16 : 0;
     const i64 to = item.position + item.tokens, chunks = ceil_div(to - from, kChunk);
@@ -601,7 +602,7 @@ class Batch {
   }
 
   const Args<T>& a_;
-  i64 group_, most_ = 0, threads_, block_, tiles_, part_size_, splits_ = 1, heads_ = 1;
+  i64 group_, most_ = 0, threads_, block_, tiles_, part_size_, splits_ = 1;
   i64* first_;
   Vec* parts_ = nullptr;
 };

@@ -3,8 +3,8 @@
 The scan kernel reads every row in chunks and settles greedy rows and rows without a filter up to a comparison of the
 chunks. The finish kernel does that comparison, and for a row with top-k, top-p or min-p works on candidates: a cut that
 surely lies below the row's threshold comes from the scan (maxima of groups of tokens for top-k, the total mass for
-top-p), the logits above it are gathered, lane by lane, into scratch, and the exact threshold is then built bit by bit
-on order-preserving integer keys. A row too flat for the scratch is searched in full, with the same result.
+top-p), the logits above it are gathered, lane by lane, into scratch, and the exact threshold is then found by search
+over order-preserving integer keys. A row too flat for the scratch is searched in full, with the same result.
 """
 
 # mypy: allow-untyped-defs
@@ -22,8 +22,7 @@ from graphllm.ops.sample.op import sample
 
 _BLOCK = 2048  # lanes: logits that one program reads at a time
 _DEPTH = 16  # candidates that a lane has room for
-_WARPS = 8
-_PROGRAMS = 264  # of the scan: two for each processor of the chip that this was tuned on
+_PROGRAMS = 528  # of the scan: four for each processor of the chip that this was tuned on
 _GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
 
@@ -45,9 +44,14 @@ def _row_bits(seed, draw):
 
 
 @triton.jit
-def _uniform(token, row_bits):
+def _token_bits(token, row_bits):
+    return _mix32(token.to(tl.uint32) * 0x9E3779B9 + row_bits)
+
+
+@triton.jit
+def _uniform(bits):
     """u in (0, 1], float32 as in the specification."""
-    return (_mix32(token.to(tl.uint32) * 0x9E3779B9 + row_bits).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
 
 
 @triton.jit
@@ -90,6 +94,12 @@ def _off(x, temperature, top):
 
 
 @triton.jit
+def _weight(x, top_logit, rate):
+    """exp(off) by the fast way, for sums; rate is log2(e) / temperature."""
+    return tl.exp2((x - top_logit) * rate)
+
+
+@triton.jit
 def _filters(top_k, top_p, min_p, V):
     by_k = (top_k > 0) & (top_k < V)
     return by_k, top_p < 1.0, min_p > 0.0
@@ -126,7 +136,7 @@ def _scan_kernel(
 
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_tile = tl.zeros([BLOCK], tl.int32) + lo
-    for tile in tl.range(lo, hi, loop_unroll_factor=2):
+    for tile in tl.range(lo, hi, loop_unroll_factor=4):
         x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
         better = x > best
         best = tl.where(better, x, best)
@@ -138,7 +148,8 @@ def _scan_kernel(
     temperature = tl.load(temperature_ptr + s)
     if temperature > 0:
         by_k, by_p, by_min = _filters(tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s), V)
-        scaled_top = tl.div_rn(tl.where(top == float("-inf"), 0.0, top), temperature)
+        top_logit = tl.where(top == float("-inf"), 0.0, top)
+        rate = 1.4426950408889634 / temperature
         if by_k:
             W: tl.constexpr = GROUPS // CHUNKS
             group_top = tl.max(tl.reshape(best, [W, BLOCK // W]), axis=1)
@@ -146,19 +157,22 @@ def _scan_kernel(
         else:
             if by_p & (not by_min):
                 mass = tl.zeros([BLOCK], tl.float32)
-                for tile in range(lo, hi):
-                    mass += tl.exp(_off(_logits(row_ptr, tile * BLOCK + lane, V, COL), temperature, scaled_top))
+                for tile in tl.range(lo, hi, loop_unroll_factor=2):
+                    mass += _weight(_logits(row_ptr, tile * BLOCK + lane, V, COL), top_logit, rate)
                 score = tl.sum(mass, axis=0)
         if not (by_k | by_p | by_min):
+            scaled_top = tl.div_rn(top_logit, temperature)
             row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(draw_ptr + s))
             score = float("-inf")
             for tile in range(lo, hi):
                 x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
-                u = _uniform(tile * BLOCK + lane, row_bits)
-                # u is below -log1p(-u), so this exceeds the race value: few tiles need the exact one.
-                bound = x * (1.0 / temperature) - scaled_top - tl.log(u) + 0.01
-                if tl.max(bound, axis=0) > score:
-                    race = _off(x, temperature, scaled_top) - tl.log(_exponential(u))
+                bits = _token_bits(tile * BLOCK + lane, row_bits)
+                # Beating the score takes -log1p(-u) < exp(off - score), hence u below that: rare, so tested first, with
+                # 1 + u from the bits' upper 23 and one fast exponential.
+                one_and_u = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+                room = tl.exp2((x - top_logit) * rate - score * 1.4426950408889634) * 1.01
+                if tl.max((one_and_u <= 1.0 + room).to(tl.int32), axis=0) > 0:
+                    race = _off(x, temperature, scaled_top) - tl.log(_exponential(_uniform(bits)))
                     tile_best = tl.max(race, axis=0)
                     if tile_best > score:
                         token = tl.min(tl.where(race == tile_best, tile * BLOCK + lane, V - 1), axis=0)
@@ -174,29 +188,44 @@ def _search(
     src_ptr,
     count,
     target,
-    BY_MASS: tl.constexpr,  # compare the sum of exp(off), else the number of logits
-    temperature,
-    top,
+    lo,
+    hi,
+    BY_MASS: tl.constexpr,  # compare the sum of weights, else the number of logits
+    top_logit,
+    rate,
     COL: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The largest key such that the logits with that key or a larger one reach the target; 0 if there is none."""
+    """The largest key in [lo, hi) such that the logits with that key or a larger one reach the target; lo if none.
+
+    Three keys a pass quarter the interval.
+    """
     lane = tl.arange(0, BLOCK)
-    found = tl.zeros([], tl.uint32)
-    BITS: tl.constexpr = 32 - SHIFT
-    for i in range(BITS):
-        trial = found | (tl.full([], 1, tl.uint32) << (BITS - 1 - i))
-        reached = tl.zeros([BLOCK], tl.float32 if BY_MASS else tl.int32)
-        for start in range(0, count, BLOCK):
+    for _ in range((33 - SHIFT) // 2):
+        step = (hi - lo + 3) // 4
+        key1, key2, key3 = lo + step, lo + 2 * step, lo + 3 * step
+        at1 = tl.zeros([BLOCK], tl.float32 if BY_MASS else tl.int32)
+        at2, at3 = at1, at1
+        for start in range(0, tl.where(hi - lo > 1, count, 0), BLOCK):
             x = _logits(src_ptr, start + lane, count, COL)
-            inside = _key(x, SHIFT) >= trial
+            key = _key(x, SHIFT)
             if BY_MASS:
-                reached += tl.where(inside, tl.exp(_off(x, temperature, top)), 0.0)
+                weight = _weight(x, top_logit, rate)
+                at1 += tl.where(key >= key1, weight, 0.0)
+                at2 += tl.where(key >= key2, weight, 0.0)
+                at3 += tl.where(key >= key3, weight, 0.0)
             else:
-                reached += inside.to(tl.int32)
-        found = tl.where(tl.sum(reached, axis=0) >= target, trial, found)
-    return found
+                at1 += (key >= key1).to(tl.int32)
+                at2 += (key >= key2).to(tl.int32)
+                at3 += (key >= key3).to(tl.int32)
+        # A key at or beyond hi is no candidate, whatever rounding makes of its sum.
+        next1 = (tl.sum(at1, axis=0) >= target) & (key1 < hi)
+        next2 = (tl.sum(at2, axis=0) >= target) & (key2 < hi)
+        next3 = (tl.sum(at3, axis=0) >= target) & (key3 < hi)
+        lo = tl.where(next3, key3, tl.where(next2, key2, tl.where(next1, key1, lo)))
+        hi = tl.minimum(hi, lo + step)
+    return lo
 
 
 @triton.jit
@@ -204,8 +233,9 @@ def _draw(
     src_ptr,  # logits to choose among: candidates in scratch, or the row
     tile_ptr,  # for candidates, the tile of the row that each came from
     count,
+    least,  # a key that no logit to keep falls below
     temperature,
-    top,
+    top_logit,
     row_bits,
     top_k,
     top_p,
@@ -221,26 +251,29 @@ def _draw(
     lane = tl.arange(0, BLOCK)
     by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
     floor = tl.where(by_min, tl.log(tl.where(by_min, min_p, 1.0)), float("-inf"))
-    cut = tl.zeros([], tl.uint32)
+    top = tl.div_rn(top_logit, temperature)
+    rate = 1.4426950408889634 / temperature
+    beyond = _key(top_logit, SHIFT) + 1
+    cut = least
     if by_k:
-        cut = _search(src_ptr, count, top_k, False, temperature, top, COL, SHIFT, BLOCK)
+        cut = _search(src_ptr, count, top_k, least, beyond, False, top_logit, rate, COL, SHIFT, BLOCK)
     if by_p:
         if by_k | by_min:
             sums = tl.zeros([BLOCK], tl.float32)
             kept = tl.zeros([BLOCK], tl.int32)
             for start in range(0, count, BLOCK):
                 x = _logits(src_ptr, start + lane, count, COL)
-                off = _off(x, temperature, top)
                 inside = _key(x, SHIFT) >= cut
                 kept += inside.to(tl.int32)
-                sums += tl.where(inside & (off >= floor), tl.exp(off), 0.0)
+                inside = inside & (_off(x, temperature, top) >= floor)
+                sums += tl.where(inside, _weight(x, top_logit, rate), 0.0)
             mass = tl.sum(sums, axis=0)
             if by_k:
                 # Ties with the k-th are kept, but only k logits count as the whole mass.
-                last = _off(_from_key(cut, SHIFT), temperature, top)
-                mass -= tl.where(last >= floor, tl.maximum(tl.sum(kept, axis=0) - top_k, 0) * tl.exp(last), 0.0)
-        least = _search(src_ptr, count, top_p * mass, True, temperature, top, COL, SHIFT, BLOCK)
-        cut = tl.maximum(cut, least)
+                last = _from_key(cut, SHIFT)
+                extra = tl.maximum(tl.sum(kept, axis=0) - top_k, 0) * _weight(last, top_logit, rate)
+                mass -= tl.where((extra > 0) & (_off(last, temperature, top) >= floor), extra, 0.0)
+        cut = _search(src_ptr, count, top_p * mass, cut, beyond, True, top_logit, rate, COL, SHIFT, BLOCK)
     score = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], V - 1, tl.int32)
     for start in range(0, count, BLOCK):
@@ -250,12 +283,24 @@ def _draw(
         else:
             index = start + lane
         off = _off(x, temperature, top)
-        race = off - tl.log(_exponential(_uniform(index, row_bits)))
+        race = off - tl.log(_exponential(_uniform(_token_bits(index, row_bits))))
         race = tl.where((_key(x, SHIFT) >= cut) & (off >= floor), race, float("-inf"))
         better = race > score
         score = tl.where(better, race, score)
         token = tl.where(better, index, token)
     return tl.min(tl.where(score == tl.max(score, axis=0), token, V - 1), axis=0)
+
+
+@triton.jit
+def _collect(x, tile, cut, used, candidates_ptr, tiles_ptr, DEPTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Append the logits at or above the cut to their lanes' candidates; how many each lane found so far."""
+    lane = tl.arange(0, BLOCK)
+    take = x >= cut
+    at = used * BLOCK + lane
+    fits = take & (used < DEPTH)
+    tl.store(candidates_ptr + at, x.to(candidates_ptr.dtype.element_ty), mask=fits)
+    tl.store(tiles_ptr + at, (tile + lane * 0).to(tl.int16), mask=fits)
+    return used + take.to(tl.int32)
 
 
 @triton.jit
@@ -310,9 +355,11 @@ def _finish_kernel(
                 off_cut = tl.log((1.0 - top_p) * mass / V) - 0.1  # even all of them weigh less than 1 - p together
             cut = (off_cut + top - 0.00001 * (tl.abs(off_cut) + tl.abs(top))) * temperature
             cut = tl.where(by_min | by_p & (not by_k), cut, float("-inf"))
+            least = tl.zeros([], tl.uint32)
             if by_k & (top_k <= GROUPS // 2):
                 groups_ptr = group_top_ptr + s.to(tl.int64) * GROUPS
-                reach = _search(groups_ptr, GROUPS, top_k, False, temperature, top, 1, SHIFT, GROUPS)
+                beyond = _key(top_logit, SHIFT) + 1
+                reach = _search(groups_ptr, GROUPS, top_k, least, beyond, False, top_logit, 1.0, 1, SHIFT, GROUPS)
                 cut = tl.maximum(cut, _from_key(reach, SHIFT))
 
             depth = tl.zeros([], tl.int32) + DEPTH + 1
@@ -320,14 +367,16 @@ def _finish_kernel(
             tiles_ptr = candidate_tile_ptr + s.to(tl.int64) * (DEPTH * BLOCK)
             if cut > float("-inf"):
                 used = tl.zeros([BLOCK], tl.int32)
-                for tile in tl.range(0, (V + BLOCK - 1) // BLOCK, loop_unroll_factor=4):
-                    x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
-                    take = x >= cut
-                    at = used * BLOCK + lane
-                    fits = take & (used < DEPTH)
-                    tl.store(candidates_ptr + at, x.to(candidate_ptr.dtype.element_ty), mask=fits)
-                    tl.store(tiles_ptr + at, (tile + lane * 0).to(tl.int16), mask=fits)
-                    used += take.to(tl.int32)
+                for tile in range(0, (V + BLOCK - 1) // BLOCK, 4):  # four loads in flight
+                    x0 = _logits(row_ptr, tile * BLOCK + lane, V, COL)
+                    x1 = _logits(row_ptr, (tile + 1) * BLOCK + lane, V, COL)
+                    x2 = _logits(row_ptr, (tile + 2) * BLOCK + lane, V, COL)
+                    x3 = _logits(row_ptr, (tile + 3) * BLOCK + lane, V, COL)
+                    used = _collect(x0, tile, cut, used, candidates_ptr, tiles_ptr, DEPTH, BLOCK)
+                    used = _collect(x1, tile + 1, cut, used, candidates_ptr, tiles_ptr, DEPTH, BLOCK)
+                    used = _collect(x2, tile + 2, cut, used, candidates_ptr, tiles_ptr, DEPTH, BLOCK)
+                    used = _collect(x3, tile + 3, cut, used, candidates_ptr, tiles_ptr, DEPTH, BLOCK)
+                least = _key(cut, SHIFT)
                 depth = tl.max(used, axis=0)
                 for d in range(tl.minimum(depth, DEPTH)):
                     hole = tl.full([BLOCK], float("-inf"), tl.float32).to(candidate_ptr.dtype.element_ty)
@@ -336,12 +385,12 @@ def _finish_kernel(
                 tl.debug_barrier()
             if depth <= DEPTH:
                 token = _draw(
-                    candidates_ptr, tiles_ptr, depth * BLOCK, temperature, top, row_bits, top_k, top_p, min_p, mass,
+                    candidates_ptr, tiles_ptr, depth * BLOCK, least, temperature, top_logit, row_bits, top_k, top_p, min_p, mass,
                     V, 1, True, SHIFT, BLOCK,
                 )  # fmt: skip
             else:
                 token = _draw(
-                    row_ptr, tiles_ptr, V, temperature, top, row_bits, top_k, top_p, min_p, mass,
+                    row_ptr, tiles_ptr, V, least, temperature, top_logit, row_bits, top_k, top_p, min_p, mass,
                     V, COL, False, SHIFT, BLOCK,
                 )  # fmt: skip
     tl.store(out_ptr + s, token)
@@ -382,11 +431,11 @@ def triton_sample(
     tiles = scratch(S, _DEPTH, _BLOCK, dtype=torch.int16)
     sizes = {
         "V": V, "ROW": logits_SV.stride(0), "COL": logits_SV.stride(1),
-        "CHUNKS": chunks, "GROUPS": _GROUPS, "BLOCK": _BLOCK, "num_warps": _WARPS,
+        "CHUNKS": chunks, "GROUPS": _GROUPS, "BLOCK": _BLOCK,
     }  # fmt: skip
-    launch_triton(_scan_kernel, (chunks, S), *row, *found, **sizes)
+    launch_triton(_scan_kernel, (chunks, S), *row, *found, **sizes, num_warps=8)
     launch_triton(
         _finish_kernel, (S,), *row, *found, candidates, tiles, out_S,
-        SHIFT=_KEY_SHIFT[logits_SV.dtype], DEPTH=_DEPTH, **sizes,
+        SHIFT=_KEY_SHIFT[logits_SV.dtype], DEPTH=_DEPTH, **sizes, num_warps=16,
     )  # fmt: skip
     return out_S

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from graphllm.compile.passes import Unit
 from graphllm.compile.trace import trace_unit
 from graphllm.config import ConfigError
 from graphllm.ir.graph import (
@@ -26,7 +27,6 @@ from graphllm.ir.graph import (
     to_text,
     verify,
 )  # fmt: skip
-from graphllm.ir.passes import Unit
 from graphllm.ir.registry import load_ops
 from graphllm.runtime.interpreter import interpret
 

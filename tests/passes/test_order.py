@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from graphllm.compile.pipeline import Traced, run_passes
+from graphllm.compile.passes import PassReport, Stage, Unit, ordered_passes, register_pass
+from graphllm.compile.pipeline import run_passes
 from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
 from graphllm.ir import passes
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
-from graphllm.ir.passes import PassReport, Stage, Unit, ordered_passes, register_pass
 from graphllm.weights.plan import Entry, Values, WeightPlan
 
 CONFIG = CompileConfig(Target("cpu", ()))
@@ -83,7 +83,7 @@ def test_runner_reports_and_hands_the_plan_on() -> None:
 
     _register("adds", Stage.QUANTIZE, fn=adds)
     _register("sees", Stage.FUSE, fn=sees)
-    done = run_passes(Traced([_unit()], WeightPlan(()), []), CONFIG)
+    done = run_passes([_unit()], WeightPlan(()), CONFIG)
     assert seen == [(added, CONFIG)]
     assert done.plan == added
     first, second = done.reports
@@ -93,6 +93,8 @@ def test_runner_reports_and_hands_the_plan_on() -> None:
     }  # fmt: skip
     assert second["changed"] == 0
     assert first["ms"] >= 0
+    assert list(done.texts) == ["00-trace.unit.txt", "01-adds.unit.txt", "02-sees.unit.txt"]
+    assert done.texts["01-adds.unit.txt"].startswith("# unit unit after adds\ninput %arg0_1 (x): float32[T, 4]\n")
 
 
 def test_runner_names_the_pass_that_broke_the_graph() -> None:
@@ -102,8 +104,8 @@ def test_runner_names_the_pass_that_broke_the_graph() -> None:
         return PassReport(1)
 
     _register("breaks", Stage.FUSE, fn=breaks)
-    with pytest.raises(GraphError, match="no IR target"):
-        run_passes(Traced([_unit()], WeightPlan(()), []), CONFIG)
+    with pytest.raises(GraphError, match=r"unit after breaks: node add: .* is no IR target"):
+        run_passes([_unit()], WeightPlan(()), CONFIG)
 
     def forgets(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
         node = next(n for n in unit.graph.nodes if n.op == "call_function")
@@ -113,5 +115,5 @@ def test_runner_names_the_pass_that_broke_the_graph() -> None:
 
     passes._passes.clear()
     _register("forgets", Stage.FUSE, fn=forgets)
-    with pytest.raises(GraphError, match="unit after forgets: node neg has no fake value"):
-        run_passes(Traced([_unit()], WeightPlan(()), []), CONFIG)
+    with pytest.raises(GraphError, match="unit after forgets: node neg_default has no fake value"):
+        run_passes([_unit()], WeightPlan(()), CONFIG)

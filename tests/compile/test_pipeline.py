@@ -1,0 +1,203 @@
+"""The pipeline as a whole: distinct pieces, readable IR of every stage, exact memory, and what stands in the files."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphllm import artifact, prepare
+from graphllm.compile.link import Linked, link
+from graphllm.compile.pipeline import compile_model, find_model, run_passes
+from graphllm.compile.trace import trace_model
+from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.ir.registry import load_ops, load_passes
+from graphllm.runtime.executor import Executor
+from graphllm.weights.loader import load_weights
+from graphllm.weights.plan import WeightPlan, make_plan
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 32, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+GEMMA = LLAMA | {
+    "architectures": ["Gemma2ForCausalLM"], "head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8,
+    "hidden_activation": "gelu_pytorch_tanh", "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
+}  # fmt: skip
+CONFIG = CompileConfig(
+    Target("cpu", ("x86_64",)), backend="eager", dtype="float32", buckets=(Bucket("decode", 1, 1), Bucket("mixed", 2, 16)),
+    max_model_len=64, max_num_seqs=4, max_num_tokens=16, page_size=8,
+)  # fmt: skip
+
+
+def _link(hf: dict[str, Any]) -> Linked:
+    load_ops()
+    load_passes()
+    model = find_model(hf)
+    c = model.config(hf)
+    traced = run_passes(trace_model(model, c, CONFIG), make_plan(model, c, "float32"), CONFIG)
+    return link(traced.units, model.kinds(c))
+
+
+@pytest.mark.parametrize("layers", [2, 3, 9])
+def test_equal_layers_share_their_pieces(layers: int) -> None:
+    """start, attention, end of a layer with the start of the next, end with head, sampler: five at any depth."""
+    linked = _link(LLAMA | {"num_hidden_layers": layers})
+    assert len(linked.pieces) == 5
+    assert [c.piece for c in linked.calls[1:-1:2]] == [linked.calls[1].piece] * layers
+    assert len(linked.calls) == 2 * layers + 2
+    assert linked.pieces[linked.calls[2].piece].label == "layer.global"
+    names = {n for c in linked.calls for n in c.inputs}
+    assert {f"layers.{i}.qkv" for i in range(layers)} | {f"kv.{i}" for i in range(layers)} <= names
+    made = [n for c in linked.calls for n in c.outputs]
+    assert len(made) == len(set(made))
+    assert linked.calls[-1].outputs == ("tokens",)
+
+
+def test_two_kinds_of_layers_give_twice_the_repeated_pieces() -> None:
+    kinds = ["sliding_attention", "full_attention"]
+    counts = [len(_link(GEMMA | {"num_hidden_layers": 2 * n, "layer_types": kinds * n}).pieces) for n in (2, 5)]
+    # start, two attentions, local then global, global then local, end with head, sampler
+    assert counts == [7, 7]
+
+
+def test_program_runs_in_order() -> None:
+    """Every value is made before it is read, and what is read was made or comes from outside."""
+    linked = _link(LLAMA | {"num_hidden_layers": 3})
+    made: set[str] = set()
+    for call in linked.calls:
+        for name in call.inputs:
+            outside = name.startswith(("step.", "kv.", "embed.", "layers.", "head."))
+            assert outside or name in made, name
+        made |= set(call.outputs)
+    assert {"logits", "tokens"} <= made
+
+
+INPUT = re.compile(r"input %\w+ \([\w.]+\): \w+\[[^\]]*\]( strides \[[^\]]*\])?")
+VALUE = re.compile(
+    r"%\w+: (\w+\[[^\]]*\]( strides \[[^\]]*\])?|int|\(.*\)) = (graphllm::\w+|aten::[\w.]+|getitem|mul)\(.*\)"
+)
+RETURN = re.compile(r"return \[%\w+(, %\w+)*\]")
+
+
+def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
+    source = prepare.open_source(checkpoint)
+    config = replace(CONFIG, dump=tmp_path / "dump")
+    place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
+    files = sorted(p.name for p in (tmp_path / "dump").iterdir())
+    units = ("embed", "head", "layer.global", "sample")
+    assert [f for f in files if not f.startswith("piece.")] == [
+        f"{stage}.{unit}.txt" for stage in ("00-trace", "01-canonicalize") for unit in units
+    ]
+    assert sum(f.startswith("piece.") for f in files) == 5
+    for file in files:
+        text = (tmp_path / "dump" / file).read_text()
+        assert (place / "graph" / file).read_text() == text
+        title, *body, last = text.splitlines()
+        assert title.startswith("# ")
+        assert RETURN.fullmatch(last), last
+        for line in body:
+            assert INPUT.fullmatch(line) or VALUE.fullmatch(line), line
+    layer = (tmp_path / "dump" / "01-canonicalize.layer.global.txt").read_text()
+    assert re.search(r"input %\w+ \(w\.qkv\): float32\[128, 64\]", layer)
+    assert re.search(r"%\w+: float32\[T, 4, 16\] = graphllm::paged_attention\(", layer)
+    assert not any("artifact" in f for f in files)
+
+
+def test_lowered_graphs_of_a_compiled_artifact(compiled_artifact: Path) -> None:
+    """One for each compiled piece and bucket, down to aten and kernel calls."""
+    manifest = artifact.verify(compiled_artifact)
+    lowered = {p.name for p in (compiled_artifact / "graph").glob("lowered.*")}
+    for label, buckets in manifest["pieces"].items():
+        piece = re.fullmatch(r".* \[(\w{16})\]", label)
+        assert piece
+        for bucket, chosen in buckets.items():
+            assert chosen
+            assert (f"lowered.{piece[1]}.{bucket}.txt" in lowered) == (chosen != ["all: reference"])
+    text = "".join((compiled_artifact / "graph" / f).read_text() for f in lowered)
+    assert "torch.ops.aten." in text
+    assert "torch.ops.graphllm." not in text
+
+
+def test_files_of_an_artifact(compiled_artifact: Path) -> None:
+    program = json.loads((compiled_artifact / "program.json").read_text())
+    manifest = artifact.verify(compiled_artifact)
+    buckets = [Bucket(**b) for b in manifest["factors"]["compile"]["buckets"]]
+    pieces = {call[0] for call in program["calls"]}
+    assert {p.name for p in (compiled_artifact / "pieces").iterdir()} == {
+        "kernels.so", *(f"{piece}-{b.name}.json" for piece in pieces for b in buckets)
+    }  # fmt: skip
+    for piece, inputs, outputs in program["calls"]:
+        for b in buckets:
+            bundle = json.loads((compiled_artifact / "pieces" / f"{piece}-{b.name}.json").read_text())
+            assert (len(bundle["inputs"]), len(bundle["outputs"])) == (len(inputs), len(outputs))
+            assert {i[0] for i in bundle["code"]} <= {"empty", "view", "kernel", "op", "call", "ir"}
+            called = {i[1] for i in bundle["code"] if i[0] == "kernel"}
+            assert called == set(bundle["kernels"])
+    assert program["step"]["step.block_table"] == ["int32", ["S", 12], [12, 1]]  # 96 tokens in pages of 8
+    assert b"pickle" not in b"".join(p.read_bytes() for p in compiled_artifact.rglob("*.json"))
+
+
+def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> None:
+    """Against what the loaded parameters and the allocated caches really occupy."""
+    manifest = artifact.verify(compiled_artifact)
+    memory = manifest["memory"]
+    source = prepare.open_source(checkpoint).checkpoint
+    assert source is not None
+    weights = load_weights(WeightPlan.from_json((compiled_artifact / "weights.json").read_text()), source)
+    assert memory["weights"] == sum({t.data_ptr(): t.nbytes for t in weights.values()}.values())
+    executor = Executor(compiled_artifact, manifest, weights, 3)
+    caches = [t for n, t in executor._outside.items() if n.startswith("kv.")]
+    assert len(caches) == 2
+    assert 3 * memory["kv page"] == sum(c.nbytes for c in caches)
+    assert memory["kv bytes per token"] * 8 == memory["kv page"]
+    assert memory["arena"] == max(memory["arena by bucket"].values())
+    assert set(memory["arena by bucket"]) == {"decode-1", "decode-2-4", "mixed-2-32"}
+    assert executor._arena.nbytes == memory["arena"]
+
+
+def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
+    manifest = artifact.verify(compiled_artifact)
+    assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
+        ("canonicalize", unit) for unit in ("embed", "layer.global", "head", "sample")
+    ]
+    assert list(manifest["seconds"]) == ["assemble", "build", "link", "package", "passes", "trace"]
+    assert sum(manifest["seconds"].values()) > 0.1
+    assert manifest["made_with"].keys() == {"g++", "machine"}
+    assert manifest["factors"]["compile"]["target"]["device"] == "cpu"
+
+
+def test_tied_weights_are_counted_once() -> None:
+    tied = LLAMA | {"num_hidden_layers": 1, "tie_word_embeddings": True}
+    model = find_model(tied)
+    untied_bytes, tied_bytes = (
+        make_plan(model, model.config(hf), "float32").total_bytes
+        for hf in (tied | {"tie_word_embeddings": False}, tied)
+    )
+    assert untied_bytes - tied_bytes == 50 * 32 * 4
+
+
+def test_a_dump_or_the_number_of_jobs_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    source = prepare.open_source(checkpoint)
+    one = compile_model(source.config, source.tensors, CONFIG, tmp_path / "one")
+    two = compile_model(source.config, source.tensors, replace(CONFIG, dump=tmp_path / "d", jobs=1), tmp_path / "two")
+    sums = [artifact.verify(p)["files"] for p in (one, two)]
+    assert sums[0] == sums[1]
+
+
+def test_progress_is_reported(checkpoint: Path, tmp_path: Path) -> None:
+    source = prepare.open_source(checkpoint)
+    seen: list[tuple[str, int, int]] = []
+    compile_model(source.config, source.tensors, CONFIG, tmp_path / "a", lambda *stage: seen.append(stage))
+    assert seen[0] == ("trace", 0, 1)
+    assert [s for s in seen if s[0] == "build"] == [("build", i, 10) for i in range(10)]
+
+
+def test_compiling_leaves_torch_as_it_was(compiled_artifact: Path) -> None:
+    assert torch.is_grad_enabled()
+    assert torch.get_default_dtype() == torch.float32
