@@ -45,6 +45,8 @@ def _cpu() -> Target:
 
 
 def _gpu() -> Target | None:
+    if version("torch").endswith("+cpu"):
+        return None  # this torch could not use it
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -75,6 +75,7 @@ def run(
             return
     memory = parse_bytes(kv_cache_memory) if kv_cache_memory else None
     source = prepare.open_source(embedded_or(model), random)
+    defaults = _defaults(source.folder, sampling)
     _set_threads_environment()
     place, manifest = _artifact(source, wanted, artifact, quiet)
     phases: dict[str, float] = {"artifact": time.perf_counter() - started}
@@ -83,13 +84,13 @@ def run(
     )
     if manifest["factors"]["compile"]["target"]["device"] == "cpu":
         _use_free_cores()
-    defaults = _defaults(source.folder, sampling)
     emit = sink.write if sink else _Terminal(single=len(items) == 1).write
     summary = generate(engine, engine.tokenizer, items, defaults, inputs, emit, quiet or not sink)
     if sink:
         sink.close()
     if not quiet:
-        phases["first token"] = summary.first - started
+        if summary.first:
+            phases["first token"] = summary.first - started
         _print_summary(summary, phases)
 
 
@@ -122,7 +123,10 @@ def _artifact(
 
 def _defaults(folder: Path, sampling: Mapping[str, Any]) -> SamplingParams:
     file = folder / "generation_config.json"
-    given = json.loads(file.read_text()) if file.exists() else {}
+    try:
+        given = dict(json.loads(file.read_text())) if file.exists() else {}
+    except (ValueError, TypeError) as damage:
+        raise ConfigError(f"{file}: damaged ({damage}); download it again") from damage
     if given.pop("repetition_penalty", 1.0) != 1.0:
         console.print("generation_config.json asks for a repetition penalty, which is not supported yet: going without")
     base = SamplingParams.from_generation_config(given)
@@ -141,7 +145,7 @@ def read_items(inputs: Inputs) -> Iterator[Item]:
         return
     name, lines = _open_lines(inputs.file)
     seen: set[str] = set()
-    as_json = name.endswith(".jsonl") or (name == "stdin" and bool(lines) and lines[0].lstrip().startswith("{"))
+    as_json = name.endswith(".jsonl") or (name == "stdin" and "".join(lines).lstrip().startswith("{"))
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -155,8 +159,8 @@ def read_items(inputs: Inputs) -> Iterator[Item]:
 def _open_lines(file: str) -> tuple[str, list[str]]:
     try:
         if file == "-":
-            return "stdin", sys.stdin.read().splitlines()
-        return file, Path(file).read_text().splitlines()
+            return "stdin", sys.stdin.read().split("\n")  # splitlines would also cut at U+2028, which JSON may hold
+        return file, Path(file).read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as failure:
         raise ConfigError(f"file: cannot read {file!r}: {failure}") from failure
 
@@ -175,18 +179,26 @@ def _chat(text: str, system: str | None) -> list[dict[str, Any]]:
 def _json_item(line: str, where: str, inputs: Inputs) -> Item:
     try:
         row = json.loads(line)
+        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON and no text
     except ValueError as damage:
         raise ConfigError(f"{where}: not valid JSON ({damage})") from damage
     if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
         raise ConfigError(f"{where}: give an object with either prompt (text) or messages (a chat)")
     id = str(row.get("id", row.get("custom_id", where.rsplit(":", 1)[-1])))
     fields = {k: v for k, v in row.items() if k not in _LINE_FIELDS}
+    for name in ("messages", "tools"):
+        if row.get(name) is not None and not _is_objects(row[name]):
+            raise ConfigError(f"{where}: {name} must be a list of objects")
     if "messages" in row:
         return Item(id, None, row["messages"], row.get("tools"), fields)
     if not isinstance(row["prompt"], str):
         raise ConfigError(f"{where}: prompt is {type(row['prompt']).__name__}, give a string")
     item = _text_item(id, row["prompt"], inputs)
     return Item(id, item.prompt, item.messages, row.get("tools"), fields)
+
+
+def _is_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 class JsonlSink:
@@ -196,22 +208,19 @@ class JsonlSink:
     def __init__(self, path: Path) -> None:
         self.finished: set[str] = set()
         keep = 0
-        if path.exists():
-            for line in path.read_bytes().splitlines(keepends=True):
-                try:
-                    row = json.loads(line)
-                except ValueError as damage:
-                    if line.endswith(b"\n"):
-                        raise ConfigError(f"output: {path} has a line that is not JSON; move the file away") from damage
-                    break
-                if not line.endswith(b"\n"):
-                    break
-                self.finished.add(str(row["id"]))
-                keep += len(line)
         try:
-            self._file: IO[bytes] = path.open("ab")
+            self._file: IO[bytes] = path.open("a+b")
+            self._file.seek(0)
         except OSError as failure:
             raise ConfigError(f"output: cannot write {path}: {failure}") from failure
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                self.finished.add(str(json.loads(line)["id"]))
+            except (ValueError, TypeError, LookupError) as damage:
+                raise ConfigError(f"output: {path} has a line that is no result; move the file away") from damage
+            keep += len(line)
         self._file.truncate(keep)
 
     def write(self, item: Item, output: Output | None, error: str | None = None) -> None:

@@ -113,14 +113,6 @@ struct Args {
   }
 };
 
-// Where the tokens of a chunk lie, and those of the next: pages lie anywhere, so the hardware does not see them coming and
-// the next chunk is asked for line by line while this one is read. (All at once would only fill the line buffers.)
-template <typename T>
-struct Places {
-  i64 count;
-  T *row[kChunk], *next[kChunk];
-};
-
 // float32 arithmetic; bfloat16 is widened when it is gathered.
 template <typename T>
 struct Floats {
@@ -139,11 +131,13 @@ struct Floats {
       }
   }
 
-  static Keys keys(const Args<T>& a, const Places<T>& places, float* to) {
-    gather(a, places, 0, to);
+  static Keys keys(const Args<T>& a, T* const* rows, i64 count, float* to) {
+    gather(a, rows, 0, count, to);
     return to;
   }
-  static void values(const Args<T>& a, const Places<T>& places, float* to) { gather(a, places, a.cache_kind, to); }
+  static void values(const Args<T>& a, T* const* rows, i64 count, float* to) {
+    gather(a, rows, a.cache_kind, count, to);
+  }
 
   static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to) {
     for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
@@ -157,11 +151,10 @@ struct Floats {
   }
 
  private:
-  static void gather(const Args<T>& a, const Places<T>& places, i64 offset, float* to) {
-    const i64 width = height(a.E), count = places.count, padded = ceil_div(count, kRound) * kRound;
+  static void gather(const Args<T>& a, T* const* rows, i64 offset, i64 count, float* to) {
+    const i64 width = height(a.E), padded = ceil_div(count, kRound) * kRound;
     for (i64 j = 0; j < count; j++, to += width) {
-      const T* row = places.row[j] + offset;
-      for (i64 e = 0; e < a.E; e += 64 / i64(sizeof(T))) __builtin_prefetch(places.next[j] + offset + e);
+      const T* row = rows[j] + offset;
       for (i64 e = 0; e < a.E; e++) to[e] = to_float(row[e]);
       for (i64 e = a.E; e < width; e++) to[e] = 0.0f;
     }
@@ -207,42 +200,37 @@ struct Pairs {
 
   // Keys are used in place where 16 tokens are a piece of a page and rows are whole; otherwise they are gathered. What a
   // page holds after the last token is masked later, whatever it is.
-  static Keys keys(const Args<bf16>& a, const Places<bf16>& places, bf16* to) {
+  static Keys keys(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
     Keys out;
-    const i64 count = places.count;
     const bool in_place = a.P % 16 == 0 && a.E % 32 == 0;
     const i64 depth = query_depth(a.E);
     out.stride = in_place ? a.cache_slot : depth;
     for (i64 j = 0; j < count; j += 16) {
-      out.tile[j / 16] = in_place ? places.row[j] : to + j * depth;
+      out.tile[j / 16] = in_place ? rows[j] : to + j * depth;
       if (in_place) continue;
       for (i64 i = j; i < j + 16; i++)
         for (i64 e = 0; e < depth; e += 32) {
           const __mmask32 inside = i < count ? first32(a.E - e) : 0;
-          _mm512_store_si512(to + i * depth + e, (__m512i)load_pairs(places.row[std::min(i, count - 1)] + e, inside));
+          _mm512_store_si512(to + i * depth + e, (__m512i)load_pairs(rows[std::min(i, count - 1)] + e, inside));
         }
     }
     return out;
   }
 
   // Transposed: [height(E)][kChunk], zero after the last token because 0 * NaN is not 0.
-  static void values(const Args<bf16>& a, const Places<bf16>& places, bf16* to) {
+  static void values(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
     alignas(64) static constexpr std::uint16_t kOrder[2][32] = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
         {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};
     const __m512i low = _mm512_load_si512(kOrder[0]), high = _mm512_load_si512(kOrder[1]);
-    for (i64 j = 0; j < places.count; j += 32) {
+    for (i64 j = 0; j < count; j += 32) {
       for (i64 e = 0; e < a.E; e += 32) {
         const __mmask32 inside = first32(a.E - e);
         __m512i first[16], second[16];
         for (i64 i = 0; i < 16; i++) {
           const i64 t = j + 2 * i;
-          const __m512i even = load_value(places, t, a.cache_kind + e, inside);
-          const __m512i odd = load_value(places, t + 1, a.cache_kind + e, inside);
-          for (i64 n = t; n < t + 2; n++) {
-            _mm_prefetch(places.next[n] + e, _MM_HINT_T0);
-            _mm_prefetch(places.next[n] + a.cache_kind + e, _MM_HINT_T0);
-          }
+          const __m512i even = load_value(rows, t, count, a.cache_kind + e, inside);
+          const __m512i odd = load_value(rows, t + 1, count, a.cache_kind + e, inside);
           first[i] = _mm512_permutex2var_epi16(even, low, odd);
           second[i] = _mm512_permutex2var_epi16(even, high, odd);
         }
@@ -280,8 +268,8 @@ struct Pairs {
   }
 
  private:
-  static __m512i load_value(const Places<bf16>& places, i64 t, i64 offset, __mmask32 inside) {
-    return t < places.count ? (__m512i)load_pairs(places.row[t] + offset, inside) : _mm512_setzero_si512();
+  static __m512i load_value(bf16* const* rows, i64 t, i64 count, i64 offset, __mmask32 inside) {
+    return t < count ? (__m512i)load_pairs(rows[t] + offset, inside) : _mm512_setzero_si512();
   }
   // c[row] (+)= sum over k of left[row][k] * right[k], for eight rows.
   static void block(const bf16* left, i64 stride, const bf16* right, i64 depth, Vec* c, bool add) {
@@ -396,15 +384,13 @@ class Worker {
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
       std::fill(sums_ + tile * height_, sums_ + (tile + 1) * height_, Vec{});
     }
-    Places<T> places;
-    find(item, item.from, places);
     for (i64 j = item.from; j < item.to; j += kChunk) {
       const i64 held = std::min(kChunk, item.to - j);
-      std::copy(places.next, places.next + kChunk, places.row);
-      places.count = held;
-      if (j + kChunk < item.to) find(item, j + kChunk, places);
-      const auto keys = Math::keys(a_, places, keys_);
-      Math::values(a_, places, values_);
+      T* places[kChunk];
+      if (tiles <= 2 && j + kChunk < item.to) prefetch(item, j + kChunk, places);
+      a_.locate(item.s, item.head, j, held, places);
+      const auto keys = Math::keys(a_, places, held, keys_);
+      Math::values(a_, places, held, values_);
       for (i64 tile = 0; tile < tiles; tile++) {
         Rows& rows = rows_[tile];
         const i64 seen = std::min(held, rows.last + 1 - j);
@@ -444,11 +430,16 @@ class Worker {
   }
 
  private:
-  // The places of the chunk from position `from` as the next ones, the last repeated where the context ends.
-  void find(const Item& item, i64 from, Places<T>& places) const {
-    const i64 count = std::min(kChunk, item.to - from);
-    a_.locate(item.s, item.head, from, count, places.next);
-    std::fill(places.next + count, places.next + kChunk, places.next[count - 1]);
+  // Ask for a chunk's pages: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes a
+  // function that only prefetches for one without effect and drops the call.
+  __attribute__((always_inline)) void prefetch(const Item& item, i64 from, T** places) const {
+    const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(T));
+    a_.locate(item.s, item.head, from, count, places);
+    for (i64 j = 0; j < count; j++)
+      for (i64 at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(places[j]) + at);
+        __builtin_prefetch(reinterpret_cast<const char*>(places[j] + a_.cache_kind) + at);
+      }
   }
 
   // One chunk of `count` tokens from position j for one tile of rows.

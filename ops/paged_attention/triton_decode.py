@@ -301,21 +301,22 @@ def plan_splits(S: object, K: int, longest: int, dtype: torch.dtype, E: int) -> 
 
     Few sequences: ranges of at least a tile or two until the chip holds about four programs a processor. Many: one
     range each would do if lengths were equal; contexts that may be long get more, of at least 512 tokens, so that one
-    long sequence does not run alone at the end.
+    long sequence does not run alone at the end. Measured on an H200, see bench/results/triton_h200.md.
     """
     rows = S * K if isinstance(S, int) else 0
-    if not rows:  # dynamic batches; mixed steps are long, so ranges serve the throughput of many sequences
+    if not rows:  # dynamic batches: mixed steps are long, so the ranges suit many sequences
         splits, least = 8, 512
     elif rows < 512:
-        splits = min(16 if longest <= 8192 else 32, -(-512 // rows))
+        splits = min(16 if longest <= 16384 else 32, -(-512 // rows))
         least = 64 if splits >= 16 else 128 if splits >= 8 else 256
     else:
-        splits, least = (1 if longest <= 1024 else 2 if longest <= 4096 else 4), 512
+        splits = 1 if longest <= 1024 else 2 if longest <= 8192 else 4 if longest <= 32768 else 8
+        least = 256 if rows < 1024 else 512
     if dtype == torch.float32:
         block_n, stages = 32, 2
     else:
         # Programs that are alone on their processor keep more tiles in flight.
-        block_n, stages = 64 if E <= 128 else 32, 3 if 0 < rows < 64 else 2
+        block_n, stages = 64 if E <= 128 else 32, 3 if 0 < rows <= 16 else 2
     splits = max(1, min(splits, -(-longest // least)))
     return {"splits": splits, "min_tiles": max(1, least // block_n), "block_n": block_n, "warps": 4, "stages": stages}
 

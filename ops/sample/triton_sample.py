@@ -385,13 +385,13 @@ def _finish_kernel(
                 tl.debug_barrier()
             if depth <= DEPTH:
                 token = _draw(
-                    candidates_ptr, tiles_ptr, depth * BLOCK, least, temperature, top_logit, row_bits, top_k, top_p, min_p, mass,
-                    V, 1, True, SHIFT, BLOCK,
+                    candidates_ptr, tiles_ptr, depth * BLOCK, least, temperature, top_logit, row_bits,
+                    top_k, top_p, min_p, mass, V, 1, True, SHIFT, BLOCK,
                 )  # fmt: skip
             else:
                 token = _draw(
-                    row_ptr, tiles_ptr, V, least, temperature, top_logit, row_bits, top_k, top_p, min_p, mass,
-                    V, COL, False, SHIFT, BLOCK,
+                    row_ptr, tiles_ptr, V, least, temperature, top_logit, row_bits,
+                    top_k, top_p, min_p, mass, V, COL, False, SHIFT, BLOCK,
                 )  # fmt: skip
     tl.store(out_ptr + s, token)
 

@@ -19,7 +19,7 @@ def _with_others(rng: Random, chosen: tools.Tool) -> list[tools.Schema]:
     return schemas
 
 
-@task(3)
+@task(2.5)
 def call_tool(rng: Random) -> Sample:
     tool = rng.choice(tools.TOOLS)
     arguments = tools.arguments(rng, tool)
@@ -49,7 +49,7 @@ def _invented_tool(rng: Random) -> tuple[str, str, dict[str, str]]:
     return rng.choice(tools.VERBS), rng.choice(tools.NOUNS), {f: rng.choice(("string", "integer")) for f in fields}
 
 
-@task(2)
+@task(1.5)
 def call_unseen_tool(rng: Random) -> Sample:
     """A function with an invented name: the model has to read the schema."""
     verb, noun, fields = _invented_tool(rng)
@@ -79,7 +79,7 @@ def _invented_schema(verb: str, noun: str, fields: dict[str, str]) -> tools.Sche
     return tools.schema(f"{verb}_{noun}", sentence(f"{verb} a {noun}."), **fields)
 
 
-@task(1.5)
+@task(1.2)
 def use_tool_result(rng: Random) -> Sample:
     tool = rng.choice(tools.TOOLS)
     arguments = tools.arguments(rng, tool)

@@ -7,20 +7,24 @@ from graphllm.embedded.tasks import vocabulary
 from graphllm.embedded.tasks.base import TASKS, Message, Sample, a_or_an, ask, assistant, last_number, task, user, words
 from graphllm.embedded.tasks.numbers import add
 
+LOOKUP_KEYS = (*vocabulary.NAMES, *vocabulary.TOWNS)
 
-@task(1.5)
+
+@task(4)
 def lookup(rng: Random) -> Sample:
-    """Finding one line in a list of up to some 700 tokens: the task that uses the context."""
-    names = rng.sample(vocabulary.NAMES, rng.choice((rng.randint(3, 12), rng.randint(12, len(vocabulary.NAMES)))))
-    digits = rng.randint(2, 6)
-    numbers = {name: rng.randrange(10 ** (digits - 1), 10**digits) for name in names}
-    name = rng.choice(names)
-    lines = "\n".join(f"{key}: {value}" for key, value in numbers.items())
-    question = rng.choice(
-        ("What is the number of {}?", "Which number does {} have?", "Tell me the number of {}.")
-    ).format(name)
-    head = rng.choice(("Here is a list:", "These are the numbers:", "Read this list:"))
-    return ask(rng, f"{head}\n{lines}\n{question}", f"The number of {name} is {numbers[name]}.", check=last_number)
+    """Finding lines of a list of up to some 600 tokens, the task that uses the context; up to six in a row."""
+    count = rng.choice((rng.randint(2, 5), rng.randint(2, 12), rng.randint(12, len(LOOKUP_KEYS))))
+    keys = rng.sample(vocabulary.NAMES if count <= len(vocabulary.NAMES) else LOOKUP_KEYS, count)
+    separator = rng.choice((" ", ": "))
+    lines = {key: f"{key}{separator}{rng.choice(vocabulary.ITEMS)}" for key in keys}
+    head = rng.choice(("Here is a list:", "These are the lines:", "Read this list:"))
+    asked = rng.sample(keys, min(count, rng.randint(1, 6)))
+    turns: list[Message] = []
+    for key in asked:
+        question = rng.choice(("Which line is about {}?", "Show the line of {}.", "Find {}.")).format(key)
+        turns += [user(question), assistant(lines[key])]
+    turns[0] = user("\n".join((head, *lines.values(), turns[0]["content"])))
+    return Sample(turns[:-1], lines[asked[-1]], tuple(f"line {lines[key]}" for key in asked))
 
 
 @task(1)

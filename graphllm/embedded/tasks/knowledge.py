@@ -24,7 +24,7 @@ def _register(name: str, tables: tuple[facts.Table, ...]) -> None:
         table, k, v = rng.choice(rows)
         question = sentence(rng.choice(table.questions).format(k=k, v=v))
         sample = ask(rng, question, sentence(table.answer.format(k=k, v=v)))
-        if rng.random() < 0.05:
+        if rng.random() < 0.08:
             sample.messages = [user(question.lower())]
         return sample
 

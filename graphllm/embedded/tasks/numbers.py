@@ -149,7 +149,7 @@ def number_words(rng: Random) -> Sample:
     n = rng.randint(0, 99)
     if rng.random() < 0.5:
         question = rng.choice(
-            ("Write {} in words.", "Write the number {} as a word.", "Spell out the number {}.", "{} in words?")
+            ("Write {} in words.", "Write the number {} as a word.", "Write out the number {}.", "{} in words?")
         )
         return ask(rng, question.format(n), in_words(n))
     question = rng.choice(("Write {} as a number.", "Write {} in digits.", "Which number is {}?", "{} in digits?"))

@@ -28,20 +28,26 @@ def copy(rng: Random) -> Sample:
     return ask(rng, question.format(text), text, f"copy {text}")
 
 
-@task(4)
+def _word_or_letters(rng: Random) -> tuple[str, str]:
+    """A word, or letters that are none, and how it is written in a question: half of the time in quotes."""
+    word = rng.choice(vocabulary.WORDS) if rng.random() < 0.6 else letters(rng, 2, 6)
+    return word, rng.choice((word, f'"{word}"'))
+
+
+@task(6)
 def reverse_word(rng: Random) -> Sample:
-    word = rng.choice(vocabulary.WORDS) if rng.random() < 0.6 else letters(rng, 2, 5)
+    word, written = _word_or_letters(rng)
     question = rng.choice(
-        ("Reverse the word {}.", 'Reverse "{}".', "Spell {} backwards.", "Write {} backwards.", "What is {} backwards?")
+        ("Reverse the word {}.", "Reverse {}.", "Spell {} backwards.", "Write {} backwards.", "What is {} backwards?")
     )
-    return ask(rng, question.format(word), word[::-1])
+    return ask(rng, question.format(written), word[::-1])
 
 
 @task(2)
 def spell(rng: Random) -> Sample:
-    word = rng.choice(vocabulary.WORDS) if rng.random() < 0.6 else letters(rng, 2, 6)
+    word, written = _word_or_letters(rng)
     question = rng.choice(("Spell the word {}.", "Spell {}.", "How do you spell {}?", "Spell out the word {}."))
-    return ask(rng, question.format(word), "-".join(word))
+    return ask(rng, question.format(written), "-".join(word))
 
 
 @task(1)

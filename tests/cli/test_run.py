@@ -1,0 +1,297 @@
+"""`graphllm run`: where prompts come from, where text goes, resuming, and mistakes told in one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+PROMPTS = ["hello world", "the cat", "what is the answer"]
+
+
+@pytest.fixture
+def run(cli: Any, checkpoint: Path, eager_artifact: Path) -> Run:
+    """run(*arguments, stdin=""): graphllm run, greedy, 8 tokens, no progress, on the eager artifact."""
+    fixed = ("--model", checkpoint, "--artifact", eager_artifact, "--temperature", 0, "--max-tokens", 8, "--quiet")
+
+    def call(*arguments: object, stdin: str = "") -> Any:
+        return cli("run", *fixed, *arguments, stdin=stdin)
+
+    return call
+
+
+@pytest.fixture
+def answers(run: Run) -> dict[str, str]:
+    """What each prompt gives alone."""
+    return {p: run("--prompt", p).out.removesuffix("\n") for p in PROMPTS}
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(r, ensure_ascii=False) + "\n" for r in rows))
+    return path
+
+
+def _refused(done: Any, *parts: str) -> None:
+    """Status 2, one line that holds all parts, nothing on stdout."""
+    assert done.code == 2
+    assert done.out == ""
+    (line,) = done.err.splitlines()
+    assert line.startswith("graphllm: ")
+    assert [p for p in parts if p not in line] == [], line
+
+
+# --- prompts in, text out
+
+
+def test_one_prompt_streams_its_text(run: Run) -> None:
+    done = run("--prompt", "hello world")
+    assert (done.code, done.err) == (0, "")
+    assert done.out.endswith("\n")
+    assert len(done.out) > 8
+
+
+def test_several_prompts_are_labelled(run: Run, answers: dict[str, str]) -> None:
+    done = run(*(a for p in PROMPTS for a in ("--prompt", p)))
+    assert sorted(done.out.splitlines()) == [f"[prompt-{i}] {answers[p]}" for i, p in enumerate(PROMPTS)]
+
+
+def test_text_file(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    """One prompt a line; empty lines are none; odd separators inside a line are text."""
+    file = tmp_path / "prompts.txt"
+    file.write_text(f"{PROMPTS[0]}\n\n{PROMPTS[1]}\r\nthe\u2028cat\x0bsat")
+    out = tmp_path / "out.jsonl"
+    assert run(file, "--output", out).code == 0
+    rows = {r["id"]: r["text"] for r in _rows(out)}
+    assert rows.keys() == {"line-1", "line-3", "line-4"}
+    assert (rows["line-1"], rows["line-3"]) == (answers[PROMPTS[0]], answers[PROMPTS[1]])
+
+
+def test_jsonl_file(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": PROMPTS[1]}]
+    file = _jsonl(
+        tmp_path / "in.jsonl",
+        [
+            {"id": "a", "prompt": PROMPTS[0]},
+            {"custom_id": "b", "messages": messages},
+            {"prompt": PROMPTS[2], "max_tokens": 3},
+            {"id": 4, "prompt": "a line separator \u2028 inside", "temperature": 1.0, "seed": 5},
+        ],
+    )
+    out = tmp_path / "out.jsonl"
+    done = run(file, "--output", out)
+    assert (done.code, done.out, done.err) == (0, "", "")
+    rows = {r["id"]: r for r in _rows(out)}
+    assert rows.keys() == {"a", "b", "3", "4"}
+    assert (rows["a"]["text"], rows["b"]["text"]) == (answers[PROMPTS[0]], answers[PROMPTS[1]])
+    assert answers[PROMPTS[2]].startswith(rows["3"]["text"])
+    assert rows["3"]["usage"]["completion_tokens"] == 3
+    assert rows["a"].keys() == {"id", "text", "finish_reason", "usage"}
+    assert rows["a"]["finish_reason"] == "length"
+    assert rows["a"]["usage"]["completion_tokens"] == 8
+
+
+@pytest.mark.parametrize("form", ["text", "jsonl"])
+def test_stdin(form: str, run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    lines = PROMPTS[:2] if form == "text" else ["", *(json.dumps({"prompt": p}) for p in PROMPTS[:2])]
+    out = tmp_path / "out.jsonl"
+    assert run("-", "--output", out, stdin="\n".join(lines)).code == 0
+    assert {r["text"] for r in _rows(out)} == {answers[p] for p in PROMPTS[:2]}
+
+
+def test_template_system_and_raw(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    """A prompt is put into the chat template, with the system message before it, unless it is raw."""
+    from graphllm.engine.text import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(checkpoint)
+    for flags, text in (
+        ((), "<|user|>hello<|bot|>"),
+        (("--system", "be short"), "<|system|>be short<|user|>hello<|bot|>"),
+        (("--raw",), "hello"),
+    ):
+        out = tmp_path / f"{len(flags)}{flags}.jsonl"
+        assert run("--prompt", "hello", *flags, "--output", out).code == 0
+        (row,) = _rows(out)
+        assert row["usage"]["prompt_tokens"] == len(tokenizer.encode(text))
+
+
+def test_sampling_options(run: Run, answers: dict[str, str]) -> None:
+    text = answers["hello world"]
+    assert run("--prompt", "hello world", "--stop", text[4:6]).out == text[: text.find(text[4:6])] + "\n"
+    one, two, other = (
+        run("--prompt", "hello world", "--temperature", 1, "--seed", s, "--max-tokens", 30).out for s in (1, 1, 2)
+    )
+    assert one == two != other
+
+
+def test_summary(cli: Any, checkpoint: Path, eager_artifact: Path) -> None:
+    arguments = (
+        "--model",
+        checkpoint,
+        "--artifact",
+        eager_artifact,
+        "--prompt",
+        "hello",
+        "--max-tokens",
+        5,
+        "--ignore-eos",
+    )
+    done = cli("run", *arguments)
+    words = " ".join(done.err.split())
+    assert "1 requests, " in words
+    assert " 5 output tokens in " in words
+    assert "start-up, s: artifact " in words
+    assert "first token" in words
+
+
+# --- resuming
+
+
+def test_resume(run: Run, tmp_path: Path) -> None:
+    """Finished ids are skipped and kept as they are; a half-written last line is cut off and done again."""
+    file = _jsonl(tmp_path / "in.jsonl", [{"id": f"r{i}", "prompt": PROMPTS[i % 3]} for i in range(6)])
+    out, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    assert run(file, "--output", whole).code == 0
+    expected = {r["id"]: r["text"] for r in _rows(whole)}
+    lines = whole.read_bytes().splitlines(keepends=True)
+    kept = json.dumps({"id": json.loads(lines[0])["id"], "text": "as it was"}).encode() + b"\n"
+    for half in (b"", lines[3][:17], lines[3][:-1], lines[3][:-1].replace(b"}", b"")):
+        out.write_bytes(kept + lines[1] + lines[2] + half)
+        assert run(file, "--output", out).code == 0
+        rows = _rows(out)
+        assert out.read_bytes().startswith(kept + lines[1] + lines[2])
+        assert len(rows) == 6
+        assert {r["id"]: r["text"] for r in rows} == expected | {rows[0]["id"]: "as it was"}
+    before = out.read_bytes()
+    assert run(file, "--output", out).code == 0  # all done: nothing is loaded, nothing changes
+    assert out.read_bytes() == before
+
+
+def test_all_finished_loads_nothing(cli: Any, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text('{"id": "prompt-0", "text": ""}\n')
+    done = cli("run", "--model", tmp_path / "no-such-model", "--prompt", "x", "--output", out)
+    assert done.code == 0
+    assert f"1 of 1 are already in {out}" in "".join(done.err.split("\n"))
+
+
+def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    file = _jsonl(
+        tmp_path / "in.jsonl",
+        [
+            {"id": "long", "prompt": "word " * 500},
+            {"id": "good", "prompt": PROMPTS[0]},
+            {"id": "empty", "messages": []},
+            {"id": "hot", "prompt": "x", "temperature": -1},
+            {"id": "future", "prompt": "x", "frequency_penalty": 2},
+        ],
+    )
+    out = tmp_path / "out.jsonl"
+    assert run(file, "--output", out).code == 0
+    rows = {r["id"]: r for r in _rows(out)}
+    assert rows["good"]["text"] == answers[PROMPTS[0]]
+    assert "the context holds 96" in rows["long"]["error"]
+    assert "messages: empty" in rows["empty"]["error"]
+    assert "temperature is -1" in rows["hot"]["error"]
+    assert "frequency_penalty is 2: not supported" in rows["future"]["error"]
+
+
+# --- mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), ["no prompts: give --prompt, a file, or -"]),
+        (("no-such.txt",), ["file: cannot read 'no-such.txt'"]),
+        (("--prompt", "x", "--temperature", "-1"), ["temperature is -1.0: give a number from 0"]),
+        (("--prompt", "x", "--top-p", "2", "--min-p", "3"), ["top_p is 2.0", "min_p is 3.0"]),
+        (("--prompt", "x", "--max-tokens", "0"), ["max_tokens is 0"]),
+        (
+            ("--prompt", "x", "--artifact", "bild"),
+            ["artifact: 'bild' is neither one of build, use, require, rebuild nor"],
+        ),
+        (("--prompt", "x", "--kv-cache-memory", "much"), ["kv-cache-memory: 'much' is no amount of memory", "2GiB"]),
+        (("--prompt", "x", "--kv-cache-memory", "100"), ["kv cache: 0.0 MB left", "raise --kv-cache-memory"]),
+        (("--prompt", "x", "--buckets", "decode-x"), ["buckets: 'decode-x' is not of the form"]),
+        (("--prompt", "x", "--max-num-seqs", "0"), ["max_num_seqs is 0"]),
+        (("--prompt", "x" * 500), ["prompt-0: request prompt-0: prompt has", "--max-model-len"]),
+        (
+            ("--prompt", "x", "--output", "/no/such/folder/out.jsonl"),
+            ["output: cannot write /no/such/folder/out.jsonl"],
+        ),
+        (("--prompt", "x", "--output", "/"), ["output: cannot write /"]),
+        (("--prompt", "", "--raw"), ["prompt is empty"]),
+    ],
+)
+def test_mistakes(
+    arguments: tuple[str, ...], parts: list[str], cli: Any, checkpoint: Path, eager_artifact: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    fixed = ("--model", checkpoint, *(() if "--artifact" in arguments else ("--artifact", eager_artifact)))
+    _refused(cli("run", *arguments, *fixed), *parts)
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        ("{", ["in.jsonl:2: not valid JSON"]),
+        ("[1]", ["in.jsonl:2: give an object with either prompt"]),
+        ("{}", ["in.jsonl:2: give an object with either prompt"]),
+        ('{"prompt": "a", "messages": []}', ["in.jsonl:2: give an object with either prompt"]),
+        ('{"prompt": 5}', ["in.jsonl:2: prompt is int, give a string"]),
+        ('{"messages": "hello"}', ["in.jsonl:2: messages must be a list of objects"]),
+        ('{"messages": ["hello"]}', ["in.jsonl:2: messages must be a list of objects"]),
+        (
+            '{"messages": [{"role": "user", "content": "x"}], "tools": 3}',
+            ["in.jsonl:2: tools must be a list of objects"],
+        ),
+        ('{"id": "one", "prompt": "again"}', ["in.jsonl:2: id 'one' appears twice"]),
+        (r'{"prompt": "\ud800"}', ["in.jsonl:2: not valid JSON", "surrogates"]),
+    ],
+)
+def test_lines_that_cannot_be_used(line: str, parts: list[str], run: Run, tmp_path: Path) -> None:
+    file = tmp_path / "in.jsonl"
+    file.write_text('{"id": "one", "prompt": "fine"}\n' + line)
+    _refused(run(file), *parts)
+
+
+def test_files_that_are_no_text(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"\xff\xfe\x00")
+    _refused(run(tmp_path / "in.txt"), "file: cannot read", "utf-8")
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"text": "no id"}', ""])
+def test_output_that_is_no_result_file(line: str, run: Run, tmp_path: Path) -> None:
+    """A file of something else is not appended to."""
+    out = tmp_path / "notes.txt"
+    out.write_text(f"{line}\nmore\n")
+    _refused(run("--prompt", "x", "--output", out), "output: ", "notes.txt has a line that is no result")
+    assert out.read_text() == f"{line}\nmore\n"
+
+
+@pytest.mark.parametrize("content", ["{", "[1, 2]", '"x"'])
+def test_damaged_generation_config(
+    content: str, cli: Any, checkpoint: Path, eager_artifact: Path, tmp_path: Path
+) -> None:
+    import shutil
+
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "generation_config.json").write_text(content)
+    done = cli("run", "--model", folder, "--artifact", eager_artifact, "--prompt", "x")
+    _refused(done, "generation_config.json", "damaged")
+
+
+def test_usage_mistakes_are_typers(cli: Any) -> None:
+    done = cli("run", "--max-tokens", "many")
+    assert done.code == 2
+    assert "Traceback" not in done.err
+    assert "--max-tokens" in done.err
