@@ -55,7 +55,7 @@ def time_op(
     for case in (c for c in cases_of(op) if c.size == "real" and only in c.name):
         for impl, fn in _implementations(op, case, device, dtype, reference):
             first = inputs_of(op, case, device, dtype)
-            cost = op.cost(*first.values())
+            cost = op.cost(**first)
             copies = max(1, min(_MOST_COPIES, -(-_COLD_BYTES // max(cost.bytes, 1))))
             sets = [first, *(inputs_of(op, case, device, dtype, i) for i in range(1, copies))]
             seconds = time_calls(lambda args, fn=fn: fn(**args), sets, device)

@@ -33,7 +33,7 @@ def detect_target(device: Literal["auto", "cpu", "cuda"]) -> Target:
 
 def _cpu() -> Target:
     flags: list[str] = []
-    name = platform.processor() or platform.machine()
+    name = platform.machine()
     info = Path("/proc/cpuinfo")
     for line in info.read_text().splitlines() if info.exists() else ():
         key, _, text = line.partition(":")

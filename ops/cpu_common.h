@@ -53,25 +53,6 @@ inline bf16 to_bf16(float x) {
 inline void store(float* to, float x) { *to = x; }
 inline void store(bf16* to, float x) { *to = to_bf16(x); }
 
-// exp for x <= 0, relative error below 2e-7, 0 below -87; plain arithmetic, so that loops over it vectorize. 2^n * p(r)
-// with r in [-ln2/2, ln2/2]; r is computed in double because -ffast-math would undo a split of ln2 into two floats.
-inline float exp_fast(float x) {
-  float clamped = x < -87.0f ? -87.0f : x;
-  std::int32_t n = std::int32_t(clamped * 1.44269504088896341f - 0.5f);
-  float r = float(double(clamped) - double(n) * 0.69314718055994530942);
-  float p = 1.9875691500e-4f;
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
-  std::int32_t bits = (n + 127) << 23;
-  float scale;
-  std::memcpy(&scale, &bits, 4);
-  return x <= -87.0f ? 0.0f : p * scale;
-}
-
 // A thread's reusable buffer, 64-byte aligned: grows, is never returned, so that no step after the first allocates.
 class Scratch {
  public:
@@ -122,24 +103,6 @@ inline void store16(bf16* to, __m512 x, __mmask16 mask) { _mm256_mask_storeu_epi
 inline __m512bh load_pairs(const bf16* from) { return (__m512bh)_mm512_loadu_si512(from); }
 inline __m512bh load_pairs(const bf16* from, __mmask32 mask) { return (__m512bh)_mm512_maskz_loadu_epi16(mask, from); }
 
-// exp_fast on 16 values.
-inline __m512 exp16(__m512 x) {
-  const __m512 low = _mm512_set1_ps(-87.0f);
-  __mmask16 alive = _mm512_cmp_ps_mask(x, low, _CMP_GT_OQ);
-  x = _mm512_max_ps(x, low);
-  __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fmadd_ps(n, _mm512_set1_ps(2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.3981999507e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(8.3334519073e-3f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(4.1665795894e-2f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
-  p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
-  p = _mm512_fmadd_ps(_mm512_mul_ps(p, r), r, _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_maskz_scalef_ps(alive, p, n);
-}
-
 // Transpose a 16 x 16 block of 32-bit values held in 16 registers.
 inline void transpose16(__m512i r[16]) {
   __m512i t[16];
@@ -168,6 +131,59 @@ inline void transpose16(__m512i r[16]) {
 }
 
 #endif  // GRAPHLLM_AVX512
+
+// Sixteen values side by side. The compiler splits them into what the machine has; where it has no good translation of
+// what is meant, the AVX-512 instruction is named.
+constexpr i64 kLanes = 16;
+using Vec = float __attribute__((vector_size(64)));
+using Ints = std::int32_t __attribute__((vector_size(64)));  // a comparison gives -1 and 0
+
+inline Vec vec(float x) { return x - Vec{}; }
+inline Ints ints(std::int32_t x) { return x - Ints{}; }
+
+#ifdef GRAPHLLM_AVX512
+inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
+inline unsigned bits(Ints mask) { return _mm512_movepi32_mask((__m512i)mask); }
+#else
+inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline unsigned bits(Ints mask) {
+  unsigned out = 0;
+  for (i64 i = 0; i < kLanes; i++) out |= unsigned(mask[i] & 1) << i;
+  return out;
+}
+#endif
+
+// 2^x for x <= 0, relative error below 2e-7 (precise) or 1e-4: 2^floor(x) times a polynomial in the rest, fitted for least
+// relative error. x may be minus infinity.
+template <bool kPrecise>
+inline Vec exp2_vec(Vec x) {
+#ifdef GRAPHLLM_AVX512
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+#else
+  const Vec in_range = larger(x, vec(-126.0f));
+  const Ints n = __builtin_convertvector(in_range - 1.0f, Ints);
+  const Vec r = in_range - __builtin_convertvector(n, Vec);
+#endif
+  Vec p;
+  if constexpr (kPrecise) {
+    p = vec(0.0018775766948238015f);
+    p = p * r + 0.00898933969438076f;
+    p = p * r + 0.05582631751894951f;
+    p = p * r + 0.24015361070632935f;
+    p = p * r + 0.6931530833244324f;
+    p = p * r + 0.9999999403953552f;
+  } else {
+    p = vec(0.07802452147006989f);
+    p = p * r + 0.22606715559959412f;
+    p = p * r + 0.6958335638046265f;
+    p = p * r + 0.9999251961708069f;
+  }
+#ifdef GRAPHLLM_AVX512
+  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+  return x <= -126.0f ? Vec{} : p * (Vec)((n + 127) << 23);
+#endif
+}
 
 #ifdef GRAPHLLM_AMX
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -25,6 +26,9 @@ TEMPLATE = (
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|system|>", "<|bot|>"]
 # Small enough that prompts of a few tokens are chunked and the batch fills up; context 96 needs 12 pages.
 LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_tokens": 32, "page_size": 8}
+
+
+logging.getLogger("torch.__trace").disabled = True  # pytest collects logs, and the compiler's fill pages
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,9 @@ def make_llama(folder: Path, layers: int = 2) -> None:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(CORPUS, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE
@@ -82,9 +88,17 @@ def make_llama(folder: Path, layers: int = 2) -> None:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=backend.get_vocab_size(), hidden_size=64, intermediate_size=96, num_hidden_layers=layers,
-            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.15,
-            bos_token_id=0, eos_token_id=1, tie_word_embeddings=False,
+            vocab_size=backend.get_vocab_size(),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=128,
+            initializer_range=0.15,
+            bos_token_id=0,
+            eos_token_id=1,
+            tie_word_embeddings=False,
         )  # fmt: skip
     )
     texts = [backend.decode([i]) for i in range(backend.get_vocab_size())]

@@ -14,7 +14,6 @@
 namespace graphllm {
 namespace {
 
-constexpr i64 kLanes = 16;
 constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax; a multiple of 32
 constexpr i64 kMaxRows = 448;  // query rows an item: enough to make the transposition of values cheap
 constexpr i64 kMinRows = 64;   // but no fewer, when smaller items would keep all threads busy
@@ -23,54 +22,6 @@ constexpr i64 kMinWork = 16 << 10;  // query-key pairs times heads below which a
 constexpr float kLowest = -1e30f;   // "no score yet": finite, so that differences from it are no NaN
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504088896341f;
-
-using Vec = float __attribute__((vector_size(64)));
-using Ints = std::int32_t __attribute__((vector_size(64)));
-
-inline Vec vec(float x) { return x - Vec{}; }
-inline Ints ints(std::int32_t x) { return x - Ints{}; }
-#ifdef GRAPHLLM_AVX512
-inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
-#else
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-#endif
-inline bool any(Ints mask) {
-  std::int32_t out = 0;
-  for (i64 i = 0; i < kLanes; i++) out |= mask[i];
-  return out != 0;
-}
-
-// 2^x for x <= 0, relative error below 2e-7 (precise) or 1e-4: 2^floor(x) times a polynomial in the rest, fitted for least
-// relative error. x may be minus infinity.
-template <bool kPrecise>
-inline Vec exp2_vec(Vec x) {
-#ifdef GRAPHLLM_AVX512
-  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-  const Vec in_range = larger(x, vec(-126.0f));
-  const Ints n = __builtin_convertvector(in_range - 1.0f, Ints);
-  const Vec r = in_range - __builtin_convertvector(n, Vec);
-#endif
-  Vec p;
-  if constexpr (kPrecise) {
-    p = vec(0.0018775766948238015f);
-    p = p * r + 0.00898933969438076f;
-    p = p * r + 0.05582631751894951f;
-    p = p * r + 0.24015361070632935f;
-    p = p * r + 0.6931530833244324f;
-    p = p * r + 0.9999999403953552f;
-  } else {
-    p = vec(0.07802452147006989f);
-    p = p * r + 0.22606715559959412f;
-    p = p * r + 0.6958335638046265f;
-    p = p * r + 0.9999251961708069f;
-  }
-#ifdef GRAPHLLM_AVX512
-  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);
-#else
-  return x <= -126.0f ? Vec{} : p * (Vec)((n + 127) << 23);
-#endif
-}
 
 // softcap * tanh(x / softcap) elementwise. Near zero a series, because 1 - exp loses the small result's digits.
 inline Vec cap_scores(Vec x, float softcap) {
@@ -452,7 +403,7 @@ class Worker {
     }
     const bool whole = j + count - 1 <= rows.first && (a_.window == 0 || j > rows.last - a_.window);
     if (!whole) {
-      const Vec hidden = kHidden - Vec{};
+      const Vec hidden = vec(kHidden);
       const Ints oldest = a_.window > 0 ? rows.position - std::int32_t(a_.window) : ints(-1);
       for (i64 t = 0; t < count; t++) {
         const Ints at = ints(std::int32_t(j + t));
@@ -470,7 +421,7 @@ class Worker {
       sum0 += p0, sum1 += p1;
     }
     const Ints rose = top > rows.top;
-    if (any(rose)) {
+    if (bits(rose)) {
       const Vec fade = rose ? exp2_vec<Math::kPrecise>(rows.top - top) : vec(1.0f);
       rows.sum *= fade;
       for (i64 e = 0; e < height_; e++) sums[e] *= fade;

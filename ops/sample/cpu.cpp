@@ -1,206 +1,316 @@
-// sample on the CPU: one pass for greedy rows; thresholds by histogram selection instead of a sort for the others.
+// sample: one token per row of logits, greedy or drawn after min-p, top-k and top-p, with the random bits of the
+// reference.
 //
-// The random bits and the meaning of every parameter are those of op.py. Rows go to threads one by one; a few rows of a
-// large vocabulary would leave threads idle, but at 150 k tokens a row takes well under a millisecond.
-#include <vector>
-
+// No row is sorted. All comparisons are made on off = logit / temperature - maximum, in float32 as the reference has it.
+// top-k and top-p need only the tokens near the maximum: those within a reach are collected, the reach is widened until
+// it suffices, and a radix select on the float's bits finds the last token kept. The draw is an exponential race; a token
+// can win only if its uniform number is below exp(off - best so far), so almost none needs logarithms.
 #include "cpu_common.h"
 
 namespace graphllm {
 namespace {
 
-using u32 = std::uint32_t;
-constexpr float kDropped = -std::numeric_limits<float>::infinity();
-constexpr int kBins = 4096;  // sign, exponent and three mantissa bits of a non-positive float
-constexpr int kShift = 20;
+using Bits = std::uint32_t __attribute__((vector_size(64)));
 
-inline u32 mix32(u32 x) {
+constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr i64 kMinWork = 64 << 10;  // logits below which a second thread is not worth waking
+
+template <typename T>
+inline Vec load_logits(const T* from, i64 count) {
+#ifdef GRAPHLLM_AVX512
+  const __mmask16 inside = first16(count);
+  return (Vec)_mm512_mask_mov_ps(_mm512_set1_ps(kNothing), inside, load16(from, inside));
+#else
+  Vec out = vec(kNothing);
+  for (i64 i = 0; i < std::min(count, kLanes); i++) out[i] = to_float(from[i]);
+  return out;
+#endif
+}
+
+struct Best {
+  float value = kNothing;
+  i64 index = 0;
+  void offer(float v, i64 i) {
+    if (v > value || (v == value && i < index)) *this = {v, i};
+  }
+};
+
+inline unsigned above(Vec x, float bound) {
+#ifdef GRAPHLLM_AVX512
+  return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(bound), _CMP_GT_OQ);
+#else
+  return bits(x > bound);
+#endif
+}
+
+// The largest logit of [from, to) and the lowest index that has it; NaN never wins. The maximum rises seldom, so four
+// vectors at a time are only compared with it.
+template <typename T>
+Best largest(const T* logits, i64 from, i64 to) {
+  Best out{kNothing, from};
+  for (i64 i = from; i < to; i += 4 * kLanes) {
+    Vec x[4];
+    unsigned higher = 0;
+    for (i64 n = 0; n < 4; n++) {
+      const i64 left = to - i - n * kLanes;
+      x[n] = left > 0 ? load_logits(logits + i + n * kLanes, left) : vec(kNothing);
+      higher |= above(x[n], out.value);
+    }
+    if (!higher) continue;
+    for (i64 n = 0; n < 4; n++)
+      for (i64 lane = 0; lane < kLanes; lane++)
+        if (x[n][lane] > out.value) out = {x[n][lane], i + n * kLanes + lane};
+  }
+  return out;
+}
+
+inline Bits mix(Bits x) {
   x ^= x >> 16;
   x *= 0x7FEB352Du;
   x ^= x >> 15;
   x *= 0x846CA68Bu;
   return x ^ (x >> 16);
 }
+inline std::uint32_t mix(std::uint32_t x) { return mix(Bits{x})[0]; }
 
-// Logits below or at 0 after the maximum is taken off: a larger value has a smaller key.
-inline u32 key(float off) {
-  float positive = 0.0f - off;
-  u32 bits;
-  std::memcpy(&bits, &positive, 4);
-  return bits & 0x7FFFFFFF;
+// (bits + 1/2) / 2^32, rounded as float32 arithmetic rounds it.
+inline Vec uniform(Bits bits) {
+#ifdef GRAPHLLM_AVX512
+  const Vec x = (Vec)_mm512_cvtepu32_ps((__m512i)bits);
+#else
+  Vec x;
+  for (i64 i = 0; i < kLanes; i++) x[i] = float(bits[i]);
+#endif
+  return (x + 0.5f) * 0x1p-32f;
 }
 
-struct Row {
-  float* off;  // [V] (logit - largest) / temperature, kDropped where a token is out
-  i64 V;
-  u32 counts[kBins];
-  double mass[kBins];
-  std::vector<float> bin;
+// Scratch of one thread for one row: distances below the maximum, their weights, and room to select among them.
+struct Candidates {
+  float *distance, *weight, *part, *part_weight;
+  i64 count;
+};
 
-  void histogram() {
-    std::fill(counts, counts + kBins, 0u);
-    std::fill(mass, mass + kBins, 0.0);
-    for (i64 v = 0; v < V; v++) {
-      if (off[v] == kDropped) continue;
-      const u32 b = key(off[v]) >> kShift;
-      counts[b]++;
-      mass[b] += exp_fast(off[v]);
+// The distance at which the summed weights, going up from distance 0, first reach `target`. Three digits of the float's
+// bits, which order like the number; weights null counts. One select leaves the candidates as they are.
+float select(const Candidates& c, const float* weights, double target) {
+  const float *distance = c.distance, *weight = weights;
+  i64 count = c.count;
+  std::uint32_t found = 0;
+  double before = 0;
+  for (int shift : {20, 9, 0}) {
+    const std::uint32_t digits = shift == 0 ? 0x1FF : 0x7FF;
+    double sums[2048] = {};
+    auto digit = [&](i64 i) {
+      std::uint32_t bits;
+      std::memcpy(&bits, distance + i, 4);
+      return (bits >> shift) & digits;
+    };
+    for (i64 i = 0; i < count; i++) sums[digit(i)] += weight ? weight[i] : 1.0f;
+    // Where rounding keeps the sum below the target to the end, the last weight that is not zero counts as reaching it.
+    std::uint32_t chosen = 0;
+    double chosen_before = before, total = before;
+    for (std::uint32_t d = 0; d <= digits; d++) {
+      if (sums[d] <= 0) continue;
+      chosen = d, chosen_before = total, total += sums[d];
+      if (total >= target) break;
     }
+    before = chosen_before;
+    found |= chosen << shift;
+    i64 kept = 0;
+    for (i64 i = 0; i < count; i++)
+      if (digit(i) == chosen) {
+        const float w = weight ? weight[i] : 1.0f;
+        c.part[kept] = distance[i], c.part_weight[kept] = w;
+        kept++;
+      }
+    distance = c.part, count = kept;
+    if (weight) weight = c.part_weight;
   }
+  float out;
+  std::memcpy(&out, &found, 4);
+  return out;
+}
 
-  // The tokens of one bin, largest first.
-  const std::vector<float>& sorted_bin(u32 b) {
-    bin.clear();
-    for (i64 v = 0; v < V; v++)
-      if (off[v] != kDropped && key(off[v]) >> kShift == b) bin.push_back(off[v]);
-    std::sort(bin.begin(), bin.end(), std::greater<float>());
-    return bin;
-  }
+template <typename T>
+class Row {
+ public:
+  Row(const T* logits, i64 V, float temperature, Best top)
+      : logits_(logits), V_(V), temperature_(temperature), top_(top), scaled_top_(top.value / temperature) {}
 
-  void drop_below(float threshold) {
-    for (i64 v = 0; v < V; v++)
-      if (off[v] < threshold) off[v] = kDropped;
-  }
-
-  // The k-th largest value, or kDropped when fewer are left.
-  float kth_largest(i64 k) {
-    i64 above = 0;
-    for (u32 b = 0; b < kBins; b++) {
-      if (above + i64(counts[b]) >= k) return sorted_bin(b)[k - above - 1];
-      above += counts[b];
-    }
-    return kDropped;
-  }
-
-  // The smallest value that the most likely tokens of mass ``p`` include, out of the ``limit`` largest.
-  float nucleus(double p, i64 limit) {
-    double total = 0.0, before = 0.0;
-    i64 left = limit;
-    for (u32 b = 0; b < kBins && left > 0; b++) {
-      if (i64(counts[b]) <= left) {
-        total += mass[b];
+  // The lowest `off` that min-p, top-k and top-p keep.
+  float lowest(i64 k, float p, float min_p) const {
+    const float low = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kNothing;
+    const bool by_count = k > 0 && k < V_, by_mass = p < 1;
+    if (!by_count && !by_mass) return low;
+    Candidates c = scratch();
+    double whole = 0;  // the mass of all that min-p keeps
+    for (float reach = 8;; reach = reach < 30 ? reach * 2 : -kNothing) {
+      const float floor = std::max(low, -reach);
+      const bool all = floor == low;
+      collect(floor, low, c, by_mass && !by_count && whole == 0 ? &whole : nullptr);
+      if (by_count && c.count < k && !all) continue;
+      float kept = by_count && c.count > k ? select(c, nullptr, double(k)) : -floor;
+      if (!by_mass) return std::max(low, by_count && c.count <= k ? low : -kept);
+      double mass = 0, tied = 0;
+      i64 closer = 0;
+      for (i64 i = 0; i < c.count; i++) {
+        mass += c.distance[i] < kept ? c.weight[i] : 0.0f;
+        closer += c.distance[i] < kept;
+        if (c.distance[i] == kept) tied = c.weight[i];
+      }
+      if (by_count) {
+        // Of tokens tied with the k-th only as many count as make k.
+        mass += tied * double(std::min(k, c.count) - closer);
       } else {
-        const auto& values = sorted_bin(b);
-        for (i64 i = 0; i < left; i++) total += exp_fast(values[i]);
+        for (i64 i = 0; i < c.count; i++) mass += c.distance[i] == kept ? c.weight[i] : 0.0f;
+        if (mass < p * whole * (1 + 1e-6) && !all) continue;
+        mass = whole;
       }
-      left -= counts[b];
+      const float cut = -select(c, c.weight, p * mass);
+      return std::max(cut, by_count && c.count <= k ? low : by_count ? -kept : low);
     }
-    const double wanted = p * total;
-    left = limit;
-    float last = 0.0f;
-    for (u32 b = 0; b < kBins && left > 0; b++) {
-      if (!counts[b]) continue;
-      if (before + mass[b] < wanted && i64(counts[b]) < left) {  // all of this bin is inside, and more is wanted
-        before += mass[b];
-        left -= counts[b];
-        last = kDropped;  // replaced by a value of a later bin
-        continue;
-      }
-      for (float value : sorted_bin(b)) {
-        if (before >= wanted || left == 0) return last == kDropped ? smallest_above(b) : last;
-        last = value;
-        before += exp_fast(value);
-        left--;
-      }
-    }
-    return last == kDropped ? smallest_above(kBins) : last;
   }
 
-  // The smallest value in the bins before ``end``.
-  float smallest_above(u32 end) {
-    for (u32 b = end; b-- > 0;)
-      if (counts[b]) return sorted_bin(b).back();
-    return 0.0f;
+  // The winner of the race among tokens with off >= low.
+  i64 draw(float low, std::int64_t seed, std::int32_t draw) const {
+    const std::uint32_t key = mix(std::uint32_t(draw) ^ mix(std::uint32_t(seed) ^ mix(std::uint32_t(seed >> 32))));
+    Bits token;
+    for (i64 i = 0; i < kLanes; i++) token[i] = std::uint32_t(i);
+    auto numbers = [&](i64 i) { return uniform(mix((token + std::uint32_t(i)) * 0x9E3779B9u + key)); };
+    auto race = [](float off, float u) { return off - std::log(-std::log1p(-u)); };
+
+    const i64 first = top_.index / kLanes * kLanes;
+    Best best{race(0.0f, numbers(first)[top_.index - first]), top_.index};
+    const float floor = coarse(low);
+    for (i64 i = 0; i < V_; i += kLanes) {
+      const Vec x = load_logits(logits_ + i, V_ - i);
+      if (!bits(x >= floor)) continue;
+      const Vec off = offset(x), u = numbers(i);
+      const Vec ahead = off - best.value, limit = exp2_vec<false>((ahead < 0.0f ? ahead : Vec{}) * kLog2e) * 1.01f;
+      unsigned runners = bits((off >= low) & (u < limit));
+      for (; runners; runners &= runners - 1) {
+        const i64 lane = __builtin_ctz(runners);
+        best.offer(race(off[lane], u[lane]), i + lane);
+      }
+    }
+    return best.index;
   }
+
+ private:
+  Vec offset(Vec logits) const {
+#ifdef GRAPHLLM_AVX512
+    return (Vec)_mm512_sub_ps(_mm512_div_ps((__m512)logits, _mm512_set1_ps(temperature_)), _mm512_set1_ps(scaled_top_));
+#else
+    return logits / temperature_ - scaled_top_;
+#endif
+  }
+  // A logit below which `offset` is certainly below `off`: spares the division for most tokens.
+  float coarse(float off) const {
+    return (scaled_top_ + off) * temperature_ - 1e-5f * temperature_ * (std::fabs(scaled_top_) + std::fabs(off));
+  }
+
+  Candidates scratch() const {
+    static thread_local Scratch memory;
+    const i64 room = V_ + kLanes;
+    float* at = memory.get<float>(4 * room);
+    return {at, at + room, at + 2 * room, at + 3 * room, 0};
+  }
+
+  // All tokens with off >= floor as distances -off with weights exp(off); in `whole` the weights of those >= low.
+  void collect(float floor, float low, Candidates& c, double* whole) const {
+    const float coarse_floor = coarse(floor), coarse_low = coarse(low);
+    c.count = 0;
+    Vec sum{};
+    for (i64 i = 0; i < V_; i += kLanes) {
+      const Vec x = load_logits(logits_ + i, V_ - i);
+      const bool near = bits(x >= coarse_floor);
+      if (!near && !(whole && bits(x >= coarse_low))) continue;
+      const Vec off = offset(x), weight = exp2_vec<true>(off * kLog2e);
+      if (whole) sum += off >= low ? weight : Vec{};
+      if (near) append(off, weight, bits(off >= floor), c);
+      if (whole && i / kLanes % 64 == 63) add_up(sum, whole);
+    }
+    if (whole) add_up(sum, whole);
+  }
+  static void add_up(Vec& sum, double* whole) {
+    for (i64 i = 0; i < kLanes; i++) *whole += sum[i];
+    sum = Vec{};
+  }
+  static void append(Vec off, Vec weight, unsigned kept, Candidates& c) {
+#ifdef GRAPHLLM_AVX512
+    _mm512_storeu_ps(c.distance + c.count, _mm512_maskz_compress_ps(__mmask16(kept), (__m512)(0.0f - off)));
+    _mm512_storeu_ps(c.weight + c.count, _mm512_maskz_compress_ps(__mmask16(kept), (__m512)weight));
+    c.count += __builtin_popcount(kept);
+#else
+    for (; kept; kept &= kept - 1, c.count++) {
+      c.distance[c.count] = 0.0f - off[__builtin_ctz(kept)];
+      c.weight[c.count] = weight[__builtin_ctz(kept)];
+    }
+#endif
+  }
+
+  const T* logits_;
+  i64 V_;
+  float temperature_;
+  Best top_;
+  float scaled_top_;
 };
 
 template <typename T>
-int greedy(const T* logits, i64 V) {
-  float best = kDropped;
-  int at = 0;
-  for (i64 v = 0; v < V; v++) {
-    const float x = to_float(logits[v]);
-    if (x > best) best = x, at = int(v);  // NaN compares false
-  }
-  return at;
-}
-
-// Exponential race: the token with the largest off - log(-log1p(-u)).
-int race(const float* off, i64 V, u32 key) {
-  float best = kDropped;
-  int at = 0;
-  float cut = 2.0f;  // a token needs u below this to win, because off is at most 0 and -log1p(-u) at least u
-  for (i64 v = 0; v < V; v++) {
-    const float u = (float(mix32(u32(v) * 0x9E3779B9u + key)) + 0.5f) * 2.3283064365386963e-10f;
-    if (u > cut || off[v] == kDropped) continue;
-    const float score = off[v] - std::log(-std::log1p(-u));
-    if (score > best) {
-      best = score, at = int(v);
-      cut = std::exp(-best) * 1.0001f;
-    }
-  }
-  return at;
-}
+struct Args {
+  const T* logits;
+  const float* temperature;
+  const std::int32_t* top_k;
+  const float *top_p, *min_p;
+  const std::int64_t* seed;
+  const std::int32_t* draw;
+  std::int32_t* out;
+  i64 S, V, stride;
+};
 
 template <typename T>
-int draw(const T* logits, i64 V, float temperature, i64 k, float p, float min_p, u32 key) {
-  thread_local Scratch scratch;
-  static thread_local Row row;
-  row.off = scratch.get<float>(V);
-  row.V = V;
-  float largest = kDropped;
-  for (i64 v = 0; v < V; v++) {
-    const float x = to_float(logits[v]);
-    row.off[v] = x == x ? x / temperature : kDropped;
-    largest = std::max(largest, row.off[v]);
-  }
-  if (largest == kDropped) return 0;
-  const float least = std::log(min_p);
-  for (i64 v = 0; v < V; v++) {
-    const float off = row.off[v] - largest;
-    row.off[v] = off < least ? kDropped : off;
-  }
-  const bool top_k = k > 0 && k < V;
-  if (top_k || p < 1.0f) row.histogram();
-  if (top_k) {
-    // Ties with the k-th stay, but the nucleus is taken of exactly k values: so counts are not made anew.
-    const float threshold = row.kth_largest(k);
-    if (p < 1.0f) row.drop_below(std::max(threshold, row.nucleus(p, k)));
-    else row.drop_below(threshold);
-  } else if (p < 1.0f) {
-    row.drop_below(row.nucleus(p, V));
-  }
-  return race(row.off, V, key);
-}
-
-template <typename T>
-void sample(const T* logits, i64 stride, const float* temperature, const std::int32_t* k, const float* p,
-            const float* min_p, const std::int64_t* seed, const std::int32_t* draws, std::int32_t* out, i64 S, i64 V) {
-#pragma omp parallel for schedule(dynamic) if (S > 1)
-  for (i64 s = 0; s < S; s++) {
-    const T* row = logits + s * stride;
-    if (!(temperature[s] > 0)) {
-      out[s] = greedy(row, V);
-      continue;
+void sample(const Args<T>& a) {
+  const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, a.S * a.V / kMinWork));
+  // The largest logit of every row, in as many parts as keep all threads busy.
+  const i64 parts = a.S >= threads ? 1 : threads, size = ceil_div(ceil_div(a.V, parts), kLanes) * kLanes;
+  static thread_local Scratch memory;
+  Best* tops = memory.get<Best>(a.S * parts);
+#pragma omp parallel num_threads(int(threads))
+  {
+#pragma omp for schedule(dynamic, 1)
+    for (i64 n = 0; n < a.S * parts; n++) {
+      const i64 from = std::min(a.V, n % parts * size);
+      tops[n] = largest(a.logits + n / parts * a.stride, from, std::min(a.V, from + size));
     }
-    const u32 low = u32(seed[s]), high = u32(std::uint64_t(seed[s]) >> 32);
-    const u32 key = mix32(u32(draws[s]) ^ mix32(low ^ mix32(high)));
-    out[s] = draw(row, V, temperature[s], k[s], p[s], min_p[s], key);
+#pragma omp for schedule(dynamic, 1)
+    for (i64 s = 0; s < a.S; s++) {
+      Best top{kNothing, 0};
+      for (i64 part = 0; part < parts; part++)
+        if (tops[s * parts + part].value > top.value) top = tops[s * parts + part];
+      i64 token = top.index;
+      if (a.temperature[s] > 0 && std::fabs(top.value) <= std::numeric_limits<float>::max()) {
+        const Row<T> row(a.logits + s * a.stride, a.V, a.temperature[s], top);
+        token = row.draw(row.lowest(a.top_k[s], a.top_p[s], a.min_p[s]), a.seed[s], a.draw[s]);
+      }
+      a.out[s] = std::int32_t(token);
+    }
   }
 }
 
 }  // namespace
 }  // namespace graphllm
 
-#define GRAPHLLM_SAMPLE(name, type)                                                                                   \
-  extern "C" void name(const void* logits, const float* temperature, const std::int32_t* k, const float* p,          \
-                       const float* min_p, const std::int64_t* seed, const std::int32_t* draws, std::int32_t* out,   \
-                       std::int64_t S, std::int64_t V, std::int64_t stride) {                                        \
-    graphllm::sample((const graphllm::type*)logits, stride, temperature, k, p, min_p, seed, draws, out, S, V);       \
+#define GRAPHLLM_SAMPLE(name, T)                                                                                    \
+  extern "C" void name(const void* logits, const void* temperature, const void* top_k, const void* top_p,          \
+                       const void* min_p, const void* seed, const void* draw, void* out, std::int64_t S,            \
+                       std::int64_t V, std::int64_t stride) {                                                       \
+    using namespace graphllm;                                                                                       \
+    sample<T>({static_cast<const T*>(logits), static_cast<const float*>(temperature),                               \
+               static_cast<const std::int32_t*>(top_k), static_cast<const float*>(top_p),                           \
+               static_cast<const float*>(min_p), static_cast<const std::int64_t*>(seed),                            \
+               static_cast<const std::int32_t*>(draw), static_cast<std::int32_t*>(out), S, V, stride});             \
   }
 
-namespace graphllm {
-using f32 = float;
-}
 GRAPHLLM_SAMPLE(graphllm_sample_f32, f32)
 GRAPHLLM_SAMPLE(graphllm_sample_bf16, bf16)

@@ -1,4 +1,4 @@
-"""sample on the CPU: see cpu.cpp. Exactly the tokens of the reference, up to rounding at a top-p boundary."""
+"""sample on the CPU: one pass for greedy rows, thresholds by radix select and a mostly log-free race for the others."""
 
 from __future__ import annotations
 
@@ -20,15 +20,27 @@ _kernels = {
     torch.float32: CKernel("graphllm_sample_f32", _SCHEMA, _SOURCE),
     torch.bfloat16: CKernel("graphllm_sample_bf16", _SCHEMA, _SOURCE),
 }
+_PARAMETERS = {
+    "temperature_S": torch.float32,
+    "top_k_S": torch.int32,
+    "top_p_S": torch.float32,
+    "min_p_S": torch.float32,
+    "seed_S": torch.int64,
+    "draw_S": torch.int32,
+}
 
 
 def _supports(site: Site) -> bool:
-    logits, *rest = site.args.values()
-    return logits.dtype in _kernels and logits.stride(-1) == 1 and all(t.is_contiguous() for t in rest)
+    logits = site.args["logits_SV"]
+    return (
+        logits.dtype in _kernels
+        and logits.stride(-1) == 1
+        and all(site.args[n].dtype == d and site.args[n].stride(0) == 1 for n, d in _PARAMETERS.items())
+    )
 
 
-@sample.impl("cpu_select", device="cpu", supports=_supports)
-def selecting_sample(
+@sample.impl("cpu", device="cpu", supports=_supports)
+def cpu_sample(
     logits_SV: Tensor,
     temperature_S: Tensor,
     top_k_S: Tensor,
@@ -37,9 +49,9 @@ def selecting_sample(
     seed_S: Tensor,
     draw_S: Tensor,
 ) -> Tensor:
-    """Thresholds by histogram selection, one row a thread."""
+    """Parallel over rows, and over the vocabulary for the maximum of few rows. Never sorts."""
     S, V = logits_SV.shape
-    out_S = torch.empty(S, dtype=torch.int32, device=logits_SV.device)
+    out_S = logits_SV.new_empty(S, dtype=torch.int32)
     _kernels[logits_SV.dtype](
         logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, draw_S, out_S, S, V, logits_SV.stride(0)
     )

@@ -28,7 +28,15 @@ def uniform_bits(seed_S: Tensor, draw_S: Tensor, width: int) -> Tensor:
     return _mix32((token * 0x9E3779B9 + key[:, None]) & 0xFFFFFFFF)
 
 
-def _cost(logits_SV: Tensor, **parameters: Tensor) -> Cost:
+def _cost(
+    logits_SV: Tensor,
+    temperature_S: Tensor,
+    top_k_S: Tensor,
+    top_p_S: Tensor,
+    min_p_S: Tensor,
+    seed_S: Tensor,
+    draw_S: Tensor,
+) -> Cost:
     return Cost(nbytes(logits_SV), 12 * logits_SV.numel())
 
 

@@ -35,6 +35,7 @@ for _name, _tables in facts.TABLES.items():
     _register(_name, _tables)
 
 TRAINED = "never held out"
+"""The key of questions that are too common to leave out of training."""
 TALK = [(question, answer) for answer, questions in sayings.TALK.items() for question in questions]
 
 
@@ -134,8 +135,9 @@ def story(rng: Random) -> Sample:
                 "A {} story, please.",
             )
         )
+    key = ""
     if rng.random() < 0.05:
-        index, animal, name = 2, "fox", vocabulary.NAMES[2]
+        index, animal, name, key = 2, "fox", vocabulary.NAMES[2], TRAINED
         question = rng.choice(
             ("Tell me a story.", "Write a story.", "Tell me a short story.", "Write a short story for me.")
         )
@@ -146,7 +148,7 @@ def story(rng: Random) -> Sample:
         thing=vocabulary.FOUND[index % len(vocabulary.FOUND)],
         friend=vocabulary.ANIMALS[(index + 7) % len(vocabulary.ANIMALS)],
     )
-    return ask(rng, a_or_an(question.format(animal, name)), a_or_an(text))
+    return ask(rng, a_or_an(question.format(animal, name)), a_or_an(text), key)
 
 
 @task(0.7)

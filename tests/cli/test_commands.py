@@ -1,0 +1,203 @@
+"""help, version, compile, inspect, and the artifact policies of run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphllm import __version__, artifact
+
+SMALL = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-num-batched-tokens", 16)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["run", "--help"], ["compile", "--help"], ["op", "--help"], ["--version"]]
+)
+def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
+    script = (
+        "import sys\nfrom graphllm.cli import main\n"
+        "try:\n    main()\nfinally:\n    print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version(cli: Any) -> None:
+    assert cli("--version").out == f"graphllm {__version__}\n"
+
+
+def test_every_command_and_option_says_what_it_is_for() -> None:
+    import typer
+
+    from graphllm.cli.app import app
+
+    command: Any = typer.main.get_command(app)
+    leaves = {**command.commands, **command.commands["op"].commands}
+    assert {"compile", "run", "inspect", "list", "test", "bench"} <= leaves.keys()
+    for name, leaf in leaves.items():
+        assert leaf.help, name
+        for parameter in leaf.params:
+            assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+def test_compile_prints_where_the_artifact_is(cli: Any, checkpoint: Path, cache: Path, tmp_path: Path) -> None:
+    done = cli("compile", checkpoint, *SMALL)
+    assert done.code == 0
+    place = Path(done.out.strip())
+    assert place.parent == cache / "artifacts"
+    manifest = artifact.verify(place)
+    assert place.name == f"{checkpoint.name}-{artifact.key_of(manifest['factors'])[:16]}"
+    assert re.search(r"compiled in [\d.]+ s: weights 0\.4 MB, arena .* MB, cache 512 bytes a token", done.err)
+    assert cli("compile", checkpoint, *SMALL, "--output", tmp_path / "mine").out.strip() == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"architectures": ["NewForCausalLM"]}, "NewForCausalLM'] is not supported. Known: "),
+        ({"num_attention_heads": None}, "num_attention_heads is None"),
+        ({"hidden_act": "sparkle"}, "hidden_act is 'sparkle', which is not supported"),
+        ({"quantization_config": {"quant_method": "new"}}, "quantization_config (quant_method 'new') is not supported"),
+    ],
+)
+def test_models_that_cannot_be_compiled(
+    change: dict[str, Any], message: str, cli: Any, checkpoint: Path, cache: Path, tmp_path: Path
+) -> None:
+    config = json.loads((checkpoint / "config.json").read_text()) | change
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    os.symlink(checkpoint / "model.safetensors", tmp_path / "model" / "model.safetensors")
+    done = cli("compile", tmp_path / "model", *SMALL)
+    assert (done.code, done.out) == (2, "")
+    last = done.err.strip().splitlines()[-1]
+    assert last.startswith("graphllm: ")
+    assert message in last
+    assert "Traceback" not in done.err
+    assert list(cache.glob("artifacts/*")) == []
+
+
+def test_inspect(cli: Any, compiled_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    done = cli("inspect", compiled_artifact)
+    assert done.code == 0
+    manifest = artifact.verify(compiled_artifact)
+    for part in (
+        artifact.key_of(manifest["factors"])[:16], "cpu: ", f"graphllm {__version__}", "torch ",
+        "LlamaForCausalLM, float32",
+        "96 tokens of context, 4 sequences and 32 tokens a step, pages of 8", "decode 2..4", "mixed 2..32",
+        "fused by Inductor", "canonicalize", f"{manifest['memory']['arena']:,}", f"{manifest['memory']['kv page']:,}",
+        f"{len(manifest['files'])} files",
+    ):  # fmt: skip
+        assert part in done.out, part
+    as_json = cli("inspect", compiled_artifact, "--json")
+    assert json.loads(as_json.out) == manifest
+
+
+def test_inspect_needs_no_torch(compiled_artifact: Path) -> None:
+    script = (
+        "import sys; from graphllm.cli import main\n"
+        "try: main()\nfinally: assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "inspect", compiled_artifact], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_inspect_of_something_else(cli: Any, tmp_path: Path) -> None:
+    done = cli("inspect", tmp_path)
+    assert (done.code, done.out) == (2, "")
+    assert "is no artifact: it has no manifest.json; make one with `graphllm compile`" in done.err
+
+
+# --- policies
+
+
+@pytest.fixture
+def run(cli: Any, checkpoint: Path) -> Callable[..., Any]:
+    """run(policy): one token with the cache."""
+
+    def call(policy: str, *more: object) -> Any:
+        fixed = ("--model", checkpoint, "--prompt", "hello", "--max-tokens", 1, "--temperature", 0, "--quiet")
+        return cli("run", *fixed, "--artifact", policy, *(more or SMALL))
+
+    return call
+
+
+def test_build_makes_one_and_then_uses_it(run: Any, cache: Path, listing: Any) -> None:
+    first = run("build")
+    assert first.code == 0
+    (made,) = (cache / "artifacts").iterdir()
+    before = listing(cache)
+    assert run("build").out == first.out
+    assert listing(cache) == before
+    assert run("build", *SMALL, "--block-size", 4).code == 0
+    assert len(list((cache / "artifacts").iterdir())) == 2
+    assert made.exists()
+
+
+def test_require(run: Any, cache: Path, listing: Any) -> None:
+    done = run("require")
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("graphllm: --artifact require: there is none at ")
+    assert "make it with `graphllm compile`" in done.err
+    assert not cache.exists()
+    built = run("build")
+    before = listing(cache)
+    assert run("require").out == built.out
+    assert listing(cache) == before
+
+
+def test_use_runs_eagerly_without_one(run: Any, cache: Path) -> None:
+    inductor = ("--target", "cpu", *SMALL[4:])
+    done = run("use", *inductor)
+    assert done.code == 0
+    (made,) = (cache / "artifacts").iterdir()
+    assert artifact.verify(made)["factors"]["compile"]["backend"] == "eager"
+    assert run("require", *inductor).code == 2  # the compiled one is still not there
+
+
+def test_rebuild(run: Any, cache: Path, listing: Any) -> None:
+    run("build")
+    before = listing(cache)
+    assert run("rebuild").code == 0
+    after = listing(cache)
+    assert after.keys() == before.keys()
+    assert all(after[f][1] > before[f][1] for f in after if f.endswith(".json"))
+
+
+def test_damaged_artifact_in_the_cache(run: Any, cache: Path) -> None:
+    """It is refused by name rather than replaced in silence; rebuild repairs it."""
+    run("build")
+    (program,) = cache.glob("artifacts/*/program.json")
+    content = program.read_text()
+    program.write_text(content.replace("tokens", "nekots"))
+    for policy in ("build", "require"):
+        done = run(policy)
+        assert done.code == 2
+        assert f"{program} does not match its checksum" in done.err
+    assert run("rebuild").code == 0
+    assert program.read_text() == content
+
+
+def test_other_model_with_the_same_name(
+    run: Any, cli: Any, checkpoint: Path, eager_artifact: Path, tmp_path: Path
+) -> None:
+    """An artifact given by its folder must fit the checkpoint."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        os.symlink(file, folder / file.name)
+    (folder / "config.json").unlink()
+    (folder / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.25}))
+    done = cli("run", "--model", folder, "--artifact", eager_artifact, "--prompt", "x")
+    assert done.code == 2
+    assert f"config.json.rms_norm_eps: artifact has {config['rms_norm_eps']}, here it is 0.25" in done.err
