@@ -95,6 +95,8 @@ inline __m512 widen(__m256i bf16s) {
 }
 inline __m256i narrow(__m512 floats) { return (__m256i)_mm512_cvtneps_pbh(floats); }
 
+inline __m512 load16(const float* from) { return _mm512_loadu_ps(from); }
+inline __m512 load16(const bf16* from) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))); }
 inline __m512 load16(const float* from, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, from); }
 inline __m512 load16(const bf16* from, __mmask16 mask) { return widen(_mm256_maskz_loadu_epi16(mask, from)); }
 inline void store16(float* to, __m512 x, __mmask16 mask) { _mm512_mask_storeu_ps(to, mask, x); }

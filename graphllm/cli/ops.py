@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from graphllm.config import ConfigError
 from graphllm.ir.check import cases_of, check_op
@@ -23,17 +24,21 @@ _SHOWN_PROBLEMS = 20
 
 def list_ops() -> None:
     """Every op with the first line of its documentation, its facts, implementations and number of cases."""
-    table = Table("op", "computes", "facts", "implementations", "cases")
+    table = Table()
+    for header in ("op", "facts", "implementations", "cases"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("computes")  # gives way where the terminal is narrow
     for op in load_ops().values():
         first = (op.__doc__ or "").strip().split("\n")[0]
-        impls = ", ".join(f"{i.name} ({i.device})" for i in op.impls.values())
-        table.add_row(op.name, first, _facts(op), impls or "reference only", str(len(cases_of(op))))
+        impls = "\n".join(f"{i.name} ({i.device})" for i in op.impls.values()) or "reference only"
+        computes = Text(first, no_wrap=True, overflow="ellipsis")
+        table.add_row(op.name, _facts(op), impls, str(len(cases_of(op))), computes)
     Console().print(table)
 
 
 def _facts(op: Op) -> str:
     facts = [name for name in ("boundary", "collective") if getattr(op, name)]
-    return ", ".join([*facts, *(f"writes {name}" for name in op.mutates)])
+    return "\n".join([*facts, *(f"writes {name}" for name in op.mutates)])
 
 
 def test_ops(name: str | None) -> bool:
@@ -77,14 +82,15 @@ def bench_ops(name: str | None, output: Path | None) -> None:
     console = Console()
     rows = []
     for op in _chosen(name).values():
-        table = Table("case", "implementation", "µs", "GB/s", "TFLOP/s", title=f"{op.name}, bfloat16, {device}")
-        for timing in time_op(op, device):
+        table = Table("case", "implementation", "µs", "GB/s", "GFLOP/s", title=f"{op.name}, bfloat16, {device}")
+        # References of boundary ops read data on the host, which a CUDA graph cannot hold.
+        for timing in time_op(op, device, reference=device == "cpu" or not op.boundary):
             rows.append(asdict(timing))
-            numbers = (timing.microseconds, timing.gigabytes_per_second, timing.teraflops)
+            numbers = (timing.microseconds, timing.gigabytes_per_second, 1e3 * timing.teraflops)
             table.add_row(timing.case, timing.impl, *(f"{n:.1f}" for n in numbers))
         console.print(table)
     if output:
         machine = torch.cuda.get_device_name() if device == "cuda" else detect_target("cpu").name
-        about = {"machine": machine, "torch": torch.__version__, "python": platform.python_version()}
-        about |= {"threads": torch.get_num_threads()}
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
+        about = {"machine": machine, **versions, "threads": torch.get_num_threads()}
         output.write_text(json.dumps({**about, "results": rows}, indent=1))

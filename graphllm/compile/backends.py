@@ -92,8 +92,8 @@ class Cpu:
             unit = objects / f"generated{i}.cpp"
             unit.write_text(inductor.join_cpp(texts[i::units]))
             jobs.append(inductor.cpp_compile_command(unit, unit.with_suffix(".o")))
-        for source in sorted(own):
-            jobs.append(compiler_command([source], objects / f"{source.parent.name}.{source.stem}.o", link=False))
+        for i, source in enumerate(sorted(own)):  # plugins may have files of the same name
+            jobs.append(compiler_command([source], objects / f"own{i}.{source.stem}.o", link=False))
         with concurrent.futures.ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
             list(pool.map(_run, jobs))
         _run(compiler_command(sorted(objects.glob("*.o")), folder / "kernels.so"))

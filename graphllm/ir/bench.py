@@ -6,6 +6,7 @@ whose replays are timed by events (no launch gaps of Python), on a CPU by the wa
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -55,11 +56,8 @@ def time_op(
             cost = op.cost(**first)
             copies = max(1, min(_MOST_COPIES, -(-_COLD_BYTES // max(cost.bytes, 1))))
 
-            def more(i: int, case: Case = case) -> dict[str, Any]:
-                return inputs_of(op, case, device, dtype, i)
-
-            measure = _time_cuda if device == "cuda" else _time_cpu
-            seconds = measure(lambda args, fn=fn: fn(**args), first, more, copies, budget)
+            more = functools.partial(inputs_of, op, case, device, dtype)
+            seconds = (_time_cuda if device == "cuda" else _time_cpu)(fn, first, more, copies, budget)
             error = error_of(op, case, fn, device, dtype) if check else None
             rates = cost.bytes / seconds / 1e9, cost.flops / seconds / 1e12
             yield Timing(op.name, case.name, dtype, impl, seconds * 1e6, *rates, error)
@@ -82,7 +80,7 @@ def inputs_of(op: Op, case: Case, device: str, dtype: str, seed: int = 0) -> dic
     return op.bind((), case.inputs(maker))
 
 
-Call = Callable[[dict[str, Any]], Any]
+Call = Callable[..., Any]
 More = Callable[[int], dict[str, Any]]
 
 
@@ -91,7 +89,7 @@ def _time_cuda(call: Call, first: dict[str, Any], more: More, copies: int, budge
 
     def body() -> None:
         for args in sets:
-            call(args)
+            call(**args)
 
     body()
     torch.cuda.synchronize()
@@ -112,7 +110,7 @@ def _time_cuda(call: Call, first: dict[str, Any], more: More, copies: int, budge
 
 
 def _time_cpu(call: Call, first: dict[str, Any], more: More, copies: int, budget: float) -> float:
-    call(first)  # builds the kernel where there is one
+    call(**first)  # builds the kernel where there is one
     measured = [_clock(call, first)]
     if measured[0] > budget:
         return measured[0]
@@ -125,7 +123,7 @@ def _time_cpu(call: Call, first: dict[str, Any], more: More, copies: int, budget
 
 def _clock(call: Call, args: dict[str, Any]) -> float:
     begin = time.perf_counter()
-    call(args)
+    call(**args)
     return time.perf_counter() - begin
 
 

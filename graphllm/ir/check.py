@@ -236,7 +236,7 @@ def _opcheck_problem(op: Op, args: dict[str, Any]) -> str:
 
 
 def _cost_problem(op: Op, args: dict[str, Any]) -> str:
-    cost = op.cost(*args.values())
+    cost = op.cost(**args)
     if all(isinstance(n, int) and n >= 0 for n in cost):
         return ""
     return f"the cost is {cost}, not whole numbers of bytes and operations"

@@ -27,9 +27,8 @@ _kernels = {
 def _supports(site: Site) -> bool:
     values = [site.args[name] for name in ("q_THE", "k_TKE", "v_TKE", "kv_cache")]
     tables = [site.args[name] for name in ("block_table", "query_start", "seq_len")]
-    return (
-        all(t.dtype == values[0].dtype and t.dtype in _kernels and t.stride(-1) == 1 for t in values)
-        and all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables)
+    return all(t.dtype == values[0].dtype and t.dtype in _kernels and t.stride(-1) == 1 for t in values) and all(
+        t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables
     )
 
 
@@ -46,7 +45,7 @@ def cpu_paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Online softmax over chunks of the cache; products by AMX or AVX-512 for bfloat16, softmax weights rounded to it."""
+    """Online softmax over chunks of the cache; for bfloat16, AMX or AVX-512 products of softmax weights rounded to it."""
     out_THE = q_THE.new_empty(q_THE.shape)
     T, H, E = q_THE.shape
     _kernels[q_THE.dtype](

@@ -19,6 +19,7 @@ constexpr i64 kMinWork = 64 << 10;  // logits below which a second thread is not
 template <typename T>
 inline Vec load_logits(const T* from, i64 count) {
 #ifdef GRAPHLLM_AVX512
+  if (count >= kLanes) return (Vec)load16(from);
   const __mmask16 inside = first16(count);
   return (Vec)_mm512_mask_mov_ps(_mm512_set1_ps(kNothing), inside, load16(from, inside));
 #else

@@ -1,0 +1,219 @@
+"""Time the C++ CPU kernels: linear against aten and oneDNN with packed weights, attention, sampling, parallel regions.
+
+    python bench/cpu_kernels.py [linear] [mm] [attention] [sample] [regions]    # all of them without a name
+
+Prints Markdown. Weights and caches rotate among 1.2 GB, in huge pages as the engine would hold them, so every call reads
+memory. Implementations take turns; a figure is the best turn, with the median behind it, because another process on the
+machine can only take away. Needs an x86-64 CPU with AVX-512 for the measure of memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from graphllm.ir.cases import Maker
+from graphllm.ir.kernels import compiler_command
+from graphllm.ops.linear.cpu import streaming_linear
+from graphllm.ops.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.sample.cases import CASES as SAMPLE_CASES
+from graphllm.ops.sample.cpu import cpu_sample
+
+POOL = 1200 << 20
+SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896))  # Qwen2.5-0.5B: N, K
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+POLICIES = ("", "OMP_WAIT_POLICY=passive", "GOMP_SPINCOUNT=1000", "GOMP_SPINCOUNT=10000")
+
+
+def probe() -> ctypes.CDLL:
+    """The library of cpu_probe.cpp."""
+    library = Path(tempfile.mkdtemp()) / "probe.so"
+    subprocess.run(compiler_command([Path(__file__).with_name("cpu_probe.cpp")], library), check=True)
+    out = ctypes.CDLL(str(library))
+    out.probe_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
+    out.probe_read.restype = ctypes.c_int64
+    out.probe_region.argtypes = [ctypes.c_int64, ctypes.c_int64]
+    out.probe_region.restype = ctypes.c_double
+    return out
+
+
+def huge(nbytes: int) -> torch.Tensor:
+    """Bytes in huge pages, filled with small random bf16 numbers."""
+    memory = mmap.mmap(-1, nbytes + (2 << 20))
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    pool = torch.frombuffer(memory, dtype=torch.bfloat16)[: nbytes // 2]
+    for part in pool.split(16 << 20):
+        part.normal_(0, 0.05)
+    return pool
+
+
+def turns(calls: Sequence[Callable[[int], object]], count: int, rounds: int) -> list[tuple[float, float]]:
+    """Best and median seconds of each call; every round runs each of them ``count`` times with increasing numbers."""
+    seconds: list[list[float]] = [[] for _ in calls]
+    at = 0
+    for _ in range(rounds):
+        for times, call in zip(seconds, calls, strict=True):
+            start = time.perf_counter()
+            for i in range(count):
+                call(at + i)
+            times.append((time.perf_counter() - start) / count)
+            at += count
+    return [(min(times), statistics.median(times)) for times in seconds]
+
+
+def read_ceiling(pool: torch.Tensor) -> float:
+    """GB/s."""
+    library = probe()
+    ((best, _),) = turns([lambda i: library.probe_read(pool.data_ptr(), POOL)], 1, 12)
+    return POOL / best / 1e9
+
+
+def bench_linear(pool: torch.Tensor) -> None:
+    ceiling = read_ceiling(pool)
+    print(f"\n## linear, {torch.get_num_threads()} threads; memory is read at {ceiling:.1f} GB/s\n")
+    print("GB/s of weights: best (median). Share: best over the reading speed.\n")
+    print("| N x K | rows | graphllm_linear | share | aten | oneDNN, packed weights |")
+    print("|---|---|---|---|---|---|")
+    for N, K in SHAPES:
+        copies = POOL // 2 // (N * K)
+        weights = [pool[i * N * K : (i + 1) * N * K].view(N, K) for i in range(copies)]
+        for M in ROWS:
+            x = torch.randn(M, K).bfloat16()
+            packed = [torch.ops.mkldnn._reorder_linear_weight(w, M) for w in weights]
+            calls = [
+                lambda i, x=x, weights=weights: streaming_linear(x, weights[i % len(weights)]),
+                lambda i, x=x, weights=weights: torch.nn.functional.linear(x, weights[i % len(weights)]),
+                lambda i, x=x, packed=packed: torch.ops.mkldnn._linear_pointwise(
+                    x, packed[i % len(packed)], None, "none", [], ""
+                ),
+            ]
+            figures = turns(calls, max(1, min(copies, (64 << 20) // (N * K))), 9)
+            rates = [tuple(N * K * 2 / t / 1e9 for t in pair) for pair in figures]
+            ours, *others = (f"{best:.1f} ({median:.1f})" for best, median in rates)
+            print(
+                f"| {N} x {K} | {M} | {ours} | {rates[0][0] / ceiling:.0%} | " + " | ".join(others) + " |", flush=True
+            )
+            del packed
+
+
+def bench_mm(pool: torch.Tensor) -> None:
+    print(
+        "\n## aten products of 1,024 rows, bf16, weights from memory\n\n| N x K | TFLOP/s, best (median) |\n|---|---|"
+    )
+    for N, K in SHAPES[:4]:
+        copies = POOL // 2 // (N * K)
+        weights = [pool[i * N * K : (i + 1) * N * K].view(N, K) for i in range(copies)]
+        x = torch.randn(1024, K).bfloat16()
+        ((best, median),) = turns([lambda i: torch.nn.functional.linear(x, weights[i % copies])], min(copies, 10), 9)  # noqa: B023
+        print(f"| {N} x {K} | {2048 * N * K / best / 1e12:.2f} ({2048 * N * K / median / 1e12:.2f}) |")
+
+
+def bench_attention(pool: torch.Tensor) -> None:
+    print("\n## paged_attention, page size 16, pages in random order\n")
+    print("H/K/E are query heads, key/value heads, head size. KV GB/s counts the cache once.\n")
+    print("| batch | H/K/E | dtype | µs, best (median) | GFLOP/s | KV GB/s |\n|---|---|---|---|---|---|")
+    batches = {
+        "prefill 1,024": [(1024, 1024)],
+        "prefill 128": [(128, 128)],
+        "256 more after 3,840": [(256, 4096)],
+        "decode 1, context 512": [(1, 512)],
+        "decode 1, context 4,096": [(1, 4096)],
+        "decode 8, context 512": [(1, 512)] * 8,
+        "decode 64, context 512": [(1, 512)] * 64,
+        "decode 8 + prefill 248": [(1, 512)] * 8 + [(248, 248)],
+    }
+    for dtype in (torch.bfloat16, torch.float32):
+        memory = pool if dtype == torch.bfloat16 else pool.view(torch.float32)
+        for H, K, E in ((14, 2, 64), (16, 8, 128)):
+            for name, sequences in batches.items():
+                T, page = sum(n for n, _ in sequences), 2 * K * 16 * E
+                pages = [-(-length // 16) for _, length in sequences]
+                copies = max(1, min(64, memory.numel() // page // sum(pages)))
+                order = torch.randperm(memory.numel() // page).int()
+                cache = memory[: len(order) * page].view(-1, 2, K, 16, E)
+                tables = []
+                for c in range(copies):
+                    table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+                    at = c * sum(pages)
+                    for s, n in enumerate(pages):
+                        table[s, :n] = order[at : at + n]
+                        at += n
+                    tables.append(table)
+                qkv = torch.randn(T, (H + 2 * K) * E).to(dtype)
+                q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], 1))
+                starts = torch.tensor([sum(n for n, _ in sequences[:i]) for i in range(len(sequences) + 1)]).int()
+                lengths = torch.tensor([length for _, length in sequences]).int()
+
+                def call(i: int, *rest: torch.Tensor, tables: list[torch.Tensor] = tables) -> None:
+                    cpu_paged_attention(*rest[:4], tables[i % len(tables)], *rest[4:], 0.1)
+
+                inputs = (q, k, v, cache, starts, lengths)
+                ((best, median),) = turns([lambda i, inputs=inputs, call=call: call(i, *inputs)], copies, 7)
+                pairs = sum(sum(range(length - n + 1, length + 1)) for n, length in sequences)
+                held = sum(length for _, length in sequences) * 2 * K * E * dtype.itemsize
+                print(f"| {name} | {H}/{K}/{E} | {str(dtype)[6:]} | {best * 1e6:.0f} ({median * 1e6:.0f}) "
+                      f"| {4 * H * E * pairs / best / 1e9:.0f} | {held / best / 1e9:.1f} |", flush=True)  # fmt: skip
+
+
+def bench_sample() -> None:
+    print("\n## sample, vocabulary of 151,936, bf16 logits\n\n| case | µs a row, best (median) |\n|---|---|")
+    for case in SAMPLE_CASES:
+        if case.size == "real" and not case.name.endswith("s256"):
+            args = case.inputs(Maker(torch.Generator().manual_seed(0), torch.device("cpu"), torch.bfloat16))
+            ((best, median),) = turns([lambda i, args=args: cpu_sample(**args)], 3, 7)
+            S = args["logits_SV"].shape[0]
+            print(f"| {case.name} | {best / S * 1e6:.0f} ({median / S * 1e6:.0f}) |", flush=True)
+
+
+def bench_regions() -> None:
+    """Each policy in a process of its own: the OpenMP runtime reads the environment once."""
+    print("\n## An empty parallel region, by wait policy and gap since the last, median µs\n")
+    print(
+        "| environment | no gap | 20 µs | 100 µs | 100 µs, another process keeps one core busy |\n|---|---|---|---|---|"
+    )
+    code = (
+        "import torch, sys; sys.path.insert(0, sys.argv[1]); from cpu_kernels import probe; p = probe();"
+        "print(*(round(p.probe_region(3000, gap) / 1000, 2) for gap in map(int, sys.argv[2:])))"
+    )
+    for policy in POLICIES:
+        env = os.environ | dict([policy.split("=")] if policy else [])
+
+        def run(*gaps: int, env: dict[str, str] = env) -> list[str]:
+            command = [sys.executable, "-c", code, str(Path(__file__).parent), *map(str, gaps)]
+            return subprocess.run(command, env=env, check=True, capture_output=True, text=True).stdout.split()
+
+        cells = run(0, 20, 100)
+        other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        cells += run(100)
+        other.kill()
+        other.wait()
+        print(f"| {policy or 'default'} | " + " | ".join(cells) + " |", flush=True)
+
+
+def main() -> None:
+    wanted = sys.argv[1:] or ["linear", "mm", "attention", "sample", "regions"]
+    model = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
+    print(f"{model.split(':')[-1].strip()}, {os.cpu_count()} cores, torch {torch.__version__}, "
+          f"{torch.get_num_threads()} threads, load average {os.getloadavg()[0]:.1f}")  # fmt: skip
+    with torch.no_grad():
+        pool = huge(POOL) if {"linear", "mm", "attention"} & set(wanted) else torch.empty(0)
+        for name in wanted:
+            if name in ("sample", "regions"):
+                {"sample": bench_sample, "regions": bench_regions}[name]()
+            else:
+                {"linear": bench_linear, "mm": bench_mm, "attention": bench_attention}[name](pool)
+    print(f"\nLoad average at the end {os.getloadavg()[0]:.1f}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+from plugin_op.op import squared_relu
+
+__all__ = ["squared_relu"]

@@ -1,0 +1,120 @@
+"""The out-of-tree op of docs/adding-an-op.md: installed as a user would, listed, checked, timed and compiled."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "plugin_op"
+
+COMPILE = """
+import sys, tempfile
+from pathlib import Path
+import torch
+from graphllm.compile.backends import Cpu
+from graphllm.compile.trace import trace_unit
+from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.ir.graph import Shapes, TensorSpec, to_json
+from graphllm.ir.registry import load_ops
+from graphllm.runtime.kernels import CpuKernels
+from graphllm.runtime.program import Call, LinkedProgram
+
+ops = load_ops()
+shapes, bucket = Shapes("cpu"), Bucket("mixed", 2, 64)
+spec = TensorSpec.contiguous("float32", "T", 48)
+unit = trace_unit("ffn", {"x": spec}, lambda v: (ops["squared_relu"](v["x"] + 1) * 2,), shapes)
+out = unit.graph.output_node()
+out.meta["val"] = tuple(n.meta["val"] for n in out.args[0])
+built = Cpu().build(to_json(unit.graph, shapes), bucket, CompileConfig(Target("cpu", ())))
+folder = Path(tempfile.mkdtemp())
+Cpu().assemble([built], folder)
+program = LinkedProgram([Call(built.bundle, ["x"], ["y"])], ["y"], bucket.limits(4))
+x = torch.randn(7, 48)
+arena = torch.zeros(program.arena_bytes, dtype=torch.uint8)
+bound = program.bind({"x": x}, arena, CpuKernels(folder / "kernels.so"), {"T": 7, "S": 2})
+for _, launches in bound.segments:
+    for launch in launches:
+        launch()
+torch.testing.assert_close(bound.results["y"], torch.relu(x + 1) ** 2 * 2)
+print(built.chosen, len(built.sources))
+"""
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user who has installed the example beside graphllm."""
+    source = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("source") / "plugin_op")
+    target = tmp_path_factory.mktemp("installed")
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    done = subprocess.run([*install, "--target", target, source], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "200"}
+
+
+def _run(environment: dict[str, str], *arguments: str) -> str:
+    script = "from graphllm.cli import main; main()"
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+def test_it_is_listed(environment: dict[str, str]) -> None:
+    (line,) = (text for text in _run(environment, "op", "list").splitlines() if "squared_relu" in text)
+    assert [cell.strip() for cell in line.strip("│").split("│")] == [
+        "squared_relu", "", "reference only", "4", "max(x, 0)^2: [T, F] in x's dtype, contiguous.",
+    ]  # fmt: skip
+
+
+def test_it_passes_its_checks(environment: dict[str, str]) -> None:
+    row = next(text for text in _run(environment, "op", "test", "squared_relu").splitlines() if "specification" in text)
+    _, _, checks, failed, share, _ = (cell.strip() for cell in row.strip("│").split("│"))
+    assert int(checks) >= 10
+    assert failed == "0"
+    assert 0 < float(share) <= 1
+
+
+def test_it_is_timed(environment: dict[str, str], tmp_path: Path) -> None:
+    _run(environment, "op", "bench", "squared_relu", "--output", str(tmp_path / "times.json"))
+    (result,) = json.loads((tmp_path / "times.json").read_text())["results"]
+    assert (result["op"], result["case"], result["impl"]) == ("squared_relu", "T64_F4096", "reference")
+    assert result["microseconds"] > 0
+    bytes_moved = 2 * 64 * 4096 * 2
+    rate = bytes_moved / (result["microseconds"] * 1e-6) / 1e9
+    assert result["gigabytes_per_second"] == pytest.approx(rate)
+
+
+def test_it_is_compiled(environment: dict[str, str]) -> None:
+    """Its reference is lowered and fused with its neighbours into one kernel."""
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "('squared_relu: reference',) 1"
+
+
+def test_a_failing_op_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
+    """A wrong shape function: exit status 1 and the problem in words."""
+    broken = shutil.copytree(environment["PYTHONPATH"], tmp_path / "broken")
+    source = broken / "plugin_op" / "op.py"
+    source.write_text(source.read_text().replace("x_TF.new_empty(x_TF.shape)", "x_TF.new_empty(x_TF.shape).double()"))
+    command = [sys.executable, "-c", "from graphllm.cli import main; main()", "op", "test", "squared_relu"]
+    changed = environment | {"PYTHONPATH": str(broken)}
+    done = subprocess.run(command, env=changed, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "but the fake says" in " ".join(done.stdout.split())
+
+
+def test_the_guide_shows_these_files(environment: dict[str, str]) -> None:
+    guide = (EXAMPLE.parents[1] / "adding-an-op.md").read_text()
+    files = [f for f in sorted(EXAMPLE.rglob("*")) if f.suffix in (".py", ".toml")]
+    assert len(files) == 4
+    for file in files:
+        assert file.read_text() in guide, f"docs/adding-an-op.md shows another {file.name}"
+    lines: Any = sum(len(f.read_text().splitlines()) for f in files)
+    assert lines <= 50
