@@ -99,7 +99,7 @@ def make_llama(folder: Path, layers: int = 2) -> None:
             bos_token_id=0,
             eos_token_id=1,
             tie_word_embeddings=False,
-        )  # fmt: skip
+        )
     )
     texts = [backend.decode([i]) for i in range(backend.get_vocab_size())]
     odd = [i for i, text in enumerate(texts) if not (text.isascii() and text.isprintable() and text)]

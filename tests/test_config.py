@@ -31,7 +31,8 @@ def test_cache_folder() -> None:
 def test_defaults(target: Any) -> None:
     target(CPU)
     config = compile_config(MODEL, Overrides())
-    assert (config.dtype, config.max_model_len, config.max_num_seqs, config.max_num_tokens) == ("bfloat16", 4096, 64, 2048)
+    assert (config.dtype, config.max_model_len) == ("bfloat16", 4096)
+    assert (config.max_num_seqs, config.max_num_tokens) == (64, 2048)
     assert config.buckets == (Bucket("decode", 1, 1), Bucket("decode", 2, 64), Bucket("mixed", 2, 2048))
     assert compile_config({"n_positions": 77}, Overrides()).max_model_len == 77
     assert compile_config({}, Overrides()).dtype == "float32"
@@ -107,7 +108,7 @@ def test_bucket_limits() -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "has no config.json"), ("{", "not valid JSON"), ("[]", "holds no JSON object"), ("{}", "model.safetensors")],
+    [(None, "has no config.json"), ("{", "not valid JSON"), ("[]", "no JSON object"), ("{}", "model.safetensors")],
 )
 def test_folders_that_are_no_checkpoint(content: str | None, message: str, tmp_path: Path) -> None:
     if content is not None:

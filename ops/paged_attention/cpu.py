@@ -45,7 +45,7 @@ def cpu_paged_attention(
     window: int = 0,
     softcap: float = 0.0,
 ) -> Tensor:
-    """Online softmax over chunks of the cache; for bfloat16, AMX or AVX-512 products of softmax weights rounded to it."""
+    """Online softmax over chunks of the cache; bfloat16 takes AMX or AVX-512 products, with weights rounded to it."""
     out_THE = q_THE.new_empty(q_THE.shape)
     T, H, E = q_THE.shape
     _kernels[q_THE.dtype](

@@ -201,3 +201,22 @@ def test_other_model_with_the_same_name(
     done = cli("run", "--model", folder, "--artifact", eager_artifact, "--prompt", "x")
     assert done.code == 2
     assert f"config.json.rms_norm_eps: artifact has {config['rms_norm_eps']}, here it is 0.25" in done.err
+
+
+# --- op
+
+
+@pytest.mark.parametrize("command", ["test", "bench"])
+def test_unknown_op(command: str, cli: Any) -> None:
+    done = cli("op", command, "flux_capacitor")
+    assert (done.code, done.out) == (2, "")
+    assert re.fullmatch(r"graphllm: op: 'flux_capacitor' is not registered; there are embedding, .*swiglu\n", done.err)
+
+
+def test_op_list_shows_facts(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    rows = [[c.strip() for c in line.strip("│").split("│")] for line in cli("op", "list").out.splitlines()]
+    (attention,) = (i for i, row in enumerate(rows) if row[0] == "paged_attention")
+    assert rows[attention][1] == "boundary"
+    assert rows[attention + 1][1] == "writes kv_cache"
+    assert "Causal attention of T new tokens" in rows[attention][4]

@@ -1,0 +1,79 @@
+"""Plain: a decoder with learned positions, and attention without a feed-forward layer."""
+
+from dataclasses import dataclass
+
+from graphllm.ir import Model, Weight, register_model, select_rows
+from graphllm.model_defs.common import number, split_heads
+from graphllm.ops.embedding import embedding
+from graphllm.ops.linear import linear
+from graphllm.ops.lm_head import lm_head
+from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.rms_norm import rms_norm
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Config:
+    D: int
+    H: int
+    K: int
+    E: int
+    V: int
+    max_len: int
+    layers: int
+
+
+def config(hf):
+    D, H = number(hf, "hidden_size"), number(hf, "num_attention_heads")
+    V, max_len = number(hf, "vocab_size"), number(hf, "max_position_embeddings")
+    return Config(D, H, H, D // H, V, max_len, number(hf, "num_hidden_layers"))
+
+
+def embed_weights(c):
+    return {
+        "tokens": Weight((c.V, c.D), ("tokens.weight",)),
+        "positions": Weight((c.max_len, c.D), ("positions.weight",)),
+    }
+
+
+def layer_weights(c, kind):
+    of = "layers.{layer}."
+    return {
+        "norm": Weight((c.D,), (of + "norm.weight",)),
+        "qkv": Weight((3 * c.D, c.D), tuple(f"{of}{p}.weight" for p in "qkv"), (c.D, c.D, c.D), shard="rows"),
+        "o": Weight((c.D, c.D), (of + "o.weight",), shard="cols"),
+    }
+
+
+def head_weights(c):
+    return {"norm": Weight((c.D,), ("norm.weight",)), "out": Weight((c.V, c.D), tie="embed.tokens", shard="rows")}
+
+
+def embed(c, w, step):
+    return embedding(step.token_ids, w.tokens) + embedding(step.positions, w.positions), ()
+
+
+def layer(c, kind, w, x_TD, shared, step, kv_cache):
+    q_THE, k_TKE, v_TKE = split_heads(linear(rms_norm(x_TD, w.norm, EPS), w.qkv), c.H, c.K, c.E)
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, scale=c.E**-0.5)
+    return x_TD + linear(a_THE.flatten(1), w.o)
+
+
+def head(c, w, x_TD, step):
+    return lm_head(rms_norm(select_rows(x_TD, step.logit_rows), w.norm, EPS), w.out)
+
+
+register_model(
+    Model(
+        architectures=("PlainForCausalLM",),
+        config=config,
+        kinds=lambda c: ("global",) * c.layers,
+        embed_weights=embed_weights,
+        layer_weights=layer_weights,
+        head_weights=head_weights,
+        embed=embed,
+        layer=layer,
+        head=head,
+    )
+)

@@ -1,0 +1,101 @@
+"""LOWER: which implementation an op gets at a site, and that the graph below holds no op of ours."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphllm.compile.lower import choose, lower, needs_reference
+from graphllm.compile.trace import trace_unit
+from graphllm.config import Bucket, Target
+from graphllm.ir import Cost, Op, Site
+from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.registry import load_ops
+
+OPS = load_ops()
+REGISTRY = sys.modules["graphllm.ir.op"]._ops  # `graphllm.ir.op` is also the name of the decorator
+CPU, GPU = Target("cpu", ("x86_64",)), Target("cuda", ("sm_90",))
+SMALL, LARGE = Bucket("decode", 2, 8), Bucket("mixed", 2, 512)
+SPEC = TensorSpec.contiguous("float32", "T", 16)
+
+
+def _negate(x: Tensor) -> Tensor:
+    """-x"""
+    return -x
+
+
+@pytest.fixture(scope="module")
+def op() -> Op:
+    """An op with three implementations: for few tokens, for any, and for a GPU."""
+    made = Op("lower_test_negate", _negate, False, (), False, lambda x: Cost(1, 1))
+    made.fake(torch.empty_like)
+    made.impl("few", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: 0 - x)
+    made.impl("wide", device="cpu", supports=lambda site: site.args["x"].shape[-1] >= 16)(lambda x: x * -1)
+    made.impl("gpu", device="cuda")(lambda x: -x)
+    return made
+
+
+def _site(target: Target, bucket: Bucket, width: int = 16) -> Site:
+    return Site({"x": torch.empty(2, width)}, target, bucket)
+
+
+def test_first_registered_that_supports_the_site(op: Op) -> None:
+    def name(site: Site) -> str | None:
+        chosen = choose(op, site)
+        return chosen and chosen.name
+
+    assert name(_site(CPU, SMALL)) == "few"
+    assert name(_site(CPU, LARGE)) == "wide"
+    assert name(_site(CPU, LARGE, width=4)) is None
+    assert name(_site(GPU, SMALL)) == "gpu"
+
+
+def test_names_of_implementations_are_unique(op: Op) -> None:
+    with pytest.raises(ValueError, match="already has an implementation named 'few'"):
+        op.impl("few", device="cpu")(lambda x: x)
+
+
+@pytest.mark.parametrize(("bucket", "used"), [(SMALL, "sub"), (LARGE, "mul")])
+def test_body_of_the_chosen_implementation_is_inlined(
+    op: Op, bucket: Bucket, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(REGISTRY, op.name, op)
+    unit = trace_unit("test", {"x": SPEC}, lambda v: (OPS["swiglu"](op(v["x"])),), Shapes("cpu"))
+    lowered = lower(unit.graph, [SPEC], CPU, bucket)
+    assert lowered.chosen == (f"{op.name}: {'few' if bucket is SMALL else 'wide'}", "swiglu: reference")
+    calls = [n.target for n in lowered.graph.graph.nodes if n.op == "call_function"]
+    names = [t.name() for t in calls if isinstance(t, torch._ops.OpOverload)]
+    assert not any(n.startswith("graphllm::") for n in names)
+    assert ("aten::sub.Tensor" in names, "aten::rsub.Scalar" in names, "aten::neg" in names).count(True) <= 1
+    assert any(used in n for n in names), names
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(lowered.graph(x)[0], OPS["swiglu"](-x))
+
+
+def test_static_bucket_has_no_symbols() -> None:
+    unit = trace_unit("test", {"x": SPEC}, lambda v: (v["x"].sum(0),), Shapes("cpu"))
+    one = lower(unit.graph, [SPEC], CPU, Bucket("decode", 1, 1))
+    assert list(one.inputs[0].shape) == [1, 16]
+    many = lower(unit.graph, [SPEC], CPU, SMALL)
+    assert isinstance(many.inputs[0].shape[0], torch.SymInt)
+
+
+def test_pieces_that_must_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lone boundary op without an implementation here; its reference may look at data."""
+
+    def graph(fn: Any) -> torch.fx.Graph:
+        return trace_unit("test", {"x": SPEC}, lambda v: (fn(v["x"]),), Shapes("cpu")).graph
+
+    boundary = Op("lower_test_boundary", _negate, True, (), False, lambda x: Cost(1, 1))
+    boundary.fake(torch.empty_like)
+    monkeypatch.setitem(REGISTRY, boundary.name, boundary)
+    assert needs_reference(graph(boundary), [SPEC], CPU, SMALL)
+    assert not needs_reference(graph(lambda x: boundary(x) + 1), [SPEC], CPU, SMALL)
+    assert not needs_reference(graph(OPS["swiglu"]), [SPEC], CPU, SMALL)
+    boundary.impl("few", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: 0 - x)
+    assert not needs_reference(graph(boundary), [SPEC], CPU, SMALL)
+    assert needs_reference(graph(boundary), [SPEC], CPU, LARGE)
