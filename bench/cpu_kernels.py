@@ -3,8 +3,9 @@
     python bench/cpu_kernels.py [linear] [mm] [attention] [sample] [regions]    # all of them without a name
 
 Prints Markdown. Weights and caches rotate among 1.2 GB, in huge pages as an engine should hold them: every call reads
-memory. Implementations take turns of a millisecond or so; a figure is the best turn, with the median behind it, because another
-process on the machine can only take away. Needs an x86-64 CPU with AVX-512 for the measure of memory.
+memory. Implementations take turns of a millisecond or so; a figure is the best turn, with the median behind it, because
+another process on the machine can only take away. With OMP_NUM_THREADS=1 it is the thread's own processor time that is
+measured. Needs an x86-64 CPU with AVX-512 for the measure of memory.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def probe() -> ctypes.CDLL:
 
 def huge(nbytes: int) -> torch.Tensor:
     """Bytes in huge pages, filled with small random bf16 numbers."""
-    memory = mmap.mmap(-1, nbytes + (2 << 20))
+    memory = mmap.mmap(-1, nbytes + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     pool = torch.frombuffer(memory, dtype=torch.bfloat16)[: nbytes // 2]
     for part in pool.split(16 << 20):
@@ -61,12 +62,13 @@ def turns(calls: Sequence[Callable[[int], object]], count: int, rounds: int) -> 
     """Best and median seconds of each call; every round runs each of them ``count`` times with increasing numbers."""
     seconds: list[list[float]] = [[] for _ in calls]
     at = 0
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     for _ in range(rounds):
         for times, call in zip(seconds, calls, strict=True):
-            start = time.perf_counter()
+            start = now()
             for i in range(count):
                 call(at + i)
-            times.append((time.perf_counter() - start) / count)
+            times.append((now() - start) / count)
             at += count
     return [(min(times), statistics.median(times)) for times in seconds]
 

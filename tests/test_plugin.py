@@ -58,37 +58,55 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "200"}
 
 
-def _run(environment: dict[str, str], *arguments: str) -> str:
-    script = "from graphllm.cli import main; main()"
-    command = [sys.executable, "-c", script, *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+def _command(*arguments: object) -> list[str]:
+    return [sys.executable, "-c", "from graphllm.cli import main; main()", *map(str, arguments)]
+
+
+@pytest.fixture(scope="module")
+def session(environment: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, str], Any]:
+    """What `op list`, `op test` and `op bench` print, and the results of the last; one process, to import once."""
+    results = tmp_path_factory.mktemp("bench") / "times.json"
+    commands = [["op", "list"], ["op", "test", "squared_relu"], ["op", "bench", "squared_relu", "-o", str(results)]]
+    script = f"""
+import sys
+from graphllm.cli import main
+for arguments in {commands!r}:
+    sys.argv = ["graphllm", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, (arguments, end.code)
+    print("=====")
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
+    printed = done.stdout.split("=====\n")
+    return {c[1]: text for c, text in zip(commands, printed, strict=False)}, json.loads(results.read_text())
 
 
-def test_it_is_listed(environment: dict[str, str]) -> None:
-    (line,) = (text for text in _run(environment, "op", "list").splitlines() if "squared_relu" in text)
+def test_it_is_listed(session: tuple[dict[str, str], Any]) -> None:
+    (line,) = (text for text in session[0]["list"].splitlines() if "squared_relu" in text)
     assert [cell.strip() for cell in line.strip("│").split("│")] == [
         "squared_relu", "", "reference only", "4", "max(x, 0)^2: [T, F] in x's dtype, contiguous.",
     ]  # fmt: skip
 
 
-def test_it_passes_its_checks(environment: dict[str, str]) -> None:
-    row = next(text for text in _run(environment, "op", "test", "squared_relu").splitlines() if "specification" in text)
+def test_it_passes_its_checks(session: tuple[dict[str, str], Any]) -> None:
+    (row,) = (text for text in session[0]["test"].splitlines() if "specification" in text)
     _, _, checks, failed, share, _ = (cell.strip() for cell in row.strip("│").split("│"))
     assert int(checks) >= 10
     assert failed == "0"
     assert 0 < float(share) <= 1
 
 
-def test_it_is_timed(environment: dict[str, str], tmp_path: Path) -> None:
-    _run(environment, "op", "bench", "squared_relu", "--output", str(tmp_path / "times.json"))
-    (result,) = json.loads((tmp_path / "times.json").read_text())["results"]
+def test_it_is_timed(session: tuple[dict[str, str], Any]) -> None:
+    (result,) = session[1]["results"]
     assert (result["op"], result["case"], result["impl"]) == ("squared_relu", "T64_F4096", "reference")
     assert result["microseconds"] > 0
     bytes_moved = 2 * 64 * 4096 * 2
     rate = bytes_moved / (result["microseconds"] * 1e-6) / 1e9
     assert result["gigabytes_per_second"] == pytest.approx(rate)
+    assert "T64_F4096" in session[0]["bench"]
 
 
 def test_it_is_compiled(environment: dict[str, str]) -> None:
@@ -103,7 +121,7 @@ def test_a_failing_op_is_reported(environment: dict[str, str], tmp_path: Path) -
     broken = shutil.copytree(environment["PYTHONPATH"], tmp_path / "broken")
     source = broken / "plugin_op" / "op.py"
     source.write_text(source.read_text().replace("x_TF.new_empty(x_TF.shape)", "x_TF.new_empty(x_TF.shape).double()"))
-    command = [sys.executable, "-c", "from graphllm.cli import main; main()", "op", "test", "squared_relu"]
+    command = _command("op", "test", "squared_relu")
     changed = environment | {"PYTHONPATH": str(broken)}
     done = subprocess.run(command, env=changed, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1

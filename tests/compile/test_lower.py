@@ -33,8 +33,8 @@ def op() -> Op:
     """An op with three implementations: for few tokens, for any, and for a GPU."""
     made = Op("lower_test_negate", _negate, False, (), False, lambda x: Cost(1, 1))
     made.fake(torch.empty_like)
-    made.impl("few", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: 0 - x)
-    made.impl("wide", device="cpu", supports=lambda site: site.args["x"].shape[-1] >= 16)(lambda x: x * -1)
+    made.impl("few", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: x.cos().mul(0) - x)
+    made.impl("wide", device="cpu", supports=lambda site: site.args["x"].shape[-1] >= 16)(lambda x: x.tan().mul(0) - x)
     made.impl("gpu", device="cuda")(lambda x: -x)
     return made
 
@@ -59,7 +59,7 @@ def test_names_of_implementations_are_unique(op: Op) -> None:
         op.impl("few", device="cpu")(lambda x: x)
 
 
-@pytest.mark.parametrize(("bucket", "used"), [(SMALL, "sub"), (LARGE, "mul")])
+@pytest.mark.parametrize(("bucket", "used"), [(SMALL, "aten::cos"), (LARGE, "aten::tan")])
 def test_body_of_the_chosen_implementation_is_inlined(
     op: Op, bucket: Bucket, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,9 +70,8 @@ def test_body_of_the_chosen_implementation_is_inlined(
     calls = [n.target for n in lowered.graph.graph.nodes if n.op == "call_function"]
     names = [t.name() for t in calls if isinstance(t, torch._ops.OpOverload)]
     assert not any(n.startswith("graphllm::") for n in names)
-    assert ("aten::sub.Tensor" in names, "aten::rsub.Scalar" in names, "aten::neg" in names).count(True) <= 1
-    assert any(used in n for n in names), names
-    x = torch.randn(5, 16)
+    assert [n for n in ("aten::cos", "aten::tan") if n in names] == [used]
+    x = torch.randint(-9, 9, (5, 16)).float()
     torch.testing.assert_close(lowered.graph(x)[0], OPS["swiglu"](-x))
 
 

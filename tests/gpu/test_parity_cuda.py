@@ -50,7 +50,8 @@ def test_float32(arch: object, tmp_path: Path) -> None:
 @pytest.mark.parametrize("arch", ARCHS, ids=lambda a: a.name)
 @torch.no_grad()
 def test_bfloat16(arch: object, tmp_path: Path) -> None:
-    """Over several prompts, our bf16 logits are as close to float32 as transformers' bf16 ones, up to a factor of 1.5."""
+    """Over several prompts, our bf16 logits are as close to float32 as transformers' bf16 ones, up to a factor of
+    1.5."""
     model = parity._build(arch)
     model.save_pretrained(tmp_path)
     runner = parity.driver.Driver(tmp_path, "inductor", tmp_path / "artifact", "bfloat16", "cuda")

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from graphllm.compile import passes
 from graphllm.compile.passes import PassReport, Stage, Unit, ordered_passes, register_pass
 from graphllm.compile.pipeline import run_passes
 from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
-from graphllm.ir import passes
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
 from graphllm.weights.plan import Entry, Values, WeightPlan
 
