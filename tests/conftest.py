@@ -19,6 +19,11 @@ from typing import Any
 
 import pytest
 
+from graphllm.machine import detect_target
+
+if detect_target("auto").device == "cpu":
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a Triton kernel is defined, so before any test imports the ops
+
 CORPUS = ["hello world, the cat sat on the mat", "what is the answer to the question", "a list of words in a row"]
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|bot|>{% endif %}"

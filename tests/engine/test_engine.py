@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import random
 import shutil
@@ -207,25 +208,30 @@ def test_stop_string_across_tokens(engine: Engine) -> None:
 
 
 @functools.cache
-def _full(engine: Engine) -> str:
-    return _alone(engine, _tokens(engine, PROMPTS[1])).text
+def _texts(engine: Engine) -> list[str]:
+    """The text after each token of an unstopped run."""
+    prompt = _tokens(engine, PROMPTS[1])
+    detokenizer = engine.tokenizer.detokenizer(prompt)
+    return list(itertools.accumulate(detokenizer.step([t]) for t in _alone(engine, prompt).token_ids))
 
 
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_stop_strings(engine: Engine, data: st.DataObject) -> None:
-    """The text ends where the first of the stop strings begins; almost-matches are given out in the end."""
+    """Output ends with the token that completes a stop string, before the first found; almost-matches are given out."""
     prompt = _tokens(engine, PROMPTS[1])
-    full = _full(engine)
+    texts = _texts(engine)
+    full = texts[-1]
     stops = []
     for _ in range(data.draw(st.integers(1, 3))):
         start = data.draw(st.integers(0, len(full) - 1))
         part = full[start : start + data.draw(st.integers(1, 7))]
         stops.append(part + data.draw(st.sampled_from(["", "", "\x00"])))  # with \x00 it never comes
     output = _alone(engine, prompt, replace(GREEDY, stop=tuple(stops)))
-    ends = [at for s in stops if (at := full.find(s)) >= 0]
-    assert output.text == full[: min(ends, default=len(full))]
-    assert output.finish_reason == ("stop" if ends else "length")
+    found = [(text, [at for s in stops if (at := text.find(s)) >= 0]) for text in texts]
+    expected = next((text[: min(at)] for text, at in found if at), None)
+    assert output.text == (full if expected is None else expected)
+    assert output.finish_reason == ("length" if expected is None else "stop")
 
 
 def test_stop_tokens(engine: Engine) -> None:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when a Triton kernel is defined, so before ops are imported
 
 from graphllm.ir.check import cases_of, check_impl, check_specification
 from graphllm.ir.registry import load_ops
