@@ -170,7 +170,7 @@ def process(cache: Path) -> Callable[..., Done]:
         begin = time.perf_counter()
         done = subprocess.run(
             [sys.executable, "-c", script, *map(str, arguments)],
-            capture_output=True, text=True, env={**os.environ, **environment}, timeout=120,
+            capture_output=True, text=True, env={**os.environ, **environment}, timeout=300,
         )  # fmt: skip
         return Done(done.returncode, done.stdout, done.stderr, time.perf_counter() - begin)
 

@@ -70,12 +70,12 @@ def test_the_models_example(checkpoint: Path, tmp_path: Path) -> None:
     target = tmp_path / "installed"
     source = shutil.copytree(DOCS / "examples" / "plugin_model", tmp_path / "source")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    subprocess.run([*install, "--target", target, source], check=True, timeout=120)
+    subprocess.run([*install, "--target", target, source], check=True, timeout=300)
     command = [sys.executable, "-c", "from graphllm.cli import main; main()", "run", "--model", folder, "--raw"]
     command += ["--backend", "eager", "--target", "cpu", "--prompt", "the cat sat", "--prompt", "hello", "--quiet"]
     command += ["--temperature", "0", "--max-tokens", "12", "--output", tmp_path / "out.jsonl"]
     environment = {**os.environ, "PYTHONPATH": str(target)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
     rows = {r["id"]: r["text"] for r in map(json.loads, (tmp_path / "out.jsonl").read_text().splitlines())}

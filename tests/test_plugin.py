@@ -53,7 +53,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     source = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("source") / "plugin_op")
     target = tmp_path_factory.mktemp("installed")
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
-    done = subprocess.run([*install, "--target", target, source], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*install, "--target", target, source], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "200"}
 
@@ -78,7 +78,7 @@ for arguments in {commands!r}:
         assert not end.code, (arguments, end.code)
     print("=====")
 """
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr + done.stdout
     printed = done.stdout.split("=====\n")
     return {c[1]: text for c, text in zip(commands, printed, strict=False)}, json.loads(results.read_text())
@@ -111,7 +111,7 @@ def test_it_is_timed(session: tuple[dict[str, str], Any]) -> None:
 
 def test_it_is_compiled(environment: dict[str, str]) -> None:
     """Its reference is lowered and fused with its neighbours into one kernel."""
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "('squared_relu: reference',) 1"
 
@@ -123,7 +123,7 @@ def test_a_failing_op_is_reported(environment: dict[str, str], tmp_path: Path) -
     source.write_text(source.read_text().replace("x_TF.new_empty(x_TF.shape)", "x_TF.new_empty(x_TF.shape).double()"))
     command = _command("op", "test", "squared_relu")
     changed = environment | {"PYTHONPATH": str(broken)}
-    done = subprocess.run(command, env=changed, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=changed, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "but the fake says" in " ".join(done.stdout.split())
 

@@ -47,7 +47,7 @@ def test_second_start(
     folders = (artifact, checkpoint, tmp_path / "empty")
     before = [listing(f) for f in folders]
     command = [sys.executable, "-c", SCRIPT, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout == first.out
     assert [listing(f) for f in folders] == before

@@ -123,4 +123,4 @@ def test_prompt_is_prefilled_in_chunks_beside_streams() -> None:
 
 def test_needs_no_torch() -> None:
     script = "import sys, graphllm.engine.scheduler; assert 'torch' not in sys.modules and 'numpy' not in sys.modules"
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=300)
