@@ -34,6 +34,7 @@ SHAPES = {
     },
 }  # fmt: skip
 VLLM = {("llama3.1-8b", 1): 4.93, ("llama3.1-8b", 32): 5.55, ("llama3.1-8b", 64): 6.15, ("llama3.1-8b", 128): 7.42,
+        ("llama3.1-8b", 256): 11.44,
         ("qwen3-0.6b", 1): 2.31, ("qwen3-0.6b", 64): 2.96, ("qwen3-0.6b", 256): 8.09}  # fmt: skip
 CONTEXT, STEPS = 256, 100
 
@@ -68,9 +69,9 @@ def worker(folder: Path, artifact: Path) -> None:
     pages = 256 * (CONTEXT + 256) // 16
     executor = Executor(artifact, manifest, weights, pages)
     mark("executor")
-    executor.tokens(executor.run(batch(1, 128, 0, executor)), 1)
+    executor.run(batch(1, 128, 0, executor))
     mark("prefill of 128, first token")
-    executor.tokens(executor.run(batch(1, 1, 128, executor)), 1)
+    executor.run(batch(1, 1, 128, executor))
     mark("first decode step, with capture")
     phases = {name: round(now - before, 3) for (_, before), (name, now) in itertools.pairwise(clock)}
     result: dict = {"start-up s": phases, "decode": {}, "prefill": {}}
@@ -79,19 +80,22 @@ def worker(folder: Path, artifact: Path) -> None:
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         step = batch(size, 1, CONTEXT, executor)
         for _ in range(5):
-            executor.tokens(executor.run(step), size)
+            executor.run(step)
         times = []
         for _ in range(STEPS):
             start = time.perf_counter()
-            executor.tokens(executor.run(step), size)
+            executor.run(step)
             times.append(1e3 * (time.perf_counter() - start))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        runner = executor._runner(*executor.pick(size, size, True))
-        with executor._on_stream():
+        runner = executor._runner("plain", *executor.pick(size, size, True))
+
+        def replay(runner=runner, begin=begin, end=end) -> None:
             begin.record()
             for _ in range(STEPS):
-                runner.run()
+                runner.run("")
             end.record()
+
+        executor._stream.submit(replay)
         torch.cuda.synchronize()
         result["decode"][size] = {
             "ms": round(statistics.median(times), 3),
@@ -103,7 +107,7 @@ def worker(folder: Path, artifact: Path) -> None:
             times = []
             for _ in range(4):
                 start = time.perf_counter()
-                executor.tokens(executor.run(step), 1)
+                executor.run(step)
                 times.append(1e3 * (time.perf_counter() - start))
             result["prefill"][size] = round(statistics.median(times[1:]), 2)
     print(json.dumps(result), flush=True)
@@ -113,7 +117,7 @@ def batch(size: int, tokens: int, start: int, executor):
     """``size`` sequences with ``tokens`` new tokens each after ``start`` cached ones."""
     import numpy as np
 
-    from graphllm.runtime.executor import StepInput
+    from graphllm.runtime.staging import StepInput
 
     pages = -(-(start + tokens) // executor.page_size)
     ends = np.arange(1, size + 1, dtype=np.int32) * tokens
@@ -125,10 +129,8 @@ def batch(size: int, tokens: int, start: int, executor):
         logit_rows=ends - 1,
         query_start=np.concatenate([np.zeros(1, np.int32), ends]),
         seq_len=np.full(size, start + tokens, np.int32),
-        block_table=rng.permutation(size * pages).astype(np.int32).reshape(size, pages),
-        temperature=np.zeros(size, np.float32), top_k=np.zeros(size, np.int32), top_p=np.ones(size, np.float32),
-        min_p=np.zeros(size, np.float32), seed=np.zeros(size, np.int64), draw=np.zeros(size, np.int32),
-    )  # fmt: skip
+        block_table=rng.permutation(size * pages).astype(np.int32).reshape(1, size, pages),
+    )
 
 
 def main() -> None:

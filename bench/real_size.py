@@ -79,24 +79,22 @@ class Ours:
     def step(self, rows: list[list[int]], starts: list[int]) -> list[int]:
         import numpy as np
 
-        from graphllm.runtime.executor import StepInput
+        from graphllm.runtime.staging import StepInput
 
         counts = [len(r) for r in rows]
         S, ends = len(rows), np.cumsum(counts).astype(np.int32)
         lengths = np.array([a + n for a, n in zip(starts, counts, strict=True)], np.int32)
+        width = min(self.executor.kv_pages // S, 128)
         step = StepInput(
             token_ids=np.concatenate([np.array(r, np.int32) for r in rows]),
-            positions=np.concatenate([np.arange(a, a + n, dtype=np.int32) for a, n in zip(starts, counts,
-            strict=True)]),
+            positions=np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, lengths, strict=True)]),
             context_len=np.repeat(lengths, counts),
             logit_rows=ends - 1,
             query_start=np.concatenate([np.zeros(1, np.int32), ends]),
             seq_len=lengths,
-            block_table=np.arange(S * 96, dtype=np.int32).reshape(S, 96),
-            temperature=np.zeros(S, np.float32), top_k=np.zeros(S, np.int32), top_p=np.ones(S, np.float32),
-            min_p=np.zeros(S, np.float32), seed=np.zeros(S, np.int64), draw=np.zeros(S, np.int32),
-        )  # fmt: skip
-        return self.executor.tokens(self.executor.run(step), S).tolist()
+            block_table=np.arange(S * width, dtype=np.int32).reshape(1, S, width),
+        )
+        return self.executor.run(step).tokens.tolist()
 
     def measure(self, what: str, batch: int) -> float:
         if what == "prefill":

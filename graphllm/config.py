@@ -77,6 +77,8 @@ class CompileConfig:
     max_num_seqs: int = 64
     max_num_tokens: int = 2048
     page_size: int = 16
+    max_logprobs: int = 20
+    max_logit_bias: int = 1024
     tune: bool = field(default=False)
     dump: Path | None = field(
         default=None, metadata=not_key("where to write the readable IR; the artifact is the same")

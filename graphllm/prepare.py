@@ -6,22 +6,28 @@ The one place where the serving side meets the compiler, which is imported only 
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import msgspec
 
 from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Target
+from graphllm.engine.options import EngineOptions
 from graphllm.machine import detect_target
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
 
 if TYPE_CHECKING:
-    from graphllm.engine.engine import Engine
+    from graphllm.engine.core import EngineCore
+    from graphllm.engine.options import LogitsProcessor
 
 Policy = Literal["build", "use", "require", "rebuild"]
+POLICIES = get_args(Policy)
 Progress = Callable[[str, int, int], None]
 
 
@@ -190,60 +196,114 @@ def find_or_build(
     return place, artifact.verify(place)
 
 
-def load_engine(
-    source: Source,
-    place: Path,
-    manifest: Mapping[str, Any],
-    kv_memory: int | None = None,
-    gpu_memory_utilization: float = 0.9,
-    phases: Callable[[str, float], None] = lambda name, seconds: None,
-) -> Engine:
-    """Load weights, open the artifact and make an engine.
+def take_artifact(
+    source: Source, wanted: Overrides, artifact: str | Path, progress: Progress
+) -> tuple[Path, Literal["cpu", "cuda"]]:
+    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact and its
+    device."""
+    folder = None if artifact in POLICIES else Path(artifact)
+    if folder is not None and not (folder / "manifest.json").exists():
+        raise ConfigError(
+            f"artifact: {str(artifact)!r} is neither one of {', '.join(POLICIES)} nor the folder of an artifact"
+        )
+    policy: Any = "require" if folder else artifact
+    place, manifest = find_or_build(source, compile_config(source.config, wanted), Env.read(), policy, progress, folder)
+    return place, manifest["factors"]["compile"]["target"]["device"]
 
-    kv_memory: bytes for the cache; None takes what ``gpu_memory_utilization`` leaves on a GPU, and on a CPU enough for
-    four sequences of full length, at most a quarter of free memory. phases: told the seconds of each start-up phase.
-    Raises ConfigError when memory does not suffice.
+
+class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """All that an engine core is made of, as plain data that can cross to its process.
+
+    model: checkpoint folder. artifact: verified folder. random: random weights. kv_memory: bytes for the cache; None
+    takes what ``gpu_memory_utilization`` leaves on a GPU, and on a CPU enough for every sequence at full length, at
+    most a quarter of free memory. threads: of a CPU's kernels, None for torch's choice. processors: logits processors
+    as "package.module:name".
+    """
+
+    model: str
+    artifact: str
+    random: bool = False
+    kv_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    threads: int | None = None
+    stop_ids: tuple[int, ...] = ()
+    options: EngineOptions = EngineOptions()
+    processors: tuple[str, ...] = ()
+
+
+def load_core(
+    settings: CoreSettings,
+    phases: Callable[[str, float], None] = lambda name, seconds: None,
+    processors: Sequence[LogitsProcessor] = (),
+) -> EngineCore:
+    """Load weights, open the artifact and make an engine core.
+
+    phases: told the seconds of each start-up phase. processors: further logits processors, as objects. Raises
+    ConfigError when memory does not suffice.
     """
     clock = _Phases(phases)
     import torch
 
     clock("import torch")
-    from graphllm.engine.engine import Engine
-    from graphllm.engine.text import Tokenizer
+    from graphllm.engine.core import EngineCore
+    from graphllm.engine.grammar import GrammarCompiler
     from graphllm.runtime.executor import Executor
     from graphllm.weights.loader import load_weights, random_weights
     from graphllm.weights.plan import WeightPlan
 
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    place = Path(settings.artifact)
+    manifest = artifact.verify(place)
+    source = open_source(settings.model, settings.random)
+    named = [_named(name) for name in settings.processors]
+    clock("artifact")
     compiled = manifest["factors"]["compile"]
     plan = WeightPlan.from_json((place / "weights.json").read_text())
-    tokenizer = Tokenizer.from_folder(source.folder)
-    clock("tokenizer and plan")
     device = compiled["target"]["device"]
     weights = load_weights(plan, source.checkpoint, device) if source.checkpoint else random_weights(plan, device)
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")
-    pages = _kv_pages(manifest, kv_memory, gpu_memory_utilization, torch)
+    pages = _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization, torch)
     executor = Executor(place, manifest, weights, pages)
+    grammars = None
+    if (source.folder / "tokenizer.json").is_file():
+        grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(settings.stop_ids))
     clock("executor")
-    return Engine(executor, tokenizer, compiled["max_model_len"])
+    return EngineCore(executor, compiled["max_model_len"], settings.options, grammars, [*named, *processors])
+
+
+def _named(name: str) -> LogitsProcessor:
+    """The object behind "package.module:name". Raises ConfigError when there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as missing:
+        raise ConfigError(
+            f"logits_processors: {name!r} cannot be imported ({missing}); give package.module:name"
+        ) from missing
 
 
 def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: float, torch: Any) -> int:
+    """Pages of the cache, with the null page, which is no request's."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     full = -(-compiled["max_model_len"] // compiled["page_size"])
+    most = None
     if kv_memory is None and compiled["target"]["device"] == "cuda":
         free, total = torch.cuda.mem_get_info()
-        kv_memory = int(free - (1 - utilization) * total) - memory["arena"]
+        kv_memory = int(free - (1 - utilization) * total) - memory["arena"] - memory["state"]
     elif kv_memory is None:
-        kv_memory = min(4 * full * memory["kv page"], _available_memory() // 4)
+        kv_memory = _available_memory() // 4
+        # A full batch of the longest sequences, and room for the prefix cache.
+        most = 4 * full * compiled["max_num_seqs"] * manifest["groups"] + 1
     pages = kv_memory // memory["kv page"]
-    if pages < 1:
+    if pages < 2:
         raise ConfigError(
-            f"kv cache: {kv_memory / 1e6:.1f} MB left for it, one page needs {memory['kv page'] / 1e6:.1f} MB; "
+            f"kv cache: {kv_memory / 1e6:.1f} MB left for it, it needs {2 * memory['kv page'] / 1e6:.1f} MB at least; "
             "raise --kv-cache-memory or --gpu-memory-utilization"
         )
-    return int(min(pages, full * compiled["max_num_seqs"]))
+    return int(pages if most is None else min(pages, most))
 
 
 def _available_memory() -> int:

@@ -39,7 +39,7 @@ program = LinkedProgram([Call(built.bundle, ["x"], ["y"])], ["y"], bucket.limits
 x = torch.randn(7, 48)
 arena = torch.zeros(program.arena_bytes, dtype=torch.uint8)
 bound = program.bind({"x": x}, arena, CpuKernels(folder / "kernels.so"), {"T": 7, "S": 2})
-for _, launches in bound.segments:
+for _, launches in bound.parts[""]:
     for launch in launches:
         launch()
 torch.testing.assert_close(bound.results["y"], torch.relu(x + 1) ** 2 * 2)

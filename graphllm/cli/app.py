@@ -90,8 +90,17 @@ def run_command(
     top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this mass.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    n: Annotated[int | None, typer.Option("--n", help="Completions of each prompt.")] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Off the logits of tokens in the output.")] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time they are there.")] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer tokens that are there.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End the text here; may be repeated.")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token; may be repeated.")] = None,
+    min_tokens: Annotated[int | None, typer.Option(help="No end before these.")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="Go on after the end token.")] = False,
+    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens at each position; in --output.")] = None,
+    json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema: a file, or text.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
     target: TargetName = "auto",
     backend: BackendName = "inductor",
     dtype: Dtype = None,
@@ -107,33 +116,37 @@ def run_command(
     ] = "build",
     kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, e.g. 2GiB.")] = None,
     gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
+    enable_prefix_caching: Annotated[
+        bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")
+    ] = True,
+    scheduling_policy: Annotated[
+        Literal["fcfs", "priority"], typer.Option(help="priority: a line's own; lower goes first.")
+    ] = "fcfs",
     load_format: LoadFormat = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
     """Generate text offline."""
-    from graphllm.cli.run import Inputs, run
+    from graphllm.cli.batch import Inputs
+    from graphllm.cli.run import Loading, read_schema, run
+    from graphllm.engine.options import EngineOptions
     from graphllm.prepare import Overrides, parse_buckets
 
     parsed = parse_buckets(buckets) if buckets else None
     wanted = Overrides(
         target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs
     )
+    schema = read_schema(json_schema) if json_schema is not None else None
+    constraint = {"json": schema, "regex": regex} if json_schema or regex else None
     sampling = {
-        "max_tokens": max_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
-        "seed": seed, "stop": stop, "ignore_eos": ignore_eos or None,
+        "n": n, "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_k": top_k,
+        "top_p": top_p, "min_p": min_p, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty, "seed": seed, "stop": stop, "stop_token_ids": stop_token_id,
+        "ignore_eos": ignore_eos or None, "logprobs": logprobs, "structured_outputs": constraint,
     }  # fmt: skip
+    options = EngineOptions(enable_prefix_caching=enable_prefix_caching, scheduling_policy=scheduling_policy)
     inputs = Inputs(file, prompt or [], raw, system, output)
-    run(
-        model,
-        inputs,
-        sampling,
-        wanted,
-        artifact,
-        kv_cache_memory,
-        gpu_memory_utilization,
-        load_format == "dummy",
-        quiet,
-    )
+    loading = Loading(artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", options)
+    raise typer.Exit(run(model, inputs, sampling, wanted, loading, quiet))
 
 
 @app.command("inspect")

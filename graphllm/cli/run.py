@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import Any, NamedTuple
+
+from rich.progress import Progress, TextColumn
 
 from graphllm import prepare
+from graphllm.cli.batch import Inputs, Item, Items, JsonlSink
 from graphllm.cli.build import build_errors, compile_progress, console, embedded_or
-from graphllm.config import ConfigError, Env
-from graphllm.engine.params import SamplingParams
-
-if TYPE_CHECKING:
-    from graphllm.engine.engine import Engine, Output
-    from graphllm.engine.text import Tokenizer
+from graphllm.config import ConfigError
+from graphllm.engine.llm import Core
+from graphllm.engine.load import free_threads
+from graphllm.engine.openai import Call, failure, prompts_of
+from graphllm.engine.options import EngineOptions
+from graphllm.engine.outputs import OutputProcessor, RequestOutput
+from graphllm.engine.params import RequestOutputKind, SamplingParams
+from graphllm.engine.processor import ParsedRequest, Processor
+from graphllm.engine.text import Tokenizer
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
-_POLICIES = ("build", "use", "require", "rebuild")
-_DEFAULT_MAX_TOKENS = 256
-_LINE_FIELDS = {"id", "custom_id", "prompt", "messages", "tools"}
+_AHEAD = 2  # completions in the engine, as a multiple of those in one step
+_ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer
 
 
 @dataclass(frozen=True)
-class Inputs:
-    """Where prompts come from and where text goes. file: .txt, .jsonl or "-". raw: no chat template."""
+class Loading:
+    """How an engine is loaded. artifact: a policy or a folder. kv_cache_memory: such as "2GiB". random: weights."""
 
-    file: str | None
-    prompts: list[str]
-    raw: bool
-    system: str | None
-    output: Path | None
-
-
-@dataclass(frozen=True)
-class Item:
-    """One prompt: text, or chat messages. fields: sampling fields of its own."""
-
-    id: str
-    prompt: str | None
-    messages: list[dict[str, Any]] | None
-    tools: list[dict[str, Any]] | None
-    fields: dict[str, Any]
+    artifact: str
+    kv_cache_memory: str | None
+    gpu_memory_utilization: float
+    random: bool
+    options: EngineOptions
 
 
 def run(
@@ -53,274 +47,311 @@ def run(
     inputs: Inputs,
     sampling: Mapping[str, Any],
     wanted: prepare.Overrides,
-    artifact: str,
-    kv_cache_memory: str | None,
-    gpu_memory_utilization: float,
-    random: bool,
+    loading: Loading,
     quiet: bool,
-) -> None:
-    """Generate for every input. Raises ConfigError for user mistakes, before anything is loaded where it can be
-    known."""
+) -> int:
+    """Generate for every input; the exit status: 1 when the engine failed with some of them. Raises ConfigError for
+    user mistakes, before anything is loaded where it can be known."""
     started = time.perf_counter()
-    items = list(read_items(inputs))
-    if not items:
+    items = Items(inputs)
+    ids = [item.id for item in items]
+    if not ids:
         raise ConfigError("no prompts: give --prompt, a file, or - to read stdin")
+    if inputs.output is None and sampling.get("logprobs") is not None:
+        raise ConfigError("logprobs: the terminal shows none; give --output FILE with --logprobs")
     sink = JsonlSink(inputs.output) if inputs.output else None
-    if sink:
-        skipped = [i for i in items if i.id in sink.finished]
-        items = [i for i in items if i.id not in sink.finished]
-        if skipped and not quiet:
-            console.print(f"{len(skipped)} of {len(skipped) + len(items)} are already in {inputs.output}; skipped")
-        if not items:
-            return
-    memory = parse_bytes(kv_cache_memory) if kv_cache_memory else None
-    source = prepare.open_source(embedded_or(model), random)
+    finished = sink.finished if sink else set()
+    todo = sum(id not in finished for id in ids)
+    if todo < len(ids) and not quiet:
+        console.print(f"{len(ids) - todo} of {len(ids)} are already in {inputs.output}; skipped", markup=False)
+    if not todo:
+        return 0
+    memory = parse_bytes(loading.kv_cache_memory) if loading.kv_cache_memory else None
+    source = prepare.open_source(embedded_or(model), loading.random)
     defaults = _defaults(source.folder, sampling)
-    _set_threads_environment()
-    place, manifest = _artifact(source, wanted, artifact, quiet)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    place, device = _artifact(source, wanted, loading.artifact, quiet)
     phases: dict[str, float] = {"artifact": time.perf_counter() - started}
-    engine = prepare.load_engine(
-        source, place, manifest, memory, gpu_memory_utilization, lambda name, s: phases.update({name: s})
-    )
-    if manifest["factors"]["compile"]["target"]["device"] == "cpu":
-        _use_free_cores()
-    emit = sink.write if sink else _Terminal(single=len(items) == 1).write
-    summary = generate(engine, engine.tokenizer, items, defaults, inputs, emit, quiet or not sink)
+
+    def clock(name: str, seconds: float) -> None:
+        phases[name] = phases.get(name, 0.0) + seconds
+
+    summary = Summary()
+    with contextlib.closing(_load(source, place, device, memory, loading, clock)) as engine:
+        left = (item for item in items if item.id not in finished)
+        news = generate(engine, left, defaults, todo == 1 and sink is None, summary)
+        with _progress(todo, quiet or sink is None) as show:
+            for step in news:
+                for result in step:
+                    if sink:
+                        sink.put(result.place, _row(result, source.folder.name))
+                    else:
+                        _print(result)
+                show(summary)
     if sink:
         sink.close()
     if not quiet:
         if summary.first:
             phases["first token"] = summary.first - started
         _print_summary(summary, phases)
+    if summary.refused or summary.failed:
+        _print_failures(summary, inputs.output)
+    return 1 if summary.failed else 0
 
 
-def _set_threads_environment() -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
-
-def _use_free_cores() -> None:
-    import torch
-
-    from graphllm.machine import free_cores
-
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(free_cores())
-
-
-def _artifact(
-    source: prepare.Source, wanted: prepare.Overrides, artifact: str, quiet: bool
-) -> tuple[Path, dict[str, Any]]:
-    folder = None if artifact in _POLICIES else Path(artifact)
-    if folder is not None and not (folder / "manifest.json").exists():
-        raise ConfigError(
-            f"artifact: {artifact!r} is neither one of {', '.join(_POLICIES)} nor the folder of an artifact"
-        )
-    config = prepare.compile_config(source.config, wanted)
+def _artifact(source: prepare.Source, wanted: prepare.Overrides, artifact: str, quiet: bool) -> tuple[Path, str]:
+    """A verified artifact and its device."""
     with compile_progress(quiet) as progress, build_errors():
-        policy: Any = "require" if folder else artifact
-        return prepare.find_or_build(source, config, Env.read(), policy, progress, folder)
+        return prepare.take_artifact(source, wanted, artifact, progress)
 
 
 def _defaults(folder: Path, sampling: Mapping[str, Any]) -> SamplingParams:
+    """For what a line leaves open; max_tokens None where nobody says."""
+    base = SamplingParams.from_checkpoint(folder)
     file = folder / "generation_config.json"
-    try:
-        given = dict(json.loads(file.read_text())) if file.exists() else {}
-    except (ValueError, TypeError) as damage:
-        raise ConfigError(f"{file}: damaged ({damage}); download it again") from damage
-    if given.pop("repetition_penalty", 1.0) != 1.0:
-        console.print("generation_config.json asks for a repetition penalty, which is not supported yet: going without")
-    base = SamplingParams.from_generation_config(given)
+    given = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
     if "max_new_tokens" not in given:
-        base = SamplingParams.from_fields({"max_tokens": _DEFAULT_MAX_TOKENS}, base)
-    if given.get("do_sample") is False and sampling.get("temperature") is None:
-        base = SamplingParams.from_fields({"temperature": 0.0}, base)
+        base = replace(base, max_tokens=None)
     return SamplingParams.from_fields(sampling, base)
 
 
-def read_items(inputs: Inputs) -> Iterator[Item]:
-    """All prompts in order. Raises ConfigError naming file and line for a line that cannot be used."""
-    for i, text in enumerate(inputs.prompts):
-        yield _text_item(f"prompt-{i}", text, inputs)
-    if inputs.file is None:
-        return
-    name, lines = _open_lines(inputs.file)
-    seen: set[str] = set()
-    as_json = name.endswith(".jsonl") or (name == "stdin" and "".join(lines).lstrip().startswith("{"))
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        item = _json_item(line, f"{name}:{number}", inputs) if as_json else _text_item(f"line-{number}", line, inputs)
-        if item.id in seen:
-            raise ConfigError(f"{name}:{number}: id {item.id!r} appears twice; ids must be unique")
-        seen.add(item.id)
-        yield item
-
-
-def _open_lines(file: str) -> tuple[str, list[str]]:
+def read_schema(given: str) -> str:
+    """A JSON schema, from a file or as it is. Raises ConfigError when it is neither."""
+    if given.lstrip().startswith(("{", "true", "false")):
+        return given
     try:
-        if file == "-":
-            return "stdin", sys.stdin.read().split("\n")  # splitlines would also cut at U+2028, which JSON may hold
-        return file, Path(file).read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as failure:
-        raise ConfigError(f"file: cannot read {file!r}: {failure}") from failure
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as reason:
+        raise ConfigError(f"json-schema: {given!r:.80} is no schema and no file of one ({reason})") from reason
 
 
-def _text_item(id: str, text: str, inputs: Inputs) -> Item:
-    if inputs.raw:
-        return Item(id, text, None, None, {})
-    return Item(id, None, _chat(text, inputs.system), None, {})
+class Engine(NamedTuple):
+    """What requests pass through."""
 
-
-def _chat(text: str, system: str | None) -> list[dict[str, Any]]:
-    first = [{"role": "system", "content": system}] if system else []
-    return [*first, {"role": "user", "content": text}]
-
-
-def _json_item(line: str, where: str, inputs: Inputs) -> Item:
-    try:
-        row = json.loads(line)
-        json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON and no text
-    except ValueError as damage:
-        raise ConfigError(f"{where}: not valid JSON ({damage})") from damage
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise ConfigError(f"{where}: give an object with either prompt (text) or messages (a chat)")
-    id = str(row.get("id", row.get("custom_id", where.rsplit(":", 1)[-1])))
-    fields = {k: v for k, v in row.items() if k not in _LINE_FIELDS}
-    for name in ("messages", "tools"):
-        if row.get(name) is not None and not _is_objects(row[name]):
-            raise ConfigError(f"{where}: {name} must be a list of objects")
-    if "messages" in row:
-        return Item(id, None, row["messages"], row.get("tools"), fields)
-    if not isinstance(row["prompt"], str):
-        raise ConfigError(f"{where}: prompt is {type(row['prompt']).__name__}, give a string")
-    item = _text_item(id, row["prompt"], inputs)
-    return Item(id, item.prompt, item.messages, row.get("tools"), fields)
-
-
-def _is_objects(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
-
-
-class JsonlSink:
-    """Appends one line for each finished request. A file left by an interrupted run is continued: its complete lines
-    are kept and their ids skipped, a half-written last line is cut off."""
-
-    def __init__(self, path: Path) -> None:
-        self.finished: set[str] = set()
-        keep = 0
-        try:
-            self._file: IO[bytes] = path.open("a+b")
-            self._file.seek(0)
-        except OSError as failure:
-            raise ConfigError(f"output: cannot write {path}: {failure}") from failure
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                self.finished.add(str(json.loads(line)["id"]))
-            except (ValueError, TypeError, LookupError) as damage:
-                raise ConfigError(f"output: {path} has a line that is no result; move the file away") from damage
-            keep += len(line)
-        self._file.truncate(keep)
-
-    def write(self, item: Item, output: Output | None, error: str | None = None) -> None:
-        """Add a request's line when it is done."""
-        if output is not None and output.finish_reason is None:
-            return
-        row: dict[str, Any] = {"id": item.id}
-        if output is None:
-            row |= {"error": error}
-        else:
-            usage = {"prompt_tokens": output.prompt_tokens, "completion_tokens": len(output.token_ids)}
-            row |= {"text": output.text, "finish_reason": output.finish_reason, "usage": usage}
-        self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
-        self._file.flush()
+    core: Core
+    tokenizer: Tokenizer
+    processor: Processor
+    outputs: OutputProcessor
+    options: EngineOptions
 
     def close(self) -> None:
-        """Make sure everything is on disk."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        """Give back memory and threads."""
+        self.core.close()
 
 
-class _Terminal:
-    """Streams a single answer as it comes; prints several when each is done."""
+def _load(
+    source: prepare.Source, place: Path, device: str, memory: int | None, loading: Loading, phases: Any
+) -> Engine:
+    begun = time.perf_counter()
+    tokenizer = Tokenizer.from_folder(source.folder)
+    phases("tokenizer", time.perf_counter() - begun)
+    stop_ids = tuple(sorted(tokenizer.stop_ids))
+    settings = prepare.CoreSettings(
+        model=str(source.folder),
+        artifact=str(place),
+        random=loading.random,
+        kv_memory=memory,
+        gpu_memory_utilization=loading.gpu_memory_utilization,
+        threads=free_threads() if device == "cpu" else None,
+        stop_ids=stop_ids,
+        options=loading.options,
+    )
+    core = prepare.load_core(settings, phases)
+    from graphllm.engine.grammar import GrammarCompiler
 
-    def __init__(self, single: bool) -> None:
-        self._single = single
+    grammar = GrammarCompiler(source.folder, core.info.vocab, frozenset(stop_ids))
+    return Engine(
+        core, tokenizer, Processor(tokenizer, core.info, grammar), OutputProcessor(tokenizer), loading.options
+    )
 
-    def write(self, item: Item, output: Output | None, error: str | None = None) -> None:
-        if output is None:
-            raise ConfigError(f"{item.id}: {error}")
-        if self._single:
-            print(output.delta, end="" if output.finish_reason is None else "\n", flush=True)
-        elif output.finish_reason:
-            print(f"[{item.id}] {output.text}", flush=True)
+
+class Result(NamedTuple):
+    """News of an item. place: in the input, from 0 on. call, outputs: what it asked for and got, one output for each
+    of its prompts; a stream's newest text only, until one is finished. error: why it cannot run, instead."""
+
+    place: int
+    item: Item
+    call: Call | None
+    outputs: list[RequestOutput]
+    error: ConfigError | None = None
 
 
 @dataclass
 class Summary:
-    """What a run did. first, begun, ended: clock readings in seconds."""
+    """What a run did. refused: items that could not run. failed: those that the engine could not finish. begun, first,
+    ended: clock readings in seconds."""
 
-    begun: float
+    begun: float = 0.0
     first: float = 0.0
     ended: float = 0.0
     requests: int = 0
+    refused: int = 0
+    failed: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     output_tokens: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.output_tokens / max((self.ended or time.perf_counter()) - self.begun, 1e-9)
+
+    def add(self, result: Result) -> None:
+        """Count an item that is done."""
+        if result.error is not None:
+            self.refused += 1
+            return
+        self.requests += 1
+        self.failed += failure(result.outputs) is not None
+        self.prompt_tokens += sum(len(o.prompt_token_ids) for o in result.outputs)
+        self.cached_tokens += sum(o.num_cached_tokens for o in result.outputs)
+
+
+@dataclass
+class _Open:
+    """An item in the engine. outputs: by number of the prompt, those that are finished."""
+
+    place: int
+    item: Item
+    call: Call
+    requests: list[ParsedRequest]
+    outputs: dict[int, RequestOutput]
 
 
 def generate(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    items: list[Item],
-    defaults: SamplingParams,
-    inputs: Inputs,
-    emit: Callable[..., None],
-    quiet: bool,
-) -> Summary:
-    """Run every item; items that cannot run are reported through ``emit`` with their error and the others go on."""
-    from rich.progress import Progress, TextColumn
-
-    summary = Summary(time.perf_counter())
-    by_id = {}
-    for item in items:
-        try:
-            prompt = _encode(tokenizer, item)
-            engine.add(prompt, SamplingParams.from_fields(item.fields, defaults), item.id)
-        except ConfigError as mistake:
-            emit(item, None, str(mistake))
-            continue
-        by_id[item.id] = item
-    with Progress(*Progress.get_default_columns(), TextColumn("{task.fields[rate]}"), console=console,
-                  transient=True, disable=quiet) as view:  # fmt: skip
-        task = view.add_task("generating", total=len(by_id), rate="")
-        for output in engine.run():
-            summary.first = summary.first or time.perf_counter()
-            summary.output_tokens += 1
-            emit(by_id[output.id], output)
-            if output.finish_reason:
-                summary.requests += 1
-                summary.prompt_tokens += output.prompt_tokens
-                rate = summary.output_tokens / (time.perf_counter() - summary.begun)
-                view.update(task, advance=1, rate=f"{rate:.1f} tokens/s")
+    engine: Engine, items: Iterable[Item], defaults: SamplingParams, stream: bool, summary: Summary
+) -> Iterator[list[Result]]:
+    """Run items to their end; the results of each step. Items are taken when there is room for them, and those that
+    cannot run do not stop the others. stream: a single completion's text comes as it is made."""
+    core, outputs = engine.core, engine.outputs
+    defaults = replace(defaults, output_kind=RequestOutputKind.FINAL_ONLY)
+    source = iter(enumerate(items))
+    running: dict[str, tuple[_Open, int]] = {}  # by id of the request: its item, and which of its prompts
+    completions, more = 0, True
+    summary.begun = time.perf_counter()
+    while more or running:
+        results = []
+        for _ in range(_ADMITTED):
+            if completions >= _AHEAD * core.info.max_num_seqs or not more:
+                break
+            taken = next(source, None)
+            if taken is None:
+                more = False
+                break
+            try:
+                opened = _admit(engine, *taken, defaults, stream)
+            except ConfigError as mistake:
+                results.append(Result(*taken, None, [], mistake))
+                summary.add(results[-1])
+                continue
+            for number, request in enumerate(opened.requests):
+                running[request.request_id] = opened, number
+                completions += request.params.n
+        updates = core.step() if core.unfinished else []
+        summary.output_tokens += sum(len(update.tokens) for update in updates)
+        if not summary.first and summary.output_tokens:
+            summary.first = time.perf_counter()
+        processed = outputs.process(updates)
+        core.abort(processed.aborts)
+        for output in processed.outputs:
+            opened, number = running[output.request_id]
+            if output.finished:
+                opened.outputs[number] = output
+                completions -= opened.call.params.n
+                del running[output.request_id]
+            if len(opened.outputs) == len(opened.requests):
+                whole = [opened.outputs[i] for i in range(len(opened.requests))]
+                results.append(Result(opened.place, opened.item, opened.call, whole))
+                summary.add(results[-1])
+            elif not output.finished:
+                results.append(Result(opened.place, opened.item, opened.call, [output]))
+        yield results
+    while core.unfinished:  # the ends of what a stop string aborted
+        core.step()
     summary.ended = time.perf_counter()
-    return summary
 
 
-def _encode(tokenizer: Tokenizer, item: Item) -> list[int]:
-    if item.messages is None:
-        return tokenizer.encode(item.prompt or "")
-    return tokenizer.encode_chat(item.messages, tools=item.tools)
+def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, stream: bool) -> _Open:
+    """Queue all requests of an item, or none."""
+    core, outputs = engine.core, engine.outputs
+    call = item.call(defaults)
+    if call.priority and engine.options.scheduling_policy != "priority":
+        raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
+    prompts = prompts_of(call, engine.tokenizer)
+    if stream and len(prompts) == call.params.n == 1:
+        call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))
+    requests = [
+        engine.processor.make(
+            prompt, call.params, f"{place}.{i}", priority=call.priority, cache_salt=call.cache_salt
+        )
+        for i, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    try:
+        for request in requests:
+            outputs.add(request)
+            for part in request.requests:
+                core.add(part)
+    except ConfigError:
+        core.abort(outputs.abort(request.request_id for request in requests))
+        raise
+    return _Open(place, item, call, requests, {})
+
+
+def _row(result: Result, model: str) -> dict[str, Any]:
+    if result.error is not None:
+        return result.item.refused(result.error)
+    assert result.call is not None
+    return result.item.row(result.call, result.outputs, model)
+
+
+def _print(result: Result) -> None:
+    """Text to the terminal: one answer as it comes, several when each is done."""
+    id = result.item.id
+    problem = result.error or failure(result.outputs)
+    if problem is not None:
+        raise ConfigError(f"{id}: {problem}") from result.error
+    assert result.call is not None
+    completions = [completion for output in result.outputs for completion in output.outputs]
+    if result.call.params.output_kind is RequestOutputKind.DELTA:
+        print(completions[0].text, end="\n" if completions[0].finished else "", flush=True)
+        return
+    for number, completion in enumerate(completions):
+        label = id if len(completions) == 1 else f"{id}, {number}"
+        print(f"[{label}] {completion.text}", flush=True)
+
+
+@contextlib.contextmanager
+def _progress(total: int, hidden: bool) -> Iterator[Any]:
+    """show(summary): a bar of the items that are done."""
+    columns = (*Progress.get_default_columns(), TextColumn("{task.fields[rate]}"))
+    with Progress(*columns, console=console, transient=True, disable=hidden) as view:
+        task = view.add_task("generating", total=total, rate="")
+        yield lambda summary: view.update(
+            task, completed=summary.requests + summary.refused, rate=f"{summary.rate:.1f} tokens/s"
+        )
 
 
 def _print_summary(summary: Summary, phases: Mapping[str, float]) -> None:
-    seconds = max(summary.ended - summary.begun, 1e-9)
+    s = summary
+    cached = f" ({s.cached_tokens} from the prefix cache)" if s.cached_tokens else ""
     console.print(
-        f"{summary.requests} requests, {summary.prompt_tokens} prompt and {summary.output_tokens} output tokens in "
-        f"{seconds:.2f} s: {summary.output_tokens / seconds:.1f} tokens/s",
+        f"{s.requests} requests, {s.prompt_tokens} prompt{cached} and {s.output_tokens} output tokens in "
+        f"{s.ended - s.begun:.2f} s: {s.rate:.1f} tokens/s",
         highlight=False,
     )
     console.print("start-up, s: " + ", ".join(f"{name} {s:.2f}" for name, s in phases.items()), highlight=False)
+
+
+def _print_failures(summary: Summary, output: Path | None) -> None:
+    parts = []
+    if summary.refused:
+        parts.append(f"{summary.refused} could not run")
+    if summary.failed:
+        parts.append(f"the engine failed with {summary.failed}, run again to repeat those")
+    total = summary.requests + summary.refused
+    console.print(
+        f"of {total} requests {'; '.join(parts)}: see their errors in {output}", markup=False, highlight=False
+    )
 
 
 def parse_bytes(text: str) -> int:

@@ -1,5 +1,6 @@
 """Link the units into the whole model's graph, cut it at boundary ops, and keep each distinct piece once.
 
+Two programs come out, alike up to the logits: "plain" samples from them, "full" edits them first and reports logprobs.
 Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention
 makes the
 repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer edge.
@@ -35,28 +36,92 @@ class Call(NamedTuple):
     outputs: tuple[str, ...]
 
 
+class Program(NamedTuple):
+    """One order of calls. parts: the index of the first call of each part after the first; parts run one by one."""
+
+    calls: list[Call]
+    parts: dict[str, int]
+
+
+class CacheLayout(NamedTuple):
+    """Cache groups: layers with the same attention window share page lists, and all groups draw pages from one pool.
+
+    windows: of each group, 0 sees everything. places: (group, tensor) of each layer; layers of different groups use the
+    same cache tensor, in different pages of it. tensors: how many there are.
+    """
+
+    windows: tuple[int, ...]
+    places: tuple[tuple[int, int], ...]
+    tensors: int
+
+
 class Linked(NamedTuple):
-    """The whole model: its distinct pieces by id and the order in which they run. The last output is "tokens"."""
+    """The whole model: its distinct pieces by id and its programs.
+
+    "plain" ends with "tokens" sampled from the "logits". "full" has the parts "adjust" (logits to "adjusted"), "sample"
+    and "logprobs" ("scores") for steps in which a request asks for more. layout: where each layer's cache is.
+    """
 
     pieces: dict[str, Piece]
-    calls: list[Call]
+    programs: dict[str, Program]
+    layout: CacheLayout
 
 
-def link(units: Sequence[Unit], kinds: Sequence[str]) -> Linked:
-    """Chain embed, every layer, head and sample, and cut at boundaries."""
+# The units of each program after the model's own, and the parts that begin with them.
+_TAILS = {"plain": ("sample",), "full": ("adjust", "sample_adjusted", "logprobs")}
+_PARTS = {"adjust": "adjust", "sample_adjusted": "sample", "logprobs": "logprobs"}
+_RESULTS = ("logits", "adjusted", "tokens", "scores")
+
+
+def link(units: Sequence[Unit], kinds: Sequence[str], max_len: int) -> Linked:
+    """Chain feed, embed, every layer, head and the sampling units, and cut at boundaries. max_len: the context's."""
+    windows = {u.name: _window(u) for u in units}
+    layout = cache_layout([windows[f"layer.{kind}"] for kind in kinds], max_len)
+    pieces: dict[str, Piece] = {}
+    programs = {name: _program(units, kinds, tail, layout, pieces) for name, tail in _TAILS.items()}
+    return Linked(pieces, programs, layout)
+
+
+def cache_layout(windows: Sequence[int], max_len: int) -> CacheLayout:
+    """Groups of equal size over layers with those windows; the fewer layers a window has, the smaller they all are."""
+    seen = [0 if w >= max_len else w for w in windows]
+    layers = {w: [i for i, v in enumerate(seen) if v == w] for w in sorted(set(seen))}
+    size = min(map(len, layers.values()))
+    found: list[int] = []
+    places: dict[int, tuple[int, int]] = {}
+    for window, members in layers.items():
+        for start in range(0, len(members), size):
+            for tensor, layer in enumerate(members[start : start + size]):
+                places[layer] = (len(found), tensor)
+            found.append(window)
+    return CacheLayout(tuple(found), tuple(places[i] for i in range(len(windows))), size)
+
+
+def _window(unit: Unit) -> int:
+    """The window of a layer's attention, as its graph says."""
+    for node in unit.graph.nodes:
+        op = op_of(node.target)
+        if op is not None and "window" in op.signature.parameters and op.mutates:
+            return int(op.bind(node.args, node.kwargs)["window"])
+    return 0
+
+
+def _program(
+    units: Sequence[Unit], kinds: Sequence[str], tail: Sequence[str], layout: CacheLayout, pieces: dict[str, Piece]
+) -> Program:
     by_name = {u.name: u for u in units}
-    order = [("embed", by_name["embed"])]
-    order += [(f"layers.{i}", by_name[f"layer.{kind}"]) for i, kind in enumerate(kinds)]
-    order += [("head", by_name["head"]), ("sample", by_name["sample"])]
+    order = [("feed", by_name["feed"], -1), ("embed", by_name["embed"], -1)]
+    order += [(f"layers.{i}", by_name[f"layer.{kind}"], i) for i, kind in enumerate(kinds)]
+    order += [(name, by_name[name], -1) for name in ("head", *tail)]
     shapes = units[0].shapes
 
     whole = torch.fx.Graph()
     values: dict[str, torch.fx.Node] = {}
     body: list[tuple[str, torch.fx.Node]] = []
-    for index, (prefix, unit) in enumerate(order):
+    for prefix, unit, layer in order:
         env: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in unit.graph.find_nodes(op="placeholder"):
-            label = _global_name(node.meta["label"], prefix, index - 1)
+            label = _global_name(node.meta["label"], prefix, layer, layout)
             if label not in values:
                 values[label] = whole.placeholder(label.replace(".", "_"))
                 values[label].meta.update(node.meta, label=label)
@@ -65,18 +130,24 @@ def link(units: Sequence[Unit], kinds: Sequence[str]) -> Linked:
         body += [(unit.name, n) for n in copy_nodes(calls, whole, env)]
         for name, node in zip(unit.outputs, results_of(unit), strict=True):
             values[name] = env[node]
-        if unit.name == "head":
-            values["logits"] = values["x"]
-    return _cut(body, {"logits": values["logits"], "tokens": values["x"]}, shapes)
+    results = {name: values[name] for name in _RESULTS if name in values}
+    return _cut(body, results, shapes, pieces)
 
 
-def _global_name(label: str, prefix: str, layer: int) -> str:
+def _global_name(label: str, prefix: str, layer: int, layout: CacheLayout) -> str:
     if label.startswith("w."):
         return f"{prefix}.{label[2:]}"
-    return f"kv.{layer}" if label == "kv" else label
+    if label == "kv":
+        return f"kv.{layout.places[layer][1]}"
+    return f"step.block_table.{layout.places[layer][0]}" if label == "step.block_table" else label
 
 
-def _cut(body: list[tuple[str, torch.fx.Node]], results: dict[str, torch.fx.Node], shapes: Shapes) -> Linked:
+def _cut(
+    body: list[tuple[str, torch.fx.Node]],
+    results: dict[str, torch.fx.Node],
+    shapes: Shapes,
+    pieces: dict[str, Piece],
+) -> Program:
     segments: list[list[tuple[str, torch.fx.Node]]] = [[]]
     for unit, node in body:
         op = op_of(node.target)
@@ -92,17 +163,19 @@ def _cut(body: list[tuple[str, torch.fx.Node]], results: dict[str, torch.fx.Node
         names.setdefault(node, f"v{i}")
     needed_after = {node: max((where[u] for u in node.users if u in where), default=-1) for node in where}
 
-    pieces: dict[str, Piece] = {}
-    calls = []
+    calls: list[Call] = []
+    parts: dict[str, int] = {}
     for i, segment in enumerate(segments):
         nodes = [n for _, n in segment]
         outputs = [n for n in nodes if needed_after[n] > i and not _is_size(n)]
         outputs += [n for n in nodes if n in results.values() and n not in outputs]
         piece, inputs = _piece(nodes, outputs, shapes, " + ".join(dict.fromkeys(unit for unit, _ in segment)))
         pieces.setdefault(piece.id, piece)
+        if segment[0][0] in _PARTS:
+            parts.setdefault(_PARTS[segment[0][0]], len(calls))
         names_in = tuple(n.meta["label"] if n.op == "placeholder" else names[n] for n in inputs)
         calls.append(Call(piece.id, names_in, tuple(names[n] for n in outputs)))
-    return Linked(pieces, calls)
+    return Program(calls, parts)
 
 
 def _is_size(node: torch.fx.Node) -> bool:

@@ -25,9 +25,10 @@ class Stage(enum.IntEnum):
 
 
 class Unit(NamedTuple):
-    """The traced graph of one unit: "embed", "layer.<kind>", "head" or "sample".
+    """The traced graph of one unit: "feed", "embed", "layer.<kind>", "head", or one of the sampling program's.
 
-    inputs and outputs name the values in order: "w.<weight>", "step.<field>", "x", "shared.<i>", "kv".
+    inputs and outputs name the values in order: "w.<weight>", "step.<field>", "state.<field>", "x", "shared.<i>", "kv",
+    "logits", "adjusted", "tokens", "scores".
     """
 
     name: str

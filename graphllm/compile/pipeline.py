@@ -20,13 +20,13 @@ from graphllm import artifact
 from graphllm.compile.backends import Backend, Built, Cpu, Eager
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import Unit, ordered_passes
-from graphllm.compile.trace import kv_spec, step_specs, trace_model
+from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.model import Model
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.machine import compiler_version
-from graphllm.runtime.program import Call, LinkedProgram
+from graphllm.runtime.program import RESULTS, Call, LinkedProgram
 from graphllm.weights.plan import WeightPlan, make_plan
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -93,7 +93,7 @@ def compile_model(
     timed("trace")
     traced = run_passes(units, make_plan(model, c, config.dtype), config)
     timed("passes")
-    linked = link(traced.units, model.kinds(c))
+    linked = link(traced.units, model.kinds(c), config.max_model_len)
     timed("link")
     built = build_pieces(linked, config, progress)
     timed("build")
@@ -118,6 +118,7 @@ def compile_model(
             for piece in linked.pieces.values()
         },
         "memory": memory,
+        "groups": len(linked.layout.windows),
         "seconds": seconds,
         "made_with": {"g++": compiler_version(), "machine": config.target.name},
     }
@@ -198,28 +199,36 @@ def write_program(
         (folder / "pieces" / f"{piece}-{bucket.name}.json").write_text(json.dumps(b.bundle, separators=(",", ":")))
         for name, blob in b.blobs.items():
             (folder / "pieces" / name).write_bytes(blob)
-    specs = {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step_specs(config).items()}
-    kv = kv_spec(c, config, 1)
-    layers = sum(1 for name in {i for call in linked.calls for i in call.inputs} if name.startswith("kv."))
-    program = {
-        "calls": [[call.piece, list(call.inputs), list(call.outputs)] for call in linked.calls],
-        "step": specs,
-        "kv": {"layers": layers, "dtype": kv.dtype, "page": list(kv.shape[1:])},
+    layout, kv = linked.layout, kv_spec(c, config, 1)
+    step, state = step_specs(config, c.V, len(layout.windows)), state_specs(config, c.V)
+    read = {i for program in linked.programs.values() for call in program.calls for i in call.inputs}
+    description = {
+        "programs": {
+            name: {"calls": [[call.piece, list(call.inputs), list(call.outputs)] for call in program.calls],
+                   "parts": program.parts}
+            for name, program in linked.programs.items()
+        },
+        "step": {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step.items()},
+        "state": {n: [s.dtype, list(s.shape)] for n, s in state.items()},
+        "kv": {"tensors": layout.tensors, "dtype": kv.dtype, "page": list(kv.shape[1:]), "windows": layout.windows,
+               "depends on length": "step.context_len" in read},
         "vocab": c.V,
-    }
-    (folder / "program.json").write_text(json.dumps(program, indent=1))
+    }  # fmt: skip
+    (folder / "program.json").write_text(json.dumps(description, indent=1))
     (folder / "weights.json").write_text(traced.plan.to_json())
     arenas = {}
     for bucket in config.buckets:
-        calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in linked.calls]
         limits = bucket.limits(config.max_num_seqs)
-        arenas[bucket.name] = LinkedProgram(calls, ("logits", "tokens"), limits).arena_bytes
+        for name, program in linked.programs.items():
+            calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in program.calls]
+            arenas[f"{bucket.name} {name}"] = LinkedProgram(calls, RESULTS, limits, program.parts).arena_bytes
     item = {"bfloat16": 2, "float16": 2, "float32": 4}[kv.dtype]
-    page = layers * math.prod(int(d) for d in kv.shape[1:]) * item
+    page = layout.tensors * math.prod(int(d) for d in kv.shape[1:]) * item
     return {
         "weights": traced.plan.total_bytes,
         "arena": max(arenas.values()),
         "arena by bucket": arenas,
+        "state": sum(math.prod(int(d) for d in s.shape) * 4 for s in state.values()),
         "kv page": page,
         "kv bytes per token": page // config.page_size,
     }
@@ -232,7 +241,7 @@ def write_graphs(folder: Path, traced: Traced, linked: Linked, built: Mapping[tu
         (folder / name).write_text(text)
     shapes = traced.units[0].shapes
     for piece in linked.pieces.values():
-        times = sum(call.piece == piece.id for call in linked.calls)
+        times = max(sum(call.piece == piece.id for call in p.calls) for p in linked.programs.values())
         title = f"piece {piece.id}: {piece.label}, runs {times} times a step"
         (folder / f"piece.{piece.id}.txt").write_text(to_text(piece.graph, shapes, title))
     for (piece_id, bucket), b in built.items():

@@ -1,4 +1,5 @@
-"""Trace a model: embed, one layer of each kind, head and sampler, each once, on fake tensors with symbolic T and S."""
+"""Trace a model: embed, one layer of each kind, head, and the sampling program around it, each once, on fake tensors
+with symbolic T and S."""
 
 from __future__ import annotations
 
@@ -14,14 +15,24 @@ from graphllm.config import CompileConfig
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import Attn, Model, Step
 from graphllm.ir.weight import Weight
+from graphllm.ops.adjust_logits import adjust_logits
+from graphllm.ops.record_tokens import record_tokens
 from graphllm.ops.sample import sample
+from graphllm.ops.token_logprobs import token_logprobs
 
 
-def step_specs(config: CompileConfig) -> dict[str, TensorSpec]:
-    """The step's inputs by name; `Step` and `sample` say what they mean. One page more than the longest context needs
-    never occurs, so the block table is exactly max_model_len wide."""
+def step_specs(config: CompileConfig, vocab: int, groups: int = 1) -> dict[str, TensorSpec]:
+    """The step's inputs by name, in the order in which they are staged; `Step`, `sample`, `adjust_logits` and
+    `token_logprobs` say what they mean.
+
+    groups: cache groups, each with a block table of its own. A block table is exactly max_model_len wide. The mask
+    comes last, so that steps without one need not copy it.
+    """
     pages = -(-config.max_model_len // config.page_size)
     dense = TensorSpec.contiguous
+    tables = {f"step.block_table.{g}": dense("int32", "S", pages) for g in range(groups)}
+    ints = ("top_k", "draw", "slot", "counted", "mask_row", "bias_count", "target", "wanted")
+    floats = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
     return {
         "step.token_ids": dense("int32", "T"),
         "step.positions": dense("int32", "T"),
@@ -29,13 +40,22 @@ def step_specs(config: CompileConfig) -> dict[str, TensorSpec]:
         "step.logit_rows": dense("int32", "S"),
         "step.query_start": dense("int32", "S + 1"),
         "step.seq_len": dense("int32", "S"),
-        "step.block_table": dense("int32", "S", pages),
-        "step.temperature": dense("float32", "S"),
-        "step.top_k": dense("int32", "S"),
-        "step.top_p": dense("float32", "S"),
-        "step.min_p": dense("float32", "S"),
+        **tables,
         "step.seed": dense("int64", "S"),
-        "step.draw": dense("int32", "S"),
+        **{f"step.{n}": dense("int32", "S") for n in ints},
+        **{f"step.{n}": dense("float32", "S") for n in floats},
+        "step.mask": dense("int32", "S", -(-vocab // 32)),
+    }
+
+
+def state_specs(config: CompileConfig, vocab: int) -> dict[str, TensorSpec]:
+    """What stays on the device between steps, by slot; the last slot is scrap, for padding rows."""
+    slots, dense = config.max_num_seqs + 1, TensorSpec.contiguous
+    return {
+        "state.last_token": dense("int32", slots),
+        "state.counts": dense("int32", slots, vocab),
+        "state.bias_token": dense("int32", slots, config.max_logit_bias),
+        "state.bias_value": dense("float32", slots, config.max_logit_bias),
     }
 
 
@@ -46,23 +66,30 @@ def kv_spec(model_config: Any, config: CompileConfig, pages: int | str) -> Tenso
 
 
 def trace_model(model: Model, c: Any, config: CompileConfig) -> list[Unit]:
-    """The units of a model in program order: embed, each layer kind once, head, sample."""
+    """The units of a model in program order: feed, embed, each layer kind once, head, and the sampling program's:
+    "sample", or "adjust", "sample_adjusted" and "logprobs"."""
     shapes = Shapes(config.target.device)
-    specs = step_specs(config)
+    specs = step_specs(config, c.V) | state_specs(config, c.V)
+    specs["step.block_table"] = specs.pop("step.block_table.0")  # linking says which group's
     # Any page count does: no piece depends on it. It is larger than 1 so that it is not mistaken for a broadcast.
     specs["kv"] = kv_spec(c, config, 64)
 
-    def trace(name: str, extra: dict[str, TensorSpec], fn: Callable[[dict[str, Any]], Any]) -> Unit:
-        inputs = {**specs, **extra}
-        return trace_unit(name, inputs, fn, shapes)
+    def trace(
+        name: str,
+        extra: dict[str, TensorSpec],
+        fn: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]],
+        output: str = "x",
+    ) -> Unit:
+        return trace_unit(name, {**specs, **extra}, fn, shapes, output)
 
     def weights(declared: dict[str, Weight]) -> dict[str, TensorSpec]:
         dtypes = {"model": config.dtype, "float32": "float32"}
         return {f"w.{n}": TensorSpec.contiguous(dtypes[w.dtype], *w.shape) for n, w in declared.items()}
 
+    feed = trace("feed", {}, _feed, "step.token_ids")
     embed = trace("embed", weights(model.embed_weights(c)), lambda v: _flat(model.embed(c, _weights(v), _step(v))))
     carried = dict(zip(embed.outputs, output_specs(embed), strict=True))
-    units = [embed]
+    units = [feed, embed]
     for kind in dict.fromkeys(model.kinds(c)):
 
         def layer(v: dict[str, Any], kind: str = kind) -> tuple[torch.Tensor]:
@@ -73,17 +100,55 @@ def trace_model(model: Model, c: Any, config: CompileConfig) -> list[Unit]:
         "head",
         weights(model.head_weights(c)) | {"x": carried["x"]},
         lambda v: (model.head(c, _weights(v), v["x"], _step(v)),),
+        "logits",
     )
-    logits = output_specs(head)[0]
+    logits = {"logits": output_specs(head)[0]}
+    sample = trace("sample", logits, lambda v: _sample(v, "logits"), "tokens")
+    adjust = trace("adjust", logits, _adjust, "adjusted")
+    adjusted = {"adjusted": output_specs(adjust)[0]}
+    sample_adjusted = trace("sample_adjusted", adjusted, lambda v: _sample(v, "adjusted"), "tokens")
+    tokens = {"tokens": output_specs(sample)[0]}
+    k = config.max_logprobs
+    logprobs = trace(
+        "logprobs",
+        logits | tokens,
+        lambda v: (token_logprobs(v["logits"], v["tokens"], v["step.target"], v["step.wanted"], k),),
+        "scores",
+    )
+    return [*units, head, sample, adjust, sample_adjusted, logprobs]
+
+
+def _feed(v: dict[str, Any]) -> tuple[torch.Tensor]:
+    """A negative id -(slot + 1) stands for the token last sampled for that slot, which the host does not know yet."""
+    ids_T = v["step.token_ids"]
+    last_T = torch.index_select(v["state.last_token"], 0, (-1 - ids_T).clamp(min=0))
+    return (torch.where(ids_T < 0, last_T, ids_T),)
+
+
+def _sample(v: dict[str, Any], logits: str) -> tuple[torch.Tensor]:
     names = ("temperature", "top_k", "top_p", "min_p", "seed", "draw")
-    sampler = trace("sample", {"x": logits}, lambda v: (sample(v["x"], *(v[f"step.{n}"] for n in names)),))
-    return [*units, head, sampler]
+    tokens_S = sample(v[logits], *(v[f"step.{n}"] for n in names))
+    state = (v["state.last_token"], v["state.counts"])
+    return (record_tokens(tokens_S, v["step.slot"], v["step.counted"], *state),)
+
+
+def _adjust(v: dict[str, Any]) -> tuple[torch.Tensor]:
+    rows = ("slot", "mask_row", "mask", "bias_count", "repetition", "frequency", "presence")
+    state = ("counts", "bias_token", "bias_value")
+    return (adjust_logits(v["logits"], *(v[f"step.{n}"] for n in rows), *(v[f"state.{n}"] for n in state)),)
 
 
 def trace_unit(
-    name: str, inputs: dict[str, TensorSpec], fn: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]], shapes: Shapes
+    name: str,
+    inputs: dict[str, TensorSpec],
+    fn: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]],
+    shapes: Shapes,
+    output: str = "x",
 ) -> Unit:
-    """Trace ``fn`` over named inputs. Inputs it does not read are left out of the unit."""
+    """Trace ``fn`` over named inputs. Inputs it does not read are left out of the unit.
+
+    output: name of the first result; further ones are "shared.<i>".
+    """
     names = list(inputs)
     fakes = [shapes.tensor(inputs[n]) for n in names]
     with shapes.mode, torch.no_grad():
@@ -95,7 +160,7 @@ def trace_unit(
     kept = tuple(n.meta["label"] for n in graph.find_nodes(op="placeholder"))
     unit = Unit(name, graph, kept, (), shapes)
     shared = tuple(f"shared.{i}" for i in range(len(results_of(unit)) - 1))
-    return unit._replace(outputs=("x", *shared))
+    return unit._replace(outputs=(output, *shared))
 
 
 def output_specs(unit: Unit) -> list[TensorSpec]:

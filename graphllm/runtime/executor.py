@@ -1,16 +1,17 @@
-"""Executor: binds an artifact's programs to weights, caches and static buffers, and runs steps.
+"""Executor: binds an artifact's programs to weights, caches and static buffers, and runs steps without waiting for
+them.
 
 On a GPU each padded size is captured once, lazily, as CUDA graphs, then replayed. On a CPU the bound calls run in a
-loop.
-Knows nothing of requests: a step is arrays in, token ids out.
+thread. Knows nothing of requests: a step is arrays in, token ids out, and slots are rows of the state that stays on the
+device.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
+import math
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,46 +19,63 @@ import numpy as np
 import torch
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.expr import value
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
-from graphllm.runtime.program import Bound, Call, LinkedProgram
+from graphllm.runtime.program import RESULTS, Bound, Call, LinkedProgram
+from graphllm.runtime.staging import Staging, StepInput
+from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
 
-_ALIGN = 64
 # Sizes that are captured, relative to which a batch is padded: at most 25 % waste, few graphs.
 _GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
+_BOUND_KEPT = 128
+IN_PROMPT = 1 << 30  # flag of `adjust_logits` in the counts
 
-
-class StepInput(NamedTuple):
-    """One ragged batch, host arrays; `graphllm.ir.model.Step` says what the fields mean. S sequences, T tokens."""
-
-    token_ids: np.ndarray
-    positions: np.ndarray
-    context_len: np.ndarray
-    logit_rows: np.ndarray
-    query_start: np.ndarray
-    seq_len: np.ndarray
-    block_table: np.ndarray
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seed: np.ndarray
-    draw: np.ndarray
+Hook = Callable[[torch.Tensor], None]
 
 
 class StepResult(NamedTuple):
-    """Device tensors that stay valid until the next step. tokens [S] int32, logits [S, V]; rows past the batch's own
-    sequences are padding."""
+    """What a step gave, on the host.
 
-    tokens: torch.Tensor
+    tokens [R] int32: -1 where none can be chosen. scores: see `token_logprobs`, None unless asked for. whole: by row,
+    log-probabilities [V] of the model's own distribution, for the rows that asked for all. logits [R, V]: a view of
+    device memory that the next step overwrites.
+    """
+
+    tokens: np.ndarray
+    scores: np.ndarray | None
+    whole: dict[int, np.ndarray]
     logits: torch.Tensor
+
+
+class Frame:
+    """A step that was started. ``wait`` gives its results, once."""
+
+    def __init__(self, rows: int, ring: int, size: tuple[int, int], runner: Runner) -> None:
+        self.rows, self.ring, self.size, self.runner = rows, ring, size, runner
+        self.job: Job | None = None
+        self.scores: torch.Tensor | None = None
+        self.tokens: torch.Tensor | None = None
+        self.whole: dict[int, torch.Tensor] = {}
+
+    def wait(self) -> StepResult:
+        """Block until the step is done. Raises what the device reported."""
+        assert self.job is not None
+        self.job.result()
+        assert self.tokens is not None
+        return StepResult(
+            self.tokens.numpy().copy(),
+            None if self.scores is None else self.scores.numpy().copy(),
+            {row: values.cpu().numpy() for row, values in self.whole.items()},
+            self.runner.results["logits"][: self.rows],
+        )
 
 
 class Executor:
     """Runs the programs of one artifact.
 
-    artifact: its folder, already verified. weights: finished parameters by name. kv_pages: pages of the paged cache,
-    the same in every layer. Raises ConfigError when the cache cannot be allocated.
+    folder: the artifact, already verified. weights: finished parameters by name. kv_pages: pages of the paged cache,
+    the same in every cache tensor; page 0 is never written by a request. windows: attention window of each cache
+    group, 0 for none. depends_on_length: cached keys depend on the context's length, so they cannot be shared. Raises
+    ConfigError when the memory cannot be allocated.
     """
 
     def __init__(
@@ -67,56 +85,82 @@ class Executor:
         self.device = torch.device(compiled["target"]["device"])
         self.buckets = [Bucket(**b) for b in compiled["buckets"]]
         self.max_num_seqs, self.max_num_tokens = compiled["max_num_seqs"], compiled["max_num_tokens"]
+        self.max_logprobs, self.max_logit_bias = compiled["max_logprobs"], compiled["max_logit_bias"]
         self.page_size, self.kv_pages = compiled["page_size"], kv_pages
         program = json.loads((folder / "program.json").read_text())
-        self.max_pages_per_seq = program["step"]["step.block_table"][1][1]
         self.vocab = program["vocab"]
-        self._specs = program["step"]
-        self._outside = dict(weights) | self._allocate_kv(program["kv"])
-        self._folder, self._calls = folder / "pieces", program["calls"]
-        self._programs: dict[str, LinkedProgram] = {}
+        self.windows = tuple(program["kv"]["windows"])
+        self.depends_on_length = program["kv"]["depends on length"]
+        self.state = {n.removeprefix("state."): self._zeros(s, d) for n, (d, s) in program["state"].items()}
+        self._kv = self._allocate_kv(program["kv"])
+        self._outside = (
+            dict(weights)
+            | {f"state.{n}": t for n, t in self.state.items()}
+            | {f"kv.{i}": t for i, t in enumerate(self._kv)}
+        )
+        self._folder, self._described = folder / "pieces", program["programs"]
+        self._bundles: dict[str, Any] = {}
+        self._programs: dict[tuple[str, str], LinkedProgram] = {}
         self._arena = torch.empty(max(manifest["memory"]["arena"], 1), dtype=torch.uint8, device=self.device)
-        self._stream = torch.cuda.Stream() if self.device.type == "cuda" else None
+        self._stream: Stream = CpuStream() if self.device.type == "cpu" else CudaStream()
         self._kernels = self._open_kernels()
         limits = [b.limits(self.max_num_seqs) for b in self.buckets]
-        self._staging = Staging(self._specs, {n: max(limit[n] for limit in limits) for n in "TS"}, self.device)
-        self._bound: OrderedDict[tuple[str, int, int], Runner] = OrderedDict()
+        most = {n: max(limit[n] for limit in limits) for n in "TS"}
+        self.max_rows = most["S"]
+        self._staging = Staging(program["step"], most, self.max_num_seqs, self.device)
+        pin = self.device.type == "cuda"
+        self._tokens = [torch.zeros(most["S"], dtype=torch.int32, pin_memory=pin) for _ in range(Staging.rings)]
+        width = 2 + 2 * self.max_logprobs
+        self._scores = [torch.zeros(most["S"], width, pin_memory=pin) for _ in range(Staging.rings)]
+        self._jobs: list[Job | None] = [None] * Staging.rings
+        self._turn = 0
+        self._bound: OrderedDict[tuple[str, str, int, int], Runner] = OrderedDict()
 
-    def _allocate_kv(self, kv: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-        shape = (self.kv_pages, *kv["page"])
+    def _zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
+        kind = getattr(torch, dtype)
+        if self.device.type == "cuda":
+            return torch.zeros(shape, dtype=kind, device=self.device)
+        # numpy leaves fresh memory to the operating system to clear when it is first touched.
+        count = math.prod(shape) * kind.itemsize
+        memory = np.zeros(count + 64, dtype=np.uint8)
+        start = -memory.ctypes.data % 64
+        return torch.from_numpy(memory[start : start + count]).view(kind).view(*shape)
+
+    def _allocate_kv(self, kv: Mapping[str, Any]) -> list[torch.Tensor]:
         try:
             # Zeroed: a page's unused tail is multiplied by a weight of zero, which must not meet NaN.
-            caches = [
-                torch.zeros(shape, dtype=getattr(torch, kv["dtype"]), device=self.device) for _ in range(kv["layers"])
-            ]
-        except RuntimeError as failure:
+            return [self._zeros((self.kv_pages, *kv["page"]), kv["dtype"]) for _ in range(kv["tensors"])]
+        except (RuntimeError, MemoryError) as failure:
             raise ConfigError(
                 f"kv cache: {self.kv_pages} pages of {self.page_size} tokens do not fit in memory ({failure}); "
                 "lower --kv-cache-memory or --gpu-memory-utilization"
             ) from failure
-        return {f"kv.{i}": cache for i, cache in enumerate(caches)}
 
     def _open_kernels(self) -> Kernels:
-        if self._stream is not None:
-            return CudaKernels(self._folder, self._stream.cuda_stream)
+        if isinstance(self._stream, CudaStream):
+            return CudaKernels(self._folder, self._stream.handle)
         library = self._folder / "kernels.so"
         return CpuKernels(library if library.exists() else None)
 
-    def _program(self, bucket: Bucket) -> LinkedProgram:
-        if bucket.name not in self._programs:
-            bundles: dict[str, Any] = {}
-            for piece, _, _ in self._calls:
-                if piece not in bundles:
-                    bundles[piece] = json.loads((self._folder / f"{piece}-{bucket.name}.json").read_text())
-            calls = [Call(bundles[piece], inputs, outputs) for piece, inputs, outputs in self._calls]
-            program = LinkedProgram(calls, ("logits", "tokens"), bucket.limits(self.max_num_seqs))
+    def _program(self, name: str, bucket: Bucket) -> LinkedProgram:
+        if (name, bucket.name) not in self._programs:
+            described = self._described[name]
+            calls = [Call(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in described["calls"]]
+            program = LinkedProgram(calls, RESULTS, bucket.limits(self.max_num_seqs), described["parts"])
             if program.arena_bytes > self._arena.numel():
                 raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")
-            self._programs[bucket.name] = program
-        return self._programs[bucket.name]
+            self._programs[name, bucket.name] = program
+        return self._programs[name, bucket.name]
 
-    def pick(self, tokens: int, seqs: int, decode: bool) -> tuple[Bucket, int, int]:
-        """The bucket for a batch, and the T and S it is padded to."""
+    def _bundle(self, piece: str, bucket: Bucket) -> Any:
+        file = f"{piece}-{bucket.name}.json"
+        if file not in self._bundles:
+            self._bundles[file] = json.loads((self._folder / file).read_text())
+        return self._bundles[file]
+
+    def pick(self, tokens: int, rows: int, decode: bool) -> tuple[Bucket, int, int]:
+        """The bucket for a batch, and the T and S it is padded to. rows: the larger one of sequences and sampled
+        rows."""
         for bucket in self.buckets:
             if bucket.kind == "decode" and decode and bucket.lo <= tokens <= bucket.hi:
                 T = self._padded(tokens, bucket.hi)
@@ -124,75 +168,155 @@ class Executor:
         for bucket in self.buckets:
             if bucket.kind == "mixed" and tokens <= bucket.hi:
                 T = max(bucket.lo, self._padded(tokens, bucket.hi))
-                S = 1 if bucket.hi == 1 else max(2, self._padded(seqs, self.max_num_seqs))
+                S = 1 if bucket.hi == 1 else max(2, self._padded(rows, self.max_num_seqs))
                 return bucket, T, S
         raise ConfigError(f"no bucket of the artifact takes {tokens} tokens; compile with larger --buckets")
 
     def _padded(self, size: int, limit: int) -> int:
-        if self._stream is None or size > _GRAPH_SIZES[-1]:
+        if self.device.type == "cpu" or size > _GRAPH_SIZES[-1]:
             return size
         return min(limit, next(g for g in _GRAPH_SIZES if g >= size))
 
+    def start(self, step: StepInput, full: bool = False) -> Frame:
+        """Start a step; returns at once. With ``full`` it stops at the logits and `sample` must follow."""
+        tokens, seqs, rows = len(step.token_ids), len(step.seq_len), len(step.logit_rows)
+        decode = tokens == seqs == rows and bool((np.diff(step.query_start) == 1).all())
+        bucket, T, S = self.pick(tokens, max(seqs, rows), decode)
+        ring = self._turn
+        self._turn = (ring + 1) % Staging.rings
+        if (before := self._jobs[ring]) is not None:
+            before.result()
+        self._staging.fill(ring, step, T, S)
+        runner = self._runner("full" if full else "plain", bucket, T, S)
+        frame = Frame(rows, ring, (T, S), runner)
+
+        def work() -> None:
+            self._staging.upload(ring, T, S)
+            runner.run("")
+            if not full:
+                self._download(frame, scores=False)
+
+        frame.job = self._jobs[ring] = self._stream.submit(work)
+        return frame
+
+    def sample(
+        self,
+        frame: Frame,
+        mask: np.ndarray | None = None,
+        scores: bool = False,
+        whole: Sequence[int] = (),
+        hook: Hook | None = None,
+    ) -> None:
+        """Go on with a full step: edit the logits, sample, report logprobs.
+
+        mask [M, ceil(V / 32)] int32: rows for ``mask_row``. scores: whether any row wants logprobs. whole: rows that
+        want those of the whole vocabulary. hook: edits the float32 logits [R, V] in place, last before sampling.
+        """
+        T, S = frame.size
+        if mask is not None:
+            self._staging.fill_mask(frame.ring, mask, T, S)
+
+        def work() -> None:
+            if mask is not None:
+                self._staging.upload_mask(frame.ring, len(mask), T, S)
+            frame.runner.run("adjust")
+            if hook is not None:
+                hook(frame.runner.results["adjusted"][: frame.rows])
+            frame.runner.run("sample")
+            if scores:
+                frame.runner.run("logprobs")
+            for row in whole:
+                logits = torch.nan_to_num(frame.runner.results["logits"][row].float(), nan=-math.inf)
+                frame.whole[row] = torch.log_softmax(logits, dim=-1)
+            self._download(frame, scores)
+
+        frame.job = self._jobs[frame.ring] = self._stream.submit(work)
+
+    def _download(self, frame: Frame, scores: bool) -> None:
+        results = frame.runner.results
+        frame.tokens = self._tokens[frame.ring][: frame.rows]
+        frame.tokens.copy_(results["tokens"][: frame.rows], non_blocking=True)
+        if scores:
+            frame.scores = self._scores[frame.ring][: frame.rows]
+            frame.scores.copy_(results["scores"][: frame.rows], non_blocking=True)
+
     def run(self, step: StepInput) -> StepResult:
-        """Run one step to the end of its launches; on a GPU the results are still being computed when this returns."""
-        tokens, seqs = len(step.token_ids), len(step.seq_len)
-        decode = tokens == seqs and bool((np.diff(step.query_start) == 1).all())
-        bucket, T, S = self.pick(tokens, seqs, decode)
-        runner = self._runner(bucket, T, S)
-        with self._on_stream():
-            self._staging.fill(step, T, S)
-            runner.run()
-        return runner.result
+        """Run one plain step to its end."""
+        return self.start(step).wait()
+
+    def set_slot(self, slot: int, prompt: Sequence[int], output: Sequence[int], bias: Mapping[int, float]) -> None:
+        """Prepare a slot's penalty counts (for both lists) and logit bias, in order with the steps."""
+        counts = np.zeros(self.vocab, dtype=np.int32)
+        np.add.at(counts, np.asarray(output, dtype=np.int64), 1)
+        counts[np.asarray(prompt, dtype=np.int64)] |= IN_PROMPT
+        given = [
+            torch.from_numpy(counts),
+            torch.tensor(list(bias), dtype=torch.int32),
+            torch.tensor(list(bias.values())),
+        ]
+        if self.device.type == "cuda":  # from other memory a copy would wait for the steps before it
+            given = [g.pin_memory() for g in given]
+
+        def work() -> None:
+            for name, values in zip(("counts", "bias_token", "bias_value"), given, strict=True):
+                self.state[name][slot, : len(values)].copy_(values, non_blocking=True)
+
+        self._stream.submit(work)
+
+    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy pages (from, to) in every cache tensor, in order with the steps."""
+
+        def work() -> None:
+            for cache in self._kv:
+                for source, target in pairs:
+                    cache[target].copy_(cache[source])
+
+        self._stream.submit(work)
 
     def synchronize(self) -> None:
-        """Wait for everything launched so far."""
-        if self._stream is not None:
-            self._stream.synchronize()
+        """Wait for everything submitted so far."""
+        self._stream.submit(_nothing).result()
 
-    def tokens(self, result: StepResult, seqs: int) -> np.ndarray:
-        """The sampled ids of the batch's own sequences, on the host."""
-        with self._on_stream():
-            return result.tokens[:seqs].cpu().numpy().copy()
+    def close(self) -> None:
+        """Wait for everything and stop."""
+        self._stream.close()
 
-    def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream) if self._stream is not None else contextlib.nullcontext()
-
-    def _runner(self, bucket: Bucket, T: int, S: int) -> Runner:
-        key = (bucket.name, T, S)
+    def _runner(self, name: str, bucket: Bucket, T: int, S: int) -> Runner:
+        key = (name, bucket.name, T, S)
         if key not in self._bound:
             outside = {**self._outside, **self._staging.tensors(T, S)}
-            with self._on_stream():
-                bound = self._program(bucket).bind(outside, self._arena, self._kernels, {"T": T, "S": S})
-            graphed = self._stream is not None and _GRAPH_SIZES[-1] >= T
+            bound = self._program(name, bucket).bind(outside, self._arena, self._kernels, {"T": T, "S": S})
+            graphed = self.device.type == "cuda" and _GRAPH_SIZES[-1] >= T
             self._bound[key] = Runner(bound, graphed)
-            if len(self._bound) > 128:
+            if len(self._bound) > _BOUND_KEPT:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(key)
         return self._bound[key]
 
 
 class Runner:
-    """A bound program. With ``graphed``, what can be is captured as CUDA graphs at the first run and replayed
-    afterwards:
-    one graph for the whole step when every piece is compiled, one between every two interpreted pieces otherwise."""
+    """A bound program. With ``graphed``, what can be is captured as CUDA graphs at a part's first run and replayed
+    afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted pieces
+    otherwise."""
 
     def __init__(self, bound: Bound, graphed: bool) -> None:
-        self._segments, self._graphed, self._captured = bound.segments, graphed, False
-        self._parts: list[Launch] = [launch for _, launches in bound.segments for launch in launches]
-        self.result = StepResult(bound.results["tokens"], bound.results["logits"])
+        self._parts, self._graphed, self.results = bound.parts, graphed, bound.results
+        self._launches = {
+            name: [launch for _, ls in segments for launch in ls] for name, segments in bound.parts.items()
+        }
+        self._captured: set[str] = set()
 
-    def run(self) -> None:
-        """Run the step on the current stream."""
-        for part in self._parts:
-            part()
-        if self._graphed and not self._captured:
+    def run(self, part: str) -> None:
+        """Run a part of the step on the current stream."""
+        for launch in self._launches[part]:
+            launch()
+        if self._graphed and part not in self._captured:
             # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched
             # twice.
             torch.cuda.current_stream().synchronize()
-            self._parts = [
-                part for safe, launches in self._segments for part in (_capture(launches) if safe else launches)
-            ]
-            self._captured = True
+            segments = self._parts[part]
+            self._launches[part] = [launch for safe, ls in segments for launch in (_capture(ls) if safe else ls)]
+            self._captured.add(part)
 
 
 def _capture(launches: Sequence[Launch]) -> list[Launch]:
@@ -203,58 +327,5 @@ def _capture(launches: Sequence[Launch]) -> list[Launch]:
     return [graph.replay]
 
 
-class Staging:
-    """The step's inputs in one buffer: filled on the host, copied to the device at once, read there in place."""
-
-    def __init__(self, specs: Mapping[str, Any], limits: Mapping[str, int], device: torch.device) -> None:
-        self._specs = specs
-        self._layouts: dict[tuple[int, int], tuple[dict[str, tuple[int, int, list[int], str]], int]] = {}
-        size = self._layout(limits["T"], limits["S"])[1]
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        self._device = self._host if device.type == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
-
-    def _layout(self, T: int, S: int) -> tuple[dict[str, tuple[int, int, list[int], str]], int]:
-        """Offset, bytes, shape and dtype of every field, and the total."""
-        if (T, S) in self._layouts:
-            return self._layouts[T, S]
-        fields, at = {}, 0
-        for name, (dtype, shape, _) in self._specs.items():
-            sizes = [value(d, {"T": T, "S": S}) for d in shape]
-            count = int(np.prod(sizes)) * np.dtype(dtype).itemsize
-            fields[name] = (at, count, sizes, dtype)
-            at += -(-count // _ALIGN) * _ALIGN
-        self._layouts[T, S] = fields, at
-        return fields, at
-
-    def tensors(self, T: int, S: int) -> dict[str, torch.Tensor]:
-        """The device views for a padded size."""
-        fields, _ = self._layout(T, S)
-        return {
-            name: self._device[at : at + count].view(getattr(torch, dtype)).view(shape)
-            for name, (at, count, shape, dtype) in fields.items()
-        }
-
-    def fill(self, step: StepInput, T: int, S: int) -> None:
-        """Write a batch, padded to T and S, and start the copy to the device. Padding sequences own no tokens."""
-        fields, total = self._layout(T, S)
-        buffer = self._host.numpy()
-        for name, (at, count, shape, dtype) in fields.items():
-            field = buffer[at : at + count].view(dtype).reshape(shape)
-            given: Any = getattr(step, name.removeprefix("step."))
-            if given.ndim == 2:
-                field[: len(given), : given.shape[1]] = given
-                field[len(given) :] = 0
-            else:
-                field[: len(given)] = given
-                field[len(given) :] = given[-1] if name == "step.query_start" else 0
-        if self._device is not self._host:
-            self._device[:total].copy_(self._host[:total], non_blocking=True)
-
-
-def stack_tables(tables: Sequence[Sequence[int]]) -> np.ndarray:
-    """Block tables of unequal lengths as one [S, longest] int32 array, zero-padded."""
-    width = max((len(t) for t in tables), default=1)
-    out = np.zeros((len(tables), width), dtype=np.int32)
-    for row, table in zip(out, tables, strict=True):
-        row[: len(table)] = table
-    return out
+def _nothing() -> None:
+    """Work that only marks a place in the queue."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,8 @@ from graphllm.expr import value
 from graphllm.runtime.kernels import Kernels, Launch
 
 _ALIGN = 256
+# What a step may leave for the engine: see `graphllm.compile.link.Linked`.
+RESULTS = ("logits", "adjusted", "tokens", "scores")
 
 
 class Call(NamedTuple):
@@ -32,6 +35,7 @@ class _Instruction(NamedTuple):
     kind: str
     body: Any
     bundle: Mapping[str, Any]
+    part: str
 
 
 class _Place(NamedTuple):
@@ -45,34 +49,43 @@ class _Place(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """A program ready to run at one T and S: call every launch in order, segment by segment.
+    """A program ready to run at one T and S: call every launch of a part in order, segment by segment.
 
-    segments: launches with a flag: whether they may be captured in a CUDA graph. Interpreted pieces may not (their
-    reference bodies read data on the host), so a program with some of those is captured piecewise, between them.
-    results: the kept outputs by name.
+    parts: by name, the first is "". A segment is launches with a flag: whether they may be captured in a CUDA graph.
+    Interpreted pieces may not (their reference bodies read data on the host), so a program with some of those is
+    captured piecewise, between them. results: the kept outputs by name.
     """
 
-    segments: list[tuple[bool, list[Launch]]]
+    parts: dict[str, list[tuple[bool, list[Launch]]]]
     results: dict[str, torch.Tensor]
 
 
 class LinkedProgram:
     """One bucket's program.
 
-    results: names of program values that must survive the step. limits: the largest T and S of the bucket, for which
-    memory is planned. arena_bytes: what the intermediates need, exactly.
+    results: names of program values that must survive the step, those it has. limits: the largest T and S of the
+    bucket, for which memory is planned. parts: index of the first call of each part after the first, "". arena_bytes:
+    what the intermediates need, exactly.
     """
 
-    def __init__(self, calls: Sequence[Call], results: Sequence[str], limits: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Call],
+        results: Sequence[str],
+        limits: Mapping[str, int],
+        parts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
         self._instructions: list[_Instruction] = []
         self._places: dict[str, _Place] = {}
         self._alias: dict[str, str] = {}
+        begins, part = {number: name for name, number in parts.items()}, ""
         for number, call in enumerate(calls):
-            self._flatten(number, call)
+            part = begins.get(number, part)
+            self._flatten(number, call, part)
         self._results = [r for r in results if r in self._alias]
         self._offsets, self.arena_bytes = self._plan(limits)
 
-    def _flatten(self, number: int, call: Call) -> None:
+    def _flatten(self, number: int, call: Call, part: str) -> None:
         names = dict(zip(call.bundle["inputs"], (self._alias.get(i, i) for i in call.inputs), strict=True))
 
         def resolve(name: str) -> str:
@@ -90,7 +103,7 @@ class LinkedProgram:
                 else:
                     self._places[resolve(name)] = _Place(of.storage, shape, stride, (*of.offset, offset), of.dtype)
             elif kind in ("kernel", "op", "call", "ir"):
-                self._instructions.append(_Instruction(kind, _renamed(kind, body, resolve), call.bundle))
+                self._instructions.append(_Instruction(kind, _renamed(kind, body, resolve), call.bundle, part))
             else:
                 raise ValueError(f"this version does not know the piece instruction {kind!r}; recompile the artifact")
         for local, name in zip(call.bundle["outputs"], call.outputs, strict=True):
@@ -131,8 +144,9 @@ class LinkedProgram:
     ) -> Bound:
         """Prepare every call for the given T and S. ``outside``: weights, caches and step tensors by name."""
         binder = _Binder(self._places, self._offsets, outside, arena, symbols)
-        segments: list[tuple[bool, list[Launch]]] = []
-        for kind, body, bundle in self._instructions:
+        parts: dict[str, list[tuple[bool, list[Launch]]]] = {}
+        for kind, body, bundle, part in self._instructions:
+            segments = parts.setdefault(part, [])
             if not segments or segments[-1][0] != (kind != "ir"):
                 segments.append((kind != "ir", []))
             launches = segments[-1][1]
@@ -152,7 +166,7 @@ class LinkedProgram:
                 inputs, outputs = body
                 call = functools.partial(interpret, bundle["ir"], [binder.tensor(i) for i in inputs])
                 launches.append(functools.partial(_call_into, call, [binder.tensor(o) for o in outputs]))
-        return Bound(segments, {r: binder.tensor(self._alias[r]) for r in self._results})
+        return Bound(parts, {r: binder.tensor(self._alias[r]) for r in self._results})
 
 
 class _Binder:

@@ -40,7 +40,9 @@ class Rope:
 
     def table(self, positions_T: Tensor, context_len_T: Tensor, inv_freq_RF: Tensor) -> tuple[Tensor, Tensor]:
         """`rope_table` with these settings."""
-        return rope_table(positions_T, context_len_T, inv_freq_RF, self.original_len, self.ntk_factor, self.scale)
+        # A graph that reads the context's length has keys that depend on it, which the prefix cache cannot share.
+        length_T = context_len_T if self.original_len else positions_T
+        return rope_table(positions_T, length_T, inv_freq_RF, self.original_len, self.ntk_factor, self.scale)
 
 
 def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> dict[str, Any]:

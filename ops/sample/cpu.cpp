@@ -13,6 +13,7 @@ namespace {
 using Bits = std::uint32_t __attribute__((vector_size(64)));
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+constexpr float kLeast = -std::numeric_limits<float>::max();
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr i64 kMinWork = 64 << 10;  // logits below which a second thread is not worth waking
 
@@ -75,7 +76,7 @@ inline Bits mix(Bits x) {
 }
 inline std::uint32_t mix(std::uint32_t x) { return mix(Bits{x})[0]; }
 
-// (bits + 1/2) / 2^32, rounded as float32 arithmetic rounds it.
+// (bits + 1/2) / 2^32, rounded as float32 arithmetic rounds it, and below 1.
 inline Vec uniform(Bits bits) {
 #ifdef GRAPHLLM_AVX512
   const Vec x = (Vec)_mm512_cvtepu32_ps((__m512i)bits);
@@ -83,7 +84,8 @@ inline Vec uniform(Bits bits) {
   Vec x;
   for (i64 i = 0; i < kLanes; i++) x[i] = float(bits[i]);
 #endif
-  return (x + 0.5f) * 0x1p-32f;
+  const Vec u = (x + 0.5f) * 0x1p-32f, most = vec(1 - 0x1p-24f);
+  return u < most ? u : most;
 }
 
 // Scratch of one thread for one row: distances below the maximum, their weights, and room to select among them.
@@ -139,9 +141,9 @@ class Row {
   Row(const T* logits, i64 V, float temperature, Best top)
       : logits_(logits), V_(V), temperature_(temperature), top_(top), scaled_top_(top.value / temperature) {}
 
-  // The lowest `off` that min-p, top-k and top-p keep.
+  // The lowest `off` that min-p, top-k and top-p keep; above that of banned tokens, whose logit is -inf.
   float lowest(i64 k, float p, float min_p) const {
-    const float low = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kNothing;
+    const float low = min_p > 0 ? std::min(0.0f, std::log(min_p)) : kLeast;
     const bool by_count = k > 0 && k < V_, by_mass = p < 1;
     if (!by_count && !by_mass) return low;
     Candidates c = scratch();
@@ -208,7 +210,8 @@ class Row {
   }
   // A logit below which `offset` is certainly below `off`: spares the division for most tokens.
   float coarse(float off) const {
-    return (scaled_top_ + off) * temperature_ - 1e-5f * temperature_ * (std::fabs(scaled_top_) + std::fabs(off));
+    const float slack = 1e-5f * temperature_ * (std::fabs(scaled_top_) + std::fabs(off));
+    return std::max(kLeast, (scaled_top_ + off) * temperature_ - slack);
   }
 
   Candidates scratch() const {
@@ -289,7 +292,7 @@ void sample(const Args<T>& a) {
       Best top{kNothing, 0};
       for (i64 part = 0; part < parts; part++)
         if (tops[s * parts + part].value > top.value) top = tops[s * parts + part];
-      i64 token = top.index;
+      i64 token = top.value > kNothing ? top.index : -1;
       if (a.temperature[s] > 0 && std::fabs(top.value) <= std::numeric_limits<float>::max()) {
         const Row<T> row(a.logits + s * a.stride, a.V, a.temperature[s], top);
         token = row.draw(row.lowest(a.top_k[s], a.top_p[s], a.min_p[s]), a.seed[s], a.draw[s]);

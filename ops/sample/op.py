@@ -61,13 +61,15 @@ def sample(
     is
     off. seed_S [S] int64 and draw_S [S] int32: the random bits are a pure function of (seed, draw, token), see
     `uniform_bits`, so a sequence's draws do not depend on the batch; the winner is the argmin of
-    -log1p(-u) / probability with u = (bits + 0.5) / 2^32 (an exponential race). Returns [S] int32. NaN logits
-    are treated as -inf. Source: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Gumbel-max in its
-    exponential form.
+    -log1p(-u) / probability with u = (bits + 0.5) / 2^32, at most 1 - 2^-24 (an exponential race). NaN logits are
+    treated as -inf, and a token of -inf is never chosen. Returns [S] int32: -1 for a row without any other token,
+    greedy or drawn. Source: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Gumbel-max in its exponential
+    form.
     """
     logits = torch.nan_to_num(logits_SV.float(), nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
     V = logits.shape[1]
     greedy = torch.argmax(logits, dim=-1)
+    possible = logits.max(dim=-1).values > float("-inf")
     scaled = logits / torch.where(temperature_S > 0, temperature_S, 1.0)[:, None]
     off_max = scaled - scaled.max(dim=-1, keepdim=True).values
     dropped = float("-inf")
@@ -80,10 +82,11 @@ def sample(
     inside = (mass.cumsum(dim=-1) - mass < top_p_S[:, None]) | (top_p_S[:, None] >= 1)
     last = descending.masked_fill(~inside, float("inf")).min(dim=-1, keepdim=True).values
     kept = kept.masked_fill(kept < last, dropped)
-    u = (uniform_bits(seed_S, draw_S, V).float() + 0.5) * 2.0**-32
+    # Below 1, where the race is still finite: else a row's only token could tie with those of -inf.
+    u = ((uniform_bits(seed_S, draw_S, V).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     race = kept - torch.log(-torch.log1p(-u))
     drawn = torch.argmax(race, dim=-1)
-    return torch.where(temperature_S > 0, drawn, greedy).to(torch.int32)
+    return torch.where(possible, torch.where(temperature_S > 0, drawn, greedy), -1).to(torch.int32)
 
 
 @sample.fake

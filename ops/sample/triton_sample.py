@@ -24,6 +24,7 @@ _BLOCK = 2048  # lanes: logits that one program reads at a time
 _DEPTH = 16  # candidates that a lane has room for
 _PROGRAMS = 528  # of the scan: four for each processor of the chip that this was tuned on
 _GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
+_LEAST = tl.constexpr(-3.4028234663852886e38)  # the smallest finite float32
 _KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
 
 
@@ -50,8 +51,8 @@ def _token_bits(token, row_bits):
 
 @triton.jit
 def _uniform(bits):
-    """u in (0, 1], float32 as in the specification."""
-    return (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    """u in (0, 1), float32 as in the specification."""
+    return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
 
 
 @triton.jit
@@ -334,9 +335,10 @@ def _finish_kernel(
     chunk_score = tl.load(chunk_score_ptr + s * CHUNKS + chunk)
     chunk_id = tl.load(chunk_id_ptr + s * CHUNKS + chunk)
     top_logit = tl.max(chunk_top, axis=0)
-    token = tl.min(tl.where(chunk_top == top_logit, chunk_id, V - 1), axis=0)
+    possible = top_logit > float("-inf")
+    token = tl.where(possible, tl.min(tl.where(chunk_top == top_logit, chunk_id, V - 1), axis=0), -1)
     temperature = tl.load(temperature_ptr + s)
-    if temperature > 0:
+    if (temperature > 0) & possible:
         top = tl.div_rn(top_logit, temperature)
         lower = _off(chunk_top, temperature, top)
         top_k, top_p, min_p = tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s)
@@ -360,7 +362,10 @@ def _finish_kernel(
                 groups_ptr = group_top_ptr + s.to(tl.int64) * GROUPS
                 beyond = _key(top_logit, SHIFT) + 1
                 reach = _search(groups_ptr, GROUPS, top_k, least, beyond, False, top_logit, 1.0, 1, SHIFT, GROUPS)
-                cut = tl.maximum(cut, _from_key(reach, SHIFT))
+                # Where most of a row is banned, so are the groups, and the bound is -inf (or a NaN below it): what is
+                # not banned then has room among the candidates.
+                bound = _from_key(reach, SHIFT)
+                cut = tl.maximum(cut, tl.where(bound > _LEAST, bound, _LEAST))
 
             depth = tl.zeros([], tl.int32) + DEPTH + 1
             candidates_ptr = candidate_ptr + s.to(tl.int64) * (DEPTH * BLOCK)

@@ -212,7 +212,8 @@ def test_other_model_with_the_same_name(
 def test_unknown_op(command: str, cli: Any) -> None:
     done = cli("op", command, "flux_capacitor")
     assert (done.code, done.out) == (2, "")
-    assert re.fullmatch(r"graphllm: op: 'flux_capacitor' is not registered; there are embedding, .*swiglu\n", done.err)
+    expected = r"graphllm: op: 'flux_capacitor' is not registered; there are adjust_logits, .*swiglu.*\n"
+    assert re.fullmatch(expected, done.err)
 
 
 def test_op_list_shows_facts(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:

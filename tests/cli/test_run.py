@@ -89,7 +89,7 @@ def test_jsonl_file(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
     done = run(file, "--output", out)
     assert (done.code, done.out, done.err) == (0, "", "")
     rows = {r["id"]: r for r in _rows(out)}
-    assert rows.keys() == {"a", "b", "3", "4"}
+    assert list(rows) == ["a", "b", "3", "4"]
     assert (rows["a"]["text"], rows["b"]["text"]) == (answers[PROMPTS[0]], answers[PROMPTS[1]])
     assert answers[PROMPTS[2]].startswith(rows["3"]["text"])
     assert rows["3"]["usage"]["completion_tokens"] == 3
@@ -190,7 +190,7 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
             {"id": "good", "prompt": PROMPTS[0]},
             {"id": "empty", "messages": []},
             {"id": "hot", "prompt": "x", "temperature": -1},
-            {"id": "future", "prompt": "x", "frequency_penalty": 2},
+            {"id": "future", "prompt": "x", "thinking_token_budget": 2},
         ],
     )
     out = tmp_path / "out.jsonl"
@@ -200,7 +200,7 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
     assert "the context holds 96" in rows["long"]["error"]
     assert "messages: empty" in rows["empty"]["error"]
     assert "temperature is -1" in rows["hot"]["error"]
-    assert "frequency_penalty is 2: not supported" in rows["future"]["error"]
+    assert "thinking_token_budget is 2: not supported" in rows["future"]["error"]
 
 
 # --- mistakes
@@ -222,13 +222,18 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
         (("--prompt", "x", "--kv-cache-memory", "100"), ["kv cache: 0.0 MB left", "raise --kv-cache-memory"]),
         (("--prompt", "x", "--buckets", "decode-x"), ["buckets: 'decode-x' is not of the form"]),
         (("--prompt", "x", "--max-num-seqs", "0"), ["max_num_seqs is 0"]),
-        (("--prompt", "x" * 500), ["prompt-0: request prompt-0: prompt has", "--max-model-len"]),
+        (("--prompt", "x" * 500), ["prompt-0: prompt has", "--max-model-len"]),
         (
             ("--prompt", "x", "--output", "/no/such/folder/out.jsonl"),
             ["output: cannot write /no/such/folder/out.jsonl"],
         ),
         (("--prompt", "x", "--output", "/"), ["output: cannot write /"]),
         (("--prompt", "", "--raw"), ["prompt is empty"]),
+        (("--prompt", "x", "--logprobs", "2"), ["logprobs: the terminal shows none; give --output"]),
+        (("--prompt", "x", "--json-schema", "{}", "--regex", "a"), ["structured_outputs has json and regex"]),
+        (("--prompt", "x", "--json-schema", "x.json"), ["json-schema: 'x.json' is no schema and no file"]),
+        (("--prompt", "x", "--regex", "("), ["prompt-0: structured_outputs.regex"]),
+        (("--prompt", "x", "--n", "2", "--temperature", "0"), ["n is 2: with temperature 0"]),
     ],
 )
 def test_mistakes(

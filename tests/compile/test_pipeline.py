@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from graphllm import artifact, prepare
-from graphllm.compile.link import Linked, link
+from graphllm.compile.link import Linked, cache_layout, link
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.trace import trace_model
 from graphllm.config import Bucket, CompileConfig, Target
@@ -41,41 +41,68 @@ def _link(hf: dict[str, Any]) -> Linked:
     model = find_model(hf)
     c = model.config(hf)
     traced = run_passes(trace_model(model, c, CONFIG), make_plan(model, c, "float32"), CONFIG)
-    return link(traced.units, model.kinds(c))
+    return link(traced.units, model.kinds(c), CONFIG.max_model_len)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 9])
 def test_equal_layers_share_their_pieces(layers: int) -> None:
-    """start, attention, end of a layer with the start of the next, end with head, sampler: five at any depth."""
+    """start, attention, end of a layer with the start of the next, end with head, and the sampling ops: as many pieces
+    at any depth."""
     linked = _link(LLAMA | {"num_hidden_layers": layers})
-    assert len(linked.pieces) == 5
-    assert [c.piece for c in linked.calls[1:-1:2]] == [linked.calls[1].piece] * layers
-    assert len(linked.calls) == 2 * layers + 2
-    assert linked.pieces[linked.calls[2].piece].label == "layer.global"
-    names = {n for c in linked.calls for n in c.inputs}
+    assert len(linked.pieces) == 4 + 2 + 2  # sample and record are the same in both programs; adjust, logprobs
+    plain, full = linked.programs["plain"].calls, linked.programs["full"].calls
+    assert [c.piece for c in plain[1:-2:2]] == [plain[1].piece] * layers
+    assert len(plain) == 2 * layers + 3
+    assert plain[:-2] == full[: len(plain) - 2]
+    assert linked.pieces[plain[2].piece].label == "layer.global"
+    names = {n for c in plain for n in c.inputs}
     assert {f"layers.{i}.qkv" for i in range(layers)} | {f"kv.{i}" for i in range(layers)} <= names
-    made = [n for c in linked.calls for n in c.outputs]
-    assert len(made) == len(set(made))
-    assert linked.calls[-1].outputs == ("tokens",)
+    for calls in (plain, full):
+        made = [n for c in calls for n in c.outputs]
+        assert len(made) == len(set(made))
+    assert plain[-1].outputs == ("tokens",)
+    assert full[-1].outputs == ("scores",)
+    assert linked.programs["plain"].parts == {}
+    assert linked.programs["full"].parts == {
+        "adjust": len(full) - 4,
+        "sample": len(full) - 3,
+        "logprobs": len(full) - 1,
+    }
 
 
 def test_two_kinds_of_layers_share_what_is_equal() -> None:
     kinds = ["sliding_attention", "full_attention"]
     counts = [len(_link(GEMMA | {"num_hidden_layers": 2 * n, "layer_types": kinds * n}).pieces) for n in (2, 5)]
-    # The kinds differ in their attention only: start, two attentions, between layers, end with head, sampler.
-    assert counts == [6, 6]
+    # The kinds differ in their attention only: start, two attentions, between layers, end with head, sampling.
+    assert counts == [9, 9]
+
+
+def test_layers_with_one_window_share_pages() -> None:
+    """Groups of equal size, so that pages of every group fit into the same cache tensors."""
+    layout = cache_layout([4, 4, 4, 4, 4, 0], 100)
+    assert layout.windows == (0, 4, 4, 4, 4, 4)
+    assert layout.tensors == 1
+    layout = cache_layout([4, 0, 4, 0], 100)
+    assert (layout.windows, layout.tensors) == ((0, 4), 2)
+    assert layout.places == ((1, 0), (0, 0), (1, 1), (0, 1))
+    layout = cache_layout([4, 4, 4, 0, 0], 100)
+    assert (layout.windows, layout.tensors) == ((0, 4, 4), 2)
+    assert sorted(layout.places) == sorted(set(layout.places))
+    # A window that is never reached is none.
+    assert cache_layout([100, 0, 100, 0], 100) == ((0,), ((0, 0), (0, 1), (0, 2), (0, 3)), 4)
 
 
 def test_program_runs_in_order() -> None:
     """Every value is made before it is read, and what is read was made or comes from outside."""
     linked = _link(LLAMA | {"num_hidden_layers": 3})
-    made: set[str] = set()
-    for call in linked.calls:
-        for name in call.inputs:
-            outside = name.startswith(("step.", "kv.", "embed.", "layers.", "head."))
-            assert outside or name in made, name
-        made |= set(call.outputs)
-    assert {"logits", "tokens"} <= made
+    for program in linked.programs.values():
+        made: set[str] = set()
+        for call in program.calls:
+            for name in call.inputs:
+                outside = name.startswith(("step.", "state.", "kv.", "embed.", "layers.", "head."))
+                assert outside or name in made, name
+            made |= set(call.outputs)
+        assert {"logits", "tokens"} <= made
 
 
 INPUT = re.compile(r"input %\w+ \([\w.]+\): \w+\[[^\]]*\]( strides \[[^\]]*\])?")
@@ -90,11 +117,11 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, dump=tmp_path / "dump")
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     files = sorted(p.name for p in (tmp_path / "dump").iterdir())
-    units = ("embed", "head", "layer.global", "sample")
+    units = ("adjust", "embed", "feed", "head", "layer.global", "logprobs", "sample", "sample_adjusted")
     assert [f for f in files if not f.startswith("piece.")] == [
         f"{stage}.{unit}.txt" for stage in ("00-trace", "01-canonicalize") for unit in units
     ]
-    assert sum(f.startswith("piece.") for f in files) == 5
+    assert sum(f.startswith("piece.") for f in files) == 8
     for file in files:
         text = (tmp_path / "dump" / file).read_text()
         assert (place / "graph" / file).read_text() == text
@@ -128,18 +155,19 @@ def test_files_of_an_artifact(compiled_artifact: Path) -> None:
     program = json.loads((compiled_artifact / "program.json").read_text())
     manifest = artifact.verify(compiled_artifact)
     buckets = [Bucket(**b) for b in manifest["factors"]["compile"]["buckets"]]
-    pieces = {call[0] for call in program["calls"]}
+    calls = [call for p in program["programs"].values() for call in p["calls"]]
+    pieces = {call[0] for call in calls}
     assert {p.name for p in (compiled_artifact / "pieces").iterdir()} == {
         "kernels.so", *(f"{piece}-{b.name}.json" for piece in pieces for b in buckets)
     }  # fmt: skip
-    for piece, inputs, outputs in program["calls"]:
+    for piece, inputs, outputs in calls:
         for b in buckets:
             bundle = json.loads((compiled_artifact / "pieces" / f"{piece}-{b.name}.json").read_text())
             assert (len(bundle["inputs"]), len(bundle["outputs"])) == (len(inputs), len(outputs))
             assert {i[0] for i in bundle["code"]} <= {"empty", "view", "kernel", "op", "call", "ir"}
             called = {i[1] for i in bundle["code"] if i[0] == "kernel"}
             assert called == set(bundle["kernels"])
-    assert program["step"]["step.block_table"] == ["int32", ["S", 12], [12, 1]]  # 96 tokens in pages of 8
+    assert program["step"]["step.block_table.0"] == ["int32", ["S", 12], [12, 1]]  # 96 tokens in pages of 8
     assert b"pickle" not in b"".join(p.read_bytes() for p in compiled_artifact.rglob("*.json"))
 
 
@@ -157,14 +185,18 @@ def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> Non
     assert 3 * memory["kv page"] == sum(c.nbytes for c in caches)
     assert memory["kv bytes per token"] * 8 == memory["kv page"]
     assert memory["arena"] == max(memory["arena by bucket"].values())
-    assert set(memory["arena by bucket"]) == {"decode-1", "decode-2-4", "mixed-2-32"}
+    assert set(memory["arena by bucket"]) == {
+        f"{b} {p}" for b in ("decode-1", "decode-2-4", "mixed-2-32") for p in ("plain", "full")
+    }
     assert executor._arena.nbytes == memory["arena"]
+    assert sum(t.nbytes for t in executor.state.values()) == memory["state"]
 
 
 def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
-        ("canonicalize", unit) for unit in ("embed", "layer.global", "head", "sample")
+        ("canonicalize", unit)
+        for unit in ("feed", "embed", "layer.global", "head", "sample", "adjust", "sample_adjusted", "logprobs")
     ]
     assert list(manifest["seconds"]) == ["assemble", "build", "link", "package", "passes", "trace"]
     assert sum(manifest["seconds"].values()) > 0.1
@@ -195,4 +227,4 @@ def test_progress_is_reported(checkpoint: Path, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     compile_model(source.config, source.tensors, CONFIG, tmp_path / "a", lambda *stage: seen.append(stage))
     assert seen[0] == ("trace", 0, 1)
-    assert [s for s in seen if s[0] == "build"] == [("build", i, 10) for i in range(10)]
+    assert [s for s in seen if s[0] == "build"] == [("build", i, 16) for i in range(16)]

@@ -190,7 +190,7 @@ def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> N
     linked = LinkedProgram([Call(pieces[name, bucket].bundle, list(given), outputs)], outputs, bucket.limits(5))
     arena = torch.full((max(linked.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
     bound = linked.bind(given, arena, CpuKernels(library), {"T": T, "S": S})
-    for _, launches in bound.segments:
+    for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
     for out, expected in zip(outputs, want, strict=True):

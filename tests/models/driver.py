@@ -13,7 +13,8 @@ from torch import Tensor
 
 from graphllm import artifact, prepare
 from graphllm.config import Bucket
-from graphllm.runtime.executor import Executor, StepInput, stack_tables
+from graphllm.runtime.executor import Executor
+from graphllm.runtime.staging import StepInput, stack_tables
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
@@ -43,20 +44,22 @@ class Driver:
         compile_model(source.config, source.tensors, config, place)
         manifest = artifact.verify(place)
         plan = WeightPlan.from_json((place / "weights.json").read_text())
-        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), kv_pages=256)
+        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), kv_pages=512)
 
     def generate(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[list[Tensor], list[list[int]]]:
         """Greedy decoding of all prompts as one ragged batch.
 
         Returns, for each prompt, the logits [V] after its last token, and the n_tokens drawn ones.
         """
-        tables = _assign_pages([len(p) + n_tokens for p in prompts], self.executor.kv_pages)
+        lengths, groups = [len(p) + n_tokens for p in prompts], len(self.executor.windows)
+        pages = _assign_pages(lengths * groups, self.executor.kv_pages)
+        tables = [pages[g * len(prompts) : (g + 1) * len(prompts)] for g in range(groups)]
         new, done = [list(p) for p in prompts], [0] * len(prompts)
         prefill: list[Tensor] = []
         tokens: list[list[int]] = [[] for _ in prompts]
         for _ in range(n_tokens):
             result = self.executor.run(_step(new, done, tables))
-            drawn = self.executor.tokens(result, len(prompts)).tolist()
+            drawn = result.tokens.tolist()
             prefill = prefill or list(result.logits[: len(prompts)].float().cpu().clone())
             done = [d + len(n) for d, n in zip(done, new, strict=True)]
             new = [[t] for t in drawn]
@@ -76,11 +79,10 @@ def _assign_pages(lengths: Sequence[int], pages: int) -> list[list[int]]:
     return tables
 
 
-def _step(new: Sequence[Sequence[int]], done: Sequence[int], tables: list[list[int]]) -> StepInput:
+def _step(new: Sequence[Sequence[int]], done: Sequence[int], tables: list[list[list[int]]]) -> StepInput:
     """The batch in which sequence s, of which ``done[s]`` tokens are cached, runs the tokens ``new[s]``."""
     counts = np.array([len(n) for n in new], dtype=np.int32)
     ends, lengths = np.cumsum(counts, dtype=np.int32), np.array(done, dtype=np.int32) + counts
-    S = len(new)
     return StepInput(
         token_ids=np.array([t for n in new for t in n], dtype=np.int32),
         positions=np.concatenate([np.arange(d, d + len(n), dtype=np.int32) for d, n in zip(done, new, strict=True)]),
@@ -88,11 +90,5 @@ def _step(new: Sequence[Sequence[int]], done: Sequence[int], tables: list[list[i
         logit_rows=ends - 1,
         query_start=np.concatenate([np.zeros(1, np.int32), ends]),
         seq_len=lengths,
-        block_table=stack_tables(tables),
-        temperature=np.zeros(S, np.float32),
-        top_k=np.zeros(S, np.int32),
-        top_p=np.ones(S, np.float32),
-        min_p=np.zeros(S, np.float32),
-        seed=np.zeros(S, np.int64),
-        draw=np.zeros(S, np.int32),
+        block_table=np.stack([stack_tables(group) for group in tables]),
     )

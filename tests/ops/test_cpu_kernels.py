@@ -1,4 +1,4 @@
-"""The C++ kernels of linear, paged_attention and sample against the references in float64, at every instruction level.
+"""The C++ kernels against the references in float64, at every instruction level.
 
 A level is a way to compile the same sources: for this machine, without AMX, and plain C++ for the oldest x86-64 (or
 whatever else the machine is). The shared suite covers the ops' cases; here is what only these kernels can get wrong.
@@ -21,14 +21,24 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphllm.config import Bucket, Target
 from graphllm.ir.kernels import CKernel, bind_symbol, c_kernel, compiler_command
 from graphllm.ir.op import Site
+from graphllm.ops.adjust_logits import adjust_logits
+from graphllm.ops.adjust_logits.cpu import cpu_adjust_logits
 from graphllm.ops.linear import linear
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.paged_attention import paged_attention
 from graphllm.ops.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.record_tokens.cpu import cpu_record_tokens
 from graphllm.ops.sample import sample
 from graphllm.ops.sample.cpu import cpu_sample
+from graphllm.ops.sample.op import uniform_bits
+from graphllm.ops.token_logprobs import token_logprobs
+from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 
-SYMBOLS = ("graphllm_linear", *(f"graphllm_{op}_{t}" for op in ("paged_attention", "sample") for t in ("f32", "bf16")))
+TYPED = ("paged_attention", "sample", "adjust_logits", "token_logprobs")
+SYMBOLS = (
+    *("graphllm_linear", "graphllm_record_tokens"),
+    *(f"graphllm_{op}_{t}" for op in TYPED for t in ("f32", "bf16")),
+)
 KERNELS: list[CKernel] = [c_kernel(symbol) for symbol in SYMBOLS]
 OLDEST = ["-march=x86-64"] if platform.machine() == "x86_64" else []
 LEVELS = {"native": [], "no-amx": ["-mno-amx-tile", "-mno-amx-bf16"], "generic": [*OLDEST, "-DGRAPHLLM_GENERIC"]}
@@ -249,7 +259,7 @@ def test_sample_greedy_takes_the_lowest_of_equals_and_no_nan(level: str, threads
     logits[3] = -torch.inf
     logits[4] = torch.nan
     args = _requests([ROWS[0]] * 5, 3000, 1.0, torch.float32) | {"logits_SV": logits}
-    assert cpu_sample(**args).tolist() == [0, 7, 20, 0, 0]
+    assert cpu_sample(**args).tolist() == [0, 7, 20, -1, -1]
 
 
 def test_sample_ignores_nan_and_hidden_tokens(level: str) -> None:
@@ -257,6 +267,121 @@ def test_sample_ignores_nan_and_hidden_tokens(level: str) -> None:
     args["logits_SV"][:, ::3] = torch.nan
     args["logits_SV"][:, 1::3] = -torch.inf
     assert torch.equal(cpu_sample(**args), sample(**args))
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 19, 300])
+def test_sample_never_chooses_a_banned_token(level: str, threads: int, allowed: int) -> None:
+    """Every filter with fewer tokens left than its k, in float32 as the mask leaves them, with and without NaN."""
+    torch.manual_seed(allowed)
+    rows = [*ROWS, (1.0, 50, 0.9, 0.0), (0.7, 3000, 0.99, 0.1), (0.01, 5, 0.5, 0.0)]
+    for hidden in (-torch.inf, torch.nan):
+        args = _requests(rows, 4000, 2.0, torch.float32)
+        order = torch.rand(len(rows), 4000).argsort(dim=1)
+        kept = torch.zeros(len(rows), 4000, dtype=torch.bool).scatter(1, order[:, :allowed], True)
+        args["logits_SV"] = args["logits_SV"].masked_fill(~kept, hidden)
+        found = cpu_sample(**args)
+        assert torch.equal(found, sample(**args))
+        if allowed:
+            assert kept.gather(1, found[:, None].long()).all()
+        else:
+            assert (found == -1).all()
+
+
+def _unmix(x: int) -> int:
+    """The number that the random bits' finalizer turns into x."""
+    x ^= x >> 16
+    x = x * pow(0x846CA68B, -1, 2**32) % 2**32
+    x ^= x >> 15 ^ x >> 30
+    x = x * pow(0x7FEB352D, -1, 2**32) % 2**32
+    return x ^ x >> 16
+
+
+def test_sample_with_the_largest_random_number(level: str) -> None:
+    """Where u would round to 1 the race is still finite, so a row's only token wins it."""
+    seed = torch.zeros(1, dtype=torch.int64)
+    draw = torch.tensor([_unmix((_unmix(2**32 - 1) - 499 * 0x9E3779B9) % 2**32)]).int()
+    assert uniform_bits(seed, draw, 500)[0, 499] == 2**32 - 1
+    logits = torch.full((1, 500), -torch.inf)
+    logits[0, 499] = 1.0
+    args = _requests([ROWS[1]], 500, 1.0, torch.float32) | {"logits_SV": logits, "seed_S": seed, "draw_S": draw}
+    assert sample(**args).tolist() == [499]
+    assert cpu_sample(**args).tolist() == [499]
+
+
+# ---- adjust_logits
+
+
+def _adjustments(S: int, V: int, dtype: torch.dtype, on: bool) -> dict[str, torch.Tensor]:
+    N, B = S + 1, 5
+    off = torch.ones(S) if not on else torch.rand(S) + 0.5
+    return {
+        "logits_SV": (torch.randn(S, V + 3) * 3).to(dtype)[:, :V],
+        "slot_S": torch.randperm(S).int(),
+        "mask_row_S": torch.randperm(S).int() if on else torch.full((S,), -1, dtype=torch.int32),
+        "mask_SW": torch.randint(-(2**31), 2**31, (S, -(-V // 32))).int(),
+        "bias_count_S": torch.randint(0, B + 1, (S,)).int() * int(on),
+        "repetition_S": off,
+        "frequency_S": torch.randn(S) * int(on),
+        "presence_S": torch.randn(S) * int(on),
+        "counts_NV": (torch.randint(-9, 4, (N, V)).clamp(min=0) + torch.randint(0, 2, (N, V)) * (1 << 30)).int(),
+        "bias_token_NB": torch.stack([torch.randperm(V)[:B] for _ in range(N)]).int(),
+        "bias_value_NB": torch.randn(N, B) * 9,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("V", [5, 31, 32, 4096, 4097, 9003, 40000])
+def test_adjust_logits_any_size(level: str, threads: int, V: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(V)
+    args = _adjustments(7, V, dtype, True)
+    args["logits_SV"][:, ::5] = torch.nan
+    args["logits_SV"][:, 1::7] = -torch.inf
+    exact = adjust_logits(**{n: t.double() if t.is_floating_point() else t for n, t in args.items()})
+    torch.testing.assert_close(cpu_adjust_logits(**args).double(), exact, rtol=1e-6, atol=2e-6, equal_nan=True)
+
+
+def test_adjust_logits_leaves_alone_what_is_off(level: str, threads: int) -> None:
+    """Rows with everything off are copied bit by bit, and neither the mask nor the state is read: slot and lists are
+    outside of anything that could be read."""
+    args = _adjustments(6, 5000, torch.float32, False)
+    args["logits_SV"][:, 3] = torch.nan
+    args["slot_S"].fill_(2**31 - 1)
+    assert torch.equal(cpu_adjust_logits(**args).view(torch.int32), args["logits_SV"].contiguous().view(torch.int32))
+
+
+# ---- token_logprobs
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("S", "V", "k"), [(1, 70000, 20), (3, 70001, 7), (1, 15, 20), (6, 5003, 20), (2, 40000, 0)])
+@pytest.mark.parametrize("spread", [3.0, 0.01])
+def test_token_logprobs(level: str, threads: int, S: int, V: int, k: int, spread: float, dtype: torch.dtype) -> None:
+    """Rows in parts and whole, k of 0 and beyond the vocabulary, ties, NaN, banned tokens; ids and ranks exactly."""
+    torch.manual_seed(V)
+    logits = (torch.randn(S, V + 3) * spread).to(dtype)[:, :V]
+    for hidden in (0, V // 3, V - 4):
+        logits[:, torch.randperm(V)[:hidden]] = -torch.inf
+        logits[:, torch.randperm(V)[: hidden // 2]] = torch.nan
+        tokens, target, wanted = (torch.randint(-2, V, (S,)).clamp(min=-1).int() for _ in range(3))
+        target[::2], wanted[0] = -1, 0
+        found = cpu_token_logprobs(logits, tokens, target, wanted, k)
+        exact = token_logprobs(logits.double(), tokens, target, wanted, k).float()
+        ids = [1, *range(2 + k, 2 + 2 * k)]
+        assert torch.equal(found[:, ids], exact[:, ids])
+        torch.testing.assert_close(found, exact, rtol=1e-6, atol=2e-6)
+
+
+# ---- record_tokens
+
+
+def test_record_tokens(level: str) -> None:
+    last, counts = torch.full((5,), 9, dtype=torch.int32), torch.zeros(5, 4, dtype=torch.int32)
+    counts[1, 2] = 1 << 30
+    tokens, slot, counted = (torch.tensor(x, dtype=torch.int32) for x in ([2, -1, 3, 1], [1, 0, 3, 4], [1, 1, 0, 0]))
+    assert torch.equal(cpu_record_tokens(tokens, slot, counted, last, counts), tokens)
+    assert last.tolist() == [0, 2, 9, 3, 1]
+    assert counts[1].tolist() == [0, 0, (1 << 30) + 1, 0]
+    assert int(counts.sum()) == (1 << 30) + 1
 
 
 # ---- under a tracer
@@ -273,11 +398,18 @@ def test_kernels_trace_to_one_call() -> None:
         table, starts = torch.empty(3, 4, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
         lengths = torch.empty(3, dtype=torch.int32)
 
-    def all_three(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        attended = cpu_paged_attention(*t[2:4], t[3], *t[4:8], 0.2)
-        return streaming_linear(t[0], t[1]), attended, cpu_sample(*t[8:])
+        adjustments = _adjustments(9, 40, torch.bfloat16, True)
 
-    graph = make_fx(all_three, tracing_mode="symbolic")(x, weight, q, k, cache, table, starts, lengths, *args.values())
+    def all_of_them(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        attended = cpu_paged_attention(*t[2:4], t[3], *t[4:8], 0.2)
+        tokens, changed = cpu_sample(*t[8:15]), t[15:]
+        scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
+        last, counts = changed[1].clone(), changed[8].clone()
+        recorded = cpu_record_tokens(tokens, changed[1], changed[2], last, counts)
+        return streaming_linear(t[0], t[1]), attended, cpu_adjust_logits(*changed), scores, recorded
+
+    inputs = (x, weight, q, k, cache, table, starts, lengths, *args.values(), *adjustments.values())
+    graph = make_fx(all_of_them, tracing_mode="symbolic")(*inputs)
     called = {n.target._schema.name for n in graph.graph.nodes if "graphllm_c" in str(n.target)}
-    names = ("graphllm_linear", "graphllm_paged_attention_bf16", "graphllm_sample_bf16")
+    names = ("graphllm_linear", "graphllm_record_tokens", *(f"graphllm_{op}_bf16" for op in TYPED))
     assert called == {f"graphllm_c::{name}" for name in names}

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from graphllm import artifact, prepare
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
-from graphllm.runtime.executor import Executor, Staging, StepInput, stack_tables
+from graphllm.runtime.executor import Executor
+from graphllm.runtime.staging import Staging, StepInput, stack_tables
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
@@ -32,7 +33,6 @@ class Part(NamedTuple):
 def _batch(parts: list[Part]) -> StepInput:
     counts = [len(p.tokens) for p in parts]
     ends = np.cumsum(counts)
-    n = len(parts)
 
     def ints(values: Any) -> np.ndarray:
         return np.array(values, dtype=np.int32)
@@ -44,13 +44,7 @@ def _batch(parts: list[Part]) -> StepInput:
         logit_rows=ints(ends - 1),
         query_start=ints([0, *ends]),
         seq_len=ints([p.start + len(p.tokens) for p in parts]),
-        block_table=stack_tables([p.pages for p in parts]),
-        temperature=np.zeros(n, np.float32),
-        top_k=ints([0] * n),
-        top_p=np.ones(n, np.float32),
-        min_p=np.zeros(n, np.float32),
-        seed=np.zeros(n, np.int64),
-        draw=ints([0] * n),
+        block_table=stack_tables([p.pages for p in parts])[None],
     )
 
 
@@ -73,7 +67,7 @@ def _agree(executors: tuple[Executor, Executor], parts: list[Part]) -> np.ndarra
     found = []
     for executor in executors:
         result = executor.run(step)
-        found.append((result.logits[: len(parts)].clone(), executor.tokens(result, len(parts))))
+        found.append((result.logits.clone(), result.tokens))
     (eager, eager_tokens), (compiled, compiled_tokens) = found
     assert torch.isfinite(eager).all()
     error = float((eager - compiled).norm() / eager.norm())
@@ -173,32 +167,50 @@ def test_staging_round_trip(data: st.DataObject) -> None:
     from graphllm.compile.trace import step_specs
 
     config = CompileConfig(Target("cpu", ()), max_model_len=64, page_size=8, max_num_seqs=5, max_num_tokens=32)
-    specs = {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step_specs(config).items()}
-    staging = Staging(specs, {"T": 32, "S": 5}, torch.device("cpu"))
-    for _ in range(3):  # layouts move with T and S, and leave old bytes behind
+    specs = {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step_specs(config, 70, groups=2).items()}
+    staging = Staging(specs, {"T": 32, "S": 5}, 5, torch.device("cpu"))
+    for turn in range(4):  # layouts move with T and S, and leave old bytes behind
         counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
         rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
         parts = [
             Part(rng.integers(1, 99, n).tolist(), int(rng.integers(0, 9)), rng.integers(1, 99, n).tolist())
             for n in counts
         ]
-        step = _batch(parts)._replace(
+        batch = _batch(parts)
+        step = batch._replace(
+            block_table=np.concatenate([batch.block_table, batch.block_table + 1]),
+            slot=rng.integers(0, 5, len(counts)).astype(np.int32),
             temperature=rng.random(len(counts), np.float32) + 1,
             top_k=rng.integers(1, 9, len(counts)).astype(np.int32),
             seed=rng.integers(-(2**63), 2**63, len(counts), np.int64),
             draw=rng.integers(1, 9, len(counts)).astype(np.int32),
+            wanted=None if turn % 2 else rng.integers(0, 9, len(counts)).astype(np.int32),
         )
+        mask = rng.integers(-(2**31), 2**31, (data.draw(st.integers(0, len(counts))), 3)).astype(np.int32)
         T = data.draw(st.integers(sum(counts), 32))
         S = data.draw(st.integers(len(counts), 5))
-        staging.fill(step, T, S)
-        views = staging.tensors(T, S)
-        for name in StepInput._fields:
-            given, found = getattr(step, name), views[f"step.{name}"].numpy()
-            assert found.dtype == given.dtype
+        ring = turn % Staging.rings
+        staging.fill(ring, step, T, S)
+        staging.fill_mask(ring, mask, T, S)
+        staging.upload(ring, T, S)
+        staging.upload_mask(ring, len(mask), T, S)
+        views = {name.removeprefix("step."): view.numpy() for name, view in staging.tensors(T, S).items()}
+        neutral = {"query_start": sum(counts), "slot": 5, "top_p": 1, "repetition": 1, "mask_row": -1, "target": -1,
+                   "wanted": -1}  # fmt: skip
+        for group in (0, 1):
+            found = views[f"block_table.{group}"]
+            table = step.block_table[group]
+            assert np.array_equal(found[: len(counts), : table.shape[1]], table)
+        assert np.array_equal(views["mask"][: len(mask)], mask)
+        for name in set(StepInput._fields) - {"block_table"}:
+            given, found = getattr(step, name), views[name]
             assert len(found) == {"T": T, "S": S, "S + 1": S + 1}[specs[f"step.{name}"][1][0]]
-            own = found[: len(given), : given.shape[1]] if given.ndim == 2 else found[: len(given)]
-            assert np.array_equal(own, given)
-            assert (found[len(given) :] == (sum(counts) if name == "query_start" else 0)).all()
+            count = 0
+            if given is not None:
+                count = len(given)
+                assert found.dtype == given.dtype
+                assert np.array_equal(found[:count], given)
+            assert (found[count:] == neutral.get(name, 0)).all()
 
 
 def test_stack_tables() -> None:

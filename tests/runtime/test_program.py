@@ -153,7 +153,7 @@ def test_planned_memory_changes_nothing(program: Program, T: int, S: int) -> Non
         tensors = {n: torch.from_numpy(a.copy()) for n, a in outside.items()}
         bound = linked.bind(tensors, arena, FakeKernels(), symbols)
         for _ in range(2):  # a bound program is run many times over the same memory
-            for _, launches in bound.segments:
+            for _, launches in bound.parts[""]:
                 for launch in launches:
                     launch()
             for name, expected in _expected(program, outside, symbols).items():
@@ -192,7 +192,7 @@ def test_places_are_aligned() -> None:
     assert linked.arena_bytes == 3 * 256
     arena = torch.zeros(linked.arena_bytes, dtype=torch.uint8)
     bound = linked.bind({"in": torch.tensor([[1, 2, 3]])}, arena, FakeKernels(), {"T": 1, "S": 1})
-    for _, launches in bound.segments:
+    for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
     offsets = {bound.results[n].data_ptr() - arena.data_ptr() for n in "xyz"}
@@ -210,7 +210,7 @@ def test_call_instructions_copy_fresh_results() -> None:
     arena = torch.zeros(linked.arena_bytes, dtype=torch.uint8)
     given = torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 1.0]])
     bound = linked.bind({"in": given}, arena, FakeKernels(), {"T": 2, "S": 1})
-    for _, launches in bound.segments:
+    for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
     assert bound.results["best"].tolist() == [5.0, 7.0]
@@ -233,8 +233,8 @@ def test_interpreted_pieces_are_segments_of_their_own() -> None:
     linked = LinkedProgram(calls, ["v1", "v3"], LIMITS)
     arena = torch.zeros(linked.arena_bytes, dtype=torch.uint8)
     bound = linked.bind({"v0": torch.ones(2, 32, dtype=torch.int64)}, arena, FakeKernels(), {"T": 2, "S": 1})
-    assert [(safe, len(launches)) for safe, launches in bound.segments] == [(True, 1), (False, 2), (True, 1)]
-    for _, launches in bound.segments:
+    assert [(safe, len(launches)) for safe, launches in bound.parts[""]] == [(True, 1), (False, 2), (True, 1)]
+    for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
     assert torch.equal(bound.results["v3"], 4 * bound.results["v1"])

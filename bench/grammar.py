@@ -1,0 +1,131 @@
+"""Structured output at the vocabulary of today's models: time to compile a schema, to make a mask, and to take a token.
+
+    python bench/grammar.py [--vocab 151936] [--out FILE.json]
+
+The tokenizer is a byte-level BPE trained on the source text of the Python installation. Each of the hand-written
+schemas of the tests is compiled by a compiler that has not seen it, then documents are sampled with random logits:
+masks and tokens are timed one at a time, as an engine asks for them. Times are processor time of the thread that works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import runpy
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from graphllm.engine.grammar import GrammarCompiler
+from graphllm.engine.params import StructuredOutputsParams
+
+STOP = 0
+DOCUMENTS, STEPS = 4, 64
+CORPUS = 48 << 20  # bytes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        tokens = make_tokenizer(Path(folder), args.vocab)
+        result = {
+            "command": f"python {' '.join(sys.argv)}",
+            "machine": platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "versions": {name: version(name) for name in ("llguidance", "tokenizers", "numpy")},
+            "vocabulary": {"model": args.vocab, "tokenizer": tokens},
+            **measure(Path(folder), args.vocab),
+        }
+    text = json.dumps(result, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+def make_tokenizer(folder: Path, vocab: int) -> int:
+    """Train one into ``folder``; how many tokens it has."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    backend.train_from_iterator(corpus(), trainer)
+    backend.save(str(folder / "tokenizer.json"))
+    return backend.get_vocab_size()
+
+
+def corpus() -> Iterator[str]:
+    left = CORPUS
+    for place in ("stdlib", "purelib"):
+        for file in sorted(Path(sysconfig.get_path(place)).rglob("*.py")):
+            text = file.read_text(encoding="utf-8", errors="ignore")
+            left -= len(text)
+            if left < 0:
+                return
+            yield text
+
+
+def written_schemas() -> dict[str, Any]:
+    file = Path(__file__).parent.parent / "tests" / "engine" / "schemas.py"
+    return {name: schema for name, (schema, _) in runpy.run_path(str(file))["WRITTEN"].items()}
+
+
+def measure(folder: Path, vocab: int) -> dict[str, Any]:
+    compiler = GrammarCompiler(folder, vocab, frozenset([STOP]))
+    begin = time.thread_time()
+    compiler.check(StructuredOutputsParams(regex="a"))
+    first = time.thread_time() - begin
+    random = np.random.default_rng(0)
+    row = np.zeros((vocab + 31) // 32, np.int32)
+    compiles, masks, advances, clones = [], [], [], []
+    for schema in written_schemas().values():
+        params = StructuredOutputsParams(json=json.dumps(schema))
+        begin = time.thread_time()
+        grammar = compiler.compile(params)
+        compiles.append(time.thread_time() - begin)
+        for _ in range(DOCUMENTS):
+            begin = time.thread_time()
+            matcher = grammar.matcher()
+            clones.append(time.thread_time() - begin)
+            for _ in range(STEPS):
+                begin = time.thread_time()
+                matcher.allow(row)
+                masks.append(time.thread_time() - begin)
+                allowed = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+                token = int(random.choice(allowed))
+                begin = time.thread_time()
+                matcher.advance(token)
+                advances.append(time.thread_time() - begin)
+                if matcher.finished:
+                    break
+    return {
+        "tokenizer load s": round(first, 3),
+        "compile ms": spread(compiles, 1e3),
+        "matcher us": spread(clones, 1e6),
+        "mask us": spread(masks, 1e6),
+        "advance us": spread(advances, 1e6),
+    }
+
+
+def spread(seconds: list[float], unit: float) -> dict[str, float]:
+    p50, p99 = np.percentile(seconds, [50, 99]) * unit
+    return {"n": len(seconds), "p50": round(p50, 2), "p99": round(p99, 2), "max": round(max(seconds) * unit, 2)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+"""Files of `graphllm run`: plain prompts or OpenAI batch requests in, results out in their order, resumable."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any
+
+from graphllm.config import ConfigError
+from graphllm.engine import openai
+from graphllm.engine.openai import Call, failure
+from graphllm.engine.outputs import RequestOutput
+from graphllm.engine.params import SamplingParams
+
+DEFAULT_MAX_TOKENS = 256  # of a plain prompt
+_LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt"})
+_BATCH_FIELDS = frozenset({"url", "body", "method"})
+_SYNC_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Where prompts come from and where text goes. file: .txt, .jsonl or "-". raw: no chat template."""
+
+    file: str | None
+    prompts: list[str]
+    raw: bool
+    system: str | None
+    output: Path | None
+
+
+@dataclass(frozen=True)
+class PlainItem:
+    """One prompt: text, or chat messages. fields: sampling fields of its own."""
+
+    id: str
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    tools: list[dict[str, Any]] | None
+    fields: dict[str, Any]
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def call(self, defaults: SamplingParams) -> Call:
+        """What it asks for. Raises ConfigError for fields that cannot be used."""
+        params = SamplingParams.from_fields(self.fields, defaults)
+        if params.max_tokens is None:
+            params = replace(params, max_tokens=max(DEFAULT_MAX_TOKENS, params.min_tokens))
+        chat = self.messages is not None
+        prompts = [] if self.prompt is None else [self.prompt]
+        template = {"tools": self.tools} if self.tools else {}
+        return Call(chat, params, "", prompts, self.messages or [], template, self.priority, self.cache_salt)
+
+    def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
+        """Its line in the results; several completions are in ``choices``."""
+        (output,) = outputs
+        choices = []
+        for c in output.outputs:
+            choice: dict[str, Any] = {"text": c.text, "finish_reason": c.finish_reason}
+            if c.logprobs is not None:
+                choice["logprobs"] = openai.chat_logprobs(c.logprobs, call.params.logprobs or 0)
+            if c.error is not None:
+                choice["error"] = c.error
+            choices.append(choice)
+        row = {"id": self.id, **(choices[0] if len(choices) == 1 else {"choices": choices})}
+        if output.prompt_logprobs is not None:
+            row["prompt_logprobs"] = openai.prompt_logprobs(output.prompt_logprobs)
+        return row | {"usage": openai.usage(outputs)}
+
+    def refused(self, mistake: ConfigError) -> dict[str, Any]:
+        """Its line when it cannot run."""
+        return {"id": self.id, "error": str(mistake)}
+
+
+@dataclass(frozen=True)
+class BatchItem:
+    """One request of an OpenAI batch file, as it stands there. id: its custom_id."""
+
+    id: str
+    method: object
+    url: object
+    body: object
+
+    def call(self, defaults: SamplingParams) -> Call:
+        """What it asks for. Raises ConfigError for a request that cannot be used."""
+        if self.method != "POST":
+            raise ConfigError(f"method is {self.method!r:.80}: give POST")
+        return openai.parse_call(self.url, self.body, defaults)
+
+    def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
+        """Its line in the results."""
+        if (broken := failure(outputs)) is not None:
+            return self._row(500, openai.error_body(broken, type="server_error"))
+        return self._row(200, openai.response_body(call, outputs, uuid.uuid4().hex, model, int(time.time())))
+
+    def refused(self, mistake: ConfigError) -> dict[str, Any]:
+        """Its line when it cannot run."""
+        return self._row(400, openai.error_body(str(mistake), self.body))
+
+    def _row(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
+        number = uuid.uuid4().hex
+        response = {"status_code": status, "request_id": number, "body": body}
+        return {"id": f"batch_req_{number}", "custom_id": self.id, "response": response, "error": None}
+
+
+Item = PlainItem | BatchItem
+
+
+class Items:
+    """All that is to run, in order; may be gone through several times. A file is read anew each time, a line at once;
+    what can be read only once, such as stdin, is kept. Raises ConfigError naming file and line for a line that cannot
+    be used, also when two have the same id."""
+
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs, self._kept = inputs, None
+        if inputs.file == "-":
+            self._kept = sys.stdin.read()
+        elif inputs.file is not None and not Path(inputs.file).is_file():
+            with _open(inputs.file) as pipe:
+                self._kept = pipe.read()
+
+    def __iter__(self) -> Iterator[Item]:
+        for i, text in enumerate(self._inputs.prompts):
+            yield _text_item(f"prompt-{i}", text, self._inputs)
+        file = self._inputs.file
+        if file is None:
+            return
+        name, as_json = ("stdin", None) if file == "-" else (file, file.endswith(".jsonl"))
+        seen: set[str] = set()
+        for number, line in enumerate(self._lines(file), 1):
+            if not line.strip():
+                continue
+            if as_json is None:
+                as_json = line.lstrip().startswith("{")
+            where = f"{name}:{number}"
+            item = (
+                _json_item(line, where, self._inputs) if as_json else _text_item(f"line-{number}", line, self._inputs)
+            )
+            if item.id in seen:
+                raise ConfigError(f"{where}: id {item.id!r} appears twice; ids must be unique")
+            seen.add(item.id)
+            yield item
+
+    def _lines(self, file: str) -> Iterator[str]:
+        if self._kept is not None:
+            yield from self._kept.split("\n")  # splitlines would also cut at U+2028, which JSON may hold
+            return
+        with _open(file) as lines:
+            try:
+                for line in lines:
+                    yield line.rstrip("\r\n")
+            except UnicodeDecodeError as damage:
+                raise ConfigError(f"file: cannot read {file!r}: {damage}") from damage
+
+
+def _open(file: str) -> IO[str]:
+    try:
+        return open(file, encoding="utf-8-sig", newline="\n")
+    except OSError as reason:
+        raise ConfigError(f"file: cannot read {file!r}: {reason}") from reason
+
+
+def _text_item(id: str, text: str, inputs: Inputs) -> PlainItem:
+    if inputs.raw:
+        return PlainItem(id, text, None, None, {})
+    return PlainItem(id, None, _chat(text, inputs.system), None, {})
+
+
+def _chat(text: str, system: str | None) -> list[dict[str, Any]]:
+    first = [{"role": "system", "content": system}] if system else []
+    return [*first, {"role": "user", "content": text}]
+
+
+def _json_item(line: str, where: str, inputs: Inputs) -> Item:
+    try:
+        row = json.loads(line)
+        if "\\u" in line:
+            json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON and no text
+    except (ValueError, RecursionError) as damage:
+        raise ConfigError(f"{where}: not valid JSON ({damage})") from damage
+    if isinstance(row, dict) and _BATCH_FIELDS & row.keys():
+        id = row.get("custom_id")
+        if not isinstance(id, str) or not id:
+            raise ConfigError(f"{where}: custom_id is {id!r:.80}; a batch request needs one of its own, give a string")
+        return BatchItem(id, row.get("method"), row.get("url"), row.get("body"))
+    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
+        raise ConfigError(f"{where}: give an object with either prompt (text) or messages (a chat)")
+    id = str(row.get("id", row.get("custom_id", where.rsplit(":", 1)[-1])))
+    for name in ("messages", "tools"):
+        if name in row and not _is_objects(row[name]) and (name, row[name]) != ("tools", None):
+            raise ConfigError(f"{where}: {name} must be a list of objects")
+    for name, kind, remedy in (("priority", int, "a whole number"), ("cache_salt", str, "a string")):
+        if row.get(name) is not None and type(row[name]) is not kind:
+            raise ConfigError(f"{where}: {name} is {row[name]!r:.80}, give {remedy}")
+    if "messages" in row:
+        prompt, messages = None, row["messages"]
+    elif isinstance(row["prompt"], str):
+        item = _text_item(id, row["prompt"], inputs)
+        prompt, messages = item.prompt, item.messages
+    else:
+        raise ConfigError(f"{where}: prompt is {type(row['prompt']).__name__}, give a string")
+    fields = {k: v for k, v in row.items() if k not in _LINE_FIELDS}
+    tools, priority, salt = row.get("tools"), row.get("priority") or 0, row.get("cache_salt")
+    return PlainItem(id, prompt, messages, tools, fields, priority, salt)
+
+
+def _is_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+
+
+class JsonlSink:
+    """A file of results, one line each, in the order of their places.
+
+    A file left by an interrupted run is continued: its complete lines are kept and their ids are ``finished``; a
+    half-written last line is cut off, and lines that tell of a failure of the engine are taken out to run again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.finished: set[str] = set()
+        self._held: dict[int, bytes] = {}
+        self._next, self._synced = 0, time.monotonic()
+        try:
+            self._file = _locked(path)
+        except OSError as reason:
+            raise ConfigError(f"output: cannot write {path}: {reason}") from reason
+        keep, again = 0, False
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                id, done = _read_row(json.loads(line))
+            except (ValueError, TypeError, LookupError, AttributeError) as damage:
+                raise ConfigError(f"output: {path} has a line that is no result; move the file away") from damage
+            keep += len(line)
+            again |= not done
+            if done:
+                self.finished.add(id)
+        self._file.truncate(keep)
+        if again:
+            self._file = self._without_failures(path.resolve())
+
+    def _without_failures(self, path: Path) -> IO[bytes]:
+        """Replace the file, at once, by one of the finished rows."""
+        beside = path.with_name(path.name + ".part")
+        self._file.seek(0)
+        with beside.open("wb") as kept:
+            kept.writelines(line for line in self._file if _read_row(json.loads(line))[1])
+            kept.flush()
+            os.fsync(kept.fileno())
+        replaced = _locked(beside)
+        os.replace(beside, path)
+        self._file.close()
+        return replaced
+
+    def put(self, place: int, row: Mapping[str, Any]) -> None:
+        """Take the row of a place, from 0 on; it is written when those of all places before it are."""
+        self._held[place] = json.dumps(row, ensure_ascii=False).encode() + b"\n"
+        while (line := self._held.pop(self._next, None)) is not None:
+            self._file.write(line)
+            self._next += 1
+        self._file.flush()
+        if time.monotonic() - self._synced > _SYNC_SECONDS:
+            os.fsync(self._file.fileno())
+            self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Make sure everything is on disk."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+
+def _locked(path: Path) -> IO[bytes]:
+    """The file, to read from its beginning and to append to, for this process alone."""
+    file = path.open("a+b")
+    file.seek(0)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as taken:
+        raise ConfigError(f"output: another run is writing {path}; wait for it, or give another file") from taken
+    return file
+
+
+def _read_row(row: Any) -> tuple[str, bool]:
+    """The id of a result, and whether it is one to keep: a failure of the engine is not."""
+    if "custom_id" in row:
+        return str(row["custom_id"]), row["response"] is not None and row["response"]["status_code"] < 500
+    choices: Iterable[dict[str, Any]] = row.get("choices", [row])
+    return str(row["id"]), all(choice.get("finish_reason") != "error" for choice in choices)

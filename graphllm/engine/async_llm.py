@@ -1,0 +1,290 @@
+"""AsyncLLM: requests as asynchronous streams, from an engine core in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import traceback
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from pathlib import Path
+
+from graphllm.config import ConfigError
+from graphllm.engine.client import CoreClient, Health
+from graphllm.engine.load import EngineArgs, open_model
+from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
+from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
+from graphllm.engine.params import RequestOutputKind, SamplingParams
+from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
+from graphllm.engine.request import CoreInfo, CoreStats, Update
+from graphllm.engine.scheduler import QueueFullError
+from graphllm.engine.text import Tokenizer
+
+_SLICE = 128  # updates detokenized before the event loop gets a turn
+_LONG = 4096  # characters of a prompt above which it is tokenized in a thread
+
+
+class EngineUnhealthyError(RuntimeError):
+    """The core lives, but is silent or stuck in a step; ``health`` says which."""
+
+    def __init__(self, health: Health) -> None:
+        super().__init__(f"the engine core is {health.state} for {health.seconds:.1f} s")
+        self.health = health
+
+
+class AsyncLLM:
+    """Serves one core to one event loop. The core starts with `start`, or with the first request."""
+
+    def __init__(
+        self,
+        client: CoreClient,
+        tokenizer: Tokenizer | None,
+        grammar: Callable[[CoreInfo], GrammarChecker] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """client: not started yet. grammar: makes the checker once the core's vocabulary is known. The others: as for
+        `Processor`."""
+        self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
+        self._outputs = OutputProcessor(tokenizer)
+        self._processor: Processor | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._receiver: asyncio.Task[None] | None = None
+        self._numbers = itertools.count()
+        self._names: dict[str, str] = {}  # what the core calls a request: it may not hear of the end of one in time
+        self._streams: dict[str, _Stream] = {}  # by that name
+        self._cause: DeathCause | None = None
+
+    @classmethod
+    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
+        """Find the model and its artifact, which is built when the policy says so; `start` then loads it in a process
+        of its own. Raises ConfigError."""
+        opened = open_model(args)
+        if opened.processors:
+            raise ConfigError(
+                f"logits_processors has {opened.processors[0]!r}: functions cannot cross to the engine's process; give "
+                '"package.module:name"'
+            )
+        folder, stop_ids = Path(opened.settings.model), frozenset(opened.settings.stop_ids)
+
+        def grammar(info: CoreInfo) -> GrammarChecker:
+            from graphllm.engine.grammar import GrammarCompiler
+
+            return GrammarCompiler(folder, info.vocab, stop_ids)
+
+        tokenizer = opened.tokenizer
+        return cls(CoreClient(opened.settings), tokenizer, grammar if tokenizer else None, args.seed)
+
+    async def start(self) -> None:
+        """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        await asyncio.shield(self._starting)  # others may wait for it too
+
+    async def _start(self) -> None:
+        info = (await self._client.start()).info
+        grammar = self._grammar(info) if self._grammar else None
+        self._processor = Processor(self._tokenizer, info, grammar, self._seed)
+        self._receiver = asyncio.create_task(self._receive())
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a request as they come; leaving the stream early aborts it.
+
+        Outputs that nobody has taken yet are merged into one. Raises ConfigError for a request that cannot run,
+        QueueFullError when too many wait, EngineDeadError when the core is dead or dies.
+        """
+        if self._processor is None:
+            await self.start()
+        if request_id in self._names:
+            raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
+        self._names[request_id] = name = f"{request_id}-{next(self._numbers)}"
+        try:
+            parsed = await self._parse(prompt, sampling_params, name, priority, cache_salt)
+            stream = self._streams[name] = _Stream(parsed)
+            if self._cause is not None:
+                raise EngineDeadError(self._cause)
+            self._client.add(parsed.requests)
+            self._outputs.add(parsed)
+            finished = False
+            while not finished:
+                output = await stream.get()
+                output.request_id, finished = request_id, output.finished
+                yield output
+        finally:
+            del self._names[request_id]
+            self._streams.pop(name, None)
+            self._abort_core(self._outputs.abort([name]))
+
+    async def _parse(
+        self, prompt: Prompt, params: SamplingParams, name: str, priority: int, cache_salt: str | None
+    ) -> ParsedRequest:
+        assert self._processor is not None
+        if params.structured_outputs is None and not (isinstance(prompt, str) and len(prompt) > _LONG):
+            return self._processor.make(prompt, params, name, priority=priority, cache_salt=cache_salt)
+        make = self._processor.make
+        return await asyncio.to_thread(make, prompt, params, name, priority=priority, cache_salt=cache_salt)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """End requests; their streams end with finish_reason "abort". Ids that are not running are ignored."""
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        streams = [self._streams.get(self._names.get(id, "")) for id in ids]
+        self._abort_core([r.id for stream in streams if stream is not None for r in stream.parsed.requests])
+
+    @property
+    def is_running(self) -> bool:
+        """Started, and neither dead nor shut down."""
+        return self._processor is not None and self.health().state != "dead"
+
+    @property
+    def errored(self) -> bool:
+        """The core died; a shut down one did not."""
+        return self.dead_error is not None
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        """What every stream raises, if the core died."""
+        cause = self.health().cause
+        return None if cause is None or cause.kind == "closed" else EngineDeadError(cause)
+
+    def health(self) -> Health:
+        """The state of the core, without asking it."""
+        health = self._client.health()
+        return health if self._cause is None else Health("dead", health.seconds, self._cause)
+
+    async def check_health(self) -> None:
+        """Raises EngineDeadError for a core that is gone, EngineUnhealthyError for one that is silent or stuck."""
+        health = self.health()
+        if health.cause is not None:
+            raise EngineDeadError(health.cause)
+        if health.state in ("unresponsive", "stuck"):
+            raise EngineUnhealthyError(health)
+
+    async def get_tokenizer(self) -> Tokenizer | None:
+        """The model's, None where it has none."""
+        return self._tokenizer
+
+    async def stats(self) -> CoreStats:
+        """The core's counters; the answer comes between two steps. Raises EngineDeadError."""
+        await self.start()
+        return await self._client.stats()
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget cached prompts; False, and nothing done, while requests use some. Raises EngineDeadError."""
+        await self.start()
+        return await self._client.reset_prefix_cache()
+
+    async def close(self, drain_timeout: float = 0.0) -> None:
+        """End the core, after ``drain_timeout`` seconds for the requests there are; new ones are refused at once."""
+        await self._client.close(drain_timeout)
+        if self._receiver is not None:
+            await self._receiver
+
+    def shutdown(self) -> None:
+        """End the core without asking, and wait for it; open streams raise EngineDeadError. `close` is gentler."""
+        self._client.kill()
+
+    def _abort_core(self, ids: Sequence[str]) -> None:
+        if ids:
+            with contextlib.suppress(EngineDeadError):
+                self._client.abort(ids)
+
+    async def _receive(self) -> None:
+        try:
+            async for news in self._client.updates():
+                if isinstance(news, Rejected):
+                    self._reject(news)
+                    continue
+                for start in range(0, len(news.updates), _SLICE):
+                    self._deliver(news.updates[start : start + _SLICE])
+                    await asyncio.sleep(0)
+        except EngineDeadError:
+            pass
+        except Exception as e:
+            # A defect of this program; streams that wait for ever would hide it.
+            self._cause = DeathCause(
+                kind="exception", message=f"in the front: {type(e).__name__}: {e}", traceback=traceback.format_exc()
+            )
+            await self._client.close()
+        cause = self.health().cause
+        assert cause is not None
+        for stream in self._streams.values():
+            stream.fail(EngineDeadError(cause))
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        outputs, aborts = self._outputs.process(updates)
+        for output in outputs:
+            self._streams[output.request_id].put(output)
+        self._abort_core(aborts)
+
+    def _reject(self, news: Rejected) -> None:
+        error: Exception
+        match news.kind:
+            case "queue_full":
+                error = QueueFullError(news.message)
+            case "invalid":
+                error = ConfigError(news.message)
+            case "closing":
+                error = EngineDeadError(DeathCause(kind="closed", message=news.message))
+        for stream in self._streams.values():
+            if stream.parsed.requests[0].id == news.ids[0]:
+                stream.fail(error)
+
+
+class _Stream:
+    """What one reader has not taken yet: one output at most, then an error."""
+
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self.parsed = parsed
+        self._pending: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._news = asyncio.Event()
+
+    def put(self, output: RequestOutput) -> None:
+        delta = self.parsed.params.output_kind is RequestOutputKind.DELTA
+        self._pending = merge(self._pending, output) if delta and self._pending is not None else output
+        self._news.set()
+
+    def fail(self, error: Exception) -> None:
+        """Raise this once everything was taken; an output that finished the request comes first."""
+        self._error = error
+        self._news.set()
+
+    async def get(self) -> RequestOutput:
+        await self._news.wait()
+        if self._pending is not None:
+            output, self._pending = self._pending, None
+            if self._error is None:
+                self._news.clear()
+            return output
+        assert self._error is not None
+        raise self._error
+
+
+def merge(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
+    """Two outputs of kind DELTA as one."""
+    found = {completion.index: completion for completion in older.outputs}
+    for completion in newer.outputs:
+        before = found.get(completion.index)
+        found[completion.index] = completion if before is None else _joined(before, completion)
+    newer.outputs = [found[index] for index in sorted(found)]
+    if newer.prompt_logprobs is None:
+        newer.prompt_logprobs = older.prompt_logprobs
+    return newer
+
+
+def _joined(older: CompletionOutput, newer: CompletionOutput) -> CompletionOutput:
+    """``older``, extended by ``newer``."""
+    older.text += newer.text
+    older.token_ids += newer.token_ids
+    if older.logprobs is not None and newer.logprobs is not None:
+        older.logprobs += newer.logprobs
+    older.cumulative_logprob = newer.cumulative_logprob
+    older.finish_reason, older.stop_reason, older.error = newer.finish_reason, newer.stop_reason, newer.error
+    return older

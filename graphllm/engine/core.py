@@ -1,0 +1,308 @@
+"""EngineCore: the step loop. Requests of token ids go in, new tokens come out, the host one step behind the device.
+
+A step is planned and started before the tokens of the one before it are known; they reach it on the device. Where a
+request's choice of tokens depends on them (a grammar, bad words), the step stops at its logits until the host has seen
+them.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from graphllm.config import ConfigError
+from graphllm.engine.batch import Batch, SamplingTable
+from graphllm.engine.options import EngineOptions, LogitsProcessor, Row
+from graphllm.engine.pool import BlockPool
+from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Ranked, Update
+from graphllm.engine.scheduler import Plan, Scheduler, SchedulerLimits
+from graphllm.engine.scheduler import Sequence as Running
+from graphllm.runtime.executor import Executor, Frame, StepResult
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphllm.engine.grammar import Grammar, GrammarCompiler, Matcher
+
+_WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
+_NO_TOKEN = (
+    "no token can be chosen: the model's logits are NaN or everything is forbidden. Check the checkpoint, or use a "
+    "dtype of more range (--dtype float32)"
+)
+
+
+class _InFlight(NamedTuple):
+    plan: Plan
+    batch: Batch
+    frame: Frame
+
+
+class EngineCore:
+    """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
+    where there is no tokenizer. processors: see docs/logits-processors.md."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        max_len: int,
+        options: EngineOptions,
+        grammars: GrammarCompiler | None = None,
+        processors: Sequence[LogitsProcessor] = (),
+    ) -> None:
+        self._executor, self.grammars, self._processors = executor, grammars, processors
+        caching = options.enable_prefix_caching and not executor.depends_on_length
+        self._pool = BlockPool(executor.kv_pages, caching)
+        limits = SchedulerLimits(
+            max_num_seqs=executor.max_num_seqs,
+            max_num_tokens=executor.max_num_tokens,
+            max_num_rows=executor.max_rows,
+            max_len=max_len,
+            page_size=executor.page_size,
+            max_num_queued_reqs=options.max_num_queued_reqs,
+            policy=options.scheduling_policy,
+            long_prefill_token_threshold=options.long_prefill_token_threshold,
+        )
+        self._scheduler = Scheduler(limits, self._pool, executor.windows)
+        self._table = SamplingTable(executor.max_num_seqs, executor.vocab)
+        self._in_flight: _InFlight | None = None
+        self._news: list[Update] = []  # of requests that ended outside a step
+        self._compiler = concurrent.futures.ThreadPoolExecutor(1, "graphllm-grammars")
+        self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
+        self._matchers: dict[str, Matcher] = {}
+        self._scored: dict[str, list[Ranked]] = {}  # prompt log-probabilities so far
+        self._stats = CoreStats(total_pages=executor.kv_pages - 1)
+        self.info = CoreInfo(
+            max_model_len=max_len,
+            vocab=executor.vocab,
+            max_num_seqs=executor.max_num_seqs,
+            max_num_tokens=executor.max_num_tokens,
+            page_size=executor.page_size,
+            kv_pages=executor.kv_pages,
+            capacity=self._scheduler.capacity,
+            max_logprobs=executor.max_logprobs,
+            max_logit_bias=executor.max_logit_bias,
+            device=executor.device.type,
+        )
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are not done, and news not yet fetched."""
+        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + (self._in_flight is not None)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request. Raises ConfigError, QueueFullError when the queue is."""
+        if request.id in self._compiling:
+            raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
+        if request.params.structured_outputs is None:
+            self._scheduler.add(request)
+            return
+        if self.grammars is None:
+            raise ConfigError("structured_outputs: there is no tokenizer to make a grammar for; leave it out")
+        self._scheduler.check(request)
+        self._compiling[request.id] = (
+            request,
+            self._compiler.submit(self.grammars.compile, request.params.structured_outputs),
+        )
+
+    def abort(self, ids: Iterable[str]) -> None:
+        """End requests; their last update comes with the next step. Ids that are not known are ignored."""
+        ids = list(ids)
+        for id in ids:
+            if (compiling := self._compiling.pop(id, None)) is not None:
+                compiling[1].cancel()
+                self._end(Update(id, [], "abort"))
+        for sequence in self._scheduler.abort(ids):
+            self._end(Update(sequence.request.id, [], "abort"))
+
+    def _end(self, update: Update) -> None:
+        self._forget(update.id)
+        self._count_end(update.finish_reason)
+        self._news.append(update)
+
+    def _forget(self, id: str) -> None:
+        self._matchers.pop(id, None)
+        self._scored.pop(id, None)
+
+    def _count_end(self, reason: str | None) -> None:
+        self._stats.finished[str(reason)] = self._stats.finished.get(str(reason), 0) + 1
+
+    def step(self) -> list[Update]:
+        """Start the next step and finish the one before it; news of the latter's requests."""
+        if self._compiling:
+            self._take_compiled()
+        plan = self._scheduler.next()
+        started = self._start(plan) if plan is not None else None
+        news, self._news = self._news, []
+        if self._in_flight is not None:
+            news += self._commit(self._in_flight, self._in_flight.frame.wait())
+        if started is not None and started.batch.full:
+            self._sample(started)
+        self._in_flight = started
+        return news
+
+    def _take_compiled(self) -> None:
+        if not self._scheduler.unfinished and self._in_flight is None:
+            futures = [f for _, f in self._compiling.values()]
+            concurrent.futures.wait(futures, timeout=_WAIT, return_when=concurrent.futures.FIRST_COMPLETED)
+        for id, (request, future) in list(self._compiling.items()):
+            if future.done():
+                del self._compiling[id]
+                try:
+                    self._matchers[id] = future.result().matcher()
+                    self._scheduler.add(request)
+                except ConfigError as mistake:
+                    self._end(Update(id, [], "error", error=str(mistake)))
+
+    def _start(self, plan: Plan) -> _InFlight:
+        for sequence in plan.admitted:
+            id, request = sequence.request.id, sequence.request
+            several = any(len(words) > 1 for words in request.bad_words)
+            if self._table.admit(sequence, always_masked=id in self._matchers or several):
+                bias = request.params.logit_bias or {}
+                self._executor.set_slot(sequence.slot, request.prompt, sequence.output, bias)
+        if plan.copies:
+            self._executor.copy_pages(plan.copies)
+        batch = self._table.stage(plan, self._scheduler, bool(self._processors))
+        self._stats.steps += 1
+        return _InFlight(plan, batch, self._executor.start(batch.step, batch.full))
+
+    def _sample(self, started: _InFlight) -> None:
+        plan, rows = started.plan, started.batch.rows
+        mask = np.full((len(rows.masked), self._table.words), -1, dtype=np.int32) if len(rows.masked) else None
+        for i, row in enumerate(rows.masked):
+            sequence = plan.sequences[rows.entry[row]]
+            if sequence.finish_reason is not None or mask is None:
+                continue  # it ended with the step before; this row is not looked at
+            if sequence.request.id in self._matchers and not self._allow(sequence, mask[i]):
+                continue
+            self._table.mask_row(mask[i], int(rows.slot[row]), sequence, int(rows.draw[row]))
+        whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
+        self._executor.sample(started.frame, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
+
+    def _allow(self, sequence: Running, row: np.ndarray) -> bool:
+        """Write what a request's grammar allows next; a grammar that fails ends the request."""
+        from graphllm.engine.grammar import GrammarError
+
+        try:
+            self._matchers[sequence.request.id].allow(row)
+        except GrammarError as problem:
+            message = f"structured_outputs: {problem}"
+            self._scheduler.fail(sequence, message)
+            self._end(Update(sequence.request.id, [], "error", error=message))
+            return False
+        return True
+
+    def _wants_all(self, started: _InFlight, row: int) -> bool:
+        rows = started.batch.rows
+        params = started.plan.sequences[rows.entry[row]].request.params
+        return (params.logprobs if rows.draw[row] >= 0 else params.prompt_logprobs) == -1
+
+    def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
+        if not self._processors:
+            return None
+        sequences = [started.plan.sequences[e] for e in started.batch.rows.entry]
+        told = [
+            Row(s.request.id, s.request.prompt, list(s.output), dict(s.request.params.extra_args or {}))
+            for s in sequences
+        ]
+
+        def edit(logits: torch.Tensor) -> None:
+            for processor in self._processors:
+                processor(logits, told)
+
+        return edit
+
+    def _commit(self, step: _InFlight, result: StepResult) -> list[Update]:
+        scores = self._scores(step, result) if step.batch.full else {}
+        committed = self._scheduler.commit(step.plan, result.tokens)
+        news = [Update(s.request.id, tokens) for s, tokens in zip(committed.sequences, committed.tokens, strict=True)]
+        for i in range(len(news)) if step.batch.full else committed.events:
+            self._complete(news[i], committed.sequences[i], scores)
+        self._stats.generated_tokens += sum(map(len, committed.tokens))
+        return news
+
+    def _complete(self, update: Update, sequence: Running, scores: dict[str, list[Ranked]]) -> None:
+        """What an update holds beside its tokens: log-probabilities, the prompt's figures with the first, the end."""
+        request = sequence.request
+        if request.params.logprobs is not None:
+            update.logprobs = scores.get(update.id, [])[: len(update.tokens)]
+        if request.id in self._matchers and sequence.finish_reason in (None, "length"):
+            self._advance(sequence, update.tokens)
+        if len(sequence.output) == len(update.tokens):
+            update.cached = sequence.cached_tokens
+            update.prompt_logprobs = self._scored.pop(request.id, None)
+            self._stats.prompt_tokens += len(request.prompt)
+        if sequence.finish_reason is not None:
+            update.finish_reason, update.stop_reason = sequence.finish_reason, sequence.stop_reason
+            update.error = sequence.error
+            if sequence.finish_reason == "error" and update.error is None:
+                update.error = _NO_TOKEN
+            self._count_end(update.finish_reason)
+            self._forget(request.id)
+
+    def _advance(self, sequence: Running, tokens: Sequence[int]) -> None:
+        """Tell a request's grammar its new tokens; one that cannot go on ends the request."""
+        from graphllm.engine.grammar import GrammarError
+
+        try:
+            matcher = self._matchers[sequence.request.id]
+            for token in tokens:
+                matcher.advance(token)
+            if matcher.finished:
+                self._scheduler.end(sequence, "stop")
+        except GrammarError as problem:
+            self._scheduler.fail(sequence, f"structured_outputs: {problem}")
+
+    def _scores(self, step: _InFlight, result: StepResult) -> dict[str, list[Ranked]]:
+        """Log-probabilities of the step's sampled tokens by request; those inside prompts are put aside."""
+        found: dict[str, list[Ranked]] = {}
+        rows = step.batch.rows
+        if result.scores is None:
+            return found
+        for row in np.flatnonzero(rows.wanted >= 0):
+            sequence = step.plan.sequences[rows.entry[row]]
+            if sequence.finish_reason is not None:
+                continue
+            inside = rows.draw[row] < 0
+            targets = step.batch.step.target
+            assert targets is not None
+            token = int(targets[row]) if inside else int(result.tokens[row])
+            ranked = _ranked(token, result.scores[row], int(rows.wanted[row]), result.whole.get(int(row)))
+            (self._scored if inside else found).setdefault(sequence.request.id, []).append(ranked)
+        return found
+
+    def stats(self) -> CoreStats:
+        """Gauges and counters as of now."""
+        scheduler, stats = self._scheduler, self._stats
+        stats.running, stats.waiting = scheduler.running, scheduler.waiting + len(self._compiling)
+        stats.free_pages = self._pool.free_pages
+        stats.kv_usage = 1 - stats.free_pages / max(stats.total_pages, 1)
+        stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
+        stats.preemptions = scheduler.preemptions
+        return stats
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached pages; False, and nothing done, while requests hold some."""
+        return self._pool.reset_cache()
+
+    def close(self) -> None:
+        """Finish the step in flight and stop the threads."""
+        if self._in_flight is not None:
+            self._in_flight.frame.wait()
+            self._in_flight = None
+        self._compiler.shutdown(cancel_futures=True)
+        self._executor.close()
+
+
+def _ranked(token: int, scores: np.ndarray, wanted: int, whole: np.ndarray | None) -> Ranked:
+    """One row of `token_logprobs`, with the whole vocabulary in order when that was wanted."""
+    logprob, rank = float(scores[0]), int(scores[1])
+    if whole is not None:
+        order = np.argsort(-whole, kind="stable")
+        return Ranked(token, logprob, rank, order.tolist(), whole[order].tolist())
+    k = (len(scores) - 2) // 2
+    values, ids = scores[2 : 2 + wanted], scores[2 + k : 2 + k + wanted]
+    return Ranked(token, logprob, rank, ids.astype(np.int32).tolist(), values.tolist())

@@ -1,0 +1,127 @@
+"""What the engine core's process and its front say to each other: msgspec structs in MessagePack over ZMQ."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Update
+
+
+class DeathCause(msgspec.Struct, frozen=True, kw_only=True):
+    """Why a core is gone.
+
+    kind: "exception" (in the core), "config" (settings it cannot load), "signal" (it was killed), "exit" (it ended by
+    itself), "terminated" (SIGTERM), "protocol" (it said something unreadable), "closed" (its client was closed).
+    message: for people. steps: completed ones. running: ids of unfinished requests, as far as known.
+    """
+
+    kind: Literal["exception", "config", "signal", "exit", "terminated", "protocol", "closed"]
+    message: str
+    traceback: str = ""
+    steps: int = 0
+    running: list[str] = []
+
+
+class EngineDeadError(RuntimeError):
+    """The engine core is gone; ``cause`` says why."""
+
+    def __init__(self, cause: DeathCause) -> None:
+        super().__init__(f"the engine core is dead: {cause.message}")
+        self.cause = cause
+
+
+# ---- front to core
+
+
+class Add(msgspec.Struct, tag=True):
+    """The siblings of one user's request: all of them are queued, or none."""
+
+    requests: list[EngineRequest]
+
+
+class Abort(msgspec.Struct, tag=True):
+    ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, tag=True):
+    call: int
+
+
+class GetStats(msgspec.Struct, tag=True):
+    call: int
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """drain: finish the requests there are; new ones are rejected."""
+
+    drain: bool
+
+
+# ---- core to front
+
+
+class Ready(msgspec.Struct, tag=True):
+    """phases: seconds of each start-up phase."""
+
+    info: CoreInfo
+    phases: dict[str, float]
+
+
+class Updates(msgspec.Struct, tag=True):
+    """News of one step."""
+
+    updates: list[Update]
+
+
+class Rejected(msgspec.Struct, tag=True):
+    """None of ``ids``, the siblings of one Add, will run."""
+
+    ids: list[str]
+    message: str
+    kind: Literal["invalid", "queue_full", "closing"]
+
+
+class Reply(msgspec.Struct, tag=True):
+    """The answer to ResetPrefixCache (reset) or GetStats (stats)."""
+
+    call: int
+    reset: bool = False
+    stats: CoreStats | None = None
+
+
+class BadMessage(msgspec.Struct, tag=True):
+    """The core was sent something unreadable, and ignored it."""
+
+    message: str
+
+
+class Heartbeat(msgspec.Struct, tag=True):
+    """at: seconds, `time.monotonic`. quiet: seconds since the last step ended while there is work, else 0."""
+
+    at: float
+    steps: int
+    unfinished: int
+    quiet: float
+    activity: Literal["loading", "idle", "step", "closing"]
+
+
+class Dead(msgspec.Struct, tag=True):
+    cause: DeathCause
+
+
+ToCore = Add | Abort | ResetPrefixCache | GetStats | Shutdown
+FromCore = Ready | Updates | Rejected | Reply | BadMessage | Heartbeat | Dead
+
+
+class Launch(msgspec.Struct):
+    """What the child reads from stdin. folder: of the sockets. started: `time.monotonic` of the launch."""
+
+    settings: dict[str, Any]
+    folder: str
+    heartbeat: float
+    started: float
+
+    def address(self, end: Literal["core", "front"]) -> str:
+        return f"ipc://{self.folder}/{end}"

@@ -1,0 +1,355 @@
+"""From the core's updates to what a user sees: text, stop strings, log-probabilities, n completions as one request.
+
+`OutputProcessor` lives beside whoever drives a core: `LLM` in the same process, `AsyncLLM` in the front's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from graphllm.config import ConfigError
+from graphllm.engine.params import RequestOutputKind
+from graphllm.engine.processor import ParsedRequest
+from graphllm.engine.request import Ranked, Update
+from graphllm.engine.text import Detokenizer, Tokenizer
+
+_CONTEXT = 6  # prompt tokens that are decoded ahead of the output: enough to know whether it begins with a space
+
+
+class Logprob(NamedTuple):
+    """Natural logarithm of a token's probability. rank: 1 for the likeliest."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str | None = None
+
+
+Position = dict[int, Logprob]  # by token id: the token that stands there first, then the likeliest, best first
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One completion. finish_reason: "stop", "length", "abort", "error", or None while it runs. stop_reason: the stop
+    string or the id of stop_token_ids that ended it, None for an end-of-sequence token. cumulative_logprob: of all its
+    tokens, where logprobs were asked for. error: what went wrong, for people."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[Position] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Seconds of `time.monotonic`; 0 for what has not happened yet."""
+
+    arrival_time: float
+    first_token_time: float = 0.0
+    last_token_time: float = 0.0
+    finished_time: float = 0.0
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """News of one request. prompt: its text, None when it came as tokens. prompt_logprobs: None for the first token,
+    then one entry for each. num_cached_tokens: prompt tokens that the prefix cache held.
+
+    outputs: with RequestOutputKind.DELTA the completions that got something, and only that; else all n of them.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[Position | None] | None
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+
+class Processed(NamedTuple):
+    """aborts: ids that the core must abort, because a stop string ended them."""
+
+    outputs: list[RequestOutput]
+    aborts: list[str]
+
+
+class OutputProcessor:
+    """Keeps the text side of every running request. tokenizer: None gives token ids only."""
+
+    def __init__(self, tokenizer: Tokenizer | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._tokenizer, self._clock = tokenizer, clock
+        self._requests: dict[str, _Request] = {}
+        self._streams: dict[str, _Stream] = {}
+        self._pieces = _Pieces(tokenizer)
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that are not done."""
+        return len(self._requests)
+
+    def add(self, parsed: ParsedRequest) -> None:
+        """Expect updates of a request. Raises ConfigError when one of that id is running."""
+        taken = [r.id for r in parsed.requests if r.id in self._streams]
+        if parsed.request_id in self._requests or taken:
+            raise ConfigError(f"request_id: {parsed.request_id!r} is already running; ids must be unique")
+        request = _Request(parsed)
+        self._requests[parsed.request_id] = request
+        for index, part in enumerate(parsed.requests):
+            stream = _Stream(request, index, self._tokenizer)
+            request.streams.append(stream)
+            self._streams[part.id] = stream
+
+    def abort(self, request_ids: Iterable[str]) -> list[str]:
+        """Forget requests, without another output; the ids that the core must abort. Unknown ids are ignored."""
+        gone = [request for id in request_ids if (request := self._requests.pop(id, None)) is not None]
+        parts = [part.id for request in gone for part in request.parsed.requests]
+        return [id for id in parts if self._streams.pop(id, None) is not None]
+
+    def process(self, updates: Sequence[Update]) -> Processed:
+        """The outputs that a step's updates make, one for each request, in the order of the updates. Updates of
+        requests that are done or unknown are ignored."""
+        now = self._clock()
+        aborts: list[str] = []
+        changed: dict[int, _Request] = {}
+        for update in updates:
+            stream = self._streams.get(update.id)
+            if stream is None:
+                continue
+            request = stream.request
+            if update.prompt_logprobs is not None and stream.index == 0:
+                request.prompt_logprobs = [None, *map(self._position, update.prompt_logprobs)]
+            if update.cached and stream.index == 0:
+                request.cached = update.cached
+            count = stream.take(update)
+            if count:
+                request.metrics.last_token_time = now
+                if not request.metrics.first_token_time:
+                    request.metrics.first_token_time = now
+            if update.logprobs is not None:
+                stream.add_logprobs([self._position(ranked) for ranked in update.logprobs[:count]])
+            if stream.finish_reason is not None:
+                del self._streams[update.id]
+                request.running -= 1
+                if update.finish_reason is None:
+                    aborts.append(update.id)
+            if request.kind is not RequestOutputKind.FINAL_ONLY or not request.running:
+                changed[id(request)] = request
+        return Processed([self._output(request, now) for request in changed.values()], aborts)
+
+    def _output(self, request: _Request, now: float) -> RequestOutput:
+        parsed = request.parsed
+        if not request.running:
+            request.metrics.finished_time = now
+            del self._requests[parsed.request_id]
+        prompt_logprobs = request.prompt_logprobs
+        if request.kind is RequestOutputKind.DELTA:
+            request.prompt_logprobs = None
+            outputs = [stream.delta() for stream in request.streams if stream.news]
+        else:
+            outputs = [stream.whole() for stream in request.streams]
+        return RequestOutput(
+            parsed.request_id,
+            parsed.prompt,
+            parsed.prompt_token_ids,
+            prompt_logprobs,
+            outputs,
+            not request.running,
+            request.metrics,
+            request.cached,
+        )
+
+    def _position(self, ranked: Ranked) -> Position:
+        piece = self._pieces.__getitem__
+        own = Logprob(ranked.logprob, ranked.rank, piece(ranked.token))
+        ranks = range(1, len(ranked.top_ids) + 1)
+        best = zip(ranked.top_ids, map(Logprob, ranked.top_logprobs, ranks, map(piece, ranked.top_ids)), strict=True)
+        found = {ranked.token: own, **dict(best)}
+        found[ranked.token] = own  # with its own rank, which is another than its place where several are equal
+        return found
+
+
+class _Pieces(dict[int, str | None]):
+    """The text of each token alone, filled as needed."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token: int) -> str | None:
+        text = None if self._tokenizer is None else self._tokenizer.decode([token], skip_special_tokens=False)
+        self[token] = text
+        return text
+
+
+class _Request:
+    """A user's request. running: completions that are not done. begins: first characters of its stop strings."""
+
+    __slots__ = ("begins", "cached", "kind", "metrics", "parsed", "prompt_logprobs", "running", "stop_ids", "streams")
+
+    def __init__(self, parsed: ParsedRequest) -> None:
+        self.parsed, self.kind = parsed, parsed.params.output_kind
+        self.stop_ids = frozenset(parsed.requests[0].stop_ids)
+        self.begins = frozenset(stop[0] for stop in parsed.params.stop)
+        self.streams: list[_Stream] = []
+        self.running = len(parsed.requests)
+        self.prompt_logprobs: list[Position | None] | None = None
+        self.cached = 0
+        self.metrics = RequestMetrics(parsed.requests[0].arrival)
+
+
+class _Stream:
+    """One completion as it comes.
+
+    text: decoded so far. safe: where a stop string that is not complete yet may begin; the text from there on is held
+    back. sent, sent_tokens: what deltas gave out. deferred: nobody looks at the text before the end, so it is decoded
+    then, in one go, at a seventh of the cost.
+    """
+
+    __slots__ = (
+        "deferred", "detokenizer", "error", "finish_reason", "index", "logprob", "logprobs", "news", "params",
+        "request", "safe", "sent", "sent_tokens", "stop_reason", "text", "tokenizer", "tokens",
+    )  # fmt: skip
+
+    def __init__(self, request: _Request, index: int, tokenizer: Tokenizer | None) -> None:
+        self.request, self.index, self.params = request, index, request.parsed.params
+        p = self.params
+        self.tokenizer = tokenizer if p.detokenize else None
+        joined = not (p.skip_special_tokens or p.spaces_between_special_tokens)
+        self.deferred = p.output_kind is RequestOutputKind.FINAL_ONLY and not p.stop and not joined
+        self.detokenizer: Detokenizer | _Joined | None = None
+        if self.tokenizer is not None and not self.deferred:
+            detokenizer = self.tokenizer.detokenizer(request.parsed.prompt_token_ids, p.skip_special_tokens)
+            self.detokenizer = _Joined(detokenizer, self.tokenizer) if joined else detokenizer
+        self.tokens: list[int] = []
+        self.text, self.safe, self.sent, self.sent_tokens = "", 0, 0, 0
+        self.logprobs: list[Position] | None = [] if p.logprobs is not None else None
+        self.logprob = 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: str | None = None
+        self.news = False
+
+    def take(self, update: Update) -> int:
+        """Add an update's tokens; how many of them count, which is fewer when a stop string comes before the last."""
+        tokens, p = update.tokens, self.params
+        self.news = True
+        shown = tokens
+        if update.finish_reason is not None:
+            self.finish_reason, self.error = update.finish_reason, update.error
+            if update.finish_reason == "stop" and tokens and tokens[-1] in self.request.stop_ids:
+                self.stop_reason = None if tokens[-1] in self.request.parsed.eos_ids else tokens[-1]
+                if p.skip_special_tokens and not p.include_stop_str_in_output:
+                    shown = tokens[:-1]
+        if self.detokenizer is None:
+            self.tokens += tokens
+            if self.deferred and self.finish_reason is not None and self.tokenizer is not None:
+                self.text = self._whole_text(len(self.tokens) - len(tokens) + len(shown))
+        elif not p.stop:
+            self.tokens += tokens
+            self.text += self.detokenizer.step(shown)
+        else:
+            for i, token in enumerate(shown, 1):
+                if self._step_finds_stop(token, len(self.tokens) + i, self.detokenizer):
+                    self.tokens += tokens[:i]
+                    return i
+            self.tokens += tokens
+        return len(tokens)
+
+    def _step_finds_stop(self, token: int, number: int, detokenizer: Detokenizer | _Joined) -> bool:
+        """Decode the ``number``th token of the output; whether the text has a stop string now, and was cut."""
+        p, old = self.params, len(self.text)
+        text = self.text = self.text + detokenizer.step((token,))
+        begins = self.request.begins
+        while self.safe < len(text) and text[self.safe] not in begins:
+            self.safe += 1
+        if self.safe == len(text):
+            return False
+        if number > p.min_tokens:
+            # One that ended before min_tokens were there does not count, so it must end in the new text.
+            found = [
+                (at, i, stop)
+                for i, stop in enumerate(p.stop)
+                if (at := text.find(stop, max(self.safe, old + 1 - len(stop)))) >= 0
+            ]
+            if found:
+                at, _, stop = min(found)
+                self.text = text[: at + len(stop)] if p.include_stop_str_in_output else text[:at]
+                self.finish_reason, self.stop_reason, self.error = "stop", stop, None
+                return True
+        while (rest := text[self.safe :]) and not any(stop.startswith(rest) and stop != rest for stop in p.stop):
+            self.safe += 1
+        return False
+
+    def _visible(self) -> int:
+        """Length of the text that no stop string can take back."""
+        p = self.params
+        held = p.stop and self.finish_reason is None and not p.include_stop_str_in_output
+        return self.safe if held else len(self.text)
+
+    def _whole_text(self, count: int) -> str:
+        """The text of the first ``count`` tokens, as a detokenizer would have given it."""
+        assert self.tokenizer is not None
+        skip, prompt, ids = self.params.skip_special_tokens, self.request.parsed.prompt_token_ids, self.tokens[:count]
+        context = prompt[-_CONTEXT:]
+        before = self.tokenizer.decode(context, skip)
+        whole = self.tokenizer.decode([*context, *ids], skip)
+        if whole.startswith(before) and not (before.endswith("\ufffd") or whole.endswith("\ufffd")):
+            return whole[len(before) :]
+        return self.tokenizer.detokenizer(prompt, skip).step(ids)  # it begins or ends within a character
+
+    def add_logprobs(self, positions: list[Position]) -> None:
+        """Log-probabilities of the tokens last taken."""
+        if self.logprobs is not None:
+            self.logprobs += positions
+            for position in positions:
+                self.logprob += next(iter(position.values())).logprob
+
+    def whole(self) -> CompletionOutput:
+        """Everything so far."""
+        logprobs = None if self.logprobs is None else self.logprobs.copy()
+        return self._completion(self.text[: self._visible()], self.tokens.copy(), logprobs)
+
+    def delta(self) -> CompletionOutput:
+        """What came since the last call."""
+        end, first = self._visible(), self.sent_tokens
+        text, tokens = self.text[self.sent : end], self.tokens[first:]
+        logprobs = None if self.logprobs is None else self.logprobs[first:]
+        self.sent, self.sent_tokens, self.news = end, len(self.tokens), False
+        return self._completion(text, tokens, logprobs)
+
+    def _completion(self, text: str, tokens: list[int], logprobs: list[Position] | None) -> CompletionOutput:
+        total = self.logprob if logprobs is not None else None
+        return CompletionOutput(
+            self.index, text, tokens, total, logprobs, self.finish_reason, self.stop_reason, self.error
+        )
+
+
+class _Joined:
+    """A detokenizer that puts nothing between special tokens that follow each other."""
+
+    def __init__(self, detokenizer: Detokenizer, tokenizer: Tokenizer) -> None:
+        self._detokenizer, self._tokenizer = detokenizer, tokenizer
+        self._after_special = False
+
+    def step(self, ids: Iterable[int]) -> str:
+        """The text that these new tokens complete."""
+        return "".join(map(self._one, ids))
+
+    def _one(self, token: int) -> str:
+        text = self._detokenizer.step((token,))
+        alone = self._tokenizer.decode([token], skip_special_tokens=False)
+        special = alone != "" and self._tokenizer.decode([token], skip_special_tokens=True) == ""
+        joined = special and self._after_special
+        self._after_special = special
+        return alone if joined else text

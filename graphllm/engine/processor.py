@@ -1,0 +1,193 @@
+"""From a prompt and its sampling parameters to engine requests: tokens, limits, and every check the front can make.
+
+What passes here runs; a core checks only what it alone knows, such as a full queue.
+"""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from graphllm.config import ConfigError
+from graphllm.engine.params import SamplingParams, StructuredOutputsParams
+from graphllm.engine.request import CoreInfo, EngineRequest
+from graphllm.engine.text import Tokenizer
+
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class GrammarChecker(Protocol):
+    """Says whether a constraint can be used (`graphllm.engine.grammar.GrammarCompiler`)."""
+
+    def check(self, spec: StructuredOutputsParams) -> None:
+        """Raises ConfigError when it cannot."""
+
+
+class ParsedRequest(NamedTuple):
+    """A checked request. requests: one for each completion. prompt: its text, None when it came as tokens. eos_ids:
+    stop ids that end an output without being a stop_reason."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    requests: list[EngineRequest]
+    eos_ids: frozenset[int]
+
+
+class Processor:
+    """Makes requests for one core. tokenizer: None takes token ids only. grammar: None refuses structured outputs.
+    seed: makes the seeds of requests without one repeatable."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        info: CoreInfo,
+        grammar: GrammarChecker | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._tokenizer, self._info, self._grammar = tokenizer, info, grammar
+        self._random: random.Random = random.Random(seed) if seed is not None else secrets.SystemRandom()
+        # Of a vocabulary that is larger than the model's, the rest never comes.
+        self._eos = frozenset(i for i in tokenizer.stop_ids if i < info.vocab) if tokenizer else frozenset[int]()
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> ParsedRequest:
+        """Check a request and split it into its completions.
+
+        prompt: text, token ids, or a mapping with ``prompt`` and/or ``prompt_token_ids`` (which is used when there are
+        both), and maybe ``cache_salt``. Completions are named ``request_id``, or ``0_request_id`` and so on when there
+        are several. Raises ConfigError naming field, value and remedy.
+        """
+        text, ids, salt = self._prompt(prompt)
+        limit = self._limit(len(ids), params)
+        self._check_counts(params)
+        self._check_ids(params)
+        if params.stop and self._tokenizer is None:
+            raise ConfigError(f"stop is {params.stop!r}: there is no tokenizer to find it with; give stop_token_ids")
+        if params.structured_outputs is not None:
+            if self._grammar is None:
+                raise ConfigError("structured_outputs: not available without a tokenizer; leave it out")
+            self._grammar.check(params.structured_outputs)
+        if params.skip_reading_prefix_cache is None and params.prompt_logprobs is not None:
+            params = replace(params, skip_reading_prefix_cache=True)
+        eos = frozenset[int]() if params.ignore_eos else self._eos
+        seed = params.seed if params.seed is not None else self._random.getrandbits(63)
+        names = [f"{i}_{request_id}" for i in range(params.n)] if params.n > 1 else [request_id]
+        common: dict[str, Any] = {
+            "prompt": ids,
+            "params": params,
+            "stop_ids": sorted(eos.union(params.stop_token_ids)),
+            "limit": limit,
+            "priority": priority,
+            "cache_salt": cache_salt or salt,
+            "bad_words": self._bad_words(params),
+            "arrival": time.monotonic(),
+        }
+        requests = [
+            EngineRequest(id=name, seed=_int64(seed + i), fork_of=names[0] if i else "", **common)
+            for i, name in enumerate(names)
+        ]
+        return ParsedRequest(request_id, text, ids, params, requests, eos)
+
+    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        """Text if there is any, token ids, cache salt."""
+        fields = prompt if isinstance(prompt, Mapping) else {}
+        if fields.keys() - _PROMPT_KEYS:
+            raise ConfigError(f"prompt has {sorted(fields.keys() - _PROMPT_KEYS)}: give {sorted(_PROMPT_KEYS)}")
+        if isinstance(prompt, Mapping):
+            text, ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        else:
+            text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+        if text is not None and not isinstance(text, str):
+            raise ConfigError(f"prompt is {text!r}: give text, or token ids as prompt_token_ids")
+        if ids is None:
+            if text is None:
+                raise ConfigError("prompt is missing: give text, or token ids as prompt_token_ids")
+            if self._tokenizer is None:
+                raise ConfigError("prompt is text and there is no tokenizer; give prompt_token_ids")
+            ids = self._tokenizer.encode(text)
+        return text, self._checked(ids), str(fields.get("cache_salt") or "")
+
+    def _checked(self, ids: Any) -> list[int]:
+        if not isinstance(ids, Sequence) or isinstance(ids, str) or not all(type(i) is int for i in ids):
+            raise ConfigError(f"prompt is {ids!r:.80}: give text or a list of token ids")
+        if not ids:
+            raise ConfigError("prompt is empty: give at least one token")
+        if len(ids) >= self._info.max_model_len:
+            raise ConfigError(
+                f"prompt has {len(ids)} tokens: the context holds {self._info.max_model_len} with at least one of "
+                "output; shorten it, or compile with a larger --max-model-len"
+            )
+        self._check_vocabulary("prompt", ids)
+        return list(ids)
+
+    def _limit(self, prompt: int, params: SamplingParams) -> int:
+        """Output tokens at most."""
+        room, capacity = self._info.max_model_len - prompt, self._info.capacity - prompt
+        if params.max_tokens is None:
+            room = min(room, capacity)
+        limit = room if params.max_tokens is None else min(params.max_tokens, room)
+        if limit > capacity or limit < 1:
+            raise ConfigError(
+                f"max_tokens is {params.max_tokens}: {prompt} prompt tokens and {max(limit, 1)} of output are more "
+                f"than the {self._info.capacity} that the cache holds; lower max_tokens, shorten the prompt, or raise "
+                "--kv-cache-memory"
+            )
+        if params.min_tokens > limit:
+            raise ConfigError(f"min_tokens is {params.min_tokens}: there is room for {limit} behind this prompt")
+        return limit
+
+    def _check_counts(self, params: SamplingParams) -> None:
+        for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if wanted is not None and wanted > self._info.max_logprobs:
+                raise ConfigError(
+                    f"{name} is {wanted}: give at most {self._info.max_logprobs}, or -1 for the whole vocabulary"
+                )
+        most = self._info.max_logit_bias
+        if params.logit_bias is not None and len(params.logit_bias) > most:
+            raise ConfigError(f"logit_bias has {len(params.logit_bias)} entries: give at most {most}")
+
+    def _check_ids(self, params: SamplingParams) -> None:
+        self._check_vocabulary("stop_token_ids", params.stop_token_ids)
+        self._check_vocabulary("logit_bias", list(params.logit_bias or ()))
+        self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+
+    def _check_vocabulary(self, field: str, ids: Sequence[int]) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self._info.vocab):
+            wrong = next(i for i in ids if not 0 <= i < self._info.vocab)
+            raise ConfigError(f"{field} has token id {wrong}: give ids from 0 to {self._info.vocab - 1}")
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Token sequences of the words, as they stand at the beginning of a text and behind a space."""
+        if not params.bad_words:
+            return []
+        if self._tokenizer is None:
+            raise ConfigError(f"bad_words is {params.bad_words!r}: there is no tokenizer; leave it out")
+        found = []
+        for word in params.bad_words:
+            plain, spaced = (self._tokenizer.encode(s + word.lstrip(), add_special_tokens=False) for s in ("", " "))
+            if not plain:
+                raise ConfigError(f"bad_words has {word!r}, which is no token: give words with letters")
+            found.append(plain)
+            # Otherwise the word behind a space begins with the space as a token of its own, or is the same.
+            if len(spaced) == len(plain) and spaced[0] != plain[0]:
+                found.append(spaced)
+        self._check_vocabulary("bad_words", [i for ids in found for i in ids])
+        return found
+
+
+def _int64(value: int) -> int:
+    return (value + 2**63) % 2**64 - 2**63

@@ -1,0 +1,93 @@
+"""adjust_logits: what a request asks to change in its logits before a token is sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+
+IN_PROMPT = 1 << 30  # flag in a token's count
+
+
+def _cost(
+    logits_SV: Tensor,
+    slot_S: Tensor,
+    mask_row_S: Tensor,
+    mask_SW: Tensor,
+    bias_count_S: Tensor,
+    repetition_S: Tensor,
+    frequency_S: Tensor,
+    presence_S: Tensor,
+    counts_NV: Tensor,
+    bias_token_NB: Tensor,
+    bias_value_NB: Tensor,
+) -> Cost:
+    return Cost(nbytes(logits_SV) + 4 * logits_SV.numel(), logits_SV.numel())
+
+
+@op(boundary=True, cost=_cost)
+def adjust_logits(
+    logits_SV: Tensor,
+    slot_S: Tensor,
+    mask_row_S: Tensor,
+    mask_SW: Tensor,
+    bias_count_S: Tensor,
+    repetition_S: Tensor,
+    frequency_S: Tensor,
+    presence_S: Tensor,
+    counts_NV: Tensor,
+    bias_token_NB: Tensor,
+    bias_value_NB: Tensor,
+) -> Tensor:
+    """Mask, bias and penalties on each row of logits, in this order and in float32.
+
+    logits_SV [S, V], any float dtype. slot_S [S] int32: the row's row of the three tensors of state.
+    Mask: mask_row_S [S] int32 is a row of mask_SW [S, ceil(V / 32)] int32, in which bit t % 32 of word t // 32 says
+    that token t is allowed; banned tokens become -inf. -1: all are allowed.
+    Bias: bias_count_S [S] int32 says how many of the first entries of the slot's list are added: bias_value_NB [N, B]
+    float32 to the tokens bias_token_NB [N, B] int32, no token twice among them.
+    Penalties: counts_NV [N, V] int32 holds in its low 30 bits how many times a token was sampled, and in bit 30
+    whether the prompt has it. repetition_S [S] float32 divides the positive logits and multiplies the others of tokens
+    that were sampled or are in the prompt; 1 is off. frequency_S [S] float32 times the number of times sampled is
+    subtracted, and presence_S [S] float32 once from each token that was sampled; 0 is off.
+    Returns [S, V] float32, contiguous (float64 for float64). NaN stays NaN unless banned. A row with all of it off is
+    copied: implementations read a row's mask, list and counts only where something of theirs is on.
+    Source: Keskar et al. 2019 (CTRL, repetition penalty); OpenAI API reference (logit bias, frequency and presence
+    penalty).
+    """
+    dtype = torch.promote_types(logits_SV.dtype, torch.float32)
+    slot = slot_S.long()
+    token_V = torch.arange(logits_SV.shape[1], device=logits_SV.device)
+    words_SV = mask_SW[mask_row_S.clamp(min=0).long()][:, token_V // 32]
+    banned_SV = (mask_row_S >= 0)[:, None] & ((words_SV >> (token_V % 32)) & 1 == 0)
+    x_SV = logits_SV.to(dtype).masked_fill(banned_SV, float("-inf"))
+
+    listed_SB = torch.arange(bias_token_NB.shape[1], device=logits_SV.device) < bias_count_S[:, None]
+    bias_token_SB = torch.where(listed_SB, bias_token_NB[slot], 0).long()
+    bias_value_SB = torch.where(listed_SB, bias_value_NB[slot], 0.0).to(dtype)
+    x_SV = x_SV.scatter_add(1, bias_token_SB, bias_value_SB)
+
+    counts_SV = counts_NV[slot]
+    times_SV = counts_SV & (IN_PROMPT - 1)
+    repetition = repetition_S.to(dtype)[:, None]
+    x_SV = torch.where(counts_SV != 0, torch.where(x_SV > 0, x_SV / repetition, x_SV * repetition), x_SV)
+    x_SV = x_SV - frequency_S.to(dtype)[:, None] * times_SV
+    return x_SV - presence_S.to(dtype)[:, None] * (times_SV > 0)
+
+
+@adjust_logits.fake
+def _(
+    logits_SV: Tensor,
+    slot_S: Tensor,
+    mask_row_S: Tensor,
+    mask_SW: Tensor,
+    bias_count_S: Tensor,
+    repetition_S: Tensor,
+    frequency_S: Tensor,
+    presence_S: Tensor,
+    counts_NV: Tensor,
+    bias_token_NB: Tensor,
+    bias_value_NB: Tensor,
+) -> Tensor:
+    return logits_SV.new_empty(logits_SV.shape, dtype=torch.promote_types(logits_SV.dtype, torch.float32))

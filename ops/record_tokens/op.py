@@ -1,0 +1,37 @@
+"""record_tokens: what was sampled becomes part of the slots' state on the device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+
+
+def _cost(tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor) -> Cost:
+    return Cost(2 * nbytes(tokens_S) + nbytes(slot_S, counted_S) + 3 * nbytes(tokens_S), tokens_S.numel())
+
+
+@op(boundary=True, mutates=("last_token_N", "counts_NV"), cost=_cost)
+def record_tokens(
+    tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor
+) -> Tensor:
+    """Remember each row's sampled token in its slot: the next step feeds it, penalties count it.
+
+    tokens_S [S] int32: what `sample` gave, -1 for nothing. slot_S [S] int32: rows of the state; all different, but for
+    the last slot, the scrap one that padding rows share. last_token_N [N] int32: becomes the token, 0 for nothing;
+    which one in the scrap slot is unspecified. counted_S [S] int32: where positive, and there is a token, counts_NV
+    [N, V] int32 grows by one at it; 0 in rows of the scrap slot. Bit 30 of a count is a flag that stays, see
+    `adjust_logits`.
+    Returns a copy of tokens_S, contiguous.
+    """
+    slot, token = slot_S.long(), tokens_S.clamp(min=0)
+    last_token_N.index_put_((slot,), token)
+    once = ((counted_S > 0) & (tokens_S >= 0)).to(counts_NV.dtype)
+    counts_NV.index_put_((slot, token.long()), once, accumulate=True)
+    return tokens_S.clone(memory_format=torch.contiguous_format)
+
+
+@record_tokens.fake
+def _(tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor) -> Tensor:
+    return tokens_S.new_empty(tokens_S.shape)

@@ -1,0 +1,78 @@
+"""Engine cores over real artifacts, and a way to run requests to their end that checks what holds for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphllm import artifact, prepare
+from graphllm.engine.core import EngineCore
+from graphllm.engine.options import EngineOptions
+from graphllm.engine.params import SamplingParams
+from graphllm.engine.request import EngineRequest, Ranked, Update
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+
+
+@dataclass
+class Result:
+    """What a request got."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | None = None
+    error: str | None = None
+    cached: int = 0
+    logprobs: list[Ranked] = field(default_factory=list)
+    prompt_logprobs: list[Ranked] | None = None
+
+    def take(self, update: Update) -> None:
+        assert self.finish_reason is None, "news of a request that is done"
+        self.tokens += update.tokens
+        self.finish_reason, self.stop_reason, self.error = update.finish_reason, update.stop_reason, update.error
+        self.cached += update.cached
+        self.logprobs += update.logprobs or []
+        if update.prompt_logprobs is not None:
+            assert self.prompt_logprobs is None
+            self.prompt_logprobs = update.prompt_logprobs
+
+
+def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> EngineCore:
+    """A core of that artifact with so many pages, the null page among them."""
+    processors = options.pop("processors", ())
+    stop_ids = options.pop("stop_ids", ())
+    manifest = artifact.verify(place)
+    settings = prepare.CoreSettings(
+        model=str(folder), artifact=str(place), kv_memory=pages * manifest["memory"]["kv page"],
+        options=EngineOptions(**options), stop_ids=stop_ids,
+    )  # fmt: skip
+    return prepare.load_core(settings, processors=processors)
+
+
+def request(id: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **fields: Any) -> EngineRequest:
+    """A request; without ``stop_ids`` nothing but its length and stop_token_ids end it."""
+    fields = {"stop_ids": list(params.stop_token_ids), "limit": params.max_tokens, "seed": params.seed or 0} | fields
+    return EngineRequest(id=id, prompt=list(prompt), params=params, **fields)
+
+
+def finish(
+    core: EngineCore, requests: Iterable[EngineRequest], each_step: Callable[[int], None] = lambda step: None
+) -> dict[str, Result]:
+    """Run requests to their end. each_step: called before every step with its number. Afterwards no page is held."""
+    found = {}
+    for r in requests:
+        core.add(r)
+        found[r.id] = Result()
+    number = 0
+    while core.unfinished:
+        each_step(number)
+        for update in core.step():
+            found[update.id].take(update)
+        number += 1
+    assert all(r.finish_reason for r in found.values())
+    stats = core.stats()
+    assert (stats.running, stats.waiting) == (0, 0)
+    assert stats.free_pages == stats.total_pages
+    return found

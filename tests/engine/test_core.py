@@ -1,0 +1,441 @@
+"""The engine core on a tiny random model: whatever is batched, chunked, cached, forked or preempted, a request gets
+what it gets alone, and that is what transformers gives."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import GREEDY, Result, finish, open_core, request
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+from graphllm import prepare
+from graphllm.config import ConfigError
+from graphllm.engine.core import EngineCore
+from graphllm.engine.params import SamplingParams
+
+V = 311
+Open = Callable[..., EngineCore]
+
+
+@pytest.fixture
+def opened(eager_artifact: Path, checkpoint: Path) -> Iterator[Open]:
+    """opened(pages=49, **options): a core of the tiny Llama. Context 96, 4 sequences, 32 tokens a step, pages of 8."""
+    cores = []
+
+    def make(folder: Path = checkpoint, place: Path = eager_artifact, **options: Any) -> EngineCore:
+        cores.append(open_core(folder, place, **options))
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.close()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(checkpoint).eval()
+
+
+def _prompts(count: int, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(5, V) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def _greedy(model: Any, prompt: list[int], count: int = 24) -> list[int]:
+    """transformers' own greedy tokens."""
+    out = model.generate(
+        torch.tensor([prompt]), max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def _logits(model: Any, tokens: list[int]) -> np.ndarray:
+    """Logits after the last token, float64."""
+    return model(torch.tensor([tokens])).logits[0, -1].double().numpy()
+
+
+def test_greedy_is_what_transformers_gives(opened: Open, model: LlamaForCausalLM) -> None:
+    """More requests than fit in a step, prompts longer than a step's budget: batched, chunked, then from the cache."""
+    core = opened(pages=200)
+    prompts = _prompts(13)
+    for turn in range(2):
+        found = finish(core, [request(str(i), p) for i, p in enumerate(prompts)])
+        for i, prompt in enumerate(prompts):
+            assert found[str(i)].tokens == _greedy(model, prompt)
+            assert found[str(i)].finish_reason == "length"
+            assert found[str(i)].cached == (0 if turn == 0 else (len(prompt) - 1) // 8 * 8)
+
+
+def test_preempted_requests_lose_nothing(opened: Open, model: LlamaForCausalLM) -> None:
+    core = opened(pages=14)  # 13 pages of 8 tokens: one request of full length and a little
+    prompts = _prompts(9, seed=1, longest=40)
+    found = finish(core, [request(str(i), p, replace(GREEDY, max_tokens=40)) for i, p in enumerate(prompts)])
+    assert core.stats().preemptions > 3
+    for i, prompt in enumerate(prompts):
+        assert found[str(i)].tokens == _greedy(model, prompt, 40)
+
+
+def test_the_next_step_starts_before_the_tokens_of_this_one_are_known(opened: Open, monkeypatch: Any) -> None:
+    core = opened()
+    events: list[str] = []
+    executor = core._executor
+    start = executor.start
+
+    def watched(step: Any, full: bool = False) -> Any:
+        events.append("start")
+        frame = start(step, full)
+        wait = frame.wait
+
+        def waited() -> Any:
+            events.append("wait")
+            return wait()
+
+        frame.wait = waited  # type: ignore[method-assign]
+        return frame
+
+    monkeypatch.setattr(executor, "start", watched)
+    fed = []
+    table = core._table
+    stage = table.stage
+    monkeypatch.setattr(table, "stage", lambda plan, *rest: (fed.append(bool(plan.fed.any())), stage(plan, *rest))[1])
+    finish(core, [request("a", [5, 6, 7], replace(GREEDY, max_tokens=6))])
+    assert events == ["start", *["start", "wait"] * 5, "wait"]
+    assert fed == [False, True, True, True, True, True]
+
+
+def test_forks_share_their_prompt(opened: Open, model: LlamaForCausalLM) -> None:
+    """n completions: the prompt is computed once, pages are shared and copied when written."""
+    core = opened()
+    prompt = _prompts(1, seed=3)[0][:20] + list(range(5, 18))  # 33 tokens at most: the last page is partial
+    params = SamplingParams(temperature=1.0, max_tokens=20, ignore_eos=True)
+    seeds = [11, 12, 13, 14]
+    siblings = [request(str(i), prompt, params, seed=s, fork_of="0" if i else "") for i, s in enumerate(seeds)]
+    together = finish(core, siblings)
+    tokens_once = core._stats.steps
+    assert tokens_once < 30
+    alone = {str(i): finish(opened(), [request("x", prompt, params, seed=s)])["x"] for i, s in enumerate(seeds)}
+    assert {i: r.tokens for i, r in together.items()} == {i: r.tokens for i, r in alone.items()}
+    assert len({tuple(r.tokens) for r in together.values()}) == 4
+
+
+def test_seeds_do_not_depend_on_neighbours(opened: Open) -> None:
+    rng = random.Random(5)
+    prompts = _prompts(8, seed=5)
+    kinds = [
+        {"temperature": 1.0}, {"temperature": 0.7, "top_k": 9}, {"temperature": 1.3, "top_p": 0.8},
+        {"temperature": 1.0, "min_p": 0.05}, {"temperature": 1.0, "repetition_penalty": 1.3, "logprobs": 2},
+    ]  # fmt: skip
+    wanted = [
+        request(str(i), p, SamplingParams(max_tokens=20, ignore_eos=True, seed=i, **rng.choice(kinds)))
+        for i, p in enumerate(prompts)
+    ]
+    alone = {r.id: finish(opened(), [r])[r.id].tokens for r in wanted}
+    core = opened(pages=20)
+    for seed in range(3):
+        order = random.Random(seed).sample(wanted, len(wanted))
+        assert {i: r.tokens for i, r in finish(core, order).items()} == alone
+
+
+def _expected(
+    model: Any, prompt: list[int], params: SamplingParams, bad: list[list[int]], stops: list[int]
+) -> list[int]:
+    """Greedy decoding with the penalties and masks of vLLM's definition, in float64 over transformers' logits."""
+    output: list[int] = []
+    while len(output) < params.max_tokens:  # type: ignore[operator]
+        x = _logits(model, prompt + output)
+        allowed = np.ones(len(x), dtype=bool)
+        if params.allowed_token_ids is not None:
+            allowed[:] = False
+            allowed[list(params.allowed_token_ids)] = True
+        for words in bad:
+            if len(words) == 1 or output[-(len(words) - 1) :] == words[:-1]:
+                allowed[words[-1]] = False
+        if len(output) < params.min_tokens:
+            allowed[stops] = False
+        x[~allowed] = -np.inf
+        for token, bias in (params.logit_bias or {}).items():
+            x[token] += bias
+        counts = np.bincount(output, minlength=len(x))
+        seen = counts > 0
+        seen[prompt] = True
+        x[seen] = np.where(x > 0, x / params.repetition_penalty, x * params.repetition_penalty)[seen]
+        x -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        output.append(int(x.argmax()))
+        if output[-1] in stops:
+            break
+    return output
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_penalties_and_masks(seed: int, opened: Open, model: LlamaForCausalLM) -> None:
+    """Against an independent greedy decoder; all in one batch, some preempted."""
+    rng = random.Random(seed)
+    wanted, expected = [], {}
+    for i, prompt in enumerate(_prompts(6, seed=seed, longest=20)):
+        fields: dict[str, Any] = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+        bad: list[list[int]] = []
+        plain = _greedy(model, prompt)
+        if rng.random() < 0.5:
+            fields |= {"repetition_penalty": rng.choice([0.8, 1.2, 1.5]), "presence_penalty": rng.choice([0, 0.7])}
+        if rng.random() < 0.5:
+            fields |= {"frequency_penalty": rng.choice([-0.5, 0.4, 1.5])}
+        if rng.random() < 0.5:
+            fields["logit_bias"] = {t: rng.uniform(-8, 8) for t in rng.sample(range(V), 40)}
+        if rng.random() < 0.4:
+            fields["allowed_token_ids"] = rng.sample(range(V), 50)
+        if rng.random() < 0.6:
+            bad = [plain[2:4], plain[5:8], [plain[0]]]
+        stops = []
+        if rng.random() < 0.5:
+            stops = plain[1:4]
+            fields |= {"stop_token_ids": stops, "min_tokens": 9}
+        params = SamplingParams(**fields)
+        wanted.append(request(str(i), prompt, params, bad_words=bad, stop_ids=stops))
+        expected[str(i)] = _expected(model, prompt, params, bad, stops)
+    found = finish(opened(pages=24), wanted)
+    for id, tokens in expected.items():
+        assert found[id].tokens == tokens, wanted[int(id)]
+
+
+def test_logprobs(opened: Open, model: LlamaForCausalLM) -> None:
+    """Of prompt and output, against float64 log-softmax of transformers' logits; chunks and cached pages included."""
+    core = opened()
+    prompt = _prompts(1, seed=7)[0] + [9] * 40
+    for _ in range(2):
+        found = finish(core, [
+            request("k", prompt, replace(GREEDY, logprobs=3, prompt_logprobs=2)),
+            request("all", prompt, replace(GREEDY, max_tokens=2, logprobs=-1, prompt_logprobs=-1)),
+            request("none", prompt, replace(GREEDY, logprobs=0)),
+            request("plain", prompt),
+        ])  # fmt: skip
+        assert found["plain"].logprobs == []
+        tokens = found["k"].tokens
+        for id, top in (("k", 3), ("none", 0), ("all", V)):
+            assert len(found[id].logprobs) == len(found[id].tokens)
+            for i, ranked in enumerate(found[id].logprobs):
+                _check_ranked(ranked, tokens[i], _logits(model, prompt + tokens[:i]), top)
+        for id, top in (("k", 2), ("all", V)):
+            scored = found[id].prompt_logprobs
+            assert scored is not None
+            assert len(scored) == len(prompt) - 1
+            for i, ranked in enumerate(scored):
+                _check_ranked(ranked, prompt[i + 1], _logits(model, prompt[: i + 1]), top)
+
+
+def _check_ranked(ranked: Any, token: int, logits: np.ndarray, top: int) -> None:
+    expected = logits - np.log(np.exp(logits - logits.max()).sum()) - logits.max()
+    assert ranked.token == token
+    assert math.isclose(ranked.logprob, expected[token], abs_tol=1e-4)
+    assert abs(ranked.rank - (1 + int((logits > logits[token]).sum()))) <= 1  # neighbours may be equal in float32
+    order = np.sort(expected)[::-1][:top]
+    np.testing.assert_allclose(ranked.top_logprobs, order, atol=1e-4)
+    np.testing.assert_allclose(expected[ranked.top_ids], order, atol=1e-4)
+    assert len(set(ranked.top_ids)) == top
+
+
+def test_stop_tokens(opened: Open, model: LlamaForCausalLM) -> None:
+    core = opened()
+    prompt = _prompts(1, seed=9)[0]
+    plain = _greedy(model, prompt)
+    stop = plain[5]
+    first = plain.index(stop)
+    found = finish(
+        core, [request("a", prompt, stop_ids=[stop, 3]), request("b", prompt, stop_ids=list(range(290, 311)))]
+    )
+    assert found["a"].tokens == plain[: first + 1]
+    assert (found["a"].finish_reason, found["a"].stop_reason) == ("stop", stop)
+    last = next((i for i, t in enumerate(plain) if t >= 290), 23)
+    assert found["b"].tokens == plain[: last + 1]
+
+
+def test_aborts_at_any_time(opened: Open, model: LlamaForCausalLM) -> None:
+    """Those that go leave no page behind, those that stay get their tokens."""
+    core = opened(pages=24)
+    prompts = _prompts(12, seed=11, longest=50)
+    rng = random.Random(0)
+    plan = {rng.randrange(30): [str(i), "unknown"] for i in range(0, 12, 2)}
+    found = finish(
+        core, [request(str(i), p) for i, p in enumerate(prompts)], lambda step: core.abort(plan.get(step, ()))
+    )
+    aborted = {id for ids in plan.values() for id in ids} - {"unknown"}
+    assert {i for i, r in found.items() if r.finish_reason == "abort"} <= aborted
+    assert any(r.finish_reason == "abort" for r in found.values())
+    for i, prompt in enumerate(prompts):
+        expected = _greedy(model, prompt)
+        assert found[str(i)].tokens == expected[: len(found[str(i)].tokens)]
+        if str(i) not in aborted:
+            assert found[str(i)].tokens == expected
+
+
+def test_salts_do_not_share_pages(opened: Open) -> None:
+    core = opened()
+    prompt = list(range(5, 45))
+
+    def cached(salt: str) -> int:
+        return finish(core, [request("x", prompt, cache_salt=salt)])["x"].cached
+
+    assert [cached(s) for s in ("", "", "a", "a", "b", "")] == [0, 32, 0, 32, 0, 32]
+    assert core.reset_prefix_cache()
+    assert cached("") == 0
+    assert core.stats().prefix_hits == 96
+    off = opened(enable_prefix_caching=False)
+    assert [finish(off, [request("x", prompt)])["x"].cached for _ in range(2)] == [0, 0]
+
+
+def test_nan_logits_end_the_request_with_an_error(opened: Open, checkpoint: Path, tmp_path: Path) -> None:
+    """A broken checkpoint: no invented text, no dead engine."""
+    from graphllm.compile.pipeline import compile_model
+
+    broken = LlamaForCausalLM.from_pretrained(checkpoint)
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+    broken.save_pretrained(tmp_path / "broken")
+    source = prepare.open_source(tmp_path / "broken")
+    config = prepare.compile_config(source.config, prepare.Overrides("cpu", "eager", max_model_len=96, page_size=8))
+    place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
+    core = opened(folder=tmp_path / "broken", place=place)
+    for params in (GREEDY, SamplingParams(temperature=1.0, max_tokens=5, logprobs=2, top_k=3)):
+        found = finish(core, [request("x", [5, 6], params), request("y", [7], params)])
+        for result in found.values():
+            assert (result.finish_reason, result.tokens) == ("error", [])
+            assert result.error is not None
+            assert "NaN" in result.error
+
+
+def test_a_mask_that_forbids_everything(opened: Open) -> None:
+    """min_tokens forbids the only token allowed."""
+    params = replace(GREEDY, allowed_token_ids=[7], min_tokens=0)
+    assert finish(opened(), [request("x", [5], params)])["x"].tokens == [7] * 24
+
+
+def test_logits_processors(opened: Open, model: LlamaForCausalLM) -> None:
+    """A user's function sees the requests' tokens so far and has the last word."""
+    seen: list[tuple[str, int]] = []
+
+    def evens(logits: torch.Tensor, rows: Any) -> None:
+        assert logits.dtype == torch.float32
+        assert len(logits) == len(rows)
+        for row, told in zip(logits, rows, strict=True):
+            seen.append((told.request_id, len(told.output)))
+            if told.extra_args.get("even"):
+                row[1::2] = -torch.inf
+
+    core = opened(processors=[evens])
+    prompt = _prompts(1, seed=13)[0]
+    found = finish(core, [request("a", prompt), request("b", prompt, replace(GREEDY, extra_args={"even": True}))])
+    assert found["a"].tokens == _greedy(model, prompt)
+    assert all(t % 2 == 0 for t in found["b"].tokens)
+    assert [n for id, n in seen if id == "a"] == list(range(24))
+
+
+def test_structured_outputs(opened: Open, checkpoint: Path) -> None:
+    """A model of random weights writes documents of the schema, beside requests without one, while one is aborted."""
+    from graphllm.engine.params import StructuredOutputsParams
+    from graphllm.engine.text import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(checkpoint)
+    schema = {
+        "type": "object", "required": ["a", "b"], "additionalProperties": False,
+        "properties": {"a": {"enum": ["x", "yes"]}, "b": {"type": "boolean"}},
+    }  # fmt: skip
+    eos = sorted(tokenizer.stop_ids)
+    core = opened(stop_ids=tuple(eos))
+    grammar = StructuredOutputsParams(json=schema)
+    picked = StructuredOutputsParams(choice=["red", "green"])
+    free = SamplingParams(temperature=1.0, max_tokens=60, structured_outputs=grammar)
+    wanted = [
+        *(request(f"json{i}", [5 + i], free, seed=i, stop_ids=eos) for i in range(6)),
+        request("compact", [9], replace(free, temperature=0.0, structured_outputs=StructuredOutputsParams(
+            json=schema, disable_any_whitespace=True)), stop_ids=eos),
+        request("choice", [9, 9], replace(free, structured_outputs=picked, min_tokens=50, logprobs=1), stop_ids=eos),
+        request("ignored", [7], replace(free, structured_outputs=picked, ignore_eos=True)),
+        request("plain", [5, 6, 7]),
+        request("gone", [5, 6], free, stop_ids=eos),
+    ]  # fmt: skip
+    found = finish(core, wanted, lambda step: core.abort(["gone"] if step == 4 else []))
+    texts = {id: tokenizer.decode(r.tokens) for id, r in found.items()}
+    ended = [id for id in texts if id.startswith("json") and found[id].finish_reason == "stop"]
+    assert ended
+    for id in [*ended, "compact"]:
+        document = json.loads(texts[id])
+        assert set(document) == {"a", "b"}
+        assert document["a"] in ("x", "yes")
+        assert document["b"] in (True, False)
+    assert texts["choice"] in ("red", "green")
+    assert texts["ignored"] in ("red", "green")
+    assert found["ignored"].finish_reason == "stop"
+    assert found["plain"].tokens == finish(core, [request("plain", [5, 6, 7])])["plain"].tokens
+    assert not core._matchers
+    wrong = StructuredOutputsParams(json={"type": "object", "propertyNames": {"maxLength": 3}})
+    refused = finish(core, [request("x", [5], replace(free, structured_outputs=wrong))])["x"]
+    assert refused.finish_reason == "error"
+    assert "propertyNames" in str(refused.error)
+
+
+def test_windows_have_pages_of_their_own(opened: Open, tmp_path: Path) -> None:
+    """Sliding-window layers beside full ones: tokens of transformers, pages behind the window given back."""
+    from transformers import Gemma2Config
+
+    from graphllm.compile.pipeline import compile_model
+
+    torch.manual_seed(1)
+    kinds = ["sliding_attention", "full_attention"] * 2
+    made = AutoModelForCausalLM.from_config(
+        Gemma2Config(
+            vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=4,
+            num_key_value_heads=2, head_dim=8, max_position_embeddings=256, sliding_window=16, layer_types=kinds,
+            initializer_range=0.3, query_pre_attn_scalar=8, eos_token_id=1, bos_token_id=0, pad_token_id=0,
+        )
+    ).eval()  # fmt: skip
+    made.save_pretrained(tmp_path / "gemma")
+    source = prepare.open_source(tmp_path / "gemma")
+    wanted = prepare.Overrides("cpu", "eager", max_model_len=200, page_size=8, max_num_seqs=3, max_num_tokens=32)
+    config = prepare.compile_config(source.config, wanted)
+    place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
+    params = replace(GREEDY, max_tokens=50)
+    prompts = _prompts(6, seed=17, longest=120)
+    expected = [_greedy(made, p, 50) for p in prompts]
+    roomy = opened(folder=tmp_path / "gemma", place=place, pages=400)
+    for turn in range(2):
+        found = finish(roomy, [request(str(i), p, params) for i, p in enumerate(prompts)])
+        assert [found[str(i)].tokens for i in range(6)] == expected
+        if turn:
+            assert all(found[str(i)].cached == (len(p) - 1) // 8 * 8 for i, p in enumerate(prompts))
+    # 170 tokens are 22 pages for the full layers; the window of 16 and a step of 32 tokens are at most 8 more.
+    tight = opened(folder=tmp_path / "gemma", place=place, pages=1 + 22 + 8)
+    found = finish(tight, [request(str(i), p, params) for i, p in enumerate(prompts)])
+    assert [found[str(i)].tokens for i in range(6)] == expected
+
+
+def test_a_full_queue(opened: Open) -> None:
+    core = opened(max_num_queued_reqs=2)
+    for i in range(2):
+        core.add(request(str(i), [5]))
+    with pytest.raises(ConfigError, match="queue"):
+        core.add(request("2", [5]))
+    core.abort(["0"])
+    ended = {u.id: u.finish_reason for _ in range(40) for u in core.step() if u.finish_reason}
+    assert ended == {"0": "abort", "1": "length"}
+
+
+def test_empty_step(opened: Open) -> None:
+    assert opened().step() == []
+
+
+def test_result_harness_is_strict() -> None:
+    """News after the end would go unnoticed otherwise."""
+    from graphllm.engine.request import Update
+
+    result = Result(finish_reason="stop")
+    with pytest.raises(AssertionError):
+        result.take(Update("x", [1]))

@@ -1,0 +1,87 @@
+"""The embedded model through the engine gives transformers' greedy text: any batch, any chunks, cached or preempted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import finish, open_core, request
+
+from graphllm import prepare
+from graphllm.embedded import MODEL_DIR
+from graphllm.engine.params import SamplingParams
+from graphllm.engine.text import Tokenizer
+
+TOKENS = 32
+
+
+def _compile(folder: Path) -> None:
+    from graphllm.compile.pipeline import compile_model
+
+    source = prepare.open_source(MODEL_DIR)
+    wanted = prepare.Overrides("cpu", dtype="float32", max_model_len=256, max_num_seqs=64, page_size=8)
+    compile_model(source.config, source.tensors, prepare.compile_config(source.config, wanted), folder)
+
+
+@pytest.fixture(scope="module")
+def place(shared: Any) -> Path:
+    return shared("embedded-float32", _compile)
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[tuple[int, ...], list[int]]:
+    """64 prompts, and what transformers makes of them, end-of-sequence token and what comes after it not counted."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = Tokenizer.from_folder(MODEL_DIR)
+    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    questions = [f"What is {a} + {b}?" for a in range(11, 19) for b in (7, 23, 58, 99)]
+    fruit = ("fig", "kiwi", "lemon", "mango", "olive", "pear", "plum", "nut")
+    questions += [f"Sort these words: {w} banana apple {w} cherry" for w in fruit]
+    questions += [f"Reverse the string {'abcdefgh'[i:] * 4}" for i in range(8)]
+    questions += [f"How many letters are in {'word' * i}?" for i in range(1, 17)]
+    found = {}
+    for question in questions:
+        prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
+        out = model.generate(
+            torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=sorted(tokenizer.stop_ids)
+        )
+        found[tuple(prompt)] = out[0, len(prompt) :].tolist()
+    assert len(found) == 64
+    return found
+
+
+@pytest.mark.parametrize("chunk", [0, 5], ids=["whole", "chunked"])
+@pytest.mark.parametrize("batch", [1, 7, 64])
+def test_greedy(batch: int, chunk: int, place: Path, expected: dict[tuple[int, ...], list[int]]) -> None:
+    """Cold, then from a warm prefix cache with real hits."""
+    stops = sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids)
+    core = open_core(MODEL_DIR, place, pages=2000, long_prefill_token_threshold=chunk)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+    prompts = list(expected)
+    try:
+        for warm in (False, True):
+            for at in range(0, len(prompts), batch):
+                part = prompts[at : at + batch]
+                found = finish(core, [request(str(i), p, params, stop_ids=stops) for i, p in enumerate(part)])
+                for i, prompt in enumerate(part):
+                    assert found[str(i)].tokens == expected[prompt]
+                    if warm:
+                        assert found[str(i)].cached == (len(prompt) - 1) // 8 * 8
+        assert core.stats().prefix_hits > 64 * 16
+    finally:
+        core.close()
+
+
+def test_greedy_while_preempted(place: Path, expected: dict[tuple[int, ...], list[int]]) -> None:
+    stops = sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids)
+    core = open_core(MODEL_DIR, place, pages=40)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+    try:
+        found = finish(core, [request(str(i), p, params, stop_ids=stops) for i, p in enumerate(expected)])
+        assert core.stats().preemptions > 10
+    finally:
+        core.close()
+    assert [found[str(i)].tokens for i in range(len(expected))] == list(expected.values())

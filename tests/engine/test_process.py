@@ -1,0 +1,550 @@
+"""The core process and its client, with a stub core in a real child. Run as a program, this file is that child."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from graphllm.config import ConfigError
+from graphllm.engine import messages
+from graphllm.engine.client import CoreClient, Health
+from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
+from graphllm.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+from graphllm.engine.process import run_core
+from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Update
+from graphllm.engine.scheduler import QueueFullError
+
+COMMAND = (sys.executable, __file__)
+VOCAB = 320
+
+
+class StubCore:
+    """Token k of a request is a formula of its prompt and seed. What goes wrong, and when, is a setting."""
+
+    def __init__(
+        self,
+        phase: Callable[[str, float], None],
+        load: str = "",
+        step: float = 0.0,
+        fail_at: int = -1,
+        hang_at: int = -1,
+        queue: int = 10_000,
+        closed: str = "",
+    ) -> None:
+        if load == "error":
+            raise RuntimeError("no weights here")
+        if load == "config":
+            raise ConfigError("kv cache: too small; give more")
+        if load == "exit":
+            os._exit(3)
+        if load == "hang":
+            time.sleep(1000)
+        phase("weights", 0.25)
+        self.info = CoreInfo(96, VOCAB, 64, 64, 8, 100, 800, 20, 1024, "stub")
+        self._step, self._fail_at, self._hang_at, self._queue, self._closed = step, fail_at, hang_at, queue, closed
+        self._live: dict[str, tuple[EngineRequest, int]] = {}
+        self._news: list[Update] = []
+        self._steps = 0
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._live)
+
+    def add(self, request: EngineRequest) -> None:
+        if len(self._live) >= self._queue:
+            raise QueueFullError(f"{len(self._live)} requests wait; try again later")
+        if not request.prompt:
+            raise ConfigError("prompt is empty")
+        self._live[request.id] = (request, 0)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        for id in ids:
+            if self._live.pop(id, None):
+                self._news.append(Update(id, [], "abort"))
+
+    def step(self) -> list[Update]:
+        self._steps += 1
+        if self._steps == self._fail_at:
+            raise ZeroDivisionError("the stub fails as told")
+        if self._steps == self._hang_at:
+            time.sleep(1000)
+        time.sleep(self._step)
+        news, self._news = self._news, []
+        for id, (request, done) in list(self._live.items()):
+            last = done + 1 == request.limit
+            news.append(
+                Update(id, [(sum(request.prompt) * 31 + request.seed + done * 7) % VOCAB], "length" if last else None)
+            )
+            self._live[id] = (request, done + 1)
+            if last:
+                del self._live[id]
+        return news
+
+    def stats(self) -> CoreStats:
+        return CoreStats(steps=self._steps, running=len(self._live))
+
+    def reset_prefix_cache(self) -> bool:
+        return not self._live
+
+    def close(self) -> None:
+        if self._closed:
+            Path(self._closed).touch()
+
+
+if __name__ == "__main__":
+    run_core(lambda settings, phase: StubCore(phase, **settings))
+
+
+def expected(prompt: list[int], count: int) -> list[int]:
+    return [(sum(prompt) * 31 + k * 7) % VOCAB for k in range(count)]
+
+
+def request(id: str, prompt: list[int], limit: int) -> EngineRequest:
+    return EngineRequest(id=id, prompt=prompt, params=SamplingParams(), stop_ids=[], limit=limit, seed=0)
+
+
+@contextlib.asynccontextmanager
+async def running(settings: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[CoreClient]:
+    """A started client, closed afterwards."""
+    client = CoreClient(settings or {}, COMMAND, **{"heartbeat": 0.1, "grace": 1.0, **options})
+    async with asyncio.timeout(300):
+        await client.start()
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+async def collect(client: CoreClient, count: int) -> dict[str, tuple[list[int], str | None]]:
+    """Tokens and finish reason by id, once ``count`` requests are done."""
+    tokens: dict[str, list[int]] = {}
+    ended: dict[str, str | None] = {}
+    async for news in client.updates():
+        assert not isinstance(news, Rejected), news
+        for update in news.updates:
+            tokens.setdefault(update.id, []).extend(update.tokens)
+            if update.finish_reason:
+                ended[update.id] = update.finish_reason
+        if len(ended) == count:
+            break
+    return {id: (tokens[id], ended[id]) for id in ended}
+
+
+async def death(client: CoreClient) -> DeathCause:
+    """What `updates` raises."""
+    with pytest.raises(EngineDeadError) as caught:
+        async for _ in client.updates():
+            pass
+    return caught.value.cause
+
+
+async def until(client: CoreClient, state: str) -> Health:
+    while client.health().state != state:
+        await asyncio.sleep(0.02)
+    return client.health()
+
+
+def gone(pid: int) -> bool:
+    """Neither running nor a zombie that someone else has to reap."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_many_requests_get_their_tokens() -> None:
+    async def run() -> None:
+        async with running() as client:
+            assert client.ready is not None
+            assert client.ready.info.vocab == VOCAB
+            assert client.ready.phases["weights"] == 0.25
+            assert 0 < client.ready.phases["process"] < 300
+            prompts = {str(i): [i, 2 * i, 5] for i in range(64)}
+            for id, prompt in prompts.items():
+                client.add([request(id, prompt, 10 + int(id))])
+            found = await collect(client, 64)
+            assert found == {id: (expected(p, 10 + int(id)), "length") for id, p in prompts.items()}
+            assert client.health() == Health("ready")
+
+    asyncio.run(run())
+
+
+def test_abort_ends_a_request() -> None:
+    async def run() -> None:
+        async with running({"step": 0.01}) as client:
+            client.add([request("a", [1], 10**9), request("b", [2], 10**9)])
+            while (await client.stats()).steps < 3:
+                pass
+            assert (await client.stats()).running == 2
+            client.abort(["a", "unknown"])
+            client.abort(["b"])  # the last one: its update needs a step although nothing is left
+            found = await collect(client, 2)
+            assert {reason for _, reason in found.values()} == {"abort"}
+            assert found["a"][0] == expected([1], len(found["a"][0]))
+            assert (await client.stats()).running == 0
+
+    asyncio.run(run())
+
+
+def test_calls_are_answered_while_steps_run() -> None:
+    async def run() -> None:
+        async with running({"step": 0.01}) as client:
+            assert await client.reset_prefix_cache()
+            client.add([request("a", [1], 10**9)])
+            answers = await asyncio.gather(client.reset_prefix_cache(), client.stats(), client.stats())
+            assert answers[0] is False
+            assert answers[1].running == answers[2].running == 1
+
+    asyncio.run(run())
+
+
+def test_refusals_name_their_kind_and_take_siblings_along() -> None:
+    async def run() -> None:
+        async with running({"queue": 2, "step": 0.01}) as client:
+            news = client.updates()
+            client.add([request("bad", [], 1)])
+            assert await anext(news) == Rejected(["bad"], "prompt is empty", "invalid")
+            client.add([request(id, [1], 10**9) for id in "abc"])
+            refused = await anext(news)
+            assert refused == Rejected(["a", "b", "c"], "2 requests wait; try again later", "queue_full")
+            assert (await client.stats()).running == 0
+            client.add([request("d", [3], 4)])
+            assert (await collect(client, 3))["d"] == (expected([3], 4), "length")  # after the aborts of a and b
+
+    asyncio.run(run())
+
+
+def test_an_exception_in_the_core_is_told_in_full() -> None:
+    async def run() -> None:
+        async with running({"fail_at": 5}) as client:
+            pid = client.pid
+            client.add([request("short", [1], 2)])
+            client.add([request("long", [1], 100)])
+            cause = await death(client)
+            assert cause.kind == "exception"
+            assert cause.message == "ZeroDivisionError: the stub fails as told"
+            assert "in step" in cause.traceback
+            assert cause.steps == 4
+            assert cause.running == ["long"]
+            assert client.health().state == "dead"
+            assert client.health().cause == cause
+            with pytest.raises(EngineDeadError, match="the stub fails as told"):
+                client.add([request("late", [1], 2)])
+            with pytest.raises(EngineDeadError):
+                await client.stats()
+            while not gone(pid):
+                await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+
+
+def test_exit_code_after_an_exception(tmp_path: Path) -> None:
+    """Seen by whoever else watches the process."""
+    launch = messages.Launch({"load": "error"}, str(tmp_path), 0.1, time.monotonic())
+    child = subprocess.run(COMMAND, input=msgspec.json.encode(launch) + b"\n", timeout=300)
+    assert child.returncode == 1
+
+
+def test_a_killed_core_is_told_by_its_signal() -> None:
+    async def run() -> None:
+        async with running({"step": 0.01}) as client:
+            client.add([request("a", [1], 10**9)])
+            waiting = asyncio.create_task(death(client))
+            await asyncio.sleep(0.3)
+            os.kill(client.pid, signal.SIGKILL)
+            cause = await waiting
+            assert cause.kind == "signal"
+            assert cause.message.startswith("killed by signal 9")
+            assert cause.steps > 0
+            assert client.health().state == "dead"
+
+    asyncio.run(run())
+
+
+def test_a_stopped_core_is_unresponsive_until_it_goes_on() -> None:
+    async def run() -> None:
+        async with running({"step": 0.01}, unresponsive=0.5, stuck=100) as client:
+            client.add([request("a", [1], 10**9)])
+            await asyncio.sleep(0.5)
+            assert client.health().state == "ready"
+            os.kill(client.pid, signal.SIGSTOP)
+            health = await until(client, "unresponsive")
+            assert 0.5 < health.seconds < 100
+            os.kill(client.pid, signal.SIGCONT)
+            await until(client, "ready")
+            assert (await client.stats()).running == 1
+
+    asyncio.run(run())
+
+
+def test_a_held_up_front_does_not_blame_the_core() -> None:
+    async def run() -> None:
+        async with running(unresponsive=0.5) as client:
+            time.sleep(2)
+            assert client.health().state == "ready"
+            for _ in range(20):
+                await asyncio.sleep(0.02)
+                assert client.health().state == "ready"
+
+    asyncio.run(run())
+
+
+def test_a_hanging_step_is_stuck_but_alive() -> None:
+    async def run() -> None:
+        async with running({"hang_at": 3}, unresponsive=100, stuck=0.5, grace=0.3) as client:
+            pid = client.pid
+            client.add([request("a", [1], 10**9)])
+            health = await until(client, "stuck")
+            assert 0.5 < health.seconds < 100
+            later = client.health()
+            while later.seconds <= health.seconds:  # heartbeats go on
+                await asyncio.sleep(0.02)
+                later = client.health()
+            assert later.state == "stuck"
+            await client.close()
+            assert gone(pid)
+
+    asyncio.run(run())
+
+
+def test_a_long_idle_time_is_not_stuck() -> None:
+    async def run() -> None:
+        async with running({"step": 0.3}, stuck=2.0) as client:
+            await asyncio.sleep(2.5)
+            client.add([request("a", [1], 8)])  # 2.4 s of work in steps of 0.3
+            seen = asyncio.create_task(collect(client, 1))
+            while not seen.done():
+                assert client.health().state == "ready"
+                await asyncio.sleep(0.02)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "message"),
+    [
+        ("error", "exception", "RuntimeError: no weights here"),
+        ("exit", "exit", "exited with code 3 while loading"),
+    ],
+)
+def test_a_failed_start_says_why(load: str, kind: str, message: str) -> None:
+    async def run() -> None:
+        with pytest.raises(EngineDeadError) as caught:
+            async with running({"load": load}):
+                pass
+        assert (caught.value.cause.kind, caught.value.cause.message) == (kind, message)
+        assert ("in __init__" in caught.value.cause.traceback) == (kind == "exception")
+
+    asyncio.run(run())
+
+
+def test_settings_that_cannot_be_loaded_are_the_users_mistake() -> None:
+    async def run() -> None:
+        with pytest.raises(ConfigError, match=r"^kv cache: too small; give more$"):
+            async with running({"load": "config"}):
+                pass
+
+    asyncio.run(run())
+
+
+def test_giving_up_on_a_long_start_ends_the_child() -> None:
+    async def run() -> None:
+        client = CoreClient({"load": "hang"}, COMMAND, heartbeat=0.1, grace=1.0)
+        start = asyncio.create_task(client.start())
+        await asyncio.sleep(0.1)
+        pid = client.pid
+        while client._beat is None:
+            await asyncio.sleep(0.02)
+        assert client.health().state == "starting"
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert gone(pid)
+
+    asyncio.run(run())
+
+
+def test_close_can_wait_for_the_requests(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with running({"step": 0.02, "closed": str(tmp_path / "closed")}) as client:
+            folder = Path(client._folder)
+            assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+            client.add([request("a", [1], 50)])
+            while (await client.stats()).steps == 0:
+                pass
+            closing = asyncio.create_task(client.close(drain_timeout=100))
+            assert await collect(client, 1) == {"a": (expected([1], 50), "length")}
+            await closing
+            assert [news async for news in client.updates()] == []  # it ends, without an error
+            assert (tmp_path / "closed").exists()
+            assert not folder.exists()
+            with pytest.raises(EngineDeadError, match="shut down"):
+                client.add([request("b", [1], 1)])
+
+    asyncio.run(run())
+
+
+def test_a_draining_core_takes_no_more() -> None:
+    async def run() -> None:
+        async with running({"step": 0.02}) as client:
+            client.add([request("a", [1], 50)])
+            closing = asyncio.create_task(client.close(drain_timeout=100))
+            await asyncio.sleep(0.1)
+            client.add([request("b", [1], 1)])
+            refusals = [news async for news in client.updates() if isinstance(news, Rejected)]
+            assert [(r.ids, r.kind) for r in refusals] == [(["b"], "closing")]
+            await closing
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_sigterm_ends_the_core_in_good_order(tmp_path: Path, busy: bool) -> None:
+    async def run() -> None:
+        async with running({"step": 0.02, "closed": str(tmp_path / "closed")}) as client:
+            if busy:
+                client.add([request("a", [1], 10**9)])
+            while busy and (await client.stats()).steps == 0:
+                pass
+            child = client._process
+            assert child is not None
+            os.kill(client.pid, signal.SIGTERM)
+            cause = await death(client)
+            assert (cause.kind, cause.running) == ("terminated", ["a"] if busy else [])
+            while child.poll() is None:
+                await asyncio.sleep(0.02)
+            assert child.returncode == 0
+            assert (tmp_path / "closed").exists()
+
+    asyncio.run(run())
+
+
+PARENT = """
+import asyncio, sys, time
+from graphllm.engine.client import CoreClient
+from graphllm.engine.params import SamplingParams
+from graphllm.engine.request import EngineRequest
+async def run():
+    client = CoreClient({settings}, (sys.executable, {stub!r}), heartbeat=0.1)
+    await client.start()
+    client.add([EngineRequest(id="a", prompt=[1], params=SamplingParams(), stop_ids=[], limit=10**9, seed=0)])
+    await asyncio.sleep(0.5)
+    print(client.pid, client._folder, flush=True)
+    time.sleep(1000)
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize(
+    "settings", [{"step": 0.01}, {"hang_at": 3}, {"hang_at": 1}], ids=["busy", "hung", "hung soon"]
+)
+def test_the_child_ends_with_its_parent(settings: dict[str, Any]) -> None:
+    script = PARENT.format(settings=settings, stub=__file__)
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid, folder = parent.stdout.readline().split()
+        assert not gone(int(pid))
+        parent.kill()
+    deadline = time.monotonic() + 120
+    while not gone(int(pid)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not Path(folder).exists()
+
+
+class _Bomb:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self._path),)
+
+
+def test_unreadable_messages_are_reported_and_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A pickle among them: nothing may unpickle it."""
+    bad = [b"", b"\xc1", b"\x81\xa4type\xa3Add", b"\xff" * 10_000, pickle.dumps(_Bomb(tmp_path / "bomb"))]
+
+    async def run() -> None:
+        async with running() as client:
+            for data in bad:
+                client._outbox.send(data)
+            client.add([request("a", [1], 5)])
+            assert await collect(client, 1) == {"a": (expected([1], 5), "length")}
+
+    asyncio.run(run())
+    reports = [r.message for r in caplog.records if "ignored a message" in r.message]
+    assert len(reports) == len(bad)
+    assert "10000 bytes" in reports[3]
+    assert not (tmp_path / "bomb").exists()
+
+
+def test_requests_arrive_as_they_were_sent() -> None:
+    params = SamplingParams(
+        n=2, seed=-5, stop=["a", "b"], stop_token_ids=[3], logit_bias={5: 1.5}, allowed_token_ids=[1, 2, 5],
+        bad_words=["x"], logprobs=-1, output_kind=RequestOutputKind.DELTA, extra_args={"mine": [1, {"deep": None}]},
+        structured_outputs=StructuredOutputsParams(json={"type": "object", "properties": {"a": {}}}),
+    )  # fmt: skip
+    sent = EngineRequest(
+        id="a", prompt=[1], params=params, stop_ids=[2, 3], limit=7, seed=-(2**63), priority=-1, cache_salt="s",
+        fork_of="b", bad_words=[[7], [8, 9]], arrival=1.5,
+    )  # fmt: skip
+    message = messages.Add([sent])
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=messages.ToCore) == message
+
+
+def test_an_unreadable_core_is_dead() -> None:
+    async def run() -> None:
+        async with running() as client:
+            with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+                socket.connect(f"ipc://{client._folder}/front")
+                socket.send(b"nonsense")
+                cause = await death(client)
+            assert cause.kind == "protocol"
+            assert "8 bytes" in cause.message
+
+    asyncio.run(run())
+
+
+def test_an_idle_core_uses_no_cpu() -> None:
+    def used(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def run() -> None:
+        async with running(heartbeat=0.5) as client:
+            client.add([request("a", [1], 5)])
+            await collect(client, 1)
+            before = used(client.pid)
+            await asyncio.sleep(2)
+            assert used(client.pid) - before <= 0.04  # a spinning loop takes 2; the clock ticks are 0.01
+
+    asyncio.run(run())
+
+
+def test_nothing_is_left_in_the_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+    async def run() -> None:
+        async with running():
+            assert len(list(tmp_path.iterdir())) == 1
+        with pytest.raises(EngineDeadError):
+            async with running({"load": "exit"}):
+                pass
+
+    asyncio.run(run())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,736 @@
+"""Each rule of the scheduler by itself, over a simulated device that checks the rest (`simulation`)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from simulation import VOCAB, Entry, Simulation, alone, continuation, request
+
+from graphllm.config import ConfigError
+from graphllm.engine.pool import BlockPool
+from graphllm.engine.scheduler import QueueFullError, Scheduler, SchedulerLimits
+
+LIMITS = SchedulerLimits(max_num_seqs=4, max_num_tokens=16, max_num_rows=16, max_len=64, page_size=4)
+
+
+def simulation(pages: int = 100, windows: tuple[int, ...] = (0,), caching: bool = True, **limits: Any) -> Simulation:
+    return Simulation(LIMITS._replace(**limits), pages, windows, caching)
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    """No two pages of it are equal; those of another ``first`` neither."""
+    return [1000 * first + i for i in range(length)]
+
+
+def brief(entries: list[Entry]) -> list[tuple[str, int, int]]:
+    return [(e.id, e.start, e.count) for e in entries]
+
+
+def computed(plans: list[list[Entry]], id: str) -> list[tuple[int, int]]:
+    """(start, count) of a request's entries."""
+    return [(e.start, e.count) for plan in plans for e in plan if e.id == id]
+
+
+# Budgets and order
+
+
+def test_prompts_share_a_step_and_the_next_goes_on_where_it_ended() -> None:
+    sim = simulation()
+    for i in range(4):
+        sim.add(request(f"{i}", prompt(6, i)))
+    assert brief(sim.step()) == [("0", 0, 6), ("1", 0, 6), ("2", 0, 4)]
+    assert brief(sim.step()) == [("0", 6, 1), ("1", 6, 1), ("2", 4, 2), ("3", 0, 6)]
+    assert brief(sim.step()) == [("0", 7, 1), ("1", 7, 1), ("2", 6, 1), ("3", 6, 1)]
+    sim.run()
+
+
+def test_a_slot_is_given_on_as_soon_as_its_request_ended() -> None:
+    sim = simulation(max_num_seqs=2)
+    sim.add(request("long", prompt(3), 9))
+    sim.add(request("short", prompt(3, 1), 2))
+    sim.add(request("next", prompt(3, 2), 2))
+    plans = sim.run()
+    assert [i for i, p in enumerate(plans) if "short" in [e.id for e in p]] == [0, 1]
+    # The second token of "short" is known when the third step was planned, and the fourth takes its place.
+    assert [i for i, p in enumerate(plans) if "next" in [e.id for e in p]] == [3, 4]
+    assert [i for i, p in enumerate(plans) if "long" in [e.id for e in p]] == list(range(9))
+
+
+def test_rows_of_a_step() -> None:
+    sim = simulation(max_num_rows=2)
+    for i in range(4):
+        sim.add(request(f"{i}", prompt(3, i), 3))
+    plans = sim.run()
+    assert [sum(e.rows for e in p) for p in plans if p] == [2] * 6
+
+
+def test_a_long_prompt_does_not_hold_up_streams() -> None:
+    sim = simulation(max_num_tokens=8, max_len=200)
+    for i in range(3):
+        sim.add(request(f"{i}", prompt(2, i), 60))
+    sim.step()
+    sim.step()
+    sim.add(request("long", prompt(100, 9), 2))
+    for start in range(0, 100, 5):
+        plan = sim.step()
+        assert [(e.id, e.count, e.fed) for e in plan[:3]] == [(f"{i}", 1, True) for i in range(3)]
+        assert brief(plan[3:]) == [("long", start, 5)]
+    assert brief(sim.step()[3:]) == [("long", 100, 1)]
+    sim.run()
+
+
+def test_long_prefill_token_threshold() -> None:
+    """A part of it in a step, so that other prompts have a place beside it."""
+    sim = simulation(long_prefill_token_threshold=6)
+    sim.add(request("long", prompt(20)))
+    sim.add(request("other", prompt(20, 1)))
+    sim.add(request("short", prompt(3, 2)))
+    assert brief(sim.step()) == [("long", 0, 6), ("other", 0, 6), ("short", 0, 3)]
+    assert brief(sim.step()) == [("short", 3, 1), ("long", 6, 6), ("other", 6, 6)]
+    sim.run()
+
+
+def test_first_come_first_served() -> None:
+    """Priorities are nothing then. One whose pages are not free is not overtaken."""
+    sim = simulation(pages=9, max_num_seqs=3)
+    sim.add(request("a", prompt(12), 8, priority=5))
+    sim.add(request("big", prompt(22, 1), 4, priority=3))
+    sim.add(request("small", prompt(2, 2), 2, priority=0))
+    order = list(dict.fromkeys(e.id for plan in sim.run() for e in plan))
+    assert order == ["a", "big", "small"]
+    assert sim.scheduler.preemptions == 0
+
+
+def test_priorities() -> None:
+    sim = simulation(max_num_seqs=1, policy="priority")
+    sim.add(request("now", prompt(3)))
+    sim.step()
+    for id, priority in (("c", 2), ("a", -1), ("d", 2), ("b", 0)):
+        sim.add(request(id, prompt(3), 2, priority=priority))
+    order = list(dict.fromkeys(e.id for plan in sim.run() for e in plan))
+    assert order == ["now", "a", "b", "c", "d"]
+
+
+# Preemption
+
+
+def _preempted(sim: Simulation, ids: str) -> list[str]:
+    """Requests in the order in which they are preempted."""
+    seen: dict[str, int] = dict.fromkeys(ids, 0)
+    order = []
+    while sim.unfinished:
+        sim.step()
+        for id, sequence in sim.alive.items():
+            if sequence.preemptions > seen[id]:
+                assert sequence.preemptions == seen[id] + 1
+                order.append(id)
+                seen[id] += 1
+    return order
+
+
+def test_the_latest_is_preempted_and_comes_back_in_its_place() -> None:
+    sim = simulation(pages=10, max_num_seqs=3, caching=False)
+    for i, id in enumerate("abc"):
+        sim.add(request(id, prompt(8, i), 20))
+    sim.step()
+    sim.step()
+    sim.add(request("d", prompt(8, 3), 20))
+    order = _preempted(sim, "abcd")
+    assert order[0] == "c"
+    assert "a" not in order
+    assert list(sim.reason) == ["a", "b", "c", "d"]
+
+
+def test_the_lowest_priority_is_preempted() -> None:
+    sim = simulation(pages=10, max_num_seqs=3, caching=False, policy="priority")
+    for i, (id, priority) in enumerate((("a", 7), ("b", 0), ("c", 1))):
+        sim.add(request(id, prompt(8, i), 20, priority=priority))
+    order = _preempted(sim, "abc")
+    assert order[0] == "a"
+    assert "b" not in order
+    assert list(sim.reason) == ["b", "c", "a"]
+
+
+def test_what_was_in_flight_for_a_preempted_request_is_discarded() -> None:
+    """It is computed again: the tokens are the same, and none comes twice (`simulation` compares)."""
+    sim = simulation(pages=8, max_num_seqs=2, caching=False)
+    sim.add(request("a", prompt(10), 16))
+    sim.add(request("b", prompt(10, 1), 10))
+    plans = [sim.step()]
+    while not sim.scheduler.preemptions:
+        before = len(sim.output["b"])
+        plans.append(sim.step())
+    assert plans[-2][1].id == "b"  # in flight when it was preempted
+    assert len(sim.output["b"]) == before
+    known = 10 + len(sim.output["b"])
+    plans = sim.run()
+    assert computed(plans, "b")[0] == (0, known)
+
+
+# Limits and ends
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7])
+def test_no_step_is_spent_behind_the_limit(limit: int) -> None:
+    sim = simulation()
+    sim.add(request("a", prompt(5), limit))
+    plans = sim.run()
+    assert computed(plans, "a") == [(0, 5)] + [(5 + i, 1) for i in range(limit - 1)]
+    assert sim.reason == {"a": "length"}
+
+
+def test_max_len_is_a_limit_too() -> None:
+    """Though the front does not let such a request through."""
+    scheduler = Scheduler(LIMITS._replace(max_len=8), BlockPool(20, True))
+    scheduler.add(request("a", prompt(5), 30))
+    count = 0
+    while (plan := scheduler.next()) is not None:
+        count += len(scheduler.commit(plan, np.zeros(1, dtype=np.int32)).tokens)
+    assert (count, scheduler.unfinished) == (3, 0)
+
+
+def test_an_aborted_request_leaves_nothing() -> None:
+    sim = simulation()
+    for i, id in enumerate("abc"):
+        sim.add(request(id, prompt(6, i), 8))
+    sim.step()
+    sim.step()
+    known = len(sim.output["b"])
+    sim.abort("b")
+    sim.step()  # what was in flight for it comes now
+    assert len(sim.output["b"]) == known
+    sim.add(request("waits", prompt(6, 4)))
+    sim.abort("waits", "a")
+    plans = sim.run()
+    assert {e.id for plan in plans for e in plan} == {"c"}
+    assert sim.reason == {"b": "abort", "waits": "abort", "a": "abort", "c": "length"}
+    assert sim.scheduler.abort(["unknown", "a"]) == []
+
+
+def test_an_id_may_come_again_while_its_last_step_is_in_flight() -> None:
+    scheduler = Scheduler(LIMITS._replace(max_num_seqs=1), BlockPool(20, True))
+    scheduler.add(request("a", [1, 2, 3]))
+    first = scheduler.next()
+    assert first is not None
+    scheduler.abort(["a"])
+    scheduler.add(request("a", [4, 5]))
+    second = scheduler.next()
+    assert second is not None
+    assert scheduler.commit(first, np.array([7], dtype=np.int32)).sequences == []
+    assert scheduler.commit(second, np.array([8], dtype=np.int32)).tokens == [[8]]
+
+
+def _with_first(token: int, **fields: Any) -> int:
+    """A seed with which the third token is the first of its kind."""
+    for seed in range(1000):
+        tokens = continuation(request("x", prompt(5), seed=seed, **fields), prompt(5), 3)
+        if tokens[2] == token and token not in tokens[:2]:
+            return seed
+    raise AssertionError
+
+
+@pytest.mark.parametrize("stops", [[3], [1, 3], [90, 91, 92, 93, 94, 95, 3]])
+def test_stop_tokens(stops: list[int]) -> None:
+    """Also more of them than other requests have; the next in the slot is not stopped by them."""
+    sim = simulation(max_num_seqs=2)
+    seed = next(
+        s for s in range(1000)
+        if (t := continuation(request("x", prompt(5), seed=s), prompt(5), 3))[2] == 3 and not set(t[:2]) & set(stops)
+    )  # fmt: skip
+    sim.add(request("other", prompt(5, 1), 30, stop_ids=[99]))
+    sim.step()
+    sim.add(request("a", prompt(5), 20, seed=seed, stop_ids=stops))
+    sim.add(request("after", prompt(5), 12, seed=seed))
+    sim.run()
+    assert (len(sim.output["a"]), sim.reason["a"], sim.alive["a"].stop_reason) == (3, "stop", 3)
+    assert (len(sim.output["after"]), sim.reason["after"]) == (12, "length")
+    assert (len(sim.output["other"]), sim.reason["other"]) == (30, "length")
+
+
+def test_a_stop_token_at_the_limit_is_a_stop() -> None:
+    sim = simulation()
+    sim.add(request("a", prompt(5), 3, seed=_with_first(3), stop_ids=[3]))
+    sim.run()
+    assert sim.reason["a"] == "stop"
+
+
+@pytest.mark.parametrize("index", [0, 2])
+def test_no_token_can_be_chosen(index: int) -> None:
+    """It ends with an error and what there was; others go on."""
+    sim = simulation()
+    sim.add(request("bad", prompt(9), 6), error_at=index)
+    sim.add(request("good", prompt(5, 1), 6))
+    sim.run()
+    assert (len(sim.output["bad"]), sim.reason["bad"], sim.alive["bad"].stop_reason) == (index, "error", None)
+    assert sim.reason["good"] == "length"
+
+
+def test_the_caller_ends_a_request() -> None:
+    """One that runs goes away; one that ended has another reason then."""
+    sim = simulation()
+    sim.add(request("a", prompt(9), 6))
+    sim.step()
+    sim.step()
+    sequence = sim.alive["a"]
+    sim.scheduler.end(sequence, "stop")
+    assert (sequence.finish_reason, sim.scheduler.unfinished, sim.pool.free_pages) == ("stop", 0, 99)
+    sim.scheduler.fail(sequence, "why")
+    assert (sequence.finish_reason, sequence.error) == ("error", "why")
+
+
+# The queue, and what cannot run
+
+
+def test_the_queue_is_bounded() -> None:
+    sim = simulation(max_num_seqs=1, max_num_queued_reqs=2)
+    sim.add(request("a", prompt(3)))
+    sim.step()
+    sim.add(request("b", prompt(3)))
+    sim.add(request("c", prompt(3)))
+    with pytest.raises(QueueFullError, match="2 requests are waiting; send the request again later"):
+        sim.scheduler.add(request("d", prompt(3)))
+    assert (sim.scheduler.running, sim.scheduler.waiting, sim.scheduler.unfinished) == (1, 2, 3)
+    sim.abort("b")
+    sim.add(request("d", prompt(3)))
+    sim.run()
+
+
+def test_ids_are_unique() -> None:
+    sim = simulation()
+    sim.add(request("a", prompt(3)))
+    with pytest.raises(ConfigError, match="request_id: 'a' is already running"):
+        sim.scheduler.check(request("a", prompt(3)))
+    sim.run()
+    sim.scheduler.check(request("a", prompt(3)))
+
+
+@pytest.mark.parametrize(
+    ("windows", "capacity"),
+    [
+        ((0,), 32),  # 8 pages of 4
+        ((0, 0), 16),
+        ((4,), 64),  # 4 pages are always enough: max_len counts
+        ((0, 6), 16),  # up to 5 pages behind and in a step of 8; from 4 pages on both groups need as many
+    ],
+)
+def test_capacity(windows: tuple[int, ...], capacity: int) -> None:
+    """What fits runs to its end alone, in steps of any size; what is longer is refused."""
+    sim = simulation(pages=9, windows=windows, max_num_tokens=8)
+    assert sim.scheduler.capacity == capacity
+    for i, length in enumerate((1, capacity // 2, capacity - 1)):
+        sim.add(request(f"{i}", prompt(length, i), capacity - length))
+        sim.run()
+    assert sim.scheduler.preemptions == 0
+    if capacity < LIMITS.max_len:
+        with pytest.raises(ConfigError, match=f"5 prompt tokens and up to {capacity - 4} of output are more than the "):
+            sim.scheduler.add(request("x", prompt(5), capacity - 4))
+
+
+# The prefix cache
+
+
+def _cached(sim: Simulation, id: str, ids: list[int], **fields: Any) -> int:
+    """Tokens that the cache gives a request, which is run to its end."""
+    sim.add(request(id, ids, **fields))
+    plans = sim.run()
+    assert sim.alive[id].cached_tokens == computed(plans, id)[0][0]
+    return sim.alive[id].cached_tokens
+
+
+def test_full_pages_are_found_and_one_token_is_computed() -> None:
+    sim = simulation()
+    lengths = (11, 11, 12, 8, 9, 4, 5, 3)
+    assert [_cached(sim, f"{i}", prompt(n)) for i, n in enumerate(lengths)] == [0, 8, 8, 4, 8, 0, 4, 0]
+    other = prompt(11)
+    other[5] = 999
+    assert _cached(sim, "other", other) == 4
+    assert sim.scheduler.prefix_queries == sum(lengths) + 11
+    assert sim.scheduler.prefix_hits == 8 + 8 + 4 + 8 + 4 + 4
+
+
+def test_what_a_request_generated_is_found() -> None:
+    sim = simulation()
+    sim.add(request("a", prompt(6), 11))
+    sim.run()  # 16 of its 17 tokens are computed
+    assert _cached(sim, "b", [*prompt(6), *sim.output["a"], 1, 2, 3]) == 16
+
+
+def test_pages_of_a_running_request_are_shared() -> None:
+    """Not the one that it still writes."""
+    sim = simulation()
+    sim.add(request("a", prompt(10), 30))
+    sim.step()
+    sim.step()
+    sim.add(request("b", prompt(10), 30, seed=1))
+    assert brief(sim.step()) == [("a", 11, 1), ("b", 8, 2)]
+    tables = sim.scheduler.tables[0, [sim.alive[i].slot for i in "ab"]]
+    assert (tables[0, :2] == tables[1, :2]).all()
+    assert tables[0, 2] != tables[1, 2]
+    assert [sim.pool.references[p] for p in tables[0, :3]] == [2, 2, 1]
+    sim.run()
+
+
+def test_who_is_not_to_read_the_cache_fills_it() -> None:
+    sim = simulation()
+    assert _cached(sim, "a", prompt(9), unread=True) == 0
+    assert _cached(sim, "b", prompt(9), unread=True) == 0
+    assert _cached(sim, "c", prompt(9)) == 8
+
+
+def test_salts() -> None:
+    sim = simulation()
+    found = [_cached(sim, f"{i}", prompt(9), cache_salt=s) for i, s in enumerate(["", "x", "y", "x", ""])]
+    assert found == [0, 0, 0, 8, 8]
+
+
+def test_reset_and_off() -> None:
+    sim = simulation()
+    assert _cached(sim, "a", prompt(9)) == 0
+    assert sim.pool.reset_cache()
+    assert _cached(sim, "b", prompt(9)) == 0
+    assert _cached(sim, "c", prompt(9)) == 8
+    sim = simulation(caching=False)
+    assert [_cached(sim, i, prompt(9)) for i in "ab"] == [0, 0]
+
+
+def test_the_end_of_what_is_cached_is_evicted_first() -> None:
+    sim = simulation(pages=10)
+    _cached(sim, "a", prompt(25), limit=1)  # 7 pages, 6 of them full
+    _cached(sim, "b", prompt(18, 1), limit=1)  # 5 pages: 3 are empty, and two are taken
+    assert _cached(sim, "c", prompt(25), limit=1) == 16
+
+
+def test_a_window_needs_only_its_pages() -> None:
+    """Fewer pages than the prompt has: what lies behind the window was given back, and its end is found yet."""
+    sim = simulation(pages=8, windows=(4,), page_size=2, max_num_tokens=4)
+    assert _cached(sim, "a", prompt(21), limit=1) == 0
+    assert _cached(sim, "b", prompt(21), limit=1) == 20
+
+
+@pytest.mark.parametrize("earlier", [True, False])
+def test_groups_agree_on_what_is_found(earlier: bool) -> None:
+    """The group that sees all loses page 3. A window of 4 then needs page 2, which only an earlier request kept."""
+    sim = simulation(pages=40, windows=(0, 4))
+    if earlier:
+        _cached(sim, "earlier", prompt(13), limit=1)
+    assert _cached(sim, "a", prompt(18), limit=1) == (12 if earlier else 0)
+    lost = sim.pool.find(0, sim.alive["a"].digests[3])
+    taken = [0]
+    while taken[-1] != lost:
+        taken.append(sim.pool.allocate())
+    sim.pool.release(taken[1:])
+    assert _cached(sim, "b", prompt(18), limit=1) == (12 if earlier else 0)
+
+
+# Windows
+
+
+@pytest.mark.parametrize("windows", [(4,), (0, 6), (7, 3)])
+def test_pages_behind_the_window_are_given_back(windows: tuple[int, ...]) -> None:
+    sim = simulation(windows=windows, page_size=2, max_num_tokens=6)
+    sim.add(request("a", prompt(19), 30))
+    while sim.unfinished:
+        for entry in sim.step():
+            tables = sim.scheduler.tables[:, sim.alive["a"].slot]
+            for table, window in zip(tables, windows, strict=True):
+                first = max(0, entry.start - window + 1) // 2 if window else 0
+                assert not table[:first].any()
+                assert table[first : (entry.start + entry.count + 1) // 2].all()
+    assert len(sim.output["a"]) == 30
+
+
+# Siblings
+
+
+def _siblings(sim: Simulation, count: int, ids: list[int], limit: int = 6, **fields: Any) -> None:
+    for i in range(count):
+        sim.add(request(f"{i}", ids, limit, seed=i, fork_of="0" if i else "", **fields))
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [10, 8, 3])
+def test_siblings_share_their_prompt(length: int, caching: bool) -> None:
+    """It is computed once but for its last token, and each has a copy of the page that this one lies in."""
+    sim = simulation(caching=caching)
+    _siblings(sim, 3, prompt(length))
+    plans = [sim.step(), sim.step()]
+    assert brief(plans[0]) == [("0", 0, length)]
+    assert brief(plans[1]) == [("0", length, 1), ("1", length - 1, 1), ("2", length - 1, 1)]
+    tables = sim.scheduler.tables[0, [sim.alive[i].slot for i in "012"]]
+    last = (length - 1) // 4
+    assert (tables[:, :last] == tables[0, :last]).all()
+    assert len(set(tables[:, last])) == 3
+    assert [pair[0] for pair in sim.copied] == [tables[0, last]] * 2
+    assert {pair[1] for pair in sim.copied} == set(tables[1:, last])
+    sim.run()
+    assert len(sim.copied) == 2
+    assert sim.scheduler.preemptions == 0
+
+
+def test_siblings_are_given_no_more_pages_than_they_need() -> None:
+    """11 pages: 2 shared, and 3 of its own for each."""
+    sim = simulation(pages=12, caching=False)
+    _siblings(sim, 3, prompt(10), 9)
+    sim.run()
+    assert sim.scheduler.preemptions == 0
+
+
+def test_a_late_sibling_shares_too() -> None:
+    """No slot was free before; its leader has long gone on."""
+    sim = simulation(max_num_seqs=2)
+    _siblings(sim, 1, prompt(10), 20)
+    sim.add(request("other", prompt(3), 8))
+    sim.add(request("1", prompt(10), seed=1, fork_of="0"))
+    plans = sim.run()
+    assert computed(plans, "1")[0] == (9, 1)
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_the_leader_is_gone(caching: bool) -> None:
+    """Before anything was computed, or after: siblings compute what the cache does not have."""
+    sim = simulation(caching=caching)
+    _siblings(sim, 3, prompt(10))
+    sim.abort("0")
+    plans = sim.run()
+    assert computed(plans, "1")[0] == (0, 10)
+    sim = simulation(max_num_seqs=1, caching=caching)
+    _siblings(sim, 2, prompt(10))
+    plans = sim.run()
+    assert computed(plans, "1")[0] == ((8, 2) if caching else (0, 10))
+
+
+def test_the_leader_was_preempted() -> None:
+    """Its sibling waits until the prompt was computed again."""
+    sim = simulation(pages=14, max_num_seqs=2, max_num_tokens=6, caching=False, policy="priority")
+    _siblings(sim, 1, prompt(20), 12, priority=1)
+    sim.add(request("first", prompt(8, 1), 24))
+    while "0" not in sim.alive or not sim.alive["0"].preemptions:
+        sim.step()
+    sim.add(request("1", prompt(20), 4, seed=1, fork_of="0", priority=1))
+    plans = sim.run()
+    again = [(e.id, e.start) for plan in plans for e in plan if e.id in "01"]
+    assert ("0", 0) in again
+    assert again.index(("1", 19)) > again.index(("0", 18))
+
+
+@pytest.mark.parametrize("windows", [(6,), (0, 6)])
+def test_the_leaders_window_has_moved_on(windows: tuple[int, ...]) -> None:
+    """What its prompt's last token saw is not held any more: the late sibling computes it."""
+    sim = simulation(windows=windows, max_num_seqs=2, caching=False)
+    _siblings(sim, 1, prompt(10), 30)
+    sim.add(request("other", prompt(3), 16))
+    sim.add(request("1", prompt(10), seed=1, fork_of="0"))
+    plans = sim.run()
+    assert computed(plans, "1")[0] == (0, 10)
+
+
+# prompt_logprobs
+
+
+def test_prompt_rows_are_limited() -> None:
+    sim = simulation(max_num_rows=5)
+    sim.add(request("stream", prompt(3, 1), 12))
+    sim.step()
+    sim.step()
+    sim.add(request("a", prompt(11), 2, scored=True))
+    plans = sim.run()
+    assert computed(plans, "a") == [(0, 4), (4, 4), (8, 3), (11, 1)]
+    assert [e.rows for plan in plans for e in plan if e.id == "a"] == [4, 4, 3, 1]
+    assert sim.scored["a"] == list(range(10))
+
+
+def test_as_many_rows_as_entries_though_not_one_each() -> None:
+    """Two rows for a prompt's last chunk, none for the chunk beside it."""
+    sim = simulation(max_num_tokens=4, max_num_rows=4, long_prefill_token_threshold=2, caching=False)
+    sim.add(request("a", prompt(6), 1, scored=True))
+    sim.add(request("b", prompt(9, 1), 1))
+    plans = sim.run()
+    assert [(e.id, e.rows) for e in plans[2]] == [("a", 2), ("b", 0)]
+
+
+def test_scores_need_the_whole_prompt() -> None:
+    """It is not taken from the cache, but others take it from there."""
+    sim = simulation()
+    assert _cached(sim, "a", prompt(10)) == 0
+    assert _cached(sim, "b", prompt(10), scored=True) == 0
+    assert sim.scored["b"] == list(range(9))
+    assert _cached(sim, "c", prompt(10)) == 8
+
+
+def test_a_prompt_preempted_in_its_middle_is_not_scored_twice() -> None:
+    sim = simulation(pages=11, max_num_seqs=2, max_num_tokens=5, caching=False)
+    sim.add(request("first", prompt(3, 1), 29))
+    while len(sim.output["first"]) < 8:
+        sim.step()
+    sim.add(request("a", prompt(25), 1, scored=True))
+    preempted = False
+    while sim.unfinished:
+        scored = len(sim.scored.get("a", []))
+        sim.step()
+        preempted |= "a" in sim.alive and sim.alive["a"].preemptions > 0 and 0 < scored < 24
+    assert preempted
+    assert sim.scored["a"] == list(range(24))
+
+
+def test_a_sibling_that_scores_goes_on_alone() -> None:
+    """It began its prompt itself, the leader's window having moved on, and was preempted in the middle, as was the
+    leader later. Now the leader's prompt is there again, but not the scores of the rest of it."""
+    sim = simulation(
+        pages=32, windows=(0, 4), caching=False, page_size=2, max_num_seqs=3, max_num_tokens=4, policy="priority",
+        long_prefill_token_threshold=2,
+    )  # fmt: skip
+    sim.add(request("first", prompt(2, 1), 40))
+    sim.add(request("0", prompt(12), 24, priority=1))
+    sim.add(request("other", prompt(2, 2), 8))
+    sim.add(request("1", prompt(12), 2, seed=1, priority=1, fork_of="0", scored=True))
+    plans = sim.run()
+    assert [sim.alive[i].preemptions for i in "01"] == [1, 1]
+    assert [start for start, _ in computed(plans, "1")].count(0) == 2
+    assert sim.scored["1"] == list(range(11))
+
+
+# Drafts
+
+
+def _drafting(sim: Simulation, limit: int = 20, length: int = 5, **fields: Any) -> list[int]:
+    """A request "a" with three known tokens and none in flight; the tokens to come."""
+    wire = sim.add(request("a", prompt(length), limit, **fields))
+    sim.step()
+    sim.step()
+    sim.step()
+    true = continuation(wire, sim.past("a"), 12)
+    sim.scheduler.propose(sim.alive["a"], [VOCAB + 5])
+    assert sim.step() == []  # waits for the one in flight
+    assert len(sim.output["a"]) == 3
+    return true
+
+
+@pytest.mark.parametrize("right", [0, 1, 3, 4])
+def test_drafts_are_kept_as_far_as_they_are_right(right: int) -> None:
+    sim = simulation()
+    true = _drafting(sim)
+    drafts = [*true[:right], *[VOCAB + 1] * (4 - right)]
+    sim.scheduler.propose(sim.alive["a"], drafts)
+    assert sim.step() == [Entry("a", 7, 5, 5, True, False)]
+    assert sim.step() == []  # its next token is not known
+    assert sim.output["a"][3:] == true[: right + 1]
+    assert brief(sim.step()) == [("a", 8 + right, 1)]
+    sim.run()
+
+
+def test_other_requests_go_on_beside_drafts() -> None:
+    sim = simulation()
+    sim.add(request("b", prompt(5, 1), 20))
+    true = []
+    wire = sim.add(request("a", prompt(5), 20))
+    for i in range(12):
+        if i in (3, 5, 8):
+            true = continuation(wire, sim.past("a"), 2)
+            sim.scheduler.propose(sim.alive["a"], true)
+        entries = sim.step()
+        assert ("b", 1 if i else 5) in [(e.id, e.count) for e in entries]
+    assert true
+    sim.run()
+
+
+@pytest.mark.parametrize("right", [1, 3, 5])
+def test_drafts_of_another_page_leave_no_wrong_page_behind(right: int) -> None:
+    """Rejected drafts fill a page that nobody may find; the pages are used again by what follows."""
+    sim = simulation(pages=8)
+    true = _drafting(sim, 14)
+    sim.scheduler.propose(sim.alive["a"], [*true[:right], *[VOCAB + 1] * (6 - right)])
+    assert brief(sim.step()) == [("a", 7, 7)]
+    held = int((sim.scheduler.tables > 0).sum())
+    assert held == 4  # up to position 13
+    while (sim.scheduler.tables > 0).any():
+        sim.step()
+        assert int((sim.scheduler.tables > 0).sum()) in (0, 4, 5)
+    assert _cached(sim, "b", [*prompt(5), *sim.output["a"]], limit=1) == 16
+
+
+def test_a_stop_token_among_kept_drafts() -> None:
+    seed = next(
+        s for s in range(1000)
+        if (t := continuation(request("x", prompt(5), seed=s), prompt(5), 6)).count(3) == 1 and t[4] == 3
+    )  # fmt: skip
+    sim = simulation()
+    true = _drafting(sim, seed=seed, stop_ids=[3])
+    sim.scheduler.propose(sim.alive["a"], true[:4])
+    sim.step()
+    sim.step()
+    assert (len(sim.output["a"]), sim.reason["a"], sim.alive["a"].stop_reason) == (5, "stop", 3)
+    assert sim.pool.free_pages == 99
+
+
+@pytest.mark.parametrize("limit", [5, 6, 8])
+def test_drafts_end_at_the_limit(limit: int) -> None:
+    """Those behind it are not computed: 1 of the output is sampled at any rate."""
+    sim = simulation(max_len=5 + limit)
+    true = _drafting(sim, limit)
+    sim.scheduler.propose(sim.alive["a"], true[:9])
+    assert brief(sim.step()) == [("a", 7, limit - 3)]
+    sim.step()
+    assert (len(sim.output["a"]), sim.reason["a"]) == (limit, "length")
+
+
+def test_an_error_among_kept_drafts() -> None:
+    sim = simulation()
+    wire = sim.add(request("a", prompt(5), 20), error_at=5)
+    for _ in range(3):
+        sim.step()
+    sim.scheduler.propose(sim.alive["a"], [])
+    true = continuation(wire, sim.past("a"), 4)
+    sim.scheduler.propose(sim.alive["a"], true)
+    sim.run()
+    assert (len(sim.output["a"]), sim.reason["a"]) == (5, "error")
+
+
+def test_drafts_are_no_more_than_a_step_takes() -> None:
+    for sim in (simulation(max_num_tokens=4), simulation(max_num_rows=4)):
+        sim.add(request("a", prompt(3), 20))
+        for _ in range(3):
+            sim.step()
+        sim.scheduler.propose(sim.alive["a"], [1] * 9)
+        sim.step()
+        assert [e.count for e in sim.step()] == [4]
+        sim.run()
+
+
+@pytest.mark.parametrize("limits", [{"max_num_tokens": 6}, {"max_num_rows": 6}])
+def test_drafts_of_several_requests_share_a_step(limits: dict[str, Any]) -> None:
+    """Those that are too many wait for the next one."""
+    sim = simulation(**limits)
+    for i, id in enumerate("ab"):
+        sim.add(request(id, prompt(3, i), 20))
+    sim.step()
+    sim.step()
+    for id in "ab":
+        sim.scheduler.propose(sim.alive[id], continuation(sim.requests[id].wire, sim.past(id), 3))
+    sim.step()
+    assert [brief(sim.step()), brief(sim.step())] == [[("a", 4, 4)], [("b", 4, 4)]]
+    sim.run()
+
+
+def test_drafts_for_what_waits_or_is_computed_again_are_dropped() -> None:
+    sim = simulation(max_num_tokens=4)
+    sim.add(request("a", prompt(10), 6))
+    sim.step()
+    sim.scheduler.propose(sim.alive["a"], [1, 2])
+    assert sim.alive["a"].drafts == []
+    plans = sim.run()
+    assert computed(plans, "a")[:2] == [(4, 4), (8, 2)]
+
+
+def test_the_simulation_notices() -> None:
+    """A scheduler that shares a page too many would not go unseen."""
+    sim = simulation()
+    sim.add(request("a", prompt(10), 20))
+    sim.add(request("b", prompt(10, 1), 20))
+    sim.step()
+    slots = [sim.alive[i].slot for i in "ab"]
+    sim.scheduler.tables[0, slots[1], 1] = sim.scheduler.tables[0, slots[0], 1]
+    with pytest.raises(AssertionError):
+        sim.step()
+    assert alone(request("a", prompt(10), 20))[1] == "length"
