@@ -146,12 +146,12 @@ def test_examples_in_the_guides_are_the_files() -> None:
 def test_the_description_of_the_artifact_is_complete(compiled_artifact: Path) -> None:
     """Every name in the files is explained, and every number is the code's."""
     from graphllm import artifact
-    from graphllm.cli.run import _POLICIES
+    from graphllm.prepare import POLICIES
     from graphllm.runtime import executor, program
 
     text = (DOCS / "artifact.md").read_text()
     manifest = artifact.verify(compiled_artifact)
-    names = [*manifest, *manifest["factors"], *json.loads((compiled_artifact / "program.json").read_text()), *_POLICIES]
+    names = [*manifest, *manifest["factors"], *json.loads((compiled_artifact / "program.json").read_text()), *POLICIES]
     assert [n for n in names if f"`{n}`" not in text] == []
     kinds = set()
     for file in (compiled_artifact / "pieces").glob("*.json"):
