@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from graphllm.config import ConfigError
 from graphllm.engine import openai
-from graphllm.engine.openai import Call, failure
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.params import SamplingParams
+from graphllm.server.openai import Call, failure
 
 DEFAULT_MAX_TOKENS = 256  # of a plain prompt
 _LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt"})

@@ -19,12 +19,12 @@ from graphllm.cli.build import build_errors, compile_progress, console, embedded
 from graphllm.config import ConfigError
 from graphllm.engine.llm import Core
 from graphllm.engine.load import free_threads
-from graphllm.engine.openai import Call, failure, prompts_of
 from graphllm.engine.options import EngineOptions
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import ParsedRequest, Processor
 from graphllm.engine.text import Tokenizer
+from graphllm.server.openai import Call, failure, prompts_of
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _AHEAD = 2  # completions in the engine, as a multiple of those in one step

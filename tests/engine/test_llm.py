@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,15 @@ def test_an_interrupt_in_a_step(llm: LLM, core: StubCore) -> None:
     clean(llm, core)
 
 
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """Ctrl-C as in a terminal; a process started in the background may have been told to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM, core: StubCore, monkeypatch: pytest.MonkeyPatch) -> None:
     step, ended = core.step, []
 
@@ -229,6 +239,7 @@ def test_ctrl_c_waits_for_the_end_of_the_step(llm: LLM, core: StubCore, monkeypa
     clean(llm, core)
 
 
+@pytest.mark.usefixtures("default_sigint")
 def test_a_second_ctrl_c_goes_through(llm: LLM, core: StubCore, monkeypatch: pytest.MonkeyPatch) -> None:
     def stuck() -> Any:
         for _ in range(2):

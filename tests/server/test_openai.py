@@ -13,7 +13,11 @@ from stub_core import StubCore, info, log_softmax
 
 from graphllm.config import ConfigError
 from graphllm.engine.llm import run_to_completion
-from graphllm.engine.openai import (
+from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, RequestMetrics, RequestOutput
+from graphllm.engine.params import SamplingParams, StructuredOutputsParams
+from graphllm.engine.processor import Processor
+from graphllm.engine.text import Tokenizer
+from graphllm.server.openai import (
     CHAT,
     COMPLETIONS,
     Call,
@@ -24,10 +28,6 @@ from graphllm.engine.openai import (
     prompts_of,
     response_body,
 )
-from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, RequestMetrics, RequestOutput
-from graphllm.engine.params import SamplingParams, StructuredOutputsParams
-from graphllm.engine.processor import Processor
-from graphllm.engine.text import Tokenizer
 
 OPEN = SamplingParams(max_tokens=None)  # defaults that leave the length to the endpoint
 HELLO = [{"role": "user", "content": "hello"}]
