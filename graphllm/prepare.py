@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Policy = Literal["build", "use", "require", "rebuild"]
 POLICIES = get_args(Policy)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 Progress = Callable[[str, int, int], None]
 
 
@@ -311,6 +312,16 @@ def _available_memory() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 4 << 30
+
+
+def parse_bytes(option: str, text: str) -> int:
+    """Bytes of "2GiB", "500MB" or a plain number. Raises ConfigError naming the option when it is neither."""
+    lowered = text.strip().lower().removesuffix("b")
+    digits = lowered.rstrip("kmgi")
+    try:
+        return int(float(digits) * _UNITS[lowered[len(digits) :]])
+    except (ValueError, KeyError, OverflowError) as damage:
+        raise ConfigError(f"{option}: {text!r} is no amount of memory; write 2GiB, 500MB or bytes") from damage
 
 
 class _Phases:

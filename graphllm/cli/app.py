@@ -34,6 +34,11 @@ MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help=
 PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
 Tune = Annotated[bool | None, typer.Option(help="Time more kernel variants while compiling (GPUs; minutes).")]
 LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights, for timing.")]
+Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")]
+KvMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache, e.g. 2GiB.")]
+GpuShare = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
+PrefixCaching = Annotated[bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")]
+Policy = Annotated[Literal["fcfs", "priority"], typer.Option(help="priority: a request's own; lower goes first.")]
 Jobs = Annotated[int, typer.Option(help="Parallel build processes; 0 chooses.")]
 
 
@@ -111,17 +116,11 @@ def run_command(
     block_size: PageSize = None,
     tune: Tune = None,
     jobs: Jobs = 0,
-    artifact: Annotated[
-        str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")
-    ] = "build",
-    kv_cache_memory: Annotated[str | None, typer.Option(help="Memory for the KV cache, e.g. 2GiB.")] = None,
-    gpu_memory_utilization: Annotated[float, typer.Option(help="Share of the GPU's memory to use.")] = 0.9,
-    enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")
-    ] = True,
-    scheduling_policy: Annotated[
-        Literal["fcfs", "priority"], typer.Option(help="priority: a line's own; lower goes first.")
-    ] = "fcfs",
+    artifact: Artifact = "build",
+    kv_cache_memory: KvMemory = None,
+    gpu_memory_utilization: GpuShare = 0.9,
+    enable_prefix_caching: PrefixCaching = True,
+    scheduling_policy: Policy = "fcfs",
     load_format: LoadFormat = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
@@ -147,6 +146,93 @@ def run_command(
     inputs = Inputs(file, prompt or [], raw, system, output)
     loading = Loading(artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", options)
     raise typer.Exit(run(model, inputs, sampling, wanted, loading, quiet))
+
+
+@app.command("serve")
+def serve_command(
+    model: Annotated[Path | None, typer.Argument(help="Checkpoint folder; without it, the embedded model.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    uds: Annotated[Path | None, typer.Option(help="Listen on this Unix socket instead.")] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
+    ] = None,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
+    allowed_origins: Annotated[
+        list[str] | None, typer.Option("--allowed-origin", help="Pages of this origin may ask; may be repeated.")
+    ] = None,
+    max_body_size: Annotated[str, typer.Option(help="Of one request.")] = "32MiB",
+    shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests in flight after SIGTERM.")] = 30.0,
+    restart_engine: Annotated[bool, typer.Option("--restart-engine", help="Bring a broken engine back.")] = False,
+    step_timeout: Annotated[float, typer.Option(help="Seconds of one step before it counts as stuck.")] = 8.0,
+    tool_call_parser: Annotated[
+        Literal["auto", "hermes", "llama3", "mistral", "none"], typer.Option(help="auto: by the chat template.")
+    ] = "auto",
+    reasoning_parser: Annotated[
+        Literal["auto", "think", "none"], typer.Option(help="auto: by the chat template.")
+    ] = "auto",
+    log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the log on stderr.")] = "text",
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+    max_num_queued_reqs: Annotated[int, typer.Option(help="Waiting requests above which new ones get 429.")] = 2048,
+    target: TargetName = "auto",
+    backend: BackendName = "inductor",
+    dtype: Dtype = None,
+    max_model_len: MaxLen = None,
+    max_num_seqs: MaxSeqs = None,
+    max_num_batched_tokens: MaxTokens = None,
+    block_size: PageSize = None,
+    artifact: Artifact = "build",
+    kv_cache_memory: KvMemory = None,
+    gpu_memory_utilization: GpuShare = 0.9,
+    enable_prefix_caching: PrefixCaching = True,
+    long_prefill_token_threshold: Annotated[
+        int, typer.Option(help="Tokens of one prompt in one step at most; 0: as many as fit.")
+    ] = 0,
+    scheduling_policy: Policy = "fcfs",
+    logits_processor: Annotated[list[str] | None, typer.Option(help="package.module:name; may be repeated.")] = None,
+    seed: Annotated[int, typer.Option(help="Of requests without one.")] = 0,
+    load_format: LoadFormat = "auto",
+) -> None:
+    """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
+    from graphllm.cli.serve import serve, started_at
+    from graphllm.engine.load import EngineArgs
+    from graphllm.prepare import parse_bytes
+    from graphllm.server.host import HostOptions
+    from graphllm.server.launch import ServerOptions
+
+    args = EngineArgs(
+        model=model,
+        dtype=dtype or "auto",
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=block_size,
+        kv_cache_memory_bytes=parse_bytes("kv-cache-memory", kv_cache_memory) if kv_cache_memory else None,
+        gpu_memory_utilization=gpu_memory_utilization,
+        enable_prefix_caching=enable_prefix_caching,
+        long_prefill_token_threshold=long_prefill_token_threshold,
+        max_num_queued_reqs=max_num_queued_reqs,
+        scheduling_policy=scheduling_policy,
+        seed=seed,
+        load_format=load_format,
+        logits_processors=logits_processor or [],
+        target=target,
+        backend=backend,
+        artifact=artifact,
+    )
+    options = ServerOptions(
+        host=host,
+        port=port,
+        uds=uds,
+        keys=api_key or (),
+        origins=allowed_origins or (),
+        names=served_model_name or (),
+        shutdown_timeout=shutdown_timeout,
+        max_body=parse_bytes("max-body-size", max_body_size),
+        started=started_at(),
+    )
+    watched = HostOptions(seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
+    raise typer.Exit(serve(args, options, watched, log_format, log_level))
 
 
 @app.command("inspect")

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from graphllm.config import ConfigError
-from graphllm.engine import openai
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.params import SamplingParams
-from graphllm.server.openai import Call, failure
+from graphllm.server import answers, openai
+from graphllm.server.openai import Call
 
 DEFAULT_MAX_TOKENS = 256  # of a plain prompt
 _LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt"})
@@ -56,7 +56,15 @@ class PlainItem:
         chat = self.messages is not None
         prompts = [] if self.prompt is None else [self.prompt]
         template = {"tools": self.tools} if self.tools else {}
-        return Call(chat, params, "", prompts, self.messages or [], template, self.priority, self.cache_salt)
+        return Call(
+            chat,
+            params,
+            prompts=prompts,
+            messages=self.messages or [],
+            template=template,
+            priority=self.priority,
+            cache_salt=self.cache_salt,
+        )
 
     def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
         """Its line in the results; several completions are in ``choices``."""
@@ -65,14 +73,14 @@ class PlainItem:
         for c in output.outputs:
             choice: dict[str, Any] = {"text": c.text, "finish_reason": c.finish_reason}
             if c.logprobs is not None:
-                choice["logprobs"] = openai.chat_logprobs(c.logprobs, call.params.logprobs or 0)
+                choice["logprobs"] = answers.chat_logprobs(c.logprobs, call.params.logprobs or 0)
             if c.error is not None:
                 choice["error"] = c.error
             choices.append(choice)
         row = {"id": self.id, **(choices[0] if len(choices) == 1 else {"choices": choices})}
         if output.prompt_logprobs is not None:
-            row["prompt_logprobs"] = openai.prompt_logprobs(output.prompt_logprobs)
-        return row | {"usage": openai.usage(outputs)}
+            row["prompt_logprobs"] = answers.prompt_logprobs(output.prompt_logprobs)
+        return row | {"usage": answers.usage_body(answers.usage_of(call, output))}
 
     def refused(self, mistake: ConfigError) -> dict[str, Any]:
         """Its line when it cannot run."""
@@ -92,13 +100,16 @@ class BatchItem:
         """What it asks for. Raises ConfigError for a request that cannot be used."""
         if self.method != "POST":
             raise ConfigError(f"method is {self.method!r:.80}: give POST")
-        return openai.parse_call(self.url, self.body, defaults)
+        call = openai.parse_call(self.url, self.body, defaults)
+        if call.stream:
+            raise ConfigError("stream is True: a batch has whole answers; leave it out")
+        return call
 
     def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
         """Its line in the results."""
-        if (broken := failure(outputs)) is not None:
+        if (broken := answers.failure(outputs)) is not None:
             return self._row(500, openai.error_body(broken, type="server_error"))
-        return self._row(200, openai.response_body(call, outputs, uuid.uuid4().hex, model, int(time.time())))
+        return self._row(200, answers.response_body(call, outputs, uuid.uuid4().hex, model, int(time.time())))
 
     def refused(self, mistake: ConfigError) -> dict[str, Any]:
         """Its line when it cannot run."""

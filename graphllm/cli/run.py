@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,9 +23,9 @@ from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import ParsedRequest, Processor
 from graphllm.engine.text import Tokenizer
-from graphllm.server.openai import Call, failure, prompts_of
+from graphllm.server.answers import failure
+from graphllm.server.openai import Call, Style, write_out
 
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 _AHEAD = 2  # completions in the engine, as a multiple of those in one step
 _ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer
 
@@ -66,9 +65,11 @@ def run(
         console.print(f"{len(ids) - todo} of {len(ids)} are already in {inputs.output}; skipped", markup=False)
     if not todo:
         return 0
-    memory = parse_bytes(loading.kv_cache_memory) if loading.kv_cache_memory else None
+    memory = prepare.parse_bytes("kv-cache-memory", loading.kv_cache_memory) if loading.kv_cache_memory else None
     source = prepare.open_source(embedded_or(model), loading.random)
-    defaults = _defaults(source.folder, sampling)
+    # Where nobody says how long: a plain line and a line of a batch file have defaults of their own.
+    open_end = SamplingParams(max_tokens=None)
+    defaults = SamplingParams.from_fields(sampling, SamplingParams.from_checkpoint(source.folder, open_end))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     place, device = _artifact(source, wanted, loading.artifact, quiet)
     phases: dict[str, float] = {"artifact": time.perf_counter() - started}
@@ -105,16 +106,6 @@ def _artifact(source: prepare.Source, wanted: prepare.Overrides, artifact: str, 
         return prepare.take_artifact(source, wanted, artifact, progress)
 
 
-def _defaults(folder: Path, sampling: Mapping[str, Any]) -> SamplingParams:
-    """For what a line leaves open; max_tokens None where nobody says."""
-    base = SamplingParams.from_checkpoint(folder)
-    file = folder / "generation_config.json"
-    given = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    if "max_new_tokens" not in given:
-        base = replace(base, max_tokens=None)
-    return SamplingParams.from_fields(sampling, base)
-
-
 def read_schema(given: str) -> str:
     """A JSON schema, from a file or as it is. Raises ConfigError when it is neither."""
     if given.lstrip().startswith(("{", "true", "false")):
@@ -133,6 +124,7 @@ class Engine(NamedTuple):
     processor: Processor
     outputs: OutputProcessor
     options: EngineOptions
+    style: Style = Style()
 
     def close(self) -> None:
         """Give back memory and threads."""
@@ -161,7 +153,12 @@ def _load(
 
     grammar = GrammarCompiler(source.folder, core.info.vocab, frozenset(stop_ids))
     return Engine(
-        core, tokenizer, Processor(tokenizer, core.info, grammar), OutputProcessor(tokenizer), loading.options
+        core,
+        tokenizer,
+        Processor(tokenizer, core.info, grammar),
+        OutputProcessor(tokenizer),
+        loading.options,
+        Style.of(tokenizer),
     )
 
 
@@ -277,7 +274,7 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
     call = item.call(defaults)
     if call.priority and engine.options.scheduling_policy != "priority":
         raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
-    prompts = prompts_of(call, engine.tokenizer)
+    call, prompts = write_out(call, engine.tokenizer, engine.style)
     if stream and len(prompts) == call.params.n == 1:
         call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))
     requests = [
@@ -352,13 +349,3 @@ def _print_failures(summary: Summary, output: Path | None) -> None:
     console.print(
         f"of {total} requests {'; '.join(parts)}: see their errors in {output}", markup=False, highlight=False
     )
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of "2GiB", "500MB" or a plain number. Raises ConfigError when it is neither."""
-    lowered = text.strip().lower().removesuffix("b")
-    digits = lowered.rstrip("kmgi")
-    try:
-        return int(float(digits) * _UNITS[lowered[len(digits) :]])
-    except (ValueError, KeyError) as damage:
-        raise ConfigError(f"kv-cache-memory: {text!r} is no amount of memory; write 2GiB, 500MB or bytes") from damage

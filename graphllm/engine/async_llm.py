@@ -11,8 +11,8 @@ from pathlib import Path
 
 from graphllm.config import ConfigError
 from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.load import EngineArgs, open_model
-from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
+from graphllm.engine.load import EngineArgs, Opened, open_model
+from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
 from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
@@ -58,7 +58,11 @@ class AsyncLLM:
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
         """Find the model and its artifact, which is built when the policy says so; `start` then loads it in a process
         of its own. Raises ConfigError."""
-        opened = open_model(args)
+        return cls.from_opened(open_model(args), args.seed)
+
+    @classmethod
+    def from_opened(cls, opened: Opened, seed: int | None, unresponsive: float = 10.0, stuck: float = 60.0) -> AsyncLLM:
+        """An engine for a model that is found. unresponsive, stuck: as for `CoreClient`. Raises ConfigError."""
         if opened.processors:
             raise ConfigError(
                 f"logits_processors has {opened.processors[0]!r}: functions cannot cross to the engine's process; give "
@@ -71,8 +75,8 @@ class AsyncLLM:
 
             return GrammarCompiler(folder, info.vocab, stop_ids)
 
-        tokenizer = opened.tokenizer
-        return cls(CoreClient(opened.settings), tokenizer, grammar if tokenizer else None, args.seed)
+        client = CoreClient(opened.settings, unresponsive=unresponsive, stuck=stuck)
+        return cls(client, opened.tokenizer, grammar if opened.tokenizer else None, seed)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
@@ -138,6 +142,21 @@ class AsyncLLM:
         self._abort_core([r.id for stream in streams if stream is not None for r in stream.parsed.requests])
 
     @property
+    def ready(self) -> Ready | None:
+        """What the core said of itself once it was loaded: sizes, and the seconds of each phase. None before."""
+        return self._client.ready
+
+    @property
+    def pid(self) -> int:
+        """Of the core's process."""
+        return self._client.pid
+
+    @property
+    def unfinished(self) -> int:
+        """Requests whose streams are open."""
+        return len(self._names)
+
+    @property
     def is_running(self) -> bool:
         """Started, and neither dead nor shut down."""
         return self._processor is not None and self.health().state != "dead"
@@ -157,6 +176,12 @@ class AsyncLLM:
         """The state of the core, without asking it."""
         health = self._client.health()
         return health if self._cause is None else Health("dead", health.seconds, self._cause)
+
+    def fail_requests(self, error: Exception) -> int:
+        """End all streams with this error, for a core that does not answer; how many. It is told to abort them."""
+        for stream in self._streams.values():
+            stream.fail(error)
+        return len(self._streams)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError for a core that is gone, EngineUnhealthyError for one that is silent or stuck."""
@@ -186,9 +211,10 @@ class AsyncLLM:
         if self._receiver is not None:
             await self._receiver
 
-    def shutdown(self) -> None:
-        """End the core without asking, and wait for it; open streams raise EngineDeadError. `close` is gentler."""
-        self._client.kill()
+    def shutdown(self, grace: float | None = None) -> None:
+        """End the core without asking, and wait for it; open streams raise EngineDeadError. `close` is gentler. grace:
+        seconds between SIGTERM and SIGKILL, None for the usual."""
+        self._client.kill(grace)
 
     def _abort_core(self, ids: Sequence[str]) -> None:
         if ids:
@@ -252,8 +278,8 @@ class _Stream:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise this once everything was taken; an output that finished the request comes first."""
-        self._error = error
+        """Raise this once everything was taken; an output that finished the request comes first. The first one counts."""
+        self._error = self._error or error
         self._news.set()
 
     async def get(self) -> RequestOutput:

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -17,7 +18,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.batch import Batch, SamplingTable
 from graphllm.engine.options import EngineOptions, LogitsProcessor, Row
 from graphllm.engine.pool import BlockPool
-from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Ranked, Update
+from graphllm.engine.request import BucketStats, CoreInfo, CoreStats, EngineRequest, Ranked, Update
 from graphllm.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from graphllm.engine.scheduler import Sequence as Running
 from graphllm.runtime.executor import Executor, Frame, StepResult
@@ -35,9 +36,12 @@ _NO_TOKEN = (
 
 
 class _InFlight(NamedTuple):
+    """A step that was started at ``begun``, seconds."""
+
     plan: Plan
     batch: Batch
     frame: Frame
+    begun: float
 
 
 class EngineCore:
@@ -73,7 +77,12 @@ class EngineCore:
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
         self._matchers: dict[str, Matcher] = {}
         self._scored: dict[str, list[Ranked]] = {}  # prompt log-probabilities so far
-        self._stats = CoreStats(total_pages=executor.kv_pages - 1)
+        self._ended = time.monotonic()  # the last step
+        self._stats = CoreStats(
+            started=self._ended,
+            total_pages=executor.kv_pages - 1,
+            buckets={b.name: BucketStats() for b in executor.buckets},
+        )
         self.info = CoreInfo(
             max_model_len=max_len,
             vocab=executor.vocab,
@@ -137,7 +146,9 @@ class EngineCore:
         started = self._start(plan) if plan is not None else None
         news, self._news = self._news, []
         if self._in_flight is not None:
-            news += self._commit(self._in_flight, self._in_flight.frame.wait())
+            result = self._in_flight.frame.wait()
+            self._measure(self._in_flight)
+            news += self._commit(self._in_flight, result)
         if started is not None and started.batch.full:
             self._sample(started)
         self._in_flight = started
@@ -157,8 +168,10 @@ class EngineCore:
                     self._end(Update(id, [], "error", error=str(mistake)))
 
     def _start(self, plan: Plan) -> _InFlight:
+        begun = time.monotonic()
         for sequence in plan.admitted:
             id, request = sequence.request.id, sequence.request
+            sequence.scheduled = sequence.scheduled or begun
             several = any(len(words) > 1 for words in request.bad_words)
             if self._table.admit(sequence, always_masked=id in self._matchers or several):
                 bias = request.params.logit_bias or {}
@@ -167,7 +180,18 @@ class EngineCore:
             self._executor.copy_pages(plan.copies)
         batch = self._table.stage(plan, self._scheduler, bool(self._processors))
         self._stats.steps += 1
-        return _InFlight(plan, batch, self._executor.start(batch.step, batch.full))
+        return _InFlight(plan, batch, self._executor.start(batch.step, batch.full), begun)
+
+    def _measure(self, step: _InFlight) -> None:
+        """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
+        later than its own start: the host had both in flight until then."""
+        now = time.monotonic()
+        bucket, tokens = self._stats.buckets[step.frame.bucket], len(step.batch.step.token_ids)
+        bucket.seconds.observe(now - max(step.begun, self._ended))
+        bucket.tokens += tokens
+        bucket.padding += step.frame.size[0] - tokens
+        self._stats.step_tokens.observe(tokens)
+        self._ended = now
 
     def _sample(self, started: _InFlight) -> None:
         plan, rows = started.plan, started.batch.rows
@@ -232,9 +256,10 @@ class EngineCore:
         if request.id in self._matchers and sequence.finish_reason in (None, "length"):
             self._advance(sequence, update.tokens)
         if len(sequence.output) == len(update.tokens):
-            update.cached = sequence.cached_tokens
+            update.cached, update.scheduled = sequence.cached_tokens, sequence.scheduled
             update.prompt_logprobs = self._scored.pop(request.id, None)
             self._stats.prompt_tokens += len(request.prompt)
+            self._stats.cached_tokens += sequence.cached_tokens
         if sequence.finish_reason is not None:
             update.finish_reason, update.stop_reason = sequence.finish_reason, sequence.stop_reason
             update.error = sequence.error

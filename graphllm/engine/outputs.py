@@ -52,9 +52,11 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Seconds of `time.monotonic`; 0 for what has not happened yet."""
+    """Seconds of `time.monotonic`; 0 for what has not happened yet. first_scheduled_time: when its first step was
+    planned, known from the first token on."""
 
     arrival_time: float
+    first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     finished_time: float = 0.0
@@ -132,6 +134,8 @@ class OutputProcessor:
                 request.prompt_logprobs = [None, *map(self._position, update.prompt_logprobs)]
             if update.cached and stream.index == 0:
                 request.cached = update.cached
+            if update.scheduled and not request.metrics.first_scheduled_time:
+                request.metrics.first_scheduled_time = update.scheduled
             count = stream.take(update)
             if count:
                 request.metrics.last_token_time = now

@@ -257,18 +257,20 @@ class SamplingParams:
         )
 
     @staticmethod
-    def from_generation_config(config: Mapping[str, Any]) -> SamplingParams:
-        """The defaults a checkpoint's ``generation_config.json`` gives; one that says not to sample means greedy."""
+    def from_generation_config(config: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
+        """The defaults a checkpoint's ``generation_config.json`` gives; one that says not to sample means greedy. base:
+        for what it leaves open."""
         greedy = {"temperature": 0.0} if config.get("do_sample") is False else {}
         fields = greedy | {ours: config[theirs] for theirs, ours in _FROM_GENERATION_CONFIG.items() if theirs in config}
         try:
-            return SamplingParams.from_fields(fields)
+            return SamplingParams.from_fields(fields, base)
         except ConfigError as e:
             raise ConfigError(f"generation_config.json: {e}, or give the sampling parameters yourself") from e
 
     @staticmethod
-    def from_checkpoint(folder: Path) -> SamplingParams:
-        """The defaults of a checkpoint folder. Raises ConfigError when its ``generation_config.json`` is damaged."""
+    def from_checkpoint(folder: Path, base: SamplingParams | None = None) -> SamplingParams:
+        """The defaults of a checkpoint folder, ``base`` where it has none. Raises ConfigError when its
+        ``generation_config.json`` is damaged."""
         file = folder / "generation_config.json"
         try:
             config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
@@ -276,7 +278,7 @@ class SamplingParams:
             raise ConfigError(f"{file}: damaged ({damage}); download it again") from damage
         if not isinstance(config, dict):
             raise ConfigError(f"{file}: damaged (no JSON object); download it again")
-        return SamplingParams.from_generation_config(config)
+        return SamplingParams.from_generation_config(config, base)
 
 
 @dataclass(frozen=True)

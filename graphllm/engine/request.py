@@ -5,12 +5,20 @@ Plain data that msgspec writes to a socket; in one process the same objects are 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Protocol
 
 import msgspec
 
 from graphllm.engine.params import SamplingParams
+
+# Upper bounds of a step's seconds and of its tokens, for their distributions.
+STEP_SECONDS = (
+    0.00025, 0.0005, 0.00075, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05,
+    0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10,
+)  # fmt: skip
+STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,13 +56,14 @@ class Ranked(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class Update(msgspec.Struct):
+class Update(msgspec.Struct, omit_defaults=True):
     """News of one sequence from one step.
 
     tokens: the new ones. finish_reason: "stop", "length", "abort" or "error" with its last update. stop_reason: the
     token of stop_ids that ended it, None for an end-of-sequence token. error: what went wrong, for people. logprobs:
     one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
-    cached: prompt tokens that the prefix cache held.
+    cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
+    planned, with the first update that a step made; 0 in the others.
     """
 
     id: str
@@ -65,6 +74,7 @@ class Update(msgspec.Struct):
     logprobs: list[Ranked] | None = None
     prompt_logprobs: list[Ranked] | None = None
     cached: int = 0
+    scheduled: float = 0.0
 
 
 class CoreInfo(msgspec.Struct, frozen=True):
@@ -85,13 +95,58 @@ class CoreInfo(msgspec.Struct, frozen=True):
     device: str
 
 
+class Distribution(msgspec.Struct):
+    """Values, counted. counts[i]: those above bounds[i - 1] and up to bounds[i], the last ones without an upper bound.
+    total: their sum."""
+
+    bounds: tuple[float, ...]
+    counts: list[int]
+    total: float = 0.0
+
+    @classmethod
+    def over(cls, bounds: tuple[float, ...]) -> Distribution:
+        """No values yet."""
+        return cls(bounds, [0] * (len(bounds) + 1))
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value that came so many times."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.total += value * times
+
+    def __add__(self, other: Distribution) -> Distribution:
+        """Both together; they have the same bounds."""
+        counts = [a + b for a, b in zip(self.counts, other.counts, strict=True)]
+        return Distribution(self.bounds, counts, self.total + other.total)
+
+
+def _step_seconds() -> Distribution:
+    return Distribution.over(STEP_SECONDS)
+
+
+def _step_tokens() -> Distribution:
+    return Distribution.over(STEP_TOKENS)
+
+
+class BucketStats(msgspec.Struct):
+    """Finished steps of one bucket of the artifact. seconds: of each step; where steps overlap, from the end of the one
+    before, so their total is the time in which any step ran. tokens: computed. padding: computed for nothing."""
+
+    seconds: Distribution = msgspec.field(default_factory=_step_seconds)
+    tokens: int = 0
+    padding: int = 0
+
+
 class CoreStats(msgspec.Struct):
     """Gauges and counters of a core; counters only grow.
 
-    steps: steps launched. kv_usage: share of the pages that running requests hold. prefix_queries, prefix_hits:
-    prompt tokens looked up in and found in the prefix cache. free_pages: pages nobody holds (cached ones included).
+    started: `time.monotonic` of the core's beginning; tells it from one that it replaces. steps: steps launched.
+    kv_usage: share of the pages that running requests hold. prefix_queries, prefix_hits: prompt tokens looked up in and
+    found in the prefix cache. free_pages: pages nobody holds (cached ones included). prompt_tokens, cached_tokens: of
+    the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
+    buckets: by the name of the bucket.
     """
 
+    started: float = 0.0
     steps: int = 0
     running: int = 0
     waiting: int = 0
@@ -102,8 +157,11 @@ class CoreStats(msgspec.Struct):
     prefix_hits: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     finished: dict[str, int] = {}
+    step_tokens: Distribution = msgspec.field(default_factory=_step_tokens)
+    buckets: dict[str, BucketStats] = {}
 
 
 class Core(Protocol):

@@ -49,11 +49,12 @@ class Sequence:
 
     drafts: tokens to verify with its next step. digests: of its full pages. scored: prompt positions whose
     log-probabilities were planned. cached_tokens: prompt tokens the prefix cache gave when it was first admitted.
+    scheduled: when that was, for those who have a clock; 0 before.
     """
 
     __slots__ = (
         "cached_tokens", "digests", "drafts", "error", "finish_reason", "key", "output", "preemptions", "request",
-        "scored", "slot", "stop_reason",
+        "scheduled", "scored", "slot", "stop_reason",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, key: tuple[int, int]) -> None:
@@ -63,6 +64,7 @@ class Sequence:
         self.digests: list[bytes] = []
         self.scored = self.preemptions = 0
         self.cached_tokens = -1
+        self.scheduled = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
         self.error: str | None = None

@@ -62,6 +62,11 @@ class Tokenizer:
         """How many tokens it knows; the model's vocabulary may be padded beyond that."""
         return self._backend.get_vocab_size()
 
+    @property
+    def chat_template(self) -> str:
+        """The source of its chat template, the one for tools where there are several; "" where there is none."""
+        return self._templates.get("tool_use") or self._templates.get("default") or ""
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. add_special_tokens: such as BOS, where the tokenizer's post-processor adds any."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids

@@ -47,10 +47,11 @@ class StepResult(NamedTuple):
 
 
 class Frame:
-    """A step that was started. ``wait`` gives its results, once."""
+    """A step that was started. ``wait`` gives its results, once. bucket: the name of its bucket. size: the T and S that
+    it is padded to."""
 
-    def __init__(self, rows: int, ring: int, size: tuple[int, int], runner: Runner) -> None:
-        self.rows, self.ring, self.size, self.runner = rows, ring, size, runner
+    def __init__(self, rows: int, ring: int, bucket: str, size: tuple[int, int], runner: Runner) -> None:
+        self.rows, self.ring, self.bucket, self.size, self.runner = rows, ring, bucket, size, runner
         self.job: Job | None = None
         self.scores: torch.Tensor | None = None
         self.tokens: torch.Tensor | None = None
@@ -188,7 +189,7 @@ class Executor:
             before.result()
         self._staging.fill(ring, step, T, S)
         runner = self._runner("full" if full else "plain", bucket, T, S)
-        frame = Frame(rows, ring, (T, S), runner)
+        frame = Frame(rows, ring, bucket.name, (T, S), runner)
 
         def work() -> None:
             self._staging.upload(ring, T, S)

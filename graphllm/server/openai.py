@@ -1,24 +1,23 @@
-"""The bodies of OpenAI's API, /v1/chat/completions and /v1/completions, with vLLM's extra fields: a request's becomes
-prompts and sampling parameters, finished outputs become a response's. Plain JSON objects, for batch files and servers.
+"""Requests of OpenAI's API, /v1/chat/completions and /v1/completions, with vLLM's extra fields: a body becomes prompts
+and sampling parameters. Plain JSON objects, for batch files and the server; `graphllm.server.answers` is the way back.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.engine.outputs import CompletionOutput, Logprob, Position, RequestOutput
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.processor import Prompt
 from graphllm.engine.text import Tokenizer
+from graphllm.server.replies import ReplyFormat
+from graphllm.server.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 _DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
-_LOWEST = -9999.0  # stands for the logarithm of 0, which JSON has not
-
 # About whose request it is and how it is billed, not about the output.
 _IGNORED = frozenset(
     {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user"}
@@ -26,26 +25,37 @@ _IGNORED = frozenset(
 # Without support, with the value that changes nothing.
 _NEUTRAL: dict[str, Any] = {
     "continue_final_message": False,
-    "echo": False,
     "functions": [],
-    "include_reasoning": True,
     "modalities": ["text"],
     "return_token_ids": False,
     "return_tokens_as_token_ids": False,
     "store": False,
-    "stream": False,
     "suffix": "",
-    "tool_choice": "none",
-    "tools": [],
 }
 # Fields of SamplingParams that are none of a request's body.
 _INTERNAL = frozenset({"detokenize", "output_kind", "skip_reading_prefix_cache", "extra_args"})
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
 
 
+class Style(NamedTuple):
+    """How a model writes tool calls (a format of `replies`, None when nobody knows), and whether it thinks in tags."""
+
+    tools: str | None = None
+    reasoning: bool = False
+
+    @staticmethod
+    def of(tokenizer: Tokenizer) -> Style:
+        """As its chat template shows."""
+        template = tokenizer.chat_template
+        return Style(detect_tools(template), detect_reasoning(template))
+
+
 class Call(NamedTuple):
     """What a body asks for. chat: of which endpoint. model: as the body names it. prompts: of a completion, text or
-    token ids. messages, template: a conversation, and what else the chat template is told. priority: lower goes first.
+    token ids. messages, template: a conversation, and what else the chat template is told. tools: that it may call.
+    priority: lower goes first. stream, usage, running_usage: chunks, one with the usage at the end, or in every chunk.
+    echo: the prompt comes before the completion; alone: and nothing else does. reasoning: it is shown.
+    reply, hidden: how the text is read, and special tokens that end it and are not shown (from `write_out`).
     """
 
     chat: bool
@@ -54,8 +64,17 @@ class Call(NamedTuple):
     prompts: Sequence[Prompt] = ()
     messages: Sequence[Mapping[str, Any]] = ()
     template: Mapping[str, Any] = {}
+    tools: ToolUse = ToolUse([], "none", True)
     priority: int = 0
     cache_salt: str | None = None
+    stream: bool = False
+    usage: bool = False
+    running_usage: bool = False
+    echo: bool = False
+    alone: bool = False
+    reasoning: bool = True
+    reply: ReplyFormat = ReplyFormat()
+    hidden: tuple[str, ...] = ()
 
 
 def parse_call(url: object, body: object, defaults: SamplingParams) -> Call:
@@ -79,26 +98,57 @@ def parse_call(url: object, body: object, defaults: SamplingParams) -> Call:
         model=_take(rest, "model", str, ""),
         priority=_take(rest, "priority", int, 0),
         cache_salt=_take(rest, "cache_salt", str, "") or None,
+        stream=_take(rest, "stream", bool, False),
+        echo=_take(rest, "echo", bool, False),
     )
+    call = _streaming(call, rest)
     if chat:
-        call = call._replace(messages=_messages(rest.pop("messages", None)), template=_template(rest))
+        if call.echo:
+            raise ConfigError("echo is True: not supported; leave it out")
+        tools = check_tools(
+            rest.pop("tools", None), rest.pop("tool_choice", None), _take(rest, "parallel_tool_calls", bool, True)
+        )
+        call = call._replace(
+            messages=_messages(rest.pop("messages", None)),
+            template=_template(rest),
+            tools=tools,
+            reasoning=_take(rest, "include_reasoning", bool, True),
+        )
         rest |= _chat_sampling(rest)
     else:
         call = call._replace(prompts=_prompts(rest.pop("prompt", None)))
-    rest |= _constraint(rest)
+        if call.echo and rest.get("max_tokens") == 0 and type(rest["max_tokens"]) is int:
+            call, rest["max_tokens"] = call._replace(alone=True), 1
+    rest |= _constraint(rest, call.tools)
     internal = sorted(_INTERNAL & rest.keys())
     if internal:
         raise ConfigError(f"{internal[0]} is {rest[internal[0]]!r:.80}: not supported; leave it out")
     params = SamplingParams.from_fields(rest, defaults)
     if params.max_tokens is None and not chat:
         params = replace(params, max_tokens=_DEFAULT_MAX_TOKENS)
+    if call.echo and params.logprobs is not None and params.prompt_logprobs is None:
+        params = replace(params, prompt_logprobs=params.logprobs)
     return call._replace(params=params)
 
 
-def _take(rest: dict[str, Any], name: str, kind: type, default: Any) -> Any:
+def _streaming(call: Call, rest: dict[str, Any]) -> Call:
+    """Takes stream_options out of a body."""
+    options = dict(_take(rest, "stream_options", dict, {}))
+    if options and not call.stream:
+        raise ConfigError(f"stream_options is {options!r:.80}: it has a meaning only with stream: true")
+    usage = _take(options, "include_usage", bool, False, "stream_options.")
+    running = _take(options, "continuous_usage_stats", bool, False, "stream_options.")
+    if options.pop("include_obfuscation", False) is not False or options:
+        raise ConfigError(
+            f"stream_options has {next(iter(options), 'include_obfuscation')!r:.80}: not supported; leave it out"
+        )
+    return call._replace(usage=usage, running_usage=usage and running)
+
+
+def _take(rest: dict[str, Any], name: str, kind: type, default: Any, within: str = "") -> Any:
     value = rest.pop(name, default)
     if type(value) is not kind:  # a bool is no number
-        raise ConfigError(f"{name} is {value!r:.80}: give {_KINDS[kind]}")
+        raise ConfigError(f"{within}{name} is {value!r:.80}: give {_KINDS[kind]}")
     return value
 
 
@@ -108,13 +158,12 @@ def _template(rest: dict[str, Any]) -> dict[str, Any]:
     reserved = sorted(kwargs.keys() & {"messages", "tools", "add_generation_prompt"})
     if reserved:
         raise ConfigError(f"chat_template_kwargs has {reserved[0]!r}: it cannot be set there; leave it out")
-    return {**kwargs, "add_generation_prompt": _take(rest, "add_generation_prompt", bool, True)}
+    effort = {"reasoning_effort": _take(rest, "reasoning_effort", str, "")} if "reasoning_effort" in rest else {}
+    return {**effort, **kwargs, "add_generation_prompt": _take(rest, "add_generation_prompt", bool, True)}
 
 
 def _chat_sampling(rest: dict[str, Any]) -> dict[str, Any]:
     """Takes the fields that only a chat has out of a body; as those of `SamplingParams`."""
-    # It allows more than one call of a tool at once, and there are none.
-    _take(rest, "parallel_tool_calls", bool, True)
     found: dict[str, Any] = {}
     if "max_completion_tokens" in rest:  # the new name, which wins
         found["max_tokens"] = _take(rest, "max_completion_tokens", int, 0)
@@ -126,14 +175,21 @@ def _chat_sampling(rest: dict[str, Any]) -> dict[str, Any]:
     return found | ({"logprobs": top} if wanted else {})
 
 
-def _constraint(rest: dict[str, Any]) -> dict[str, Any]:
-    """Takes response_format out of a body; as structured_outputs."""
+def _constraint(rest: dict[str, Any], tools: ToolUse) -> dict[str, Any]:
+    """Takes response_format out of a body; as structured_outputs. A call that must be made is one too."""
     wanted = _take(rest, "response_format", dict, {"type": "text"})
     kind = wanted.get("type")
+    forced = constraint(tools)
+    given = ["response_format"] * (kind != "text") + ["structured_outputs"] * ("structured_outputs" in rest)
+    given += ["tool_choice"] * (forced is not None)
+    if len(given) > 1:
+        raise ConfigError(
+            f"{given[0]} and {given[1]} are both given and ask for different texts; leave out one of them"
+        )
+    if forced is not None:
+        return {"structured_outputs": forced}
     if kind == "text":
         return {}
-    if "structured_outputs" in rest:
-        raise ConfigError("response_format and structured_outputs are both given; leave out one of them")
     if kind == "json_object":
         return {"structured_outputs": {"json_object": True}}
     if kind != "json_schema":
@@ -150,8 +206,10 @@ def _messages(given: object) -> list[dict[str, Any]]:
     for i, message in enumerate(given):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f"messages[{i}] is {message!r:.80}: give an object with role and content")
-    return [{**m, "content": _text(m["content"], f"messages[{i}]")} if "content" in m else m
-            for i, m in enumerate(given)]  # fmt: skip
+    texts = [{**m, "content": _text(m["content"], f"messages[{i}]")} if "content" in m else m
+             for i, m in enumerate(given)]  # fmt: skip
+    # The newer name of the same role, which no template knows.
+    return for_template([{**m, "role": "system"} if m["role"] == "developer" else m for m in texts])
 
 
 def _text(content: object, where: str) -> str | None:
@@ -175,13 +233,55 @@ def _prompts(given: object) -> list[Prompt]:
     raise ConfigError(f"prompt is {given!r:.80}: give text, token ids, or a list of these")
 
 
-def prompts_of(call: Call, tokenizer: Tokenizer) -> Sequence[Prompt]:
-    """What a processor takes: a chat is written out by the chat template. Raises ConfigError when that refuses."""
+def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Sequence[Prompt]]:
+    """What a processor takes, a chat written out by the chat template, and the call with how its reply is read.
+
+    Raises ConfigError when the template refuses, and for tools that the model has no known way to call.
+    """
     if not call.chat:
-        return call.prompts
-    text = tokenizer.render_chat(call.messages, **call.template)
+        return call, call.prompts
+    use, text = call.tools, rendered(call, tokenizer)
+    constrained = call.params.structured_outputs is not None
+    call = call._replace(
+        reply=ReplyFormat(
+            reasoning=style.reasoning,
+            # A grammar holds from the first token on, so there is no thinking before it.
+            thinking=style.reasoning and text.rstrip().endswith("<think>") and not constrained,
+            tools=_tool_format(use, style),
+            name=use.choice if use.choice not in ("none", "auto", "required") else "",
+            names=frozenset(tool["function"]["name"] for tool in use.tools),
+        )
+    )
+    if call.reply.tools in ("mistral", "llama3") and call.params.skip_special_tokens:
+        # Their marks of a call are special tokens.
+        call = call._replace(
+            params=replace(call.params, skip_special_tokens=False),
+            hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(tokenizer.stop_ids)),
+        )
     # The template has written BOS where it wants one, so none is added.
-    return [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}]
+    return call, [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}]
+
+
+def rendered(call: Call, tokenizer: Tokenizer) -> str:
+    """A chat as the model sees it. Raises ConfigError when its template refuses."""
+    shown: dict[str, Any] = {} if call.tools.choice == "none" else {"tools": call.tools.tools}
+    return tokenizer.render_chat(call.messages, **shown, **call.template)
+
+
+def _tool_format(use: ToolUse, style: Style) -> str | None:
+    match use.choice:
+        case "none":
+            return None
+        case "required":
+            return "json"
+        case "auto":
+            if style.tools is None:
+                raise ConfigError(
+                    "tool_choice is 'auto': nobody knows how this model writes calls; give tool_choice: required, or "
+                    "start with --tool-call-parser"
+                )
+            return style.tools
+    return "named"
 
 
 def error_body(message: str, body: object = None, type: str = "invalid_request_error") -> dict[str, Any]:
@@ -190,110 +290,10 @@ def error_body(message: str, body: object = None, type: str = "invalid_request_e
     param = found[0] if found else None
     fields = body if isinstance(body, dict) else {}
     if param not in fields:  # what a field was turned into
-        origin = {"prompt": "messages", "structured_outputs": "response_format", "max_tokens": "max_completion_tokens"}
+        origin = {
+            "prompt": "messages",
+            "structured_outputs": "response_format" if "response_format" in fields else "tools",
+            "max_tokens": "max_completion_tokens",
+        }
         param = origin.get(param or "")
     return {"error": {"message": message, "type": type, "param": param if param in fields else None, "code": None}}
-
-
-def response_body(
-    call: Call, outputs: Sequence[RequestOutput], response_id: str, model: str, created: int
-) -> dict[str, Any]:
-    """The response to a call whose outputs, one for each prompt, are finished. response_id: without the endpoint's
-    prefix. model: the name for a body that gives none. created: Unix time in seconds."""
-    n = call.params.n
-    choices = [
-        _choice(call, output, completion, i * n + completion.index)
-        for i, output in enumerate(outputs)
-        for completion in output.outputs
-    ]
-    body: dict[str, Any] = {
-        "id": ("chatcmpl-" if call.chat else "cmpl-") + response_id,
-        "object": "chat.completion" if call.chat else "text_completion",
-        "created": created,
-        "model": call.model or model,
-        "choices": choices,
-        "usage": usage(outputs),
-    }
-    if call.chat and outputs[0].prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
-    return body
-
-
-def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, index: int) -> dict[str, Any]:
-    top = call.params.logprobs
-    ended = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
-    if call.chat:
-        message = {"role": "assistant", "content": completion.text, "refusal": None}
-        content = None if completion.logprobs is None else chat_logprobs(completion.logprobs, top or 0)
-        logprobs = None if content is None else {"content": content, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, **ended}
-    given = None if completion.logprobs is None else completion_logprobs(completion.logprobs)
-    choice: dict[str, Any] = {"index": index, "text": completion.text, "logprobs": given, **ended}
-    if output.prompt_logprobs is not None:
-        choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-    return choice
-
-
-def usage(outputs: Iterable[RequestOutput]) -> dict[str, Any]:
-    """Tokens of a response's prompts and completions."""
-    prompt = completion = cached = 0
-    for output in outputs:
-        prompt += len(output.prompt_token_ids)
-        cached += output.num_cached_tokens
-        completion += sum(len(c.token_ids) for c in output.outputs)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def chat_logprobs(positions: Iterable[Position], top: int) -> list[dict[str, Any]]:
-    """Log-probabilities in a chat's form. top: the likeliest tokens listed for each, -1 for all."""
-    found = []
-    for position in positions:
-        # The token that was taken stands first, wherever it ranks.
-        likeliest = sorted(position.values(), key=lambda entry: entry.rank or 0)
-        listed = likeliest if top < 0 else [e for e in likeliest if (e.rank or 0) <= top][:top]
-        taken = next(iter(position.values()))
-        found.append({**_token(taken), "top_logprobs": [_token(entry) for entry in listed]})
-    return found
-
-
-def _token(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode())}
-
-
-def completion_logprobs(positions: Iterable[Position]) -> dict[str, Any]:
-    """Log-probabilities in a completion's form."""
-    found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
-    offset = 0
-    for position in positions:
-        taken = next(iter(position.values()))
-        top: dict[str, float] = {}
-        for entry in position.values():  # tokens that are parts of a character may have the same text; the first stays
-            top.setdefault(entry.decoded_token or "", max(entry.logprob, _LOWEST))
-        text = taken.decoded_token or ""
-        values = (offset, max(taken.logprob, _LOWEST), text, top)
-        for name, value in zip(found, values, strict=True):
-            found[name].append(value)
-        offset += len(text)
-    return found
-
-
-def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[str, Any] | None]:
-    """vLLM's extra field: by token id, for each token of the prompt; None for the first."""
-    return [
-        None
-        if position is None
-        else {str(i): {**e._asdict(), "logprob": max(e.logprob, _LOWEST)} for i, e in position.items()}
-        for position in positions
-    ]
-
-
-def failure(outputs: Iterable[RequestOutput]) -> str | None:
-    """What went wrong in the engine with the first completion that has finish_reason "error"."""
-    broken = (c for output in outputs for c in output.outputs if c.finish_reason == "error")
-    return next((c.error or "the engine could not go on with it" for c in broken), None)

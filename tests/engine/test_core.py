@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,6 +23,8 @@ from graphllm import prepare
 from graphllm.config import ConfigError
 from graphllm.engine.core import EngineCore
 from graphllm.engine.params import SamplingParams
+from graphllm.engine.request import CoreStats
+from graphllm.runtime.executor import Frame
 
 V = 311
 Open = Callable[..., EngineCore]
@@ -426,6 +430,96 @@ def test_a_full_queue(opened: Open) -> None:
     core.abort(["0"])
     ended = {u.id: u.finish_reason for _ in range(40) for u in core.step() if u.finish_reason}
     assert ended == {"0": "abort", "1": "length"}
+
+
+def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
+    """By bucket: the seconds are those in which any step was in flight, the tokens those computed and padded."""
+    core = opened()
+    executor = core._executor
+    monkeypatch.setattr(executor, "_padded", lambda size, limit: min(limit, -(-size // 3) * 3))  # as a GPU's would be
+    inner: list[tuple[float, float]] = []  # when each step began and ended: at least, and at most
+    outer: list[tuple[float, float]] = []
+    called = 0.0
+    expected: dict[str, list[int]] = {b.name: [0, 0, 0] for b in executor.buckets}
+    start, wait = executor.start, Frame.wait
+
+    def watched(step: Any, full: bool = False) -> Frame:
+        begun = time.monotonic()
+        frame = start(step, full)
+        frame.times = (called, begun)  # type: ignore[attr-defined]
+        tokens = len(step.token_ids)
+        bucket, padded, _ = executor.pick(tokens, max(len(step.seq_len), len(step.logit_rows)), _decodes(step))
+        for i, more in enumerate((1, tokens, padded - tokens)):
+            expected[bucket.name][i] += more
+        return frame
+
+    def waited(frame: Any) -> Any:
+        result = wait(frame)
+        at_least, at_most = frame.times
+        inner.append((at_most, time.monotonic()))
+        outer.append((at_least, 0.0))
+        return result
+
+    monkeypatch.setattr(executor, "start", watched)
+    monkeypatch.setattr(Frame, "wait", waited)
+    for turn in range(2):  # and between them it has nothing to do
+        for i, prompt in enumerate(_prompts(7, seed=turn)):
+            core.add(request(f"{turn}-{i}", prompt, replace(GREEDY, max_tokens=5, logprobs=1 if i == 3 else None)))
+        while core.unfinished:
+            called = time.monotonic()
+            core.step()
+            outer[:] = [(begun, ended or time.monotonic()) for begun, ended in outer]
+        time.sleep(0.05)
+    stats = msgspec.msgpack.decode(msgspec.msgpack.encode(core.stats()), type=CoreStats)
+    assert stats == core.stats()
+    found = {name: [sum(b.seconds.counts), b.tokens, b.padding] for name, b in stats.buckets.items()}
+    assert found == expected
+    assert found["mixed-2-32"][2] > 0
+    assert found["decode-2-4"][2] > 0
+    assert (sum(stats.step_tokens.counts), stats.step_tokens.total) == tuple(map(sum, list(zip(*found.values()))[:2]))
+    assert sum(stats.step_tokens.counts) == stats.steps
+    seconds = sum(b.seconds.total for b in stats.buckets.values())
+    assert _covered(inner) <= seconds <= _covered(outer)
+
+
+def _decodes(step: Any) -> bool:
+    return len(step.token_ids) == len(step.seq_len) == len(step.logit_rows)
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union."""
+    total, end = 0.0, 0.0
+    for begun, ended in sorted(spans):
+        total += max(0.0, ended - max(begun, end))
+        end = max(end, ended)
+    return total
+
+
+def test_when_requests_were_scheduled(opened: Open) -> None:
+    """Told with a request's first update and no other, whatever is preempted later; they go first come, first served."""
+    core = opened(pages=14)
+    prompts = _prompts(9, seed=1, longest=40)
+    added = time.monotonic()
+    for i, prompt in enumerate(prompts):
+        core.add(request(str(i), prompt, replace(GREEDY, max_tokens=40)))
+    told: dict[str, list[float]] = {str(i): [] for i in range(9)}
+    while core.unfinished:
+        for update in core.step():
+            assert update.scheduled <= time.monotonic()
+            told[update.id].append(update.scheduled)
+    stats = core.stats()
+    assert stats.preemptions > 3
+    assert all(first > added and not any(others) for first, *others in told.values())
+    firsts = [told[str(i)][0] for i in range(9)]
+    assert firsts == sorted(firsts)
+    assert len(set(firsts)) > 2
+    assert stats.prompt_tokens == sum(map(len, prompts))
+    again = finish(core, [request("again", prompts[0])])["again"].cached
+    assert (core.stats().cached_tokens, core.stats().prefix_hits) == (
+        stats.cached_tokens + again,
+        stats.prefix_hits + again,
+    )
+    assert again > 0
 
 
 def test_empty_step(opened: Open) -> None:

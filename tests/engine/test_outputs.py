@@ -366,13 +366,17 @@ def test_metrics(tokenizer: Tokenizer) -> None:
     parsed = Processor(tokenizer, info(320)).make("a", SamplingParams(n=2), "r")
     outputs.add(parsed)
     seen = []
-    for update in (Update("0_r", []), Update("0_r", [5], cached=3), Update("1_r", [5], "length", cached=9)):
+    for update in (
+        Update("0_r", []), Update("0_r", [5], cached=3, scheduled=10.5),
+        Update("1_r", [5], "length", cached=9, scheduled=10.75),
+    ):  # fmt: skip
         seen += outputs.process([update]).outputs
     seen += outputs.process([Update("0_r", [], "abort")]).outputs
     m = seen[-1].metrics
     assert (m.arrival_time, m.first_token_time, m.last_token_time, m.finished_time) == (
         parsed.requests[0].arrival, 11.0, 12.0, 13.0,
     )  # fmt: skip
+    assert m.first_scheduled_time == 10.5
     assert [o.num_cached_tokens for o in seen] == [0, 3, 3, 3]
 
 

@@ -1,0 +1,182 @@
+"""The command table of `graphllm bench`; each command's work is in a module of its own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from graphllm.engine.load import EngineArgs
+
+bench_app = typer.Typer(
+    no_args_is_help=True, help="Measure: a running server, the engine without one, or how long a server takes to start."
+)
+
+ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or embedded.")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write all figures here as JSON.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
+InputLen = Annotated[str, typer.Option(help="Tokens of a random prompt, or a range such as 100-1024.")]
+OutputLen = Annotated[str, typer.Option(help="Tokens to generate, or a range.")]
+PrefixLen = Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before --input-len.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.")]
+Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="Compute dtype.")]
+MaxLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
+MaxSeqs = Annotated[int | None, typer.Option(help="Sequences in one step.")]
+MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens in one step.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens in one cache page.")]
+KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", help="Memory for the KV cache, e.g. 2GiB.")]
+Utilization = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
+PrefixCaching = Annotated[bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")]
+LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights.")]
+TargetName = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to run on.")]
+Backend = Annotated[Literal["inductor", "eager"], typer.Option(help="eager runs the reference ops.")]
+Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")]
+
+
+@bench_app.command("serve")
+def serve_command(
+    url: Annotated[str, typer.Option(help="The server, with any OpenAI API.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    model: Annotated[str | None, typer.Option("--model", "-m", help="Name; default: the first it serves.")] = None,
+    endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="Which to send to.")] = "completions",
+    dataset: Annotated[
+        Path | None, typer.Option(help="JSONL with prompt or messages, instead of random token ids.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option(min=1, help="Requests; default: 1000, or the lines of the dataset.")
+    ] = None,
+    request_rate: Annotated[float, typer.Option(help="Requests sent per second; inf: all at once.")] = math.inf,
+    burstiness: Annotated[
+        float, typer.Option(help="Of the arrivals: 1 is a Poisson process, less comes in bursts, more is steadier.")
+    ] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(min=1, help="Requests in flight; others wait.")] = None,
+    input_len: InputLen = "512",
+    output_len: OutputLen = "128",
+    prefix_len: PrefixLen = 0,
+    vocab_size: Annotated[int, typer.Option(min=1, help="Random token ids are below this.")] = 1000,
+    temperature: Temperature = 0.0,
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="With --dataset: always --output-len tokens; random prompts always do.")
+    ] = False,
+    seed: Seed = 0,
+    goodput: Annotated[
+        list[str] | None, typer.Option(help="Limits of a good request in ms, e.g. 'ttft:200 tpot:50'; also e2el.")
+    ] = None,
+    num_warmups: Annotated[int, typer.Option(min=0, help="Requests before those that are measured.")] = 1,
+    request_timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 3600.0,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Send requests to a server and measure throughput and latencies; exit status 1 when requests failed."""
+    from graphllm.cli.bench.serve import Load, bench_serve
+
+    load = Load(
+        url, api_key, model, endpoint, dataset, num_prompts, request_rate, burstiness, max_concurrency, input_len,
+        output_len, prefix_len, vocab_size, temperature, ignore_eos, seed, goodput or (), num_warmups, request_timeout,
+    )  # fmt: skip
+    raise typer.Exit(bench_serve(load, output, quiet))
+
+
+@bench_app.command("throughput")
+def throughput_command(
+    model: ModelName = "embedded",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 1000,
+    input_len: InputLen = "512",
+    output_len: OutputLen = "128",
+    prefix_len: PrefixLen = 0,
+    n: Annotated[int, typer.Option("--n", min=1, help="Completions of each prompt.")] = 1,
+    temperature: Temperature = 0.0,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    max_model_len: MaxLen = None,
+    max_num_seqs: MaxSeqs = None,
+    max_num_batched_tokens: MaxTokens = None,
+    block_size: BlockSize = None,
+    kv_cache_memory: KvMemory = None,
+    gpu_memory_utilization: Utilization = 0.9,
+    enable_prefix_caching: PrefixCaching = True,
+    load_format: LoadFormat = "auto",
+    target: TargetName = "auto",
+    backend: Backend = "inductor",
+    artifact: Artifact = "build",
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Requests and tokens per second of the engine, without a server."""
+    from graphllm.cli.bench.offline import Throughput, bench_throughput
+
+    args = _engine_args(
+        model, kv_cache_memory, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
+        gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching,
+        load_format=load_format, target=target, backend=backend, artifact=artifact,
+    )  # fmt: skip
+    work = Throughput(num_prompts, input_len, output_len, prefix_len, n, temperature, seed)
+    bench_throughput(args, work, output, quiet)
+
+
+@bench_app.command("latency")
+def latency_command(
+    model: ModelName = "embedded",
+    batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
+    input_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 32,
+    output_len: Annotated[int, typer.Option(min=1, help="Tokens to generate for each.")] = 128,
+    num_iters: Annotated[int, typer.Option(min=1, help="Batches, one after the other.")] = 30,
+    num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before those that are measured.")] = 10,
+    seed: Seed = 0,
+    dtype: Dtype = "auto",
+    max_model_len: MaxLen = None,
+    max_num_seqs: MaxSeqs = None,
+    max_num_batched_tokens: MaxTokens = None,
+    block_size: BlockSize = None,
+    kv_cache_memory: KvMemory = None,
+    gpu_memory_utilization: Utilization = 0.9,
+    load_format: LoadFormat = "auto",
+    target: TargetName = "auto",
+    backend: Backend = "inductor",
+    artifact: Artifact = "build",
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Seconds that a batch of requests takes which begin and end together."""
+    from graphllm.cli.bench.offline import Latency, bench_latency
+
+    args = _engine_args(
+        model, kv_cache_memory, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        load_format=load_format, target=target, backend=backend, artifact=artifact,
+    )  # fmt: skip
+    bench_latency(args, Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed), output, quiet)
+
+
+@bench_app.command("startup")
+def startup_command(
+    serve_options: Annotated[
+        list[str] | None, typer.Argument(help="Options of graphllm serve, behind --", metavar="[-- OPTIONS]")
+    ] = None,
+    model: ModelName = "embedded",
+    runs: Annotated[int, typer.Option(min=1, help="Starts, after an untimed one that may compile.")] = 5,
+    timeout: Annotated[float, typer.Option(help="Seconds after which a start has failed.")] = 1800.0,
+    output: Output = None,
+    quiet: Quiet = False,
+) -> None:
+    """Seconds from process start until graphllm serve lives, is ready, and has streamed a token."""
+    from graphllm.cli.bench.startup import bench_startup
+
+    folder = None if model == "embedded" else Path(model)
+    bench_startup(folder, serve_options or [], runs, timeout, output, quiet)
+
+
+def _engine_args(model: str, kv_cache_memory: str | None, **options: Any) -> EngineArgs:
+    from graphllm.engine.load import EngineArgs
+
+    if kv_cache_memory is not None:
+        from graphllm.cli.run import parse_bytes
+
+        options["kv_cache_memory_bytes"] = parse_bytes(kv_cache_memory)
+    return EngineArgs(None if model == "embedded" else model, **options)

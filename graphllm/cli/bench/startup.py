@@ -1,0 +1,103 @@
+"""`graphllm bench startup`: seconds from the start of a server process until it lives, is ready and streams a token."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+from rich.progress import track
+
+from graphllm.cli.bench import report
+from graphllm.cli.bench.client import HttpClient, Timeline
+from graphllm.cli.bench.server import ServerError, ServerProcess
+from graphllm.cli.build import console
+from graphllm.config import ConfigError
+
+_PROMPT = list(range(1, 17))
+_STOP_SECONDS = 30.0
+
+
+class Start(NamedTuple):
+    """One start, in seconds from the start of the process: until /health/live and /health/ready were fine, and the
+    first token of a completion came. phases: the server's own account. stop: from SIGTERM to the end."""
+
+    live: float
+    ready: float
+    first_token: float
+    phases: dict[str, float]
+    stop: float
+
+
+def bench_startup(
+    model: Path | None, options: Sequence[str], runs: int, timeout: float, output: Path | None, quiet: bool
+) -> None:
+    """Start the server runs + 1 times, the first untimed because it may compile. options: further ones of
+    `graphllm serve`. Raises ConfigError when it does not start or does not stop."""
+    report.check_output(output)
+    arguments = [*([] if model is None else [str(model)]), *options]
+    starts = []
+    for number in track(range(runs + 1), "starts", console=console, transient=True, disable=quiet):
+        try:
+            start = start_once(ServerProcess(arguments), timeout)
+        except ServerError as failure:
+            raise ConfigError(f"startup: {failure}") from failure
+        if number:
+            starts.append(start)
+    figures = summarize(starts)
+    name = "embedded" if model is None else str(model)
+    result = {**report.about(), "model": name, "serve_options": list(options), "runs": runs, **figures}
+    grid = [
+        (name.replace("_", " "), *(row[kind] for kind in ("median", "min", "max")))
+        for name, row in figures["seconds"].items()
+    ]
+    grid += [(f"  {phase}", median, None, None) for phase, median in figures["phases"].items()]
+    report.show_grid(f"{result['model']}, {runs} starts", ("seconds from process start", "median", "min", "max"), grid)
+    report.write(output, result)
+
+
+def start_once(server: ServerProcess, timeout: float) -> Start:
+    """Wait for it, use it, stop it. Raises ServerError."""
+    with server:
+        live = server.wait_for("/health/live", timeout)
+        ready = server.wait_for("/health/ready", timeout)
+        timeline = uvloop.run(_first_token(server.url, timeout))
+        if timeline.error is not None:
+            raise server.failed(f"the first completion failed: {timeline.error}")
+        phases = read_phases(server.get("/metrics"))
+        return Start(live, ready, timeline.pieces[0] - server.started, phases, server.stop(_STOP_SECONDS))
+
+
+async def _first_token(url: str, timeout: float) -> Timeline:
+    body = {
+        "prompt": _PROMPT, "max_tokens": 2, "temperature": 0, "ignore_eos": True, "stream": True,
+        "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    with contextlib.closing(HttpClient(url, timeout=timeout)) as client:
+        return await client.stream("/v1/completions", json.dumps(body).encode())
+
+
+def read_phases(metrics: str) -> dict[str, float]:
+    """The server's start-up phases in seconds, from the text of /metrics; empty when it has none."""
+    return {
+        sample.labels["phase"]: sample.value
+        for family in text_string_to_metric_families(metrics)
+        for sample in family.samples
+        if sample.name == "graphllm_startup_seconds"
+    }
+
+
+def summarize(starts: Sequence[Start]) -> dict[str, Any]:
+    """Median, least and most of each, the medians of the phases, and all runs."""
+    seconds = {}
+    for name in ("live", "ready", "first_token", "stop"):
+        values = [getattr(start, name) for start in starts]
+        seconds[name] = {"median": statistics.median(values), "min": min(values), "max": max(values)}
+    names = dict.fromkeys(phase for start in starts for phase in start.phases)
+    phases = {p: statistics.median(s.phases[p] for s in starts if p in s.phases) for p in names}
+    return {"seconds": seconds, "phases": phases, "starts": [start._asdict() for start in starts]}

@@ -1,0 +1,89 @@
+"""`graphllm serve`: the log of a server, its keys and names; the server itself is `graphllm.server.launch`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from graphllm.cli.build import build_errors
+from graphllm.config import ConfigError
+from graphllm.engine.load import EngineArgs, Opened, open_model
+from graphllm.server.host import HostOptions
+from graphllm.server.launch import ServerOptions
+from graphllm.server.launch import serve as serve_forever
+
+_KEY_VARIABLE = "GRAPHLLM_API_KEY"
+_EMBEDDED = "graphllm-embedded"
+
+
+def serve(args: EngineArgs, options: ServerOptions, host: HostOptions, log_format: str, log_level: str) -> int:
+    """Serve a model until it is told to stop; the exit status. Raises ConfigError for what cannot be used."""
+    start_log(log_format, log_level)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    name = _EMBEDDED if args.model is None else Path(args.model).resolve().name
+    keys = [*options.keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
+    if any(not key.strip() for key in keys):
+        raise ConfigError("api-key is empty: give one of at least one character, or leave it out")
+    options = replace(options, keys=keys, names=tuple(options.names) or (name,))
+    if not keys and options.uds is None and options.host not in ("127.0.0.1", "localhost", "::1"):
+        logging.getLogger(__name__).warning(
+            "listening on %s without --api-key: everybody there can use it", options.host
+        )
+
+    def open_or_explain() -> Opened:
+        with build_errors():
+            return open_model(args)
+
+    return serve_forever(open_or_explain, options, host)
+
+
+def started_at() -> float:
+    """`time.monotonic` when this process began, from the kernel."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    booted = time.clock_gettime(time.CLOCK_BOOTTIME) - time.monotonic()
+    return ticks / os.sysconf("SC_CLK_TCK") - booted
+
+
+def start_log(form: str, level: str) -> None:
+    """Everything goes to stderr, a line each."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # It says at info what our own lines say better, and stays for what goes wrong.
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        notes: dict[str, Any] = getattr(record, "notes", {})
+        text = super().format(record)
+        first, newline, rest = text.partition("\n")
+        return " ".join([first, *(f"{k}={_value(v)}" for k, v in notes.items())]) + newline + rest
+
+
+class _JsonFormatter(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "notes", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+def _value(value: Any) -> str:
+    text = str(value)
+    return json.dumps(text) if not text or any(c.isspace() or c in '"=' for c in text) else text

@@ -1,0 +1,339 @@
+"""Answers of OpenAI's API, /v1/chat/completions and /v1/completions: outputs of the engine become the body of a
+response or the chunks of a stream. Plain JSON objects, for batch files and the server.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from graphllm.engine.outputs import CompletionOutput, Logprob, Position, RequestOutput
+from graphllm.server.openai import Call
+from graphllm.server.replies import CallArguments, CallStart, Ending, Part, Reasoning, ReplyReader, Text, Usage, merged
+
+_LOWEST = -9999.0  # stands for the logarithm of 0, which JSON has not
+
+Count = Callable[[str], int]  # tokens of a text
+
+
+def response_body(
+    call: Call, outputs: Sequence[RequestOutput], response_id: str, model: str, created: int, count: Count | None = None
+) -> dict[str, Any]:
+    """The response to a call whose outputs, one for each prompt, are finished. response_id: without the endpoint's
+    prefix. model: the name for a body that gives none. created: Unix time in seconds. count: for the tokens of
+    reasoning, which are 0 without it."""
+    choices = []
+    reasoning = 0
+    for i, output in enumerate(outputs):
+        for completion in output.outputs:
+            choice, thoughts = _choice(call, output, completion, i * call.params.n + completion.index)
+            choices.append(choice)
+            reasoning += count(thoughts) if count and thoughts else 0
+    used = add_usage(usage_of(call, output) for output in outputs)
+    body: dict[str, Any] = {
+        "id": ("chatcmpl-" if call.chat else "cmpl-") + response_id,
+        "object": "chat.completion" if call.chat else "text_completion",
+        "created": created,
+        "model": call.model or model,
+        "choices": choices,
+        "usage": usage_body(used._replace(reasoning=reasoning), call.reply.reasoning),
+    }
+    if call.chat and outputs[0].prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
+    return body
+
+
+def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, index: int) -> tuple[dict[str, Any], str]:
+    """A choice, and the reasoning in it."""
+    ended = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    if not call.chat:
+        text, logprobs = completion.text, completion.logprobs
+        if call.alone:
+            text, logprobs, ended["finish_reason"] = "", None if logprobs is None else [], "length"
+        given = None if logprobs is None else completion_logprobs(logprobs)
+        if call.echo:
+            text = (output.prompt or "") + text
+            if logprobs is not None:
+                first, others = _echoed(output)
+                given = completion_logprobs([*others, *logprobs], first=first)
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": given, **ended}
+        if output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice, ""
+    reader = reader_of(call)
+    reply = merged([*reader.feed(shown_text(call, completion)), *reader.finish()])
+    # Text that is all calls is null, as OpenAI has it.
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": reply.text or (None if reply.calls else ""),
+        "refusal": None,
+    }
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in reply.calls
+        ]
+        ended["finish_reason"] = finish_reason(completion, reader)
+    if reply.reasoning and call.reasoning:
+        message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
+    content = None if completion.logprobs is None else chat_logprobs(completion.logprobs, call.params.logprobs or 0)
+    logprobs_body = None if content is None else {"content": content, "refusal": None}
+    return {"index": index, "message": message, "logprobs": logprobs_body, **ended}, reply.reasoning
+
+
+class ChunkWriter:
+    """The chunks of a streamed answer, from outputs of kind DELTA. For the arguments see `response_body`."""
+
+    def __init__(self, call: Call, response_id: str, model: str, created: int) -> None:
+        self._call = call
+        self._head = {
+            "id": ("chatcmpl-" if call.chat else "cmpl-") + response_id,
+            "object": "chat.completion.chunk" if call.chat else "text_completion",
+            "created": created,
+            "model": call.model or model,
+        }
+        self._readers: dict[int, ReplyReader] = {}
+        self._offsets: dict[int, int] = {}  # characters of each choice so far, for its logprobs
+        self._used: dict[int, Usage] = {}  # by prompt
+        self._reasoning = 0
+
+    def write(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The chunks of what is new. prompt: its number, of several."""
+        tokens = sum(len(c.token_ids) for c in output.outputs)
+        before = self._used.get(prompt, Usage(len(output.prompt_token_ids), 0))
+        self._used[prompt] = before._replace(
+            completion=before.completion + (0 if self._call.alone else tokens), cached=output.num_cached_tokens
+        )
+        chunks = []
+        for completion in output.outputs:
+            index = prompt * self._call.params.n + completion.index
+            choices = self._chat(index, completion) if self._call.chat else self._text(index, output, completion)
+            chunks += [self._chunk([choice]) for choice in choices]
+        if chunks and output.prompt_logprobs is not None:
+            chunks[0]["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return chunks
+
+    def last(self) -> list[dict[str, Any]]:
+        """What comes after all choices have ended."""
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._call.usage else []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._head, "choices": choices}
+        if self._call.usage:
+            chunk["usage"] = self._usage() if self._call.running_usage else None
+        return chunk
+
+    def _usage(self) -> dict[str, Any]:
+        used = add_usage(self._used.values())
+        return usage_body(used._replace(reasoning=self._reasoning), self._call.reply.reasoning)
+
+    def _chat(self, index: int, completion: CompletionOutput) -> list[dict[str, Any]]:
+        call = self._call
+        deltas: list[dict[str, Any]] = []
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = reader_of(call)
+            deltas = [{"role": "assistant", "content": ""}]
+        parts = reader.feed(shown_text(call, completion))
+        if completion.finished:
+            parts += reader.finish()
+        if reader.reasoning or any(isinstance(part, Reasoning) for part in parts):
+            self._reasoning += len(completion.token_ids)
+        deltas += [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
+        if completion.finished and not deltas:
+            deltas = [{}]
+        content: dict[str, Any] | None = None
+        if completion.logprobs is not None:
+            content = {"content": chat_logprobs(completion.logprobs, call.params.logprobs or 0), "refusal": None}
+            deltas = deltas or [{"content": ""}]  # the text is held back, the log-probabilities are not
+        choices: list[dict[str, Any]] = [
+            # All tokens of an output have their log-probabilities in the first of its chunks.
+            {"index": index, "delta": delta, "logprobs": content if i == 0 else None, "finish_reason": None}
+            for i, delta in enumerate(deltas)
+        ]
+        if completion.finished:
+            choices[-1] |= {"finish_reason": finish_reason(completion, reader), "stop_reason": completion.stop_reason}
+        return choices
+
+    def _text(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[dict[str, Any]]:
+        call, begins = self._call, index not in self._offsets
+        text = "" if call.alone else completion.text
+        positions, first = None if completion.logprobs is None else list(completion.logprobs), None
+        if positions and call.alone:
+            positions = []
+        offset = self._offsets.setdefault(index, 0)
+        if call.echo and begins:
+            text = (output.prompt or "") + text
+            if positions is not None:
+                first, others = _echoed(output)
+                positions = [*others, *positions]
+        if not (text or positions or completion.finished):
+            return []
+        logprobs = None if positions is None else completion_logprobs(positions, offset, first)
+        self._offsets[index] += len("".join(logprobs["tokens"])) if logprobs else 0
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if completion.finished:
+            reason = "length" if call.alone else completion.finish_reason
+            choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
+        return [choice]
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def reader_of(call: Call) -> ReplyReader:
+    """For one completion of a chat."""
+    # Mistral's templates refuse longer ids when they come back.
+    return ReplyReader(call.reply, (lambda: secrets.token_hex(5)[:9]) if call.reply.tools == "mistral" else _new_id)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def shown_text(call: Call, completion: CompletionOutput) -> str:
+    """A completion's text without the special token that ended it."""
+    text = completion.text
+    if completion.finish_reason == "stop" and completion.stop_reason is None:
+        for ending in call.hidden:
+            if text.endswith(ending):
+                return text[: -len(ending)]
+    return text
+
+
+def finish_reason(completion: CompletionOutput, reader: ReplyReader) -> str | None:
+    """Of a chat's completion, whose text was read by ``reader``."""
+    called = reader.called and completion.finish_reason == "stop"
+    return "tool_calls" if called else completion.finish_reason
+
+
+def usage_of(call: Call, output: RequestOutput) -> Usage:
+    """Tokens of a finished output."""
+    completion = 0 if call.alone else sum(len(c.token_ids) for c in output.outputs)
+    return Usage(len(output.prompt_token_ids), completion, output.num_cached_tokens)
+
+
+def add_usage(used: Iterable[Usage]) -> Usage:
+    """The sum."""
+    listed = list(used)
+    return Usage(*(sum(column) for column in zip(*listed, strict=True))) if listed else Usage(0, 0)
+
+
+def usage_body(used: Usage, reasoning: bool = False) -> dict[str, Any]:
+    """The usage block. reasoning: the model is known to think."""
+    body: dict[str, Any] = {
+        "prompt_tokens": used.prompt,
+        "completion_tokens": used.completion,
+        "total_tokens": used.prompt + used.completion,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
+    }
+    return body | ({"completion_tokens_details": {"reasoning_tokens": used.reasoning}} if reasoning else {})
+
+
+def _echoed(output: RequestOutput) -> tuple[str, list[Position]]:
+    """Text of the prompt's first token, which has no log-probability, and the other positions."""
+    others = [position for position in output.prompt_logprobs or () if position is not None]
+    texts = "".join(next(iter(position.values())).decoded_token or "" for position in others)
+    prompt = output.prompt or ""
+    return prompt[: -len(texts)] if texts and prompt.endswith(texts) else "", others
+
+
+def chat_logprobs(positions: Iterable[Position], top: int) -> list[dict[str, Any]]:
+    """Log-probabilities in a chat's form. top: the likeliest tokens listed for each, -1 for all."""
+    found = []
+    for position in positions:
+        # The token that was taken stands first, wherever it ranks.
+        likeliest = sorted(position.values(), key=lambda entry: entry.rank or 0)
+        listed = likeliest if top < 0 else [e for e in likeliest if (e.rank or 0) <= top][:top]
+        taken = next(iter(position.values()))
+        found.append({**_token(taken), "top_logprobs": [_token(entry) for entry in listed]})
+    return found
+
+
+def _token(entry: Logprob) -> dict[str, Any]:
+    text = entry.decoded_token or ""
+    return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode())}
+
+
+def completion_logprobs(positions: Iterable[Position], offset: int = 0, first: str | None = None) -> dict[str, Any]:
+    """Log-probabilities in a completion's form. offset: characters before them. first: text of a token before them that
+    has no log-probability, as the first one of a prompt."""
+    found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    if first is not None:
+        found = {"text_offset": [offset], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+        offset += len(first)
+    for position in positions:
+        taken = next(iter(position.values()))
+        top: dict[str, float] = {}
+        for entry in position.values():  # tokens that are parts of a character may have the same text; the first stays
+            top.setdefault(entry.decoded_token or "", max(entry.logprob, _LOWEST))
+        text = taken.decoded_token or ""
+        values = (offset, max(taken.logprob, _LOWEST), text, top)
+        for name, value in zip(found, values, strict=True):
+            found[name].append(value)
+        offset += len(text)
+    return found
+
+
+def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[str, Any] | None]:
+    """vLLM's extra field: by token id, for each token of the prompt; None for the first."""
+    return [
+        None
+        if position is None
+        else {str(i): {**e._asdict(), "logprob": max(e.logprob, _LOWEST)} for i, e in position.items()}
+        for position in positions
+    ]
+
+
+def failure(outputs: Iterable[RequestOutput]) -> str | None:
+    """What went wrong in the engine with the first completion that has finish_reason "error"."""
+    broken = (c for output in outputs for c in output.outputs if c.finish_reason == "error")
+    return next((c.error or "the engine could not go on with it" for c in broken), None)
+
+
+class Reading:
+    """The parts of a chat that has one choice, as its outputs come; for APIs that are no OpenAI chat."""
+
+    def __init__(self, call: Call, count: Count) -> None:
+        self._call, self._count = call, count
+        self._reader = reader_of(call)
+        self._used = Usage(0, 0)
+        self._last: CompletionOutput | None = None
+
+    def read(self, output: RequestOutput) -> list[Part]:
+        """What is new in an output. The calls end with the reply, so they are told by their order."""
+        used, call = usage_of(self._call, output), self._call
+        self._used = used._replace(completion=used.completion + self._used.completion, reasoning=self._used.reasoning)
+        parts: list[Part] = []
+        for completion in output.outputs:
+            parts += self._reader.feed(shown_text(call, completion))
+            if completion.finished:
+                parts += self._reader.finish()
+                self._last = completion
+        thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
+        if thoughts:
+            self._used = self._used._replace(reasoning=self._used.reasoning + self._count(thoughts))
+        return parts
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return self._used
+
+    @property
+    def ending(self) -> Ending:
+        """Once the last output was read."""
+        last = self._last
+        assert last is not None
+        return Ending(finish_reason(last, self._reader) or "stop", self._used, last.stop_reason, last.error)

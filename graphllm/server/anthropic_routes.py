@@ -1,0 +1,73 @@
+"""Routes of Anthropic's API: messages, and how many tokens they are."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from graphllm.server import anthropic
+from graphllm.server.answers import Reading
+from graphllm.server.errors import event_body
+from graphllm.server.generation import News
+from graphllm.server.message_events import MessageWriter
+from graphllm.server.openai import CHAT
+from graphllm.server.openai_routes import conversation_ids
+from graphllm.server.service import Service, first_and_rest
+from graphllm.server.wire import EventStream, JsonRoute, json_response, named_event, record_of
+
+_STATUSES = {400: "A field is wrong", 401: "The key is missing or wrong", 404: "No such model", 429: "Too many wait"}
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": text} for status, text in _STATUSES.items()}
+
+
+def anthropic_routes(service: Service) -> APIRouter:
+    """The routes, for one service."""
+    router = APIRouter(route_class=JsonRoute, tags=["Anthropic"], responses=_ERRORS)
+
+    @router.post("/v1/messages")
+    async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
+        """The next message of a conversation; with stream: true as server-sent events."""
+        record = record_of(request.scope)
+        started = await service.start(request, CHAT, anthropic.to_chat(record.body))
+        reading = Reading(started.call, service.count)
+        name = started.call.model or service.names[0]
+        writer = MessageWriter(f"msg_{record.id}", name, anthropic.omits_thinking(record.body))
+        if started.call.stream:
+            return EventStream(_events(request, writer, reading, await first_and_rest(request, started)))
+        (output,) = await service.whole(request, started)
+        parts = reading.read(output)
+        writer.start(reading.usage)
+        writer.parts(parts)
+        writer.end(reading.ending)
+        return json_response(writer.body())
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: anthropic.CountTokensRequest, request: Request) -> dict[str, int]:
+        """Tokens of the prompt that these messages make."""
+        service.check_model(body.model)
+        chat = anthropic.count_to_chat(record_of(request.scope).body)
+        return {"input_tokens": len(conversation_ids(service, chat))}
+
+    return router
+
+
+async def _events(
+    request: Request, writer: MessageWriter, reading: Reading, stream: AsyncGenerator[News, None]
+) -> AsyncGenerator[bytes, None]:
+    begun = False
+    try:
+        async for news in stream:
+            parts = reading.read(news.output)
+            events = [] if begun else writer.start(reading.usage._replace(completion=0))
+            begun = True
+            events += writer.parts(parts)
+            if news.output.finished:
+                events += writer.end(reading.ending)
+            if events:
+                yield b"".join(map(named_event, events))
+    except Exception as error:
+        yield named_event(event_body(request.scope, error))
+    finally:
+        await stream.aclose()

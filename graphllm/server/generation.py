@@ -1,0 +1,110 @@
+"""One call in the engine: its prompts run side by side, and their outputs come as one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from graphllm.config import ConfigError
+from graphllm.engine.async_llm import AsyncLLM
+from graphllm.engine.outputs import RequestOutput
+from graphllm.engine.params import RequestOutputKind
+from graphllm.engine.processor import Prompt
+from graphllm.engine.scheduler import QueueFullError
+from graphllm.server.answers import failure
+from graphllm.server.errors import EngineFailureError
+from graphllm.server.metrics import Metrics
+from graphllm.server.openai import Call
+from graphllm.server.wire import Record
+
+
+class News(NamedTuple):
+    """An output of the prompt of that number."""
+
+    prompt: int
+    output: RequestOutput
+
+
+async def generate(
+    engine: AsyncLLM, call: Call, prompts: Sequence[Prompt], record: Record, metrics: Metrics
+) -> AsyncGenerator[News, None]:
+    """Deltas of a streamed call, else one finished output for each prompt. Closing it aborts what runs.
+
+    Raises what the engine refuses, EngineFailureError for a request that it could not finish.
+    """
+    kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
+    call = call._replace(params=replace(call.params, output_kind=kind))
+    # Not the id of the record: a client may send that twice.
+    runs = [_run(engine, call, prompt, secrets.token_hex(8), i, metrics) for i, prompt in enumerate(prompts)]
+    found = runs[0] if len(runs) == 1 else _merged(runs)
+    tokens = cached = prompt_tokens = 0
+    reasons = []
+    async with contextlib.aclosing(found) as news:
+        async for one in news:
+            output = one.output
+            tokens += sum(len(c.token_ids) for c in output.outputs)
+            if (broken := failure([output])) is not None:
+                raise EngineFailureError(broken)
+            if output.finished:
+                prompt_tokens += len(output.prompt_token_ids)
+                cached += output.num_cached_tokens
+                times = output.metrics
+                record.notes["ttft_ms"] = round(1000 * (times.first_token_time - times.arrival_time), 1)
+            reasons += [str(c.finish_reason) for c in output.outputs if c.finished]
+            record.notes |= {"prompt": prompt_tokens, "cached": cached, "tokens": tokens, "end": ",".join(reasons[:8])}
+            yield one
+
+
+async def _run(
+    engine: AsyncLLM, call: Call, prompt: Prompt, id: str, number: int, metrics: Metrics
+) -> AsyncGenerator[News, None]:
+    tracker = metrics.track(call.params)
+    outputs = engine.generate(prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt)
+    try:
+        async with contextlib.aclosing(outputs) as stream:
+            async for output in stream:
+                tracker.output(output)
+                yield News(number, output)
+    except QueueFullError:
+        tracker.reject("max_num_queued_reqs")
+        raise
+    except ConfigError:
+        tracker.reject("invalid")
+        raise
+    finally:
+        tracker.end()
+
+
+async def _merged(runs: Sequence[AsyncGenerator[News, None]]) -> AsyncGenerator[News, None]:
+    """What several give, in the order in which it comes; the first exception ends all."""
+    queue: asyncio.Queue[News | BaseException | None] = asyncio.Queue(maxsize=1)
+
+    async def feed(run: AsyncIterator[News]) -> None:
+        try:
+            async for news in run:
+                await queue.put(news)
+            await queue.put(None)
+        except Exception as error:
+            await queue.put(error)
+
+    tasks = [asyncio.create_task(feed(run)) for run in runs]
+    try:
+        left = len(runs)
+        while left:
+            found = await queue.get()
+            if isinstance(found, BaseException):
+                raise found
+            if found is None:
+                left -= 1
+            else:
+                yield found
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for run in runs:
+            await run.aclose()

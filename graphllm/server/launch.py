@@ -1,0 +1,212 @@
+"""The life of a server: sockets first, then the engine beside the application's import, signals, an orderly end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import stat
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from graphllm.config import ConfigError
+from graphllm.engine.load import Opened
+from graphllm.engine.messages import EngineDeadError
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from graphllm.server.host import EngineHost, HostOptions
+    from graphllm.server.metrics import Metrics
+
+_log = logging.getLogger(__name__)
+_BACKLOG = 2048
+_LAST_WORDS = 2  # seconds for the ends of answers to reach their clients
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """uds: a Unix socket instead of host and port. shutdown_timeout: seconds that requests in flight may take after
+    SIGTERM. names: of the model, as requests give it. max_body: bytes of a request. started: `time.monotonic` when the
+    process began."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: Path | None = None
+    keys: Sequence[str] = ()
+    origins: Sequence[str] = ()
+    names: Sequence[str] = ()
+    shutdown_timeout: float = 30.0
+    max_body: int = 32 << 20
+    started: float = field(default_factory=time.monotonic)
+
+
+def serve(open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit status. Raises ConfigError for an address or a model that cannot be
+    used."""
+    with _socket(options) as listener:
+        import uvloop
+
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(_serve(open, options, host_options, listener))
+
+
+@contextlib.contextmanager
+def _socket(options: ServerOptions) -> Iterator[socket.socket]:
+    """Bound before anything is loaded, so that a port in use is said at once."""
+    if options.uds is not None:
+        path = options.uds
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ConfigError(f"uds is {str(path)!r}: that is a file; give a path for a socket")
+            _check_unused(path)
+            path.unlink()
+        listener = socket.socket(socket.AF_UNIX)
+        target: str | tuple[str, int] = str(path)
+    else:
+        listener, target = _tcp(options.host), (options.host, options.port)
+    try:
+        try:
+            listener.bind(target)
+            listener.listen(_BACKLOG)
+        except (OSError, OverflowError) as problem:
+            where = f"uds is {str(target)!r}" if options.uds else f"port is {options.port}"
+            raise ConfigError(f"{where}: cannot listen there ({problem}); give another one") from problem
+        yield listener
+    finally:
+        listener.close()
+        if options.uds is not None:
+            options.uds.unlink(missing_ok=True)
+
+
+def _tcp(host: str) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    except OSError as problem:
+        raise ConfigError(
+            f"host is {host!r}: no address of this machine ({problem}); give 127.0.0.1 or 0.0.0.0"
+        ) from problem
+    listener = socket.socket(family)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    return listener
+
+
+def _check_unused(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except OSError:
+            return  # left behind by a server that was killed
+    raise ConfigError(f"uds is {str(path)!r}: another server listens there; give another path")
+
+
+async def _serve(
+    open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions, listener: socket.socket
+) -> int:
+    from graphllm.server.host import EngineHost
+
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    presses = 0
+
+    def end() -> None:
+        nonlocal presses
+        presses += 1
+        if presses > 1:
+            _log.warning("a second signal: stopping at once")
+            host.kill()
+            os._exit(130)
+        ended.set()
+
+    host = EngineHost(open, host_options)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end)
+    host.phases["imports"] = time.monotonic() - options.started
+    engine = asyncio.create_task(host.run())
+    # The engine's process loads while the application is imported here; its start must not wait for that.
+    await asyncio.wait({engine}, timeout=0.05)
+    begun = time.monotonic()
+    server, metrics = _http(host, options)
+    host.phases["application"] = time.monotonic() - begun
+    http = asyncio.create_task(server.serve([listener]))
+    _log.info("listening on %s", options.uds or f"http://{options.host}:{listener.getsockname()[1]}")
+    telling = asyncio.create_task(_tell(host, metrics, options))
+    await asyncio.wait({engine, http, asyncio.create_task(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    telling.cancel()
+    code = 0
+    if ended.is_set():
+        await _drain(host, options.shutdown_timeout)
+    engine.cancel()
+    try:
+        await engine
+    except asyncio.CancelledError:
+        pass
+    except EngineDeadError as death:
+        _log.error("the engine did not start: %s\n%s", death, death.cause.traceback)
+        code = 1
+    finally:
+        await host.close()
+        server.should_exit = True
+        await http
+    return code
+
+
+def _http(host: EngineHost, options: ServerOptions) -> tuple[uvicorn.Server, Metrics]:
+    import uvicorn
+
+    from graphllm.server.app import Access, create_app
+    from graphllm.server.connection import LimitedProtocol
+    from graphllm.server.metrics import Metrics
+    from graphllm.server.service import Limits, Service
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            yield  # they are this module's
+
+    names = tuple(options.names)
+    metrics = Metrics(names[0], {"model": names[0]})
+    service = Service(host, names, metrics, Limits(body=options.max_body))
+    config = uvicorn.Config(
+        create_app(service, Access(options.keys, options.origins)),
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,  # longer than the clients' pools keep a connection, so that they close it
+        timeout_graceful_shutdown=_LAST_WORDS,
+        backlog=_BACKLOG,
+    )
+    return Server(config), metrics
+
+
+async def _tell(host: EngineHost, metrics: Metrics, options: ServerOptions) -> None:
+    """The start-up line, once the engine is ready."""
+    while not host.started:
+        await asyncio.sleep(0.01)
+    host.phases["total"] = time.monotonic() - options.started
+    metrics.startup(host.phases)
+    _log.info(
+        "ready in %.2f s", host.phases["total"], extra={"notes": {k: round(v, 3) for k, v in host.phases.items()}}
+    )
+
+
+async def _drain(host: EngineHost, seconds: float) -> None:
+    """Refuse new requests and let those in flight end."""
+    count = host.running
+    _log.info("shutting down: %d requests in flight, %.0f s for them", count, seconds)
+    host.drain()
+    deadline = time.monotonic() + seconds
+    while host.running and time.monotonic() < deadline:
+        await asyncio.sleep(0.05)
+    if host.running:
+        _log.warning("%d requests are cut off; --shutdown-timeout gives them longer", host.running)

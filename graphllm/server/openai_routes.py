@@ -1,0 +1,138 @@
+"""Routes of OpenAI's API, and the tokenizer's: chat, completions, models, tokenize, detokenize."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from graphllm.config import ConfigError
+from graphllm.server import answers
+from graphllm.server.errors import NotFoundError, event_body
+from graphllm.server.generation import News
+from graphllm.server.openai import CHAT, COMPLETIONS, parse_call, rendered
+from graphllm.server.protocol import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ErrorBody,
+    ModelCard,
+    ModelList,
+    TokenizeBody,
+    Tokens,
+)
+from graphllm.server.service import Service, first_and_rest
+from graphllm.server.wire import EventStream, JsonRoute, event, json_response, record_of
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorBody, "description": text}
+    for status, text in {
+        400: "A field of the request is wrong; the message names it",
+        401: "The key is missing or wrong",
+        404: "No such model",
+        413: "The body is too large",
+        429: "Too many requests wait",
+        503: "The engine takes no requests now",
+    }.items()
+}
+
+
+def openai_routes(service: Service) -> APIRouter:
+    """The routes, for one service."""
+    router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+
+    @router.post(CHAT, tags=["OpenAI"])
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """The next message of a conversation; with stream: true as server-sent events."""
+        return await answer(service, request, CHAT)
+
+    @router.post(COMPLETIONS, tags=["OpenAI"])
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """What comes behind one or several prompts; with stream: true as server-sent events."""
+        return await answer(service, request, COMPLETIONS)
+
+    @router.get("/v1/models", tags=["OpenAI"])
+    async def models() -> ModelList:
+        """The names under which the model is served."""
+        return ModelList(data=[card(name) for name in service.names])
+
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"])
+    async def model(name: str) -> ModelCard:
+        """One of them."""
+        if name not in service.names:
+            raise NotFoundError(f"model is {name!r:.80}: not served here", "model_not_found")
+        return card(name)
+
+    def card(name: str) -> ModelCard:
+        host = service.host
+        root = host.opened.settings.model if host.opened else name
+        ready = host.engine.ready if host.status == "ready" else None
+        length = ready.info.max_model_len if ready else None
+        return ModelCard(id=name, created=service.created, root=root, max_model_len=length)
+
+    @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True)
+    async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
+        """Token ids of a prompt, or of messages as the chat template writes them."""
+        service.check_model(body.model)
+        tokenizer = service.tokenizer
+        ids = _ids(service, record_of(request.scope).body)
+        texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if body.return_token_strs else None
+        return Tokens(count=len(ids), max_model_len=service.info.max_model_len, tokens=ids, token_strs=texts)
+
+    @router.post("/detokenize", tags=["Tokenizer"])
+    async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+        """The text of token ids."""
+        service.check_model(body.model)
+        return {"prompt": service.decode("tokens", body.tokens)}
+
+    return router
+
+
+def _ids(service: Service, body: dict[str, Any]) -> list[int]:
+    given = {
+        name: value for name, value in body.items() if name not in ("model", "return_token_strs") and value is not None
+    }
+    if ("prompt" in given) == ("messages" in given):
+        raise ConfigError(f"prompt is {given.get('prompt')!r:.80}: give either prompt or messages")
+    if "prompt" in given:
+        special = given.pop("add_special_tokens", True)
+        if len(given) > 1:
+            name = next(name for name in given if name != "prompt")
+            raise ConfigError(f"{name} is {given[name]!r:.80}: not supported with a prompt; leave it out")
+        return service.tokenizer.encode(given["prompt"], add_special_tokens=special)
+    return conversation_ids(service, given)
+
+
+def conversation_ids(service: Service, body: dict[str, Any]) -> list[int]:
+    """Token ids of the body of a chat, as the model would see it."""
+    text = rendered(parse_call(CHAT, body, service.host.defaults), service.tokenizer)
+    return service.tokenizer.encode(text, add_special_tokens=False)
+
+
+async def answer(service: Service, request: Request, url: str) -> Response:
+    """To the body of a chat or a completion."""
+    record = record_of(request.scope)
+    started = await service.start(request, url, record.body)
+    call, about = started.call, (record.id, service.names[0], int(service.created))
+    if call.stream:
+        writer = answers.ChunkWriter(call, *about)
+        return EventStream(_chunks(request, writer, await first_and_rest(request, started)))
+    outputs = await service.whole(request, started)
+    return json_response(answers.response_body(call, outputs, *about, service.count))
+
+
+async def _chunks(
+    request: Request, writer: answers.ChunkWriter, stream: AsyncGenerator[News, None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async for news in stream:
+            chunks = writer.write(news.prompt, news.output)
+            if chunks:
+                yield b"".join(map(event, chunks))
+        yield b"".join(map(event, writer.last())) + b"data: [DONE]\n\n"
+    except Exception as error:
+        yield event(event_body(request.scope, error))
+    finally:
+        await stream.aclose()

@@ -1,0 +1,200 @@
+"""Reads text that comes in pieces, tags and JSON in it, as if it were all there.
+
+What must wait for more text is a generator that stops there and ends with its value: call it with ``yield from``. What
+is decided never depends on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import TypeVar
+
+_T = TypeVar("_T")
+Wait = Generator[None, None, _T]
+
+SPACE = re.compile(r"\s+")
+_SCALAR = re.compile(r"[-+.\w]+")
+_STRING = re.compile(r'[^"\\\x00-\x1f]+')
+_LINES = re.compile(r'[^"\\]+')
+_BRACKET, _QUOTE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
+_HIGH_HALF, _LOW_HALF = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F]")  # of a character's two escapes
+
+
+class Source:
+    """Text as it comes, and how far it was read. ended: no more will come.
+
+    held: what was taken and may have to be given back as text. Who knows better clears it.
+    """
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.held: list[str] = []
+        self._text, self._at = "", 0
+
+    def feed(self, text: str) -> None:
+        # What is left is shorter than a tag: nobody waits with more in front of them.
+        self._text, self._at = self._text[self._at :] + text, 0
+
+    def more(self) -> Wait[bool]:
+        """Whether the text goes on."""
+        while self._at == len(self._text) and not self.ended:
+            yield
+        return self._at < len(self._text)
+
+    def ahead(self, count: int = 1) -> Wait[str]:
+        """The next characters, which stay; fewer at the end."""
+        while len(self._text) - self._at < count and not self.ended:
+            yield
+        return self._text[self._at : self._at + count]
+
+    def rest(self) -> str:
+        """Take what is here, without holding it."""
+        piece, self._at = self._text[self._at :], len(self._text)
+        return piece
+
+    def until(self, tag: str, pass_on: Callable[[str], None]) -> Wait[bool]:
+        """Pass text on up to a tag, and take that; held then: whitespace before it, and the tag. False: there is none.
+
+        pass_on: gets text that does not end in whitespace, and what is held belongs before it.
+        """
+        while (yield from self.more()):
+            if (yield from self.tag(tag)):
+                return True
+            end = self._text.find(tag[0], self._at + 1)
+            piece, self._at = self._text[self._at : None if end < 0 else end], len(self._text) if end < 0 else end
+            if body := piece.rstrip():
+                pass_on(body)
+            self.held.append(piece[len(body) :])
+        return False
+
+    def tag(self, tag: str) -> Wait[bool]:
+        """Take this if it comes next; waits no longer than it takes to know."""
+        while True:
+            here = self._text[self._at : self._at + len(tag)]
+            if here == tag:
+                self._take(len(tag))
+                return True
+            if self.ended or not tag.startswith(here):
+                return False
+            yield
+
+    def run(self, characters: re.Pattern[str]) -> Wait[str]:
+        """Take as many characters as match; perhaps none."""
+        pieces: list[str] = []
+        while (yield from self.more()) and (piece := self._stretch(characters)):
+            pieces.append(piece)
+        return "".join(pieces)
+
+    def symbol(self, symbol: str) -> Wait[bool]:
+        """Take whitespace, and the symbol if it comes then."""
+        yield from self.run(SPACE)
+        return (yield from self.tag(symbol))
+
+    def string(self) -> Wait[str | None]:
+        """Take a JSON string; None when there is none."""
+        if not (yield from self.symbol('"')):
+            return None
+        pieces: list[str] = []
+        while True:
+            pieces.append((yield from self.run(_STRING)))
+            if (yield from self.ahead()) != "\\":
+                break
+            pieces.append(self._take(len((yield from self.ahead(2)))))
+        return _decoded("".join(pieces)) if (yield from self.tag('"')) else None
+
+    def skip(self) -> Wait[bool]:
+        """Take any JSON value; False when there is none."""
+        yield from self.run(SPACE)
+        first = yield from self.ahead()
+        if first == '"':
+            return (yield from self.string()) is not None
+        if first in ("{", "["):
+            yield from self.nested(lambda piece: None)
+            return True
+        return (yield from self.run(_SCALAR)) != ""
+
+    def nested(self, pass_on: Callable[[str], None]) -> Wait[None]:
+        """Take an object or an array, up to its last bracket, and pass it on."""
+        brackets = _Brackets()
+        while not brackets.closed and (yield from self.more()):
+            pass_on(self._take(brackets.end(self._text, self._at) - self._at))
+
+    def quoted_object(self, pass_on: Callable[[str], None]) -> Wait[bool]:
+        """Take a JSON string, and pass on the object that it holds, or an empty one for nothing; False if it is none."""
+        yield from self.symbol('"')
+        begun = False
+        while (yield from self.more()):
+            if (yield from self.tag('"')):
+                if not begun:
+                    pass_on("{}")
+                return True
+            escaped = (yield from self.ahead()) == "\\"
+            piece = (yield from self._escape()) if escaped else self._stretch(_LINES)
+            piece = piece if begun else piece.lstrip()
+            if not begun and piece and piece[0] != "{":
+                return False
+            if piece:
+                begun = True
+                pass_on(piece)
+        return begun
+
+    def _escape(self) -> Wait[str]:
+        """The character that an escape stands for, which may take two."""
+        raw = yield from self.ahead(2)
+        if raw == "\\u":
+            raw = yield from self.ahead(6)
+            if _HIGH_HALF.match(raw):
+                both = yield from self.ahead(12)
+                raw = both if _LOW_HALF.match(both, 6) else raw
+        self._take(len(raw))
+        decoded = _decoded(raw)
+        return raw if decoded is None else decoded
+
+    def _stretch(self, characters: re.Pattern[str]) -> str:
+        """Take as many of the characters that are here as match."""
+        found = characters.match(self._text, self._at)
+        return self._take(found.end() - self._at) if found else ""
+
+    def _take(self, count: int) -> str:
+        piece = self._text[self._at : self._at + count]
+        self._at += count
+        self.held.append(piece)
+        return piece
+
+
+class _Brackets:
+    """Finds the end of a JSON value that begins with a bracket. closed: it is found."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._depth, self._string, self._escape = 0, False, False
+
+    def end(self, text: str, at: int) -> int:
+        """Where it ends in its next piece, from ``at`` on; the piece's length when it goes on."""
+        while at < len(text) and not self.closed:
+            if self._escape:
+                at, self._escape = at + 1, False
+                continue
+            found = (_QUOTE if self._string else _BRACKET).search(text, at)
+            if not found:
+                return len(text)
+            at, mark = found.end(), found[0]
+            if mark == '"':
+                self._string = not self._string
+            elif mark == "\\":
+                self._escape = True
+            else:
+                self._depth += 1 if mark in "{[" else -1
+                self.closed = self._depth == 0
+        return at
+
+
+def _decoded(raw: str) -> str | None:
+    """What stands between the quotes of a JSON string means; None when that is no JSON."""
+    try:
+        text = json.loads(f'"{raw}"')
+    except ValueError:
+        return None
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character cannot be sent

@@ -1,0 +1,151 @@
+"""What the routes share: from the body of a request to a running call, within the limits of this server."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from fastapi import Request
+
+from graphllm.config import ConfigError
+from graphllm.engine.request import CoreInfo
+from graphllm.engine.text import Tokenizer
+from graphllm.server.errors import NotFoundError
+from graphllm.server.generation import News, generate
+from graphllm.server.host import EngineHost, UnavailableError
+from graphllm.server.metrics import Metrics
+from graphllm.server.openai import Call, parse_call, write_out
+from graphllm.server.wire import record_of, while_there
+
+_LONG = 4096  # characters of a conversation above which it is written out and tokenized in a thread
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one request. body: bytes. prompts: of a completion. completions: n for each prompt, all together. stops: stop
+    strings; stop_length: characters of each."""
+
+    body: int = 32 << 20
+    prompts: int = 1024
+    completions: int = 1024
+    stops: int = 64
+    stop_length: int = 1024
+
+    def check(self, call: Call) -> None:
+        """Raises ConfigError."""
+        count, n, stop = len(call.prompts), call.params.n, call.params.stop
+        if count > self.prompts:
+            raise ConfigError(f"prompt has {count} entries: give at most {self.prompts}")
+        if max(count, 1) * n > self.completions:
+            raise ConfigError(f"n is {n}: give at most {self.completions} completions in one request")
+        if len(stop) > self.stops or any(len(s) > self.stop_length for s in stop):
+            raise ConfigError(
+                f"stop is {stop!r:.80}: give at most {self.stops} strings of at most {self.stop_length} characters"
+            )
+
+
+class Started(NamedTuple):
+    """A call in the engine. news: nothing runs before its first output is asked for."""
+
+    call: Call
+    news: AsyncGenerator[News, None]
+
+
+@dataclass(frozen=True)
+class Service:
+    """names: of the model, the first is its own. created: Unix time of the start."""
+
+    host: EngineHost
+    names: tuple[str, ...]
+    metrics: Metrics
+    limits: Limits = Limits()
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def check_model(self, name: str | None) -> None:
+        """Raises NotFoundError for a name that this server does not have."""
+        if name and name not in self.names:
+            raise NotFoundError(
+                f"model is {name!r:.80}: not served here; give {' or '.join(map(repr, self.names))}", "model_not_found"
+            )
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ConfigError where there is none, UnavailableError while the model is not open."""
+        opened = self.host.opened
+        if opened is None:
+            raise UnavailableError("the engine is starting", 5)
+        if opened.tokenizer is None:
+            raise ConfigError("tokenizer: there is none; send token ids, or start without --skip-tokenizer-init")
+        return opened.tokenizer
+
+    @property
+    def info(self) -> CoreInfo:
+        """Sizes of the engine. Raises UnavailableError."""
+        ready = self.host.engine.ready
+        assert ready is not None
+        return ready.info
+
+    def decode(self, field_name: str, ids: Sequence[int]) -> str:
+        """The text of token ids. Raises ConfigError for those that there are not."""
+        wrong = next((i for i in ids if not 0 <= i < self.info.vocab), None)
+        if wrong is not None:
+            raise ConfigError(f"{field_name} has token id {wrong}: give ids from 0 to {self.info.vocab - 1}")
+        return self.tokenizer.decode(ids, skip_special_tokens=False)
+
+    async def start(self, request: Request, url: str, body: Any) -> Started:
+        """Raises what `describe` knows, before anything runs."""
+        host, engine = self.host, self.host.engine
+        call = parse_call(url, body, host.defaults)
+        self.check_model(call.model)
+        self.limits.check(call)
+        assert host.opened is not None
+        if call.priority and host.opened.settings.options.scheduling_policy != "priority":
+            raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
+        prompts = call.prompts
+        if call.chat:
+            long = sum(len(m.get("content") or "") for m in call.messages) > _LONG
+            args = (call, self.tokenizer, host.style)
+            call, prompts = await asyncio.to_thread(write_out, *args) if long else write_out(*args)
+        elif call.echo:
+            prompts = [self._with_text(prompt) for prompt in prompts]
+        return Started(call, generate(engine, call, prompts, record_of(request.scope), self.metrics))
+
+    def _with_text(self, prompt: Any) -> Any:
+        """Token ids of which the answer shows the text."""
+        if isinstance(prompt, str):
+            return prompt
+        if not all(type(i) is int for i in prompt):
+            raise ConfigError(f"prompt has {prompt!r:.80}: give text or token ids")
+        return {"prompt": self.decode("prompt", prompt), "prompt_token_ids": prompt}
+
+    async def whole(self, request: Request, started: Started) -> list[Any]:
+        """The finished outputs, in the order of the prompts. Raises GoneError when the client leaves."""
+
+        async def collect() -> list[Any]:
+            found = {news.prompt: news.output async for news in started.news}
+            return [found[i] for i in range(len(found))]
+
+        return await while_there(request, collect())
+
+    def count(self, text: str) -> int:
+        """Tokens of a text."""
+        return len(self.tokenizer.encode(text, add_special_tokens=False))
+
+
+async def first_and_rest(request: Request, started: Started) -> AsyncGenerator[News, None]:
+    """The outputs of a streamed call, once the first one is there: what goes wrong before it still has a status of its
+    own. Raises GoneError when the client leaves before."""
+    first = await while_there(request, anext(started.news))
+
+    async def rest() -> AsyncGenerator[News, None]:
+        try:
+            yield first
+            async for news in started.news:
+                yield news
+        finally:
+            await started.news.aclose()
+
+    return rest()

@@ -1,0 +1,158 @@
+"""The client of `graphllm bench` against a server of known timing and faults."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import statistics
+import time
+
+import pytest
+import uvloop
+from fake_openai import Fake, serving
+
+from graphllm.cli.bench.client import HttpClient, Timeline
+from graphllm.config import ConfigError
+
+SLACK = 0.08  # seconds that a busy machine may add
+
+
+def body(tokens: int = 8) -> bytes:
+    return json.dumps({"prompt": [1, 2, 3], "max_tokens": tokens, "stream": True}).encode()
+
+
+def stream(
+    fake: Fake, *bodies: bytes, path: str = "/v1/completions", timeout: float = 10.0, key: str = ""
+) -> list[Timeline]:
+    """One after the other, by one client."""
+
+    async def main() -> list[Timeline]:
+        async with serving(fake):
+            client = HttpClient(fake.url, key, timeout)
+            found = [await client.stream(path, each) for each in bodies]
+            client.close()
+            return found
+
+    return uvloop.run(main())
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_times_are_those_of_the_server(path: str) -> None:
+    fake = Fake(first=0.1, between=0.02)
+    (got,) = stream(fake, body(11), path=path)
+    assert got.error is None
+    assert (got.prompt_tokens, got.output_tokens, got.finish_reason) == (3, 11, "length")
+    assert 0.1 <= got.ttft <= 0.1 + SLACK
+    assert len(got.itl) == 10
+    assert 0.019 <= statistics.median(got.itl) <= 0.03
+    assert 0.3 <= got.e2el <= 0.3 + 2 * SLACK
+    assert got.tpot is not None
+    assert abs(got.tpot - (got.e2el - got.ttft) / 10) < 1e-9
+
+
+def test_tokens_are_counted_by_the_server_and_not_by_chunks() -> None:
+    (got,) = stream(Fake(first=0.05, between=0.05, tokens_per_piece=4), body(10))
+    assert (got.output_tokens, len(got.pieces)) == (10, 3)
+    assert got.tpot is not None
+    assert 0.1 / 9 <= got.tpot <= (0.1 + SLACK) / 9
+
+
+@pytest.mark.parametrize("segment", [0, 1, 3, 50])
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+def test_events_may_come_in_any_segments(segment: int, line_end: str) -> None:
+    (got,) = stream(Fake(segment=segment, line_end=line_end), body(5))
+    assert got.error is None
+    assert (len(got.pieces), got.output_tokens) == (5, 5)
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        ("429", "HTTP 429: too many requests are waiting"),
+        ("close", "closed the connection|reset by peer"),
+        ("cut", "closed the connection|reset by peer"),
+        ("garbage", "the reply is no HTTP: "),
+        ("error", "error in the stream: the engine fell over"),
+        ("no done", r"the stream ended without \[DONE\]"),
+        ("no finish", "the stream ended without a finish_reason"),
+        ("no usage", "the stream has no usage"),
+        ("hang", "no end within 0.3 s"),
+    ],
+)
+def test_failures_have_reasons_and_the_next_request_is_fine(fault: str, reason: str) -> None:
+    bad, good = stream(Fake(faults={0: fault}), body(), body(), timeout=0.3)
+    assert re.search(reason, bad.error or "", re.IGNORECASE), bad.error
+    assert good.error is None
+
+
+def test_nobody_listens() -> None:
+    async def main() -> Timeline:
+        async with serving(Fake()) as fake:
+            url = fake.url
+        return await HttpClient(url).stream("/v1/completions", body())
+
+    assert "refused" in (uvloop.run(main()).error or "").lower() or "Connect call failed" in str(uvloop.run(main()))
+
+
+def test_connections_are_kept() -> None:
+    fake = Fake()
+    assert all(got.error is None for got in stream(fake, *[body()] * 5))
+    assert fake.connections == 1
+    closing = Fake(close=True)
+    assert all(got.error is None for got in stream(closing, *[body()] * 5))
+    assert closing.connections == 5
+
+
+def test_a_kept_connection_that_the_server_closed_is_replaced() -> None:
+    fake = Fake(faults={1: "stale"})
+    assert [got.error for got in stream(fake, body(), body(), body())] == [None] * 3
+    assert fake.connections == 2
+
+
+def test_api_key_and_path_of_the_url() -> None:
+    async def main(fake: Fake) -> list[Timeline]:
+        async with serving(fake):
+            urls = (fake.url, fake.url + "/", fake.url + "/v1", fake.url + "/v1/", fake.url + "/proxy/v1")
+            return [await HttpClient(url, "secret").stream("/v1/completions", body()) for url in urls]
+
+    fake = Fake()
+    assert all(got.error is None for got in uvloop.run(main(fake)))
+    assert [r["path"] for r in fake.requests] == ["/v1/completions"] * 4 + ["/proxy/v1/completions"]
+    assert {h["authorization"] for h in fake.headers} == {"Bearer secret"}
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://x", "http://", "http://x:port", ""])
+def test_urls_that_are_none(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"^url is "):
+        HttpClient(url)
+
+
+def test_a_cancelled_request_gives_up_its_connection() -> None:
+    async def main() -> tuple[int, Timeline]:
+        async with serving(Fake(first=0.2)) as fake:
+            client = HttpClient(fake.url)
+            task = asyncio.create_task(client.stream("/v1/completions", body()))
+            await asyncio.sleep(0.1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            return fake.connections, await client.stream("/v1/completions", body())
+
+    connections, after = uvloop.run(main())
+    assert connections == 1
+    assert after.error is None
+
+
+def test_the_client_is_cheap() -> None:
+    """64 streams without pauses: the client and the fake server share one core, and most of it is the server."""
+
+    async def main() -> float:
+        async with serving(Fake()) as fake:
+            client = HttpClient(fake.url)
+            begun = time.process_time()
+            done = await asyncio.gather(*(client.stream("/v1/completions", body(300)) for _ in range(64)))
+            assert sum(t.output_tokens for t in done) == 64 * 300
+            return (time.process_time() - begun) / (64 * 300)
+
+    assert uvloop.run(main()) < 200e-6

@@ -1,0 +1,152 @@
+"""`graphllm bench startup` with a stand-in for the server, well-behaved and not."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphllm.cli.bench.server import ServerError, ServerProcess
+from graphllm.cli.bench.startup import bench_startup, read_phases, start_once
+
+SLACK = 0.08  # seconds that a busy machine may add
+
+
+SCRIPT = '''
+import argparse, json, os, signal, subprocess, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--host"), parser.add_argument("--port", type=int), parser.add_argument("--mode", default="")
+args = parser.parse_args()
+begun = time.monotonic()
+print("mode", args.mode, flush=True)
+if args.mode == "dies":
+    sys.exit("no such model")
+child = None
+if args.mode == "leaves":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    def log_message(self, *_): pass
+    def reply(self, status, text):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+    def do_GET(self):
+        ready = time.monotonic() - begun > 0.5 and args.mode != "never ready"
+        if self.path == "/metrics":
+            return self.reply(200, """# HELP graphllm_startup_seconds x
+# TYPE graphllm_startup_seconds gauge
+graphllm_startup_seconds{phase="import torch"} 1.5
+graphllm_startup_seconds{phase="weights"} 0.25
+""")
+        self.reply(200 if ready or self.path == "/health/live" else 503, "")
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        if args.mode == "refuses":
+            return self.reply(500, json.dumps({"error": {"message": "no"}}))
+        time.sleep(0.2)
+        events = [{"choices": [{"text": "a", "finish_reason": "length"}]},
+                  {"choices": [], "usage": {"prompt_tokens": 16, "completion_tokens": 1}}]
+        self.reply(200, "".join(f"data: {json.dumps(e)}\\n\\n" for e in events) + "data: [DONE]\\n\\n")
+
+def end(*_):
+    if args.mode == "deaf":
+        return
+    time.sleep(0.1)
+    os._exit(7 if args.mode == "fails" else 0)
+
+signal.signal(signal.SIGTERM, end)
+ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
+'''
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[..., ServerProcess]:
+    (tmp_path / "server.py").write_text(SCRIPT)
+    command = (sys.executable, str(tmp_path / "server.py"))
+    return lambda mode="": ServerProcess(["--mode", mode], command)
+
+
+def gone(pid: int) -> bool:
+    return not os.path.exists(f"/proc/{pid}") or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_start_is_timed(start: Callable[..., ServerProcess]) -> None:
+    server = start()
+    found = start_once(server, 20.0)
+    assert 0.02 < found.live < found.ready < found.first_token
+    assert 0.5 <= found.ready < 0.5 + 1.0
+    assert 0.2 <= found.first_token - found.ready < 0.2 + 2 * SLACK
+    assert 0.1 <= found.stop < 0.1 + 2 * SLACK
+    assert found.phases == {"import torch": 1.5, "weights": 0.25}
+    assert gone(server.pid)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("dies", "the server ended with status 1; the end of its log:\nmode dies\nno such model"),
+        ("never ready", "/health/ready gave 503 for 1 s; the end of its log:\nmode never ready"),
+        ("refuses", "the first completion failed: HTTP 500: no; "),
+    ],
+)
+def test_servers_that_do_not_start(mode: str, message: str, start: Callable[..., ServerProcess]) -> None:
+    server = start(mode)
+    with pytest.raises(ServerError) as failure:
+        start_once(server, 1.0)
+    assert str(failure.value).startswith(message)
+    assert gone(server.pid)
+
+
+@pytest.mark.parametrize(
+    ("mode", "message"),
+    [
+        ("deaf", "the server still runs 0.5 s after SIGTERM"),
+        ("fails", "the server ended with status 7 after SIGTERM"),
+        ("leaves", "are left behind after SIGTERM"),
+    ],
+)
+def test_servers_that_do_not_stop_well(mode: str, message: str, start: Callable[..., ServerProcess]) -> None:
+    with start(mode) as server:
+        server.wait_for("/health/live", 20.0)
+        pids = [p.pid for p in server.processes()]
+        assert pids[0] == server.pid
+        assert len(pids) == 1 + (mode == "leaves")
+        assert all(p.rss > 1e6 for p in server.processes())
+        with pytest.raises(ServerError, match=message):
+            server.stop(0.5)
+    assert all(map(gone, pids))
+
+
+def test_phases_that_are_not_there() -> None:
+    assert read_phases('# TYPE up gauge\nup{phase="x"} 1\n') == {}
+
+
+def test_bench_startup(
+    start: Callable[..., ServerProcess], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    asked: list[list[str]] = []
+
+    def fake_process(options: list[str]) -> ServerProcess:
+        asked.append(options)
+        return start()
+
+    monkeypatch.setattr("graphllm.cli.bench.startup.ServerProcess", fake_process)
+    bench_startup(Path("/models/x"), ["--max-model-len", "64"], 2, 20.0, tmp_path / "r.json", True)
+    assert asked == [["/models/x", "--max-model-len", "64"]] * 3
+    result = json.loads((tmp_path / "r.json").read_text())
+    assert len(result["starts"]) == result["runs"] == 2
+    ready = [s["ready"] for s in result["starts"]]
+    assert result["seconds"]["ready"] == {"median": statistics.median(ready), "min": min(ready), "max": max(ready)}
+    assert result["phases"] == {"import torch": 1.5, "weights": 0.25}
+    assert "first token" in capsys.readouterr().out
