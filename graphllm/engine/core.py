@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -307,7 +308,7 @@ class EngineCore:
         stats.kv_usage = 1 - stats.free_pages / max(stats.total_pages, 1)
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
         stats.preemptions = scheduler.preemptions
-        return stats
+        return copy.deepcopy(stats)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached pages; False, and nothing done, while requests hold some."""

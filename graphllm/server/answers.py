@@ -119,7 +119,7 @@ class ChunkWriter:
         return [{**self._head, "choices": [], "usage": self._usage()}] if self._call.usage else []
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head, "choices": choices}
+        chunk: dict[str, Any] = {**self._head, "choices": choices}
         if self._call.usage:
             chunk["usage"] = self._usage() if self._call.running_usage else None
         return chunk

@@ -60,7 +60,7 @@ def _add_probes(app: FastAPI, service: Service, guard: Guard) -> None:
     host, metrics = service.host, service.metrics
 
     def health(good: bool) -> Response:
-        body = HealthStatus(status="ok" if good and host.status == "ready" else host.status, cause=host.cause)
+        body = HealthStatus(status=host.status, cause=host.cause)
         response = json_response(body.model_dump(exclude_none=True), 200 if good else 503)
         response.headers["cache-control"] = "no-store"
         return response
@@ -78,6 +78,7 @@ def _add_probes(app: FastAPI, service: Service, guard: Guard) -> None:
     @app.get("/health/live", **probe)
     async def live() -> Response:
         """503 when only a new process can help."""
+        host.look()
         return health(host.live)
 
     @app.get("/health/ready", **probe)

@@ -26,19 +26,18 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disarm()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._timer is not None:  # still in the headers
+            self._seen += len(data)
+            if self._seen > _HEADER_BYTES and not self.transport.is_closing():
+                self.send_400_response("")
+
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._seen = 0
         if self._timer is None:  # a further request on this connection
             self._arm()
-
-    def on_url(self, url: bytes) -> None:
-        self._count(len(url))
-        super().on_url(url)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + 4)
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         self._disarm()
@@ -53,11 +52,6 @@ class LimitedProtocol(HttpToolsProtocol):
         head = ("content-type: application/json", f"content-length: {len(body)}", "connection: close")
         self.transport.write("\r\n".join((f"HTTP/1.1 {status}", *head, "\r\n")).encode() + body)
         self.transport.close()
-
-    def _count(self, size: int) -> None:
-        self._seen += size
-        if self._seen > _HEADER_BYTES:
-            raise ValueError  # the parser stops, and calls send_400_response
 
     def _arm(self) -> None:
         self._timer = self.loop.call_later(_HEADER_SECONDS, self._late)

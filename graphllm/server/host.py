@@ -90,8 +90,9 @@ class EngineHost:
             await self._start()
         while True:
             await asyncio.sleep(_TICK)
-            if self.status != "draining":
-                await self._look()
+            self.look()
+            if self.options.restart and self.status not in ("ready", "draining"):
+                await self._restart()
 
     async def _start(self) -> None:
         assert self.opened is not None
@@ -108,26 +109,27 @@ class EngineHost:
         self.phases |= {f"engine {name}": seconds for name, seconds in engine.ready.phases.items()}
         self._become("ready")
 
-    async def _look(self) -> None:
+    def look(self) -> None:
+        """See how the engine does; when it has broken, its requests fail."""
         engine = self._engine
-        assert engine is not None
-        health = engine.health()
-        if health.state == "ready":
-            if self.status != "ready":
-                _log.info("the engine answers again")
-                self._become("ready")
+        if engine is None or self.status in ("restarting", "draining"):
             return
-        if self.status == "ready":
-            self._become(health.state, _cause(health, self.options))
-            failed = engine.fail_requests(_error(health))
-            _log.error("the engine is %s: %s; %d requests failed", health.state, self.cause, failed)
-        if self.options.restart:
-            await self._restart(engine)
+        health = engine.health()
+        if health.state == self.status:
+            return
+        if health.state == "ready":
+            _log.info("the engine answers again")
+            self._become("ready")
+            return
+        self._become(health.state, _cause(health, self.options))
+        failed = engine.fail_requests(_error(health))
+        _log.error("the engine is %s: %s; %d requests failed", health.state, self.cause, failed)
 
-    async def _restart(self, engine: AsyncLLM) -> None:
+    async def _restart(self) -> None:
+        assert self._engine is not None
         pause, most = _BACKOFF
         self._become("restarting", self.cause)
-        engine.shutdown(grace=0)  # it does not answer, or is gone
+        self._engine.shutdown(grace=0)  # it does not answer, or is gone
         while True:
             begun = time.monotonic()
             try:
@@ -165,13 +167,10 @@ class EngineHost:
     @property
     def engine(self) -> AsyncLLM:
         """For a new request. Raises UnavailableError."""
+        self.look()
         if self.status == "ready":
-            # The look of the watch is up to a tick old.
             assert self._engine is not None
-            health = self._engine.health()
-            if health.state == "ready":
-                return self._engine
-            raise UnavailableError(_cause(health, self.options), 5)
+            return self._engine
         told = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
         raise UnavailableError(told.get(self.status) or f"the engine is {self.status}: {self.cause}", 5)
 

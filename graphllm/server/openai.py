@@ -32,6 +32,13 @@ _NEUTRAL: dict[str, Any] = {
     "store": False,
     "suffix": "",
 }
+_ORIGINS = {
+    "prompt": ("messages", "input"),
+    "messages": ("input",),
+    "structured_outputs": ("response_format", "text", "tools"),
+    "response_format": ("text",),
+    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+}
 # Fields of SamplingParams that are none of a request's body.
 _INTERNAL = frozenset({"detokenize", "output_kind", "skip_reading_prefix_cache", "extra_args"})
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
@@ -209,7 +216,7 @@ def _messages(given: object) -> list[dict[str, Any]]:
     texts = [{**m, "content": _text(m["content"], f"messages[{i}]")} if "content" in m else m
              for i, m in enumerate(given)]  # fmt: skip
     # The newer name of the same role, which no template knows.
-    return for_template([{**m, "role": "system"} if m["role"] == "developer" else m for m in texts])
+    return [{**m, "role": "system"} if m["role"] == "developer" else m for m in texts]
 
 
 def _text(content: object, where: str) -> str | None:
@@ -240,7 +247,7 @@ def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Seq
     """
     if not call.chat:
         return call, call.prompts
-    use, text = call.tools, rendered(call, tokenizer)
+    use, text = call.tools, rendered(call, tokenizer, style)
     constrained = call.params.structured_outputs is not None
     call = call._replace(
         reply=ReplyFormat(
@@ -262,10 +269,10 @@ def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Seq
     return call, [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}]
 
 
-def rendered(call: Call, tokenizer: Tokenizer) -> str:
+def rendered(call: Call, tokenizer: Tokenizer, style: Style) -> str:
     """A chat as the model sees it. Raises ConfigError when its template refuses."""
     shown: dict[str, Any] = {} if call.tools.choice == "none" else {"tools": call.tools.tools}
-    return tokenizer.render_chat(call.messages, **shown, **call.template)
+    return tokenizer.render_chat(for_template(call.messages, style.tools), **shown, **call.template)
 
 
 def _tool_format(use: ToolUse, style: Style) -> str | None:
@@ -289,11 +296,6 @@ def error_body(message: str, body: object = None, type: str = "invalid_request_e
     found = re.match(r"\w+", message)
     param = found[0] if found else None
     fields = body if isinstance(body, dict) else {}
-    if param not in fields:  # what a field was turned into
-        origin = {
-            "prompt": "messages",
-            "structured_outputs": "response_format" if "response_format" in fields else "tools",
-            "max_tokens": "max_completion_tokens",
-        }
-        param = origin.get(param or "")
-    return {"error": {"message": message, "type": type, "param": param if param in fields else None, "code": None}}
+    if param not in fields:  # what a field was turned into, in this API or another
+        param = next((origin for origin in _ORIGINS.get(param or "", ()) if origin in fields), None)
+    return {"error": {"message": message, "type": type, "param": param, "code": None}}

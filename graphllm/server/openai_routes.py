@@ -107,7 +107,7 @@ def _ids(service: Service, body: dict[str, Any]) -> list[int]:
 
 def conversation_ids(service: Service, body: dict[str, Any]) -> list[int]:
     """Token ids of the body of a chat, as the model would see it."""
-    text = rendered(parse_call(CHAT, body, service.host.defaults), service.tokenizer)
+    text = rendered(parse_call(CHAT, body, service.host.defaults), service.tokenizer, service.host.style)
     return service.tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -205,7 +205,7 @@ def messages_of(items: object, where: str) -> Chat:
     messages: Chat = []
     for place, item in objects(items, where, "text, or a list of items"):
         kind = item.get("type") or ("message" if "role" in item else None)
-        if kind not in _ITEMS:
+        if not isinstance(kind, str) or kind not in _ITEMS:
             raise ConfigError(f"{place}.type is {kind!r:.80}: not supported; give {', '.join(_ITEMS)}")
         message = _READERS[kind](fields(item, place, _ITEMS[kind]), place)
         if messages and messages[-1]["role"] == message["role"] == "assistant":

@@ -77,22 +77,24 @@ def responses_routes(service: Service) -> APIRouter:
         record = _kept(store, id)
         if not record.body.get("background"):
             raise ConfigError(f"response_id is {id!r:.80}: only responses made with background: true can be cancelled")
-        if record.task is not None and not record.task.done():
-            record.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await record.task
+        await _ended(record)
         return json_response(_kept(store, id).body)
 
     @router.delete("/v1/responses/{id}")
     async def delete(id: str) -> dict[str, Any]:
         """Forget a response; one that runs ends."""
-        record = _kept(store, id)
-        if record.task is not None:
-            record.task.cancel()
+        await _ended(_kept(store, id))
         store.remove(id)
         return {"id": id, "object": "response", "deleted": True}
 
     return router
+
+
+async def _ended(record: Record) -> None:
+    """Cancel what writes a response, and wait until it has kept what there is."""
+    if record.task is not None:
+        record.task.cancel()
+        await asyncio.wait({record.task})
 
 
 def _kept(store: ResponseStore, id: str) -> Record:
@@ -135,18 +137,23 @@ async def _in_background(
 async def _events(
     request: Request, writer: ResponseWriter, reading: Reading, stream: AsyncGenerator[News, None], keep: Any
 ) -> AsyncGenerator[bytes, None]:
+    done = False
     try:
         events = writer.start()
         async for news in stream:
             events += writer.parts(reading.read(news.output))
             if news.output.finished:
                 events += writer.end(reading.ending)
+                done = True
             if events:
                 yield b"".join(map(named_event, events))
             events = []
     except Exception as error:
         event_body(request.scope, error)  # logs what is no mistake of the request
+        done = True
         yield b"".join(map(named_event, writer.end(Ending("error", reading.usage, error=describe(error)[1]))))
     finally:
+        if not done:  # the client has left
+            writer.cancelled()
         keep()
         await stream.aclose()

@@ -122,7 +122,7 @@ class Source:
             pass_on(self._take(brackets.end(self._text, self._at) - self._at))
 
     def quoted_object(self, pass_on: Callable[[str], None]) -> Wait[bool]:
-        """Take a JSON string, and pass on the object that it holds, or an empty one for nothing; False if it is none."""
+        """Take a JSON string, and pass on the object that it holds (empty for nothing); False when it holds none."""
         yield from self.symbol('"')
         begun = False
         while (yield from self.more()):

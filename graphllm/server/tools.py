@@ -151,11 +151,11 @@ def _moved(schema: Any, to: str) -> Any:
         return schema
     moved: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == "$ref":
+        if key == "$ref" and isinstance(value, str):
             moved[key] = to + value.removeprefix("#")
         elif key in _DATA:
             moved[key] = value
-        elif key in _NAMED:
+        elif key in _NAMED and isinstance(value, dict):
             moved[key] = {name: _moved(item, to) for name, item in value.items()}
         elif isinstance(value, list):
             moved[key] = [_moved(item, to) for item in value]

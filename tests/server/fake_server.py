@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -53,6 +53,8 @@ class State:
     requests: list[Request] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)
     """Set when a client closed the connection before its answer's end."""
+    close: Callable[[], None] = field(default=lambda: None)
+    """Stops listening, now."""
 
     def chats(self) -> list[dict[str, Any]]:
         """The bodies of the chat requests that were let in."""
@@ -120,7 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
             headers, body = state.files[path]
             self._send(200, body, headers)
         elif path == "/health/ready":
-            self._json(200 if state.ready else 503, {"status": "ok" if state.ready else "starting", "cause": state.cause})
+            status, word = (200, "ok") if state.ready else (503, "starting")
+            self._json(status, {"status": word, "cause": state.cause})
         elif path == "/version":
             self._json(200, {"version": "1.2.3"})
         elif path == "/v1/models" and self._admitted():
@@ -207,9 +210,14 @@ def serving(prefix: str = "") -> Iterator[State]:
     state.url = f"http://127.0.0.1:{server.server_port}{prefix}"
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
-    try:
-        yield state
-    finally:
+
+    def close() -> None:
         server.shutdown()
         thread.join()
         server.server_close()
+
+    state.close = close
+    try:
+        yield state
+    finally:
+        close()

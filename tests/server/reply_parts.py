@@ -1,5 +1,5 @@
-"""Random replies for the tests of their encoders, as a reader gives them, and what they amount to; and a server that
-plays a stream to an API's own client."""
+"""For the tests of APIs: random replies, as a reader gives them, and what they amount to; requests with a mistake; a
+server that plays a stream to an API's own client."""
 
 from __future__ import annotations
 
@@ -49,6 +49,18 @@ def replies(draw: st.DrawFn, arguments: st.SearchStrategy[str] = ARGUMENTS) -> l
 def _pieces(draw: st.DrawFn, text: str) -> list[str]:
     cuts = sorted(draw(st.lists(st.integers(0, len(text)), max_size=3)))
     return [text[i:j] for i, j in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+@st.composite
+def spoiled(draw: st.DrawFn, body: dict[str, Any]) -> dict[str, Any]:
+    """A body in which something, at any depth, is something else."""
+    root = json.loads(json.dumps({"": body}))
+    within, key = root, ""
+    while isinstance(within[key], (dict, list)) and within[key] and (within is root or draw(st.booleans())):
+        within = within[key]
+        key = draw(st.sampled_from(sorted(within) if isinstance(within, dict) else range(len(within))))
+    within[key] = draw(VALUES)
+    return root[""]
 
 
 def batches(parts: list[Part], size: int) -> Iterable[list[Part]]:

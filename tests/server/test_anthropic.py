@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -12,13 +13,13 @@ import httpx2
 import pytest
 from anthropic.types import Message, MessageParam, RawMessageStreamEvent
 from anthropic.types.shared import ErrorResponse
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from reply_parts import ARGUMENTS, BROKEN, ENDINGS, USAGES, Replay, batches, blocks, replies, unknown
+from reply_parts import ARGUMENTS, BROKEN, ENDINGS, USAGES, Replay, batches, blocks, replies, spoiled, unknown
 
 from graphllm.config import ConfigError
 from graphllm.engine.params import SamplingParams
@@ -249,6 +250,36 @@ def test_what_is_refused(given: dict[str, Any], start: str) -> None:
     assert len(str(caught.value)) < 300
 
 
+RICH = {
+    "max_tokens": 9, "system": [{"type": "text", "text": "a"}], "stop_sequences": ["a"], "tools": [TOOL],
+    "tool_choice": {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
+    "thinking": {"type": "enabled", "budget_tokens": 1, "display": "omitted"}, "chat_template_kwargs": {"a": 1},
+    "output_config": {"effort": "low", "format": {"type": "json_schema", "schema": {}}},
+    "messages": [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "a"},
+                {"type": "tool_use", "id": "a", "name": "b", "input": {"c": 1}, "caller": {"type": "direct"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "a"}]}],
+        },
+    ],
+}  # fmt: skip
+
+
+@settings(deadline=None, max_examples=50)
+@given(spoiled(RICH))
+@example(RICH)
+def test_mistakes_have_an_answer(body: dict[str, Any]) -> None:
+    with contextlib.suppress(ConfigError):
+        assert to_chat(body)["messages"]
+
+
 # --- replies
 
 
@@ -277,6 +308,7 @@ def _plain(message: dict[str, Any]) -> dict[str, Any]:
     return Message.model_validate(message, strict=True).to_dict(exclude_none=True)
 
 
+@settings(deadline=None, max_examples=50)
 @given(replies(), ENDINGS, USAGES, st.integers(1, 9))
 def test_a_stream(parts: list[Part], ending: Ending, first: Usage, size: int) -> None:
     """Every event is one of the client's, and together they are the message; nothing of the reply is lost."""
@@ -307,6 +339,7 @@ def test_a_stream(parts: list[Part], ending: Ending, first: Usage, size: int) ->
         )
 
 
+@settings(deadline=None, max_examples=50)
 @given(ARGUMENTS, st.integers(0, 60))
 def test_arguments_that_break_off(arguments: str, length: int) -> None:
     """At max_tokens: the message has what the client makes of the stream."""
@@ -315,6 +348,7 @@ def test_arguments_that_break_off(arguments: str, length: int) -> None:
     assert _plain(_streamed(events)) == _plain(message)
 
 
+@settings(deadline=None, max_examples=50)
 @given(BROKEN)
 def test_arguments_that_are_no_json(arguments: str) -> None:
     """There is a message in any case; it can be said again."""
@@ -342,6 +376,7 @@ def test_thinking_that_is_omitted() -> None:
     assert _plain(_streamed(events)) == _plain(message)
 
 
+@settings(deadline=None, max_examples=50)
 @given(replies())
 def test_a_reply_that_is_said_again(parts: list[Part]) -> None:
     """A client sends back what it got; the calls keep their ids."""

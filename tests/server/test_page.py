@@ -1,4 +1,4 @@
-"""The chat page in a real browser: streaming, stopping, errors, the key, hostile text, layout. The server is scripted."""
+"""The chat page in a real browser: streaming, stopping, errors, the key, hostile text, layout. A scripted server."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from browser import DESKTOP, PHONE, ChatPage, Chromium, chromium, needs_chromium
+from browser import DESKTOP, PHONE, Box, ChatPage, Chromium, chromium, needs_chromium
 from fake_server import CARD, Reply, State, answer, call, chunk, error, serving, usage
 
 import graphllm.server
@@ -53,7 +53,9 @@ def browser() -> Iterator[Chromium]:
 
 def _serve_page(state: State, strict: bool = True) -> None:
     text = PAGE.read_text(encoding="utf-8")
-    headers = {"Content-Type": "text/html; charset=utf-8"} | ({"Content-Security-Policy": _policy(text)} if strict else {})
+    headers = {"Content-Type": "text/html; charset=utf-8"}
+    if strict:
+        headers["Content-Security-Policy"] = _policy(text)
     state.files |= {path: (headers, text.encode()) for path in ("", "/")}
 
 
@@ -95,10 +97,9 @@ def wary_page(browser: Chromium, server: State) -> Iterator[ChatPage]:
 
 def test_tokens_are_shown_as_they_come(server: State, page: ChatPage) -> None:
     gate = threading.Event()
-    end = [chunk("stop"), usage(1234, 5, 1024), b"[DONE]"]
-    server.replies.append(
-        Reply([chunk(role="assistant"), chunk(content="The "), chunk(content="answer"), gate, chunk(content=" is 42."), *end])
-    )
+    begin = [chunk(role="assistant"), chunk(content="The "), chunk(content="answer")]
+    end = [chunk(content=" is 42."), chunk("stop"), usage(1234, 5, 1024), b"[DONE]"]
+    server.replies.append(Reply([*begin, gate, *end]))
     page.ask("What is it?")
     page.wait_for_text("The answer")
     began = time.perf_counter()
@@ -286,8 +287,11 @@ Some **bold**, *slanted*, `a <b> & c` and [a link](https://example.org/a_(b)), h
 
 def _outline(page: ChatPage) -> Any:
     """The answer's elements as nested lists: [tag, child or text ...]."""
-    script = """(node) => { const walk = (n) => n.nodeType === 3 ? n.data : [n.tagName.toLowerCase(), ...[...n.childNodes]
-      .map(walk).filter((x) => x !== "")]; return [...node.childNodes].map(walk); }"""
+    script = """(node) => {
+      const walk = (n) => n.nodeType === 3 ? n.data : [n.tagName.toLowerCase(), ...inside(n)];
+      const inside = (n) => [...n.childNodes].map(walk).filter((x) => x !== "");
+      return inside(node);
+    }"""
     return page.tab.locator(".prose").last.evaluate(script)
 
 
@@ -354,7 +358,7 @@ def test_no_text_takes_long(server: State, page: ChatPage) -> None:
 def test_hostile_text_stays_text(browser: Chromium) -> None:
     """Whatever a server's strings hold, the page shows it. Served without a policy, which would hide a mistake."""
     fence = f"```{HOSTILE}\n{HOSTILE}\n```"
-    links = "[a](javascript:window.hacked=1) ![b](https://example.org/i.png) [c](data:text/html,x) [d](https://x.y\"onclick=z)"
+    links = '[a](javascript:window.hacked=1) ![b](https://example.org/i.png) [c](data:text/html,x) [d](https://x.y"onclick=z)'
     said = f"{HOSTILE}\n\n# {HOSTILE}\n\n- {HOSTILE}\n\n| {HOSTILE} |\n|---|\n| {HOSTILE} |\n\n{fence}\n\n{links}"
     with serving() as server, browser.page() as page:
         _serve_page(server, strict=False)
@@ -556,7 +560,8 @@ def test_every_control_has_a_name(server: State, page: ChatPage) -> None:
     page.tab.get_by_role("button", name="Settings").click()
     nameless = page.tab.evaluate(
         """[...document.querySelectorAll("button, input, textarea, select, summary, pre")].filter((node) =>
-          !(node.ariaLabel || node.textContent.trim() || node.labels?.[0]?.textContent.trim())).map((n) => n.outerHTML)"""
+          !(node.ariaLabel || node.textContent.trim() || node.labels?.[0]?.textContent.trim())
+        ).map((node) => node.outerHTML)"""
     )
     assert nameless == []
 
@@ -582,19 +587,7 @@ def lookup(table: list[int], position: int, page_size: int = 16) -> tuple[int, i
 Averyveryverylongwordthatfitsnowhere""" + "x" * 120 + " https://example.org/" + "path/" * 30  # fmt: skip
 
 
-def _shown(browser: Chromium, server: State, look: dict[str, Any], act: Callable[[ChatPage], None]) -> tuple[ChatPage, Any]:
-    """The page's shape and picture after an act."""
-    from PIL import Image
-
-    with _opened(browser, server, **look) as page:
-        act(page)
-        page.sizes = page.tab.evaluate("[document.documentElement.scrollWidth, innerWidth, innerHeight]")
-        page.boxes = {name: page.box(name) for name in ("#composer", ".figures", ".prose > :last-child", "header")}
-        page.colors = page.tab.evaluate(_CONTRASTS)
-        return page, Image.open(io.BytesIO(page.tab.screenshot())).convert("RGB")
-
-
-_CONTRASTS = """[...document.querySelectorAll("p, li, code, button, .figures, summary, h3, th, td, a, span")]
+_COLORS = """[...document.querySelectorAll("p, li, code, button, .figures, summary, h3, th, td, a, span")]
   .filter((node) => node.checkVisibility() && node.textContent.trim() && !node.closest(".sr, :disabled"))
   .map((node) => {
     let under = node;
@@ -615,35 +608,51 @@ def _contrast(one: str, other: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
+class Look(NamedTuple):
+    """The page as it stood. width: of the document. colors: (text, its color, the one below it)."""
+
+    width: int
+    boxes: dict[str, Box]
+    colors: list[tuple[str, str, str]]
+    picture: Any
+
+
+def _look(page: ChatPage) -> Look:
+    from PIL import Image
+
+    return Look(
+        page.tab.evaluate("document.documentElement.scrollWidth"),
+        {name: page.box(name) for name in ("header", "#composer", ".figures", ".prose > :last-child")},
+        page.tab.evaluate(_COLORS),
+        Image.open(io.BytesIO(page.tab.screenshot())).convert("RGB"),
+    )
+
+
 @pytest.mark.parametrize("size", [DESKTOP, PHONE], ids=["desktop", "phone"])
-def test_layout(browser: Chromium, server: State, size: tuple[int, int], tmp_path: Path) -> None:
-    def talk(page: ChatPage) -> None:
-        server.replies += [Reply(answer("Hello! How can I help?")), Reply(answer(LONG, reasoning="Pages, like in a book."))]
+@pytest.mark.parametrize("colors", ["light", "dark"])
+def test_looks(browser: Chromium, server: State, size: tuple[int, int], colors: Any, tmp_path: Path) -> None:
+    """Nothing is wider than the window, hidden, on top of another thing, hard to read, or of the wrong colors."""
+    server.models = [CARD | {"id": "graphllm-embedded-with-a-long-name"}]
+    server.replies += [Reply(answer("Hello! How can I help?")), Reply(answer(LONG, reasoning="Pages, as in a book."))]
+    with _opened(browser, server, size=size, colors=colors) as page:
         for question in ("Hi", "How does paged attention work?"):
             page.ask(question)
             page.wait_until_done()
-        page.wait_for_text("Averyvery")
-        page.wait_until_done()
-
-    pictures = {}
-    for colors in ("light", "dark"):
-        page, picture = _shown(browser, server, {"size": size, "colors": colors}, talk)
-        picture.save(tmp_path / f"{colors}.png")
-        pictures[colors] = picture
-        width, window, height = page.sizes
-        assert width <= window == size[0]
-        composer, figures, text, header = page.boxes.values()
-        for box in (composer, figures, header):
-            assert 0 <= box.left < box.right <= window
-            assert 0 <= box.top < box.bottom <= height
-        assert figures.bottom <= composer.top  # the newest line is above the field, not under it
-        assert text.apart(composer)
-        assert text.apart(header)
-        low = [c for c in page.colors if _contrast(*c[1:]) < 4.5]
-        assert low == []
-        (dark, light), grey = picture.convert("L").getextrema(), picture.convert("L").resize((1, 1)).getpixel((0, 0))
-        assert light - dark > 150  # text on ground
-        assert grey > 200 if colors == "light" else grey < 60
-        inside = picture.crop((int(text.left), int(text.top), int(text.right), int(text.bottom)))
-        assert len(inside.getcolors(1 << 16) or range(1 << 16)) > 8  # letters, with their soft edges
-    assert pictures["light"].size == pictures["dark"].size == size
+        look = _look(page)
+    look.picture.save(tmp_path / "page.png")
+    assert look.picture.size == size
+    assert look.width <= size[0]
+    header, composer, figures, text = look.boxes.values()
+    for box in (header, composer, figures):
+        assert 0 <= box.left < box.right <= size[0]
+        assert 0 <= box.top < box.bottom <= size[1]
+    assert header.bottom <= text.top < text.bottom <= figures.top
+    assert figures.bottom <= composer.top
+    assert [c for c in look.colors if _contrast(c[1], c[2]) < 4.5] == []
+    grey = look.picture.convert("L")
+    (lowest, highest), mean = grey.getextrema(), grey.resize((1, 1)).getpixel((0, 0))
+    assert highest - lowest > 150
+    assert mean > 200 if colors == "light" else mean < 60
+    for box in (text, figures):
+        letters = grey.crop([round(side) for side in box])
+        assert len(letters.getcolors()) > 16  # with soft edges: neither blank nor a plain block

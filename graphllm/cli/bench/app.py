@@ -176,7 +176,7 @@ def _engine_args(model: str, kv_cache_memory: str | None, **options: Any) -> Eng
     from graphllm.engine.load import EngineArgs
 
     if kv_cache_memory is not None:
-        from graphllm.cli.run import parse_bytes
+        from graphllm.prepare import parse_bytes
 
-        options["kv_cache_memory_bytes"] = parse_bytes(kv_cache_memory)
+        options["kv_cache_memory_bytes"] = parse_bytes("kv-cache-memory", kv_cache_memory)
     return EngineArgs(None if model == "embedded" else model, **options)

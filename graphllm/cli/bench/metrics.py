@@ -13,10 +13,10 @@ from graphllm.config import ConfigError
 
 PERCENTILES = (50, 90, 99)
 LATENCIES = {
-    "ttft": "time to first token",
-    "tpot": "time per output token after the first",
-    "itl": "inter-token latency",
-    "e2el": "end-to-end latency",
+    "ttft": "Time to first token",
+    "tpot": "Time per output token after it",
+    "itl": "Inter-token latency",
+    "e2el": "End-to-end latency",
 }
 _GOODPUT = ("ttft", "tpot", "e2el")
 

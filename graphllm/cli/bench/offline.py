@@ -63,6 +63,7 @@ class Loaded(NamedTuple):
 def bench_throughput(args: EngineArgs, work: Throughput, output: Path | None, quiet: bool) -> None:
     """Measure, show and write. Raises ConfigError."""
     report.check_output(output)
+    sampling = SamplingParams(n=work.n, temperature=work.temperature, ignore_eos=True)
     spans = Span.parse("input-len", work.input_len), Span.parse("output-len", work.output_len)
     with _load(args, quiet) as loaded:
         longest = work.prefix_len + spans[0].high + spans[1].high
@@ -70,7 +71,6 @@ def bench_throughput(args: EngineArgs, work: Throughput, output: Path | None, qu
         warm_up, *prompts = random_prompts(
             1 + work.num_prompts, *spans, loaded.info.vocab, work.seed, work.prefix_len
         )  # fmt: skip
-        sampling = SamplingParams(n=work.n, temperature=work.temperature, ignore_eos=True)
         generate(loaded.llm, [warm_up], sampling)
         begun = time.perf_counter()
         outputs = generate(loaded.llm, prompts, sampling, show=not quiet)

@@ -35,7 +35,12 @@ def about(target: str = "auto", program: str = "graphllm") -> dict[str, Any]:
             continue
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": {**machine, "memory_gib": round(memory / 2**30, 1), "system": platform.platform()},
+        "machine": {
+            **machine,
+            "memory_gib": round(memory / 2**30, 1),
+            "system": platform.platform(),
+            "load_average": os.getloadavg()[0],
+        },
         "versions": versions,
         "command": shlex.join(_without_secrets([program, *sys.argv[1:]])),
     }

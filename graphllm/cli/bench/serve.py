@@ -103,6 +103,11 @@ def bench_serve(load: Load, output: Path | None, quiet: bool) -> int:
         "server": {"url": load.url, **server._asdict()},
         "endpoint": load.endpoint,
         "dataset": "random" if load.dataset is None else str(load.dataset),
+        "input_len": load.input_len if load.dataset is None else None,
+        "output_len": load.output_len,
+        "prefix_len": load.prefix_len,
+        "temperature": load.temperature,
+        "seed": load.seed,
         "num_prompts": len(sent.timelines),
         "request_rate": "inf" if math.isinf(load.request_rate) else load.request_rate,
         "burstiness": load.burstiness,
@@ -267,9 +272,9 @@ def _show(result: dict[str, Any]) -> None:
         ("CPU of this client (cores)", result["client_cpu_share"]),
     ]
     report.show(f"{result['server']['model']} at {result['server']['url']}", rows)
-    kinds = ("mean", "median", *(f"p{p}" for p in PERCENTILES))
+    kinds = ("mean", *(f"p{p}" for p in PERCENTILES))
     grid = [
-        (f"{name.upper()}, {meaning}", *(result[f"{kind}_{name}_ms"] for kind in kinds))
+        (f"{meaning} ({name.upper()})", *(result[f"{kind}_{name}_ms"] for kind in kinds))
         for name, meaning in LATENCIES.items()
     ]
     report.show_grid("", ("ms", *kinds), grid)

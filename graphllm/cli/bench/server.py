@@ -27,6 +27,7 @@ class Process(NamedTuple):
     """One of the server's processes. rss: resident bytes. cpu: seconds in user and system mode so far."""
 
     pid: int
+    parent: int
     session: int
     state: str
     rss: int
@@ -47,7 +48,7 @@ class ServerProcess:
             self.port: int = free.getsockname()[1]
         self._log = tempfile.NamedTemporaryFile(prefix="graphllm-serve-", suffix=".log")  # noqa: SIM115 - closed by __exit__
         self.started = time.perf_counter()
-        # A session of its own, so that all of its processes can be found and ended.
+        # In a session of its own, as may be its children: so all of them can be found, also when it is gone.
         self._process = subprocess.Popen(
             [*command, *options, "--host", "127.0.0.1", "--port", str(self.port)],
             stdin=subprocess.DEVNULL,
@@ -55,6 +56,7 @@ class ServerProcess:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+        self._sessions = {self._process.pid}
         self.url = f"http://127.0.0.1:{self.port}"
 
     def __enter__(self) -> ServerProcess:
@@ -102,6 +104,7 @@ class ServerProcess:
     def stop(self, timeout: float) -> float:
         """SIGTERM, and wait until none of its processes is left; the seconds. Raises ServerError when it does not end
         in time, leaves a process behind, or ends with a status that says something went wrong."""
+        self.processes()  # learns the sessions of its children
         begun = time.perf_counter()
         self._process.terminate()
         try:
@@ -119,8 +122,14 @@ class ServerProcess:
 
     def processes(self) -> list[Process]:
         """Those of the server that are alive, the front first."""
-        found = [p for p in map(_read, Path("/proc").glob("[0-9]*")) if p and p.session == self.pid and p.state != "Z"]
-        return sorted(found, key=lambda p: (p.pid != self.pid, p.pid))
+        alive = [p for p in map(_read, Path("/proc").glob("[0-9]*")) if p is not None and p.state != "Z"]
+        while True:
+            own = [p for p in alive if p.session in self._sessions]
+            pids = {p.pid for p in own}
+            found = {p.session for p in alive if p.parent in pids} - self._sessions
+            if not found:
+                return sorted(own, key=lambda p: (p.pid != self.pid, p.pid))
+            self._sessions |= found
 
     def failed(self, problem: str) -> ServerError:
         """An error that shows the end of the log."""
@@ -146,4 +155,4 @@ def _read(folder: Path) -> Process | None:
     ticks = os.sysconf("SC_CLK_TCK")
     cpu = (int(fields[11]) + int(fields[12])) / ticks
     rss = int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
-    return Process(int(folder.name), int(fields[3]), fields[0], rss, cpu)
+    return Process(int(folder.name), int(fields[1]), int(fields[3]), fields[0], rss, cpu)

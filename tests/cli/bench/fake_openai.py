@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +29,8 @@ class Fake:
     faults: dict[int, str] = field(default_factory=dict)
     requests: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
-    arrived: list[float] = field(default_factory=list)
+    arrived: list[float] = field(default_factory=list)  # as the next, readings of time.perf_counter
+    written: list[list[float]] = field(default_factory=list)  # pieces, by request
     connections: int = 0
     running: int = 0
     peak: int = 0
@@ -51,7 +53,7 @@ class Fake:
         number = len(self.requests)
         self.requests.append({"path": path, **json.loads(body)})
         self.headers.append(headers)
-        self.arrived.append(asyncio.get_running_loop().time())
+        self.arrived.append(time.perf_counter())
         self.running += 1
         self.peak = max(self.peak, self.running)
         try:
@@ -91,8 +93,11 @@ class Fake:
             await self._event(writer, {"choices": [{"delta": {"role": "assistant", "content": ""}}]})
         await asyncio.sleep(self.first)
         left = body["max_tokens"]
+        pieces: list[float] = []
+        self.written.append(pieces)
         while left > 0:
             count = min(left, self.tokens_per_piece)
+            pieces.append(time.perf_counter())
             text = "é " * count
             choice: dict[str, Any] = {"delta": {"content": text}} if chat else {"text": text}
             await self._event(writer, {"choices": [{"index": 0, **choice, "finish_reason": None}]})

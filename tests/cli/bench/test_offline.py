@@ -24,7 +24,7 @@ def test_throughput(engine: Any, tmp_path: Path, capsys: pytest.CaptureFixture[s
     from graphllm.cli.bench.offline import Throughput, bench_throughput
 
     begun = time.perf_counter()
-    bench_throughput(engine, Throughput(10, "4-8", "3", 2, 2), tmp_path / "r.json", True)
+    bench_throughput(engine, Throughput(10, "4-8", "3", 2, 2, temperature=1.0), tmp_path / "r.json", True)
     whole = time.perf_counter() - begun
     result = json.loads((tmp_path / "r.json").read_text())
     assert result["num_requests"] == 10
@@ -63,6 +63,8 @@ def test_offline_mistakes(engine: Any) -> None:
         bench_latency(engine, Latency(5, 4, 4), None, True)
     with pytest.raises(ConfigError, match=r"^input-len and output-len need 100 tokens: the context is 96"):
         bench_throughput(engine, Throughput(1, "90", "10"), None, True)
+    with pytest.raises(ConfigError, match=r"^n is 2: with temperature 0 "):
+        bench_throughput(engine, Throughput(1, n=2), None, True)
 
 
 def test_shapes_without_a_tokenizer(tmp_path: Path, checkpoint: Path) -> None:

@@ -19,7 +19,6 @@ from graphllm.cli.bench.serve import Load, bench_serve
 from graphllm.cli.bench.workload import arrivals
 from graphllm.config import ConfigError
 
-SLACK = 0.08  # seconds that a busy machine may add
 Serve = Callable[..., tuple[int, dict[str, Any]]]
 
 
@@ -35,9 +34,9 @@ def test_a_run(serve: Serve, capsys: pytest.CaptureFixture[str]) -> None:
     assert result["total_input_tokens"] == sum(len(r["prompt"]) for r in measured)
     assert result["total_output_tokens"] == 240
     assert result["tokens_per_chunk"] == 2
-    assert 100 <= result["median_ttft_ms"] <= 100 + 1e3 * SLACK
+    assert 100 <= result["median_ttft_ms"] <= 180
     assert 10 <= result["median_itl_ms"] <= 25
-    assert 130 / 8 <= result["median_e2el_ms"] / 8 <= 50
+    assert 130 <= result["median_e2el_ms"] <= 300
     assert result["duration"] >= 3 * 0.13
     assert result["request_throughput"] == pytest.approx(30 / result["duration"])
     for request in measured:
@@ -56,8 +55,8 @@ def test_requests_are_sent_at_their_times(serve: Serve) -> None:
     _, result = serve(fake, num_prompts=40, request_rate=60.0, burstiness=0.5, output_len="1", seed=5)
     planned = np.array(arrivals(40, 60.0, 0.5, 5))
     came = np.array(fake.arrived[1:]) - fake.arrived[1]
+    assert (came - planned).min() > -0.01  # the first may come late
     assert np.median(np.abs(came - planned)) < 0.01
-    assert np.abs(came - planned).max() < SLACK
     assert result["request_rate"] == 60.0
 
 

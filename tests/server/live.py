@@ -1,0 +1,101 @@
+"""A real server for tests: `graphllm serve` in a process of its own, on a free loopback port."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_PATIENCE = 120.0  # seconds for what takes two; shared machines stall
+
+
+class Served:
+    """A server that was started with these options of `graphllm serve`. log: the file of its stderr."""
+
+    def __init__(self, log: Path, *options: object, environment: Mapping[str, str] | None = None) -> None:
+        self.log = log
+        command = [sys.executable, "-m", "graphllm.cli", "serve", "--port", "0", *map(str, options)]
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+            )
+        found = self._wait(lambda: re.search(r"listening on (\S+)", self.log.read_text()))
+        self.url = found[1]
+
+    def _wait(self, look: Any, seconds: float = _PATIENCE) -> Any:
+        deadline = time.monotonic() + seconds
+        while not (found := look()):
+            if self.process.poll() is not None:
+                raise AssertionError(f"the server ended with {self.process.returncode}:\n{self.log.read_text()}")
+            assert time.monotonic() < deadline, self.log.read_text()
+            time.sleep(0.02)
+        return found
+
+    def wait_ready(self, seconds: float = _PATIENCE) -> Served:
+        """Until it takes requests."""
+        self._wait(lambda: self.get("/health/ready")[0] == 200, seconds)
+        return self
+
+    def get(self, path: str, timeout: float = 30.0) -> tuple[int, str]:
+        """Status and body."""
+        try:
+            with urllib.request.urlopen(self.url + path, timeout=timeout) as response:
+                return response.status, response.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+
+    def post(
+        self, path: str, body: Any, timeout: float = _PATIENCE, **headers: str
+    ) -> tuple[int, Any, Mapping[str, str]]:
+        """Status, JSON and headers. body: JSON, or bytes as they are."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path,
+            data,
+            {"content-type": "application/json", **{k.replace("_", "-"): v for k, v in headers.items()}},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout) as response:
+                return response.status, json.loads(response.read()), dict(response.headers)
+        except urllib.error.HTTPError as error:
+            return error.code, json.loads(error.read()), dict(error.headers)
+
+    def metric(self, name: str) -> float:
+        """The sum over all labels."""
+        lines = [line for line in self.get("/metrics")[1].splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]
+        assert lines, name
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the engine's process, the child that runs the core."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        found = [int(c) for c in children if b"engine.process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        assert len(found) == 1, found
+        return found[0]
+
+    def idle(self, seconds: float = 20.0) -> None:
+        """Wait until nothing runs and no page of the cache is held."""
+        deadline = time.monotonic() + seconds
+        while self.metric("graphllm_kv_cache_usage_ratio") > 0 or self.metric("graphllm_requests_running") > 0:
+            assert time.monotonic() < deadline, self.get("/metrics")[1]
+            time.sleep(0.1)
+
+    def stop(self, number: int = signal.SIGTERM, seconds: float = _PATIENCE) -> int:
+        """Its exit status."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
