@@ -77,7 +77,7 @@ class Server:
                 if data == b"[DONE]":
                     return
                 chunk = json.loads(data)
-                if "error" in chunk:
+                if chunk.get("error"):
                     raise ServerError(str(chunk["error"]["message"]))
                 ended = ended or any(choice.get("finish_reason") for choice in chunk["choices"])
                 yield chunk

@@ -183,7 +183,8 @@ class Scheduler:
         if request.id in self._by_id:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
         queued = self._limits.max_num_queued_reqs
-        if queued is not None and self.waiting >= queued:
+        # Siblings come or are refused with their first, else one request with many completions would never fit.
+        if queued is not None and not request.fork_of and self.waiting >= queued:
             raise QueueFullError(f"the queue is full: {queued} requests are waiting; send the request again later")
         length = min(len(request.prompt) + request.limit, self._limits.max_len)
         if length > self.capacity:

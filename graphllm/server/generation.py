@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.engine.async_llm import AsyncLLM
+from graphllm.engine.async_llm import AsyncLLM, EngineUnhealthyError
+from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.params import RequestOutputKind
 from graphllm.engine.processor import Prompt
@@ -73,7 +74,10 @@ async def _run(
         tracker.reject("max_num_queued_reqs")
         raise
     except ConfigError:
-        tracker.reject("invalid")
+        tracker.drop()
+        raise
+    except (EngineDeadError, EngineUnhealthyError):
+        tracker.end("error")
         raise
     finally:
         tracker.end()

@@ -74,7 +74,6 @@ class EngineHost:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     _engine: AsyncLLM | None = None
     _phase: str = "opening the model"
-    _stats: CoreStats | None = None
 
     async def run(self) -> None:
         """Open and start the engine, then watch it until cancelled. Raises ConfigError for a model that cannot be
@@ -203,11 +202,11 @@ class EngineHost:
         return 0 if self._engine is None else self._engine.unfinished
 
     async def stats(self) -> CoreStats | None:
-        """The core's figures; the latest known ones when it does not answer, None before there are any."""
+        """The core's figures; None when it does not answer."""
         if self._engine is not None and self.status in ("ready", "draining"):
             with contextlib.suppress(EngineDeadError, TimeoutError):
-                self._stats = await asyncio.wait_for(self._engine.stats(), _STATS_TIMEOUT)
-        return self._stats
+                return await asyncio.wait_for(self._engine.stats(), _STATS_TIMEOUT)
+        return None
 
     def drain(self) -> None:
         """Take no more requests."""

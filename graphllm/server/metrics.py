@@ -198,9 +198,13 @@ class Tracker:
                 self._metrics.completed(own or reason)
 
     def reject(self, reason: str) -> None:
-        """The request was refused and never ran; as `Metrics.rejected`."""
-        self._open = False
+        """The request was refused because of the load and never ran; as `Metrics.rejected`."""
         self._metrics.rejected(reason)
+        self.drop()
+
+    def drop(self) -> None:
+        """The request cannot run, because of a mistake in it: it is no request of the engine's."""
+        self._open = False
 
 
 def _metric(family: Family, series: Series) -> Metric:

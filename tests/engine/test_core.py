@@ -7,6 +7,7 @@ import json
 import math
 import random
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -496,7 +497,7 @@ def test_when_requests_were_scheduled(opened: Open, monkeypatch: Any) -> None:
     core = opened(pages=14)
     prompts = _prompts(12, seed=4, longest=60)
     called, ids = 0.0, [str(i) for i in range(12)]
-    between: dict[str, list[tuple[float, float]]] = {id: [] for id in ids}  # each time it was given a slot
+    between: dict[str, list[tuple[float, float]]] = defaultdict(list)  # each time it was given a slot
     told: dict[str, list[float]] = {id: [] for id in ids}
     starts: dict[str, int] = {}  # until its first token
     start = core._start

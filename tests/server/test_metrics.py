@@ -348,6 +348,9 @@ def test_requests_that_do_not_finish() -> None:
     refused = metrics.track(params)
     refused.reject("max_num_queued_reqs")
     refused.end()
+    wrong = metrics.track(params)
+    wrong.drop()
+    wrong.end()
     found = families(metrics)
     reasons = {r: of(found, "requests_finished_total", finished_reason=r) for r in ("length", "abort", "error")}
     assert reasons == {"length": 2, "abort": 1, "error": 1}

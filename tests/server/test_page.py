@@ -8,7 +8,6 @@ import io
 import itertools
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,9 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from browser import DESKTOP, PHONE, Box, ChatPage, Chromium, chromium, needs_chromium
 from fake_server import CARD, Reply, State, answer, call, chunk, error, serving, usage
 
@@ -609,7 +605,7 @@ def _contrast(one: str, other: str) -> float:
 
 
 class Look(NamedTuple):
-    """The page as it stood. width: of the document. colors: (text, its color, the one below it)."""
+    """The page as it stood. width: of what there is, shown or not. colors: (text, its color, the one below it)."""
 
     width: int
     boxes: dict[str, Box]
@@ -621,7 +617,7 @@ def _look(page: ChatPage) -> Look:
     from PIL import Image
 
     return Look(
-        page.tab.evaluate("document.documentElement.scrollWidth"),
+        page.tab.evaluate("Math.max(...['html', 'main'].map((name) => document.querySelector(name).scrollWidth))"),
         {name: page.box(name) for name in ("header", "#composer", ".figures", ".prose > :last-child")},
         page.tab.evaluate(_COLORS),
         Image.open(io.BytesIO(page.tab.screenshot())).convert("RGB"),
@@ -635,7 +631,7 @@ def test_looks(browser: Chromium, server: State, size: tuple[int, int], colors: 
     server.models = [CARD | {"id": "graphllm-embedded-with-a-long-name"}]
     server.replies += [Reply(answer("Hello! How can I help?")), Reply(answer(LONG, reasoning="Pages, as in a book."))]
     with _opened(browser, server, size=size, colors=colors) as page:
-        for question in ("Hi", "How does paged attention work?"):
+        for question in ("H" + "m" * 200, "How does paged attention work?"):
             page.ask(question)
             page.wait_until_done()
         look = _look(page)

@@ -172,11 +172,13 @@ def test_keys(serve: Callable[..., Served]) -> None:
 
 def test_a_full_queue(serve: Callable[..., Served]) -> None:
     server = serve("--max-num-queued-reqs", 64).wait_ready()
-    # As many as one step takes, and as many as may wait.
-    streams = [Stream(server, {**LONG, "n": 64, "temperature": 1}) for _ in range(2)]
+    streams = []
+    for _ in range(2):  # as many as one step takes, and as many as may wait
+        streams.append(Stream(server, {**LONG, "n": 64, "temperature": 1}))
+        _within(30, lambda: server.metric("graphllm_requests_running") == 64)
     _within(30, lambda: server.metric("graphllm_requests_waiting") == 64)
     with ThreadPoolExecutor(4) as pool:
-        answers = list(pool.map(lambda _: server.post("/v1/completions", {**SHORT, "stream": True}), range(4)))
+        answers = list(pool.map(lambda _: server.post("/v1/completions", SHORT), range(4)))
     refused = [a for a in answers if a[0] == 429]
     assert len(refused) == 4
     _, body, headers = refused[0]

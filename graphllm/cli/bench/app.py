@@ -40,7 +40,7 @@ Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or 
 @bench_app.command("serve")
 def serve_command(
     url: Annotated[str, typer.Option(help="The server, with any OpenAI API.")] = "http://127.0.0.1:8000",
-    api_key: Annotated[str | None, typer.Option(help="Sent as a bearer token.")] = None,
+    api_key: Annotated[str | None, typer.Option(envvar="GRAPHLLM_API_KEY", help="Sent as a bearer token.")] = None,
     model: Annotated[str | None, typer.Option("--model", "-m", help="Name; default: the first it serves.")] = None,
     endpoint: Annotated[Literal["completions", "chat"], typer.Option(help="Which to send to.")] = "completions",
     dataset: Annotated[

@@ -15,6 +15,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import NamedTuple
 
+_KEY_VARIABLE = "GRAPHLLM_API_KEY"  # it would close the server to us
 _POLL_SECONDS = 0.01
 _LOG_TAIL = 3000  # characters of the log that an error shows
 
@@ -55,6 +56,7 @@ class ServerProcess:
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name != _KEY_VARIABLE},
         )
         self._sessions = {self._process.pid}
         self.url = f"http://127.0.0.1:{self.port}"

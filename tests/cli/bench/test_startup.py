@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from graphllm.cli.bench.app import bench_app
 from graphllm.cli.bench.server import ServerError, ServerProcess
-from graphllm.cli.bench.startup import bench_startup, read_phases, start_once
+from graphllm.cli.bench.startup import read_phases, start_once
 
 SLACK = 2.0  # seconds that a busy machine may add
 
@@ -143,7 +144,8 @@ def test_bench_startup(
         return start()
 
     monkeypatch.setattr("graphllm.cli.bench.startup.ServerProcess", fake_process)
-    bench_startup(Path("/models/x"), ["--max-model-len", "64"], 2, 20.0, tmp_path / "r.json", True)
+    arguments = ["startup", "--model", "/models/x", "--runs", "2", "--output", str(tmp_path / "r.json"), "--quiet"]
+    bench_app([*arguments, "--", "--max-model-len", "64"], standalone_mode=False)
     assert asked == [["/models/x", "--max-model-len", "64"]] * 3
     result = json.loads((tmp_path / "r.json").read_text())
     assert len(result["starts"]) == result["runs"] == 2
