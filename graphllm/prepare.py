@@ -245,13 +245,13 @@ def load_core(
     clock = _Phases(phases)
     import torch
 
-    clock("import torch")
     from graphllm.engine.core import EngineCore
     from graphllm.engine.grammar import GrammarCompiler
     from graphllm.runtime.executor import Executor
     from graphllm.weights.loader import load_weights, random_weights
     from graphllm.weights.plan import WeightPlan
 
+    clock("import torch")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     place = Path(settings.artifact)

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from graphllm import __version__
+from graphllm.cli.bench.app import bench_app
 
 app = typer.Typer(
     name="graphllm",
@@ -18,6 +19,7 @@ app = typer.Typer(
 )
 op_app = typer.Typer(no_args_is_help=True, help="For kernel authors: list, test and time the ops.")
 app.add_typer(op_app, name="op")
+app.add_typer(bench_app, name="bench")
 
 Model = Annotated[Path | None, typer.Option("--model", "-m", help="Checkpoint folder; without it, the embedded model.")]
 TargetName = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--target", help="Device to compile for.")]
@@ -172,7 +174,9 @@ def serve_command(
         Literal["auto", "think", "none"], typer.Option(help="auto: by the chat template.")
     ] = "auto",
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the log on stderr.")] = "text",
-    log_level: Annotated[Literal["debug", "info", "warning", "error"], typer.Option()] = "info",
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="info: a line for each request.")
+    ] = "info",
     max_num_queued_reqs: Annotated[int, typer.Option(help="Waiting requests above which new ones get 429.")] = 2048,
     target: TargetName = "auto",
     backend: BackendName = "inductor",
@@ -194,45 +198,76 @@ def serve_command(
     load_format: LoadFormat = "auto",
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
-    from graphllm.cli.serve import serve, started_at
-    from graphllm.engine.load import EngineArgs
-    from graphllm.prepare import parse_bytes
-    from graphllm.server.host import HostOptions
-    from graphllm.server.launch import ServerOptions
+    from graphllm.engine.spawn import spawn
 
-    args = EngineArgs(
-        model=model,
-        dtype=dtype or "auto",
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        block_size=block_size,
-        kv_cache_memory_bytes=parse_bytes("kv-cache-memory", kv_cache_memory) if kv_cache_memory else None,
-        gpu_memory_utilization=gpu_memory_utilization,
-        enable_prefix_caching=enable_prefix_caching,
-        long_prefill_token_threshold=long_prefill_token_threshold,
-        max_num_queued_reqs=max_num_queued_reqs,
-        scheduling_policy=scheduling_policy,
-        seed=seed,
-        load_format=load_format,
-        logits_processors=logits_processor or [],
-        target=target,
-        backend=backend,
-        artifact=artifact,
-    )
-    options = ServerOptions(
-        host=host,
-        port=port,
-        uds=uds,
-        keys=api_key or (),
-        origins=allowed_origins or (),
-        names=served_model_name or (),
-        shutdown_timeout=shutdown_timeout,
-        max_body=parse_bytes("max-body-size", max_body_size),
-        started=started_at(),
-    )
-    watched = HostOptions(seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
-    raise typer.Exit(serve(args, options, watched, log_format, log_level))
+    child = spawn()  # first of all: what takes longest is its import of torch
+    try:
+        from graphllm.cli.serve import serve, start_log, started_at
+        from graphllm.engine.load import EngineArgs
+        from graphllm.prepare import parse_bytes
+        from graphllm.server.host import HostOptions
+        from graphllm.server.launch import ServerOptions
+
+        start_log(log_format, log_level)
+        args = EngineArgs(
+            model=model,
+            dtype=dtype or "auto",
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            block_size=block_size,
+            kv_cache_memory_bytes=parse_bytes("kv-cache-memory", kv_cache_memory) if kv_cache_memory else None,
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            long_prefill_token_threshold=long_prefill_token_threshold,
+            max_num_queued_reqs=max_num_queued_reqs,
+            scheduling_policy=scheduling_policy,
+            seed=seed,
+            load_format=load_format,
+            logits_processors=logits_processor or [],
+            target=target,
+            backend=backend,
+            artifact=artifact,
+        )
+        options = ServerOptions(
+            host=host,
+            port=port,
+            uds=uds,
+            keys=api_key or (),
+            origins=allowed_origins or (),
+            names=served_model_name or (),
+            shutdown_timeout=shutdown_timeout,
+            max_body=parse_bytes("max-body-size", max_body_size),
+            started=started_at(),
+        )
+        watched = HostOptions(seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
+        raise typer.Exit(serve(args, options, watched, child))
+    finally:
+        child.kill()
+
+
+@app.command("chat")
+def chat_command(
+    url: Annotated[str, typer.Option(help="Of a running server.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[str | None, typer.Option(envvar="GRAPHLLM_API_KEY", help="Of that server.")] = None,
+    model: Annotated[str | None, typer.Option(help="Its name at the server; default: the first there.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this mass.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Of one answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End an answer here; may be repeated.")] = None,
+) -> None:
+    """Talk to a running server in the terminal."""
+    from graphllm.cli.chat import chat
+
+    sampling = {
+        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_tokens": max_tokens,
+        "seed": seed, "stop": stop,
+    }  # fmt: skip
+    raise typer.Exit(chat(url, api_key, system, sampling, model))
 
 
 @app.command("inspect")

@@ -14,6 +14,7 @@ from typing import Any
 from graphllm.cli.build import build_errors
 from graphllm.config import ConfigError
 from graphllm.engine.load import EngineArgs, Opened, open_model
+from graphllm.engine.spawn import Child
 from graphllm.server.host import HostOptions
 from graphllm.server.launch import ServerOptions
 from graphllm.server.launch import serve as serve_forever
@@ -22,9 +23,9 @@ _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
 
 
-def serve(args: EngineArgs, options: ServerOptions, host: HostOptions, log_format: str, log_level: str) -> int:
-    """Serve a model until it is told to stop; the exit status. Raises ConfigError for what cannot be used."""
-    start_log(log_format, log_level)
+def serve(args: EngineArgs, options: ServerOptions, host: HostOptions, child: Child) -> int:
+    """Serve a model until it is told to stop; the exit status. child: the engine's process. Raises ConfigError for what
+    cannot be used."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     name = _EMBEDDED if args.model is None else Path(args.model).resolve().name
     keys = [*options.keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
@@ -40,7 +41,7 @@ def serve(args: EngineArgs, options: ServerOptions, host: HostOptions, log_forma
         with build_errors():
             return open_model(args)
 
-    return serve_forever(open_or_explain, options, host)
+    return serve_forever(open_or_explain, options, host, child)
 
 
 def started_at() -> float:

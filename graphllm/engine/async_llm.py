@@ -18,6 +18,7 @@ from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.request import CoreInfo, CoreStats, Update
 from graphllm.engine.scheduler import QueueFullError
+from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
@@ -61,8 +62,15 @@ class AsyncLLM:
         return cls.from_opened(open_model(args), args.seed)
 
     @classmethod
-    def from_opened(cls, opened: Opened, seed: int | None, unresponsive: float = 10.0, stuck: float = 60.0) -> AsyncLLM:
-        """An engine for a model that is found. unresponsive, stuck: as for `CoreClient`. Raises ConfigError."""
+    def from_opened(
+        cls,
+        opened: Opened,
+        seed: int | None,
+        unresponsive: float = 10.0,
+        stuck: float = 60.0,
+        child: Child | None = None,
+    ) -> AsyncLLM:
+        """An engine for a model that is found. The others: as for `CoreClient`. Raises ConfigError."""
         if opened.processors:
             raise ConfigError(
                 f"logits_processors has {opened.processors[0]!r}: functions cannot cross to the engine's process; give "
@@ -75,7 +83,7 @@ class AsyncLLM:
 
             return GrammarCompiler(folder, info.vocab, stop_ids)
 
-        client = CoreClient(opened.settings, unresponsive=unresponsive, stuck=stuck)
+        client = CoreClient(opened.settings, unresponsive=unresponsive, stuck=stuck, child=child)
         return cls(client, opened.tokenizer, grammar if opened.tokenizer else None, seed)
 
     async def start(self) -> None:
@@ -278,7 +286,7 @@ class _Stream:
         self._news.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise this once everything was taken; an output that finished the request comes first. The first one counts."""
+        """Raise this, or what was said first, once everything was taken; an output that finished the request counts."""
         self._error = self._error or error
         self._news.set()
 

@@ -11,6 +11,7 @@ from graphllm.engine.scheduler import Plan, Scheduler, Sequence
 from graphllm.runtime.staging import StepInput
 
 _FULL = -1  # all bits set
+_INT32 = 2**31 - 1
 _NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to those of no step
 
 
@@ -64,7 +65,7 @@ class SamplingTable:
         slot, request, p = sequence.slot, sequence.request, sequence.request.params
         self._last_slots = _NO_SLOTS
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = p.temperature, p.top_p, p.min_p
-        self.top_k[slot], self.seed[slot] = p.top_k, request.seed
+        self.top_k[slot], self.seed[slot] = min(p.top_k, _INT32), request.seed
         self.repetition[slot], self.frequency[slot] = p.repetition_penalty, p.frequency_penalty
         self.presence[slot] = p.presence_penalty
         counted = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0

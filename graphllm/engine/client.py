@@ -9,7 +9,6 @@ import logging
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -39,8 +38,8 @@ from graphllm.engine.messages import (
     Updates,
 )
 from graphllm.engine.request import CoreStats, EngineRequest
+from graphllm.engine.spawn import COMMAND, Child, spawn
 
-COMMAND = (sys.executable, "-m", "graphllm.engine.process")
 _log = logging.getLogger(__name__)
 
 
@@ -65,8 +64,10 @@ class CoreClient:
         unresponsive: float = 10.0,
         stuck: float = 60.0,
         grace: float = 5.0,
+        child: Child | None = None,
     ) -> None:
         """settings: a CoreSettings, or what else ``command`` takes. command: starts a program that calls `run_core`.
+        child: one that has been started already, instead.
 
         Seconds: between heartbeats; of silence until the core counts as unresponsive; of one step until it counts as
         stuck; that an orderly end may take before it is forced.
@@ -76,6 +77,7 @@ class CoreClient:
         self._tick, self._grace = heartbeat / 2, grace
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromCore).decode
+        self._child = child
         self._process: subprocess.Popen[bytes] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: dict[int, asyncio.Future[Reply]] = {}
@@ -101,7 +103,8 @@ class CoreClient:
         if self._cause is not None:
             raise EngineDeadError(self._cause)
         self._folder = tempfile.mkdtemp(prefix="graphllm-")  # mode 0700
-        launch = Launch(self._settings, self._folder, self._heartbeat, time.monotonic())
+        child = self._child or spawn(self._command)
+        launch = Launch(self._settings, self._folder, self._heartbeat, child.started)
         self._context = zmq.asyncio.Context(io_threads=1)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.bind(launch.address("front"))
@@ -109,8 +112,7 @@ class CoreClient:
         self._outbox.set(zmq.SNDHWM, 0)
         self._outbox.bind(launch.address("core"))
         self._since = launch.started
-        # A session of its own: Ctrl-C is for the front. Its prints must not mix with the front's output.
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=2, start_new_session=True)
+        self._process = child.process
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it is dead already, which _watch reports
             self._process.stdin.write(msgspec.json.encode(launch) + b"\n")

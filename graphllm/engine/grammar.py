@@ -219,7 +219,7 @@ class GrammarCompiler:
         other = _start(self._load(), f"start: OTHER\nOTHER: {terminal} & ~/[ \\t\\n\\r]*/")
         other.compute_bitmask()  # fails where nothing matches
         if not other.is_error():
-            raise ConfigError(f"{name}: {pattern!r} matches more than JSON whitespace; use [ \\t\\n\\r] only")
+            raise ConfigError(f"{name}: {pattern!r:.80} matches more than JSON whitespace; use [ \\t\\n\\r] only")
 
     def _load(self) -> Vocabulary:
         """The tokenizer in the library's form; about a second for large ones, the first time."""
@@ -295,7 +295,7 @@ def _lark(field: str, source: Any, spec: StructuredOutputsParams) -> str:
         raise ConfigError(f"{name}: {size} characters, more than {_MAX_TEXT}; give a smaller one")
     if field == "choice":
         if not source or not all(isinstance(choice, str) for choice in source):
-            raise ConfigError(f"{name} is {list(source)!r}: give one or more strings")
+            raise ConfigError(f"{name} is {list(source)!r:.80}: give one or more strings")
         # One terminal: alternatives that share a beginning are followed together.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source))
     if field == "regex":

@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
-import math
+import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,6 +39,8 @@ _FROM_GENERATION_CONFIG = {"max_new_tokens": "max_tokens"} | {
     name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 }
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+_TOLD = 10  # mistakes that one error tells
+_NUMBERS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "min_p")
 _SWITCHES = (
     "ignore_eos",
     "detokenize",
@@ -93,7 +96,9 @@ class StructuredOutputsParams:
             ),
             ("whitespace_pattern", isinstance(self.whitespace_pattern, text), "give a regular expression"),
         )
-        _raise([f"structured_outputs.{name} is {getattr(self, name)!r}: {way}" for name, ok, way in checks if not ok])
+        _raise(
+            [f"structured_outputs.{name} is {getattr(self, name)!r:.80}: {way}" for name, ok, way in checks if not ok]
+        )
         given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise ConfigError(
@@ -108,7 +113,7 @@ class StructuredOutputsParams:
         given = {name: value for name, value in fields.items() if value is not None}
         _raise(
             [
-                f"structured_outputs.{n} is {v!r}: not supported; leave it out"
+                f"structured_outputs.{n:.80} is {v!r:.80}: not supported; leave it out"
                 for n, v in given.items()
                 if n not in known
             ]
@@ -185,6 +190,10 @@ class SamplingParams:
                 yield name, 1 if value else None
         if isinstance(self.structured_outputs, Mapping):
             yield "structured_outputs", StructuredOutputsParams.from_fields(self.structured_outputs)
+        for name in _NUMBERS:
+            value = getattr(self, name)
+            if _is_number(value) and abs(value) >= 2**63:  # as an integer it could not be sent to a core
+                yield name, float(value)
         if isinstance(self.logit_bias, Mapping):
             yield "logit_bias", {_token(k): _clamped(v) for k, v in self.logit_bias.items()} or None
 
@@ -205,7 +214,7 @@ class SamplingParams:
             ("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "give a number above 0, up to 1"),
             ("top_k", _is_int(self.top_k) and self.top_k >= 0, "give a whole number from 1, or 0 to keep all tokens"),
             ("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "give a number from 0 to 1"),
-            ("seed", seed is None or (_is_int(seed) and -(2**63) <= seed < 2**63), "give a 64-bit integer or None"),
+            ("seed", seed is None or _is_int(seed), "give a 64-bit integer or None"),
             ("stop", _is_strings(self.stop), "give strings that are not empty"),
             ("stop_token_ids", _is_ids(self.stop_token_ids), "give token ids"),
             ("max_tokens", max_tokens is None or (_is_int(max_tokens) and max_tokens >= 1), "give a number from 1"),
@@ -223,7 +232,7 @@ class SamplingParams:
             ("extra_args", self.extra_args is None or isinstance(self.extra_args, dict), "give an object"),
             *((name, isinstance(getattr(self, name), bool), "give True or False") for name in _SWITCHES),
         )  # fmt: skip
-        return [f"{name} is {getattr(self, name)!r}: {remedy}" for name, ok, remedy in checks if not ok]
+        return [f"{name} is {getattr(self, name)!r:.80}: {remedy}" for name, ok, remedy in checks if not ok]
 
     def _conflicts(self) -> list[str]:
         """What is wrong between fields that are each right."""
@@ -233,7 +242,7 @@ class SamplingParams:
             (self.max_tokens is not None and self.min_tokens > self.max_tokens,
              f"min_tokens is {self.min_tokens}: give at most max_tokens, which is {self.max_tokens}"),
             (bool(self.stop) and not self.detokenize,
-             f"stop is {self.stop!r}: with detokenize=False there is no text to find it in; give stop_token_ids"),
+             f"stop is {self.stop!r:.80}: with detokenize=False there is no text to find it in; give stop_token_ids"),
         )  # fmt: skip
         return [message for wrong, message in checks if wrong]
 
@@ -247,7 +256,7 @@ class SamplingParams:
         given = {name: value for name, value in fields.items() if value is not None}
         _raise(
             [
-                f"{name} is {value!r}: not supported; leave it out"
+                f"{name:.80} is {value!r:.80}: not supported; leave it out"
                 for name, value in given.items()
                 if name not in known and not _changes_nothing(name, value)
             ]
@@ -304,12 +313,12 @@ class BeamSearchParams:
             ("length_penalty", _is_number(self.length_penalty), "give a number"),
             ("include_stop_str_in_output", isinstance(self.include_stop_str_in_output, bool), "give True or False"),
         )
-        _raise([f"{name} is {getattr(self, name)!r}: {remedy}" for name, ok, remedy in checks if not ok])
+        _raise([f"{name} is {getattr(self, name)!r:.80}: {remedy}" for name, ok, remedy in checks if not ok])
 
 
 def _raise(problems: list[str]) -> None:
     if problems:
-        raise ConfigError("; ".join(problems))
+        raise ConfigError("; ".join(problems[:_TOLD]))
 
 
 def _changes_nothing(name: str, value: object) -> bool:
@@ -324,15 +333,17 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 def _token(key: Any) -> Any:
     """A token id; JSON has only strings as keys."""
-    return int(key) if isinstance(key, str) and key.isdecimal() else key
+    return int(key) if isinstance(key, str) and re.fullmatch("[0-9]{1,18}", key) else key
 
 
 def _clamped(bias: Any) -> Any:
-    return min(100.0, max(-100.0, bias)) if _is_int(bias) or (isinstance(bias, float) and bias == bias) else bias
+    number = isinstance(bias, (int, float)) and not isinstance(bias, bool) and bias == bias
+    return min(100.0, max(-100.0, bias)) if number else bias
 
 
 def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    """Of 64 bits; larger ones do not get to a core."""
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
 
 
 def _is_count(value: int | None) -> bool:
@@ -348,4 +359,4 @@ def _is_strings(values: Iterable[object]) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -24,10 +24,10 @@ def check_regex(pattern: object, where: str) -> str:
     What it cannot compile at all (look-around, back-references) it says itself.
     """
     if not isinstance(pattern, str):
-        raise ConfigError(f"{where}: {pattern!r} is no regular expression; give a string")
+        raise ConfigError(f"{where}: {pattern!r:.80} is no regular expression; give a string")
     flags = re.search(r"\(\?[a-zA-Z]*-?[a-zA-Z]*[RUu][a-zA-Z]*[:)]", pattern)
     if flags:
-        raise ConfigError(f"{where}: the flags {flags[0]} in {pattern!r} are not supported; leave them out")
+        raise ConfigError(f"{where}: the flags {flags[0]:.80} in {pattern!r:.80} are not supported; leave them out")
     in_class, escaped, previous = False, False, ""
     for at, c in enumerate(pattern):
         pair = pattern[at : at + 2]
@@ -38,16 +38,18 @@ def check_regex(pattern: object, where: str) -> str:
             escaped = True
             continue
         if in_class and (c == "[" or pair in ("&&", "--", "~~")):
-            raise ConfigError(f"{where}: {pair!r} inside [...] in {pattern!r} is ambiguous; write it with a backslash")
+            raise ConfigError(
+                f"{where}: {pair!r} inside [...] in {pattern!r:.80} is ambiguous; write it with a backslash"
+            )
         if not in_class and c == "+" and previous and previous in "*+?}":
-            raise ConfigError(f"{where}: possessive quantifier in {pattern!r}; leave out its '+'")
+            raise ConfigError(f"{where}: possessive quantifier in {pattern!r:.80}; leave out its '+'")
         if not in_class and c == "[":
             in_class = True
         elif in_class and c == "]" and previous not in ("[", "[^"):
             in_class = False
         previous = "[^" if in_class and c == "^" and previous == "[" else c
     if escaped:
-        raise ConfigError(f"{where}: {pattern!r} ends in a backslash; double it")
+        raise ConfigError(f"{where}: {pattern!r:.80} ends in a backslash; double it")
     return pattern
 
 

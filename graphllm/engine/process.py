@@ -7,6 +7,7 @@ from stdin and lives for as long as that pipe does.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import shutil
 import signal
@@ -157,13 +158,25 @@ class _Loop:
             self.live[request.id] = None
 
 
-def run_core(load: Load) -> None:
+def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
     """The child's whole life: read the settings from stdin, load the core, serve it; exits with 1 after a failure.
 
-    load: makes the core from the settings, and tells the name and seconds of each phase.
+    load: makes the core from the settings, and tells the name and seconds of each phase. preload: imports what that
+    needs, before there are settings.
     """
-    launch = msgspec.json.decode(_read_line(0), type=Launch)
-    progress, phases = _Progress(), {"process": time.monotonic() - launch.started}
+    begun = time.monotonic()
+    preload()
+    preloaded = time.monotonic()
+    line = _read_line(0)
+    if not line:  # the front has ended without a model
+        sys.exit(0)
+    launch = msgspec.json.decode(line, type=Launch)
+    progress = _Progress()
+    phases = {
+        "process": begun - launch.started,
+        "import torch": preloaded - begun,
+        "wait for the model": time.monotonic() - preloaded,
+    }
     signal.signal(signal.SIGTERM, progress.on_sigterm)
     context = zmq.Context(io_threads=1)
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
@@ -182,7 +195,7 @@ def run_core(load: Load) -> None:
     loop: _Loop | None = None
     cause: DeathCause | None = None
     try:
-        core = load(launch.settings, phases.__setitem__)
+        core = load(launch.settings, lambda name, seconds: phases.update({name: phases.get(name, 0.0) + seconds}))
         send(Ready(core.info, phases))
         loop = _Loop(core, inbox, send, progress)
         progress.activity = "idle"
@@ -252,5 +265,10 @@ def _load(settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core
     return load_core(msgspec.convert(settings, CoreSettings), phase)
 
 
+def _preload() -> None:
+    for name in ("torch", "graphllm.prepare", "graphllm.engine.core", "graphllm.weights.loader", "tokenizers"):
+        importlib.import_module(name)
+
+
 if __name__ == "__main__":
-    run_core(_load)
+    run_core(_load, _preload)

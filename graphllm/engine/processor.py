@@ -76,7 +76,9 @@ class Processor:
         self._check_counts(params)
         self._check_ids(params)
         if params.stop and self._tokenizer is None:
-            raise ConfigError(f"stop is {params.stop!r}: there is no tokenizer to find it with; give stop_token_ids")
+            raise ConfigError(
+                f"stop is {params.stop!r:.80}: there is no tokenizer to find it with; give stop_token_ids"
+            )
         if params.structured_outputs is not None:
             if self._grammar is None:
                 raise ConfigError("structured_outputs: not available without a tokenizer; leave it out")
@@ -112,7 +114,7 @@ class Processor:
         else:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         if text is not None and not isinstance(text, str):
-            raise ConfigError(f"prompt is {text!r}: give text, or token ids as prompt_token_ids")
+            raise ConfigError(f"prompt is {text!r:.80}: give text, or token ids as prompt_token_ids")
         if ids is None:
             if text is None:
                 raise ConfigError("prompt is missing: give text, or token ids as prompt_token_ids")
@@ -175,12 +177,12 @@ class Processor:
         if not params.bad_words:
             return []
         if self._tokenizer is None:
-            raise ConfigError(f"bad_words is {params.bad_words!r}: there is no tokenizer; leave it out")
+            raise ConfigError(f"bad_words is {params.bad_words!r:.80}: there is no tokenizer; leave it out")
         found = []
         for word in params.bad_words:
             plain, spaced = (self._tokenizer.encode(s + word.lstrip(), add_special_tokens=False) for s in ("", " "))
             if not plain:
-                raise ConfigError(f"bad_words has {word!r}, which is no token: give words with letters")
+                raise ConfigError(f"bad_words has {word!r:.80}, which is no token: give words with letters")
             found.append(plain)
             # Otherwise the word behind a space begins with the space as a token of its own, or is the same.
             if len(spaced) == len(plain) and spaced[0] != plain[0]:

@@ -315,7 +315,8 @@ def _depth(value: Any) -> int:
 
 
 def _item(node: Any, key: str) -> Any:
-    return node[int(key)] if isinstance(node, list) and key.isdecimal() and int(key) < len(node) else None
+    index = int(key) if re.fullmatch("[0-9]{1,9}", key) else -1
+    return node[index] if isinstance(node, list) and 0 <= index < len(node) else None
 
 
 def _escape(name: str) -> str:

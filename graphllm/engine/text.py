@@ -86,6 +86,7 @@ class Tokenizer:
     def render_chat(
         self,
         messages: Iterable[Mapping[str, Any]],
+        /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         **variables: Any,
@@ -103,7 +104,7 @@ class Tokenizer:
             raise ConfigError("messages: empty; give at least one message")
         plain = _plain({"messages": known, "tools": tools, "documents": None, **self._special, **variables})
         try:
-            return template.render(add_generation_prompt=add_generation_prompt, **plain)
+            return template.render({**plain, "add_generation_prompt": add_generation_prompt})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
             raise ConfigError(f"chat template: {e}") from e
 

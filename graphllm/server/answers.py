@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from graphllm.engine.outputs import CompletionOutput, Logprob, Position, RequestOutput
@@ -85,8 +86,8 @@ def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, ind
 class ChunkWriter:
     """The chunks of a streamed answer, from outputs of kind DELTA. For the arguments see `response_body`."""
 
-    def __init__(self, call: Call, response_id: str, model: str, created: int) -> None:
-        self._call = call
+    def __init__(self, call: Call, response_id: str, model: str, created: int, count: Count | None = None) -> None:
+        self._call, self._count = call, count
         self._head = {
             "id": ("chatcmpl-" if call.chat else "cmpl-") + response_id,
             "object": "chat.completion.chunk" if call.chat else "text_completion",
@@ -96,7 +97,9 @@ class ChunkWriter:
         self._readers: dict[int, ReplyReader] = {}
         self._offsets: dict[int, int] = {}  # characters of each choice so far, for its logprobs
         self._used: dict[int, Usage] = {}  # by prompt
-        self._reasoning = 0
+        self._thoughts: dict[int, list[str]] = {}  # of each choice that goes on
+        self._reasoning = 0  # tokens, of choices that have ended
+        self._prompts: dict[int, list[Position | None]] = {}  # their log-probabilities, which come only once
 
     def write(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The chunks of what is new. prompt: its number, of several."""
@@ -105,13 +108,17 @@ class ChunkWriter:
         self._used[prompt] = before._replace(
             completion=before.completion + (0 if self._call.alone else tokens), cached=output.num_cached_tokens
         )
+        if output.prompt_logprobs is not None:
+            self._prompts[prompt] = output.prompt_logprobs
+        elif prompt in self._prompts:
+            output = replace(output, prompt_logprobs=self._prompts[prompt])
         chunks = []
         for completion in output.outputs:
             index = prompt * self._call.params.n + completion.index
             choices = self._chat(index, completion) if self._call.chat else self._text(index, output, completion)
             chunks += [self._chunk([choice]) for choice in choices]
-        if chunks and output.prompt_logprobs is not None:
-            chunks[0]["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if self._call.chat and chunks and prompt in self._prompts:
+            chunks[0]["prompt_logprobs"] = prompt_logprobs(self._prompts.pop(prompt))
         return chunks
 
     def last(self) -> list[dict[str, Any]]:
@@ -138,8 +145,7 @@ class ChunkWriter:
         parts = reader.feed(shown_text(call, completion))
         if completion.finished:
             parts += reader.finish()
-        if reader.reasoning or any(isinstance(part, Reasoning) for part in parts):
-            self._reasoning += len(completion.token_ids)
+        self._think(index, parts, completion.finished)
         deltas += [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
         if completion.finished and not deltas:
             deltas = [{}]
@@ -156,23 +162,32 @@ class ChunkWriter:
             choices[-1] |= {"finish_reason": finish_reason(completion, reader), "stop_reason": completion.stop_reason}
         return choices
 
+    def _think(self, index: int, parts: Iterable[Part], ended: bool) -> None:
+        """Count the tokens of reasoning, once it is whole: pieces of a text may have more."""
+        pieces = self._thoughts.setdefault(index, [])
+        pieces += [part.text for part in parts if isinstance(part, Reasoning)]
+        if ended and self._thoughts.pop(index) and self._count is not None:
+            self._reasoning += self._count("".join(pieces))
+
     def _text(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[dict[str, Any]]:
         call, begins = self._call, index not in self._offsets
         text = "" if call.alone else completion.text
         positions, first = None if completion.logprobs is None else list(completion.logprobs), None
         if positions and call.alone:
             positions = []
+        if not (text or positions or completion.finished or (call.echo and begins)):
+            return []
         offset = self._offsets.setdefault(index, 0)
         if call.echo and begins:
             text = (output.prompt or "") + text
             if positions is not None:
                 first, others = _echoed(output)
                 positions = [*others, *positions]
-        if not (text or positions or completion.finished):
-            return []
         logprobs = None if positions is None else completion_logprobs(positions, offset, first)
         self._offsets[index] += len("".join(logprobs["tokens"])) if logprobs else 0
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if begins and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         if completion.finished:
             reason = "length" if call.alone else completion.finish_reason
             choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
@@ -203,9 +218,9 @@ def _new_id() -> str:
 
 
 def shown_text(call: Call, completion: CompletionOutput) -> str:
-    """A completion's text without the special token that ended it."""
+    """A completion's text without the token that ended it."""
     text = completion.text
-    if completion.finish_reason == "stop" and completion.stop_reason is None:
+    if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
         for ending in call.hidden:
             if text.endswith(ending):
                 return text[: -len(ending)]
@@ -308,22 +323,24 @@ class Reading:
     def __init__(self, call: Call, count: Count) -> None:
         self._call, self._count = call, count
         self._reader = reader_of(call)
+        self._thoughts: list[str] = []
         self._used = Usage(0, 0)
         self._last: CompletionOutput | None = None
 
     def read(self, output: RequestOutput) -> list[Part]:
         """What is new in an output. The calls end with the reply, so they are told by their order."""
         used, call = usage_of(self._call, output), self._call
-        self._used = used._replace(completion=used.completion + self._used.completion, reasoning=self._used.reasoning)
+        self._used = used._replace(completion=used.completion + self._used.completion)
         parts: list[Part] = []
         for completion in output.outputs:
             parts += self._reader.feed(shown_text(call, completion))
             if completion.finished:
                 parts += self._reader.finish()
                 self._last = completion
-        thoughts = "".join(part.text for part in parts if isinstance(part, Reasoning))
-        if thoughts:
-            self._used = self._used._replace(reasoning=self._used.reasoning + self._count(thoughts))
+        self._thoughts += [part.text for part in parts if isinstance(part, Reasoning)]
+        if self._last is not None and self._thoughts:
+            # Once it is whole: pieces of a text may have more tokens.
+            self._used = self._used._replace(reasoning=self._count("".join(self._thoughts)))
         return parts
 
     @property

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from graphllm import __version__
@@ -18,15 +17,11 @@ from graphllm.server.anthropic_routes import anthropic_routes
 from graphllm.server.errors import KNOWN, describe, error_response
 from graphllm.server.guard import Guard
 from graphllm.server.openai_routes import openai_routes
+from graphllm.server.pages import chat_page
 from graphllm.server.protocol import HealthStatus
 from graphllm.server.responses_routes import responses_routes
 from graphllm.server.service import Service
 from graphllm.server.wire import App, GoneError, json_response
-
-_CSP = (  # one page with everything in it, which talks to this server alone
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-)
 
 
 @dataclass(frozen=True)
@@ -104,11 +99,11 @@ def _add_probes(app: FastAPI, service: Service, guard: Guard) -> None:
         text, kind = metrics.render(await host.stats(), wants_open)
         return Response(text, headers={"content-type": kind})
 
-    page = (resources.files("graphllm.server") / "page" / "index.html").read_text(encoding="utf-8")
+    page = chat_page()
 
     @app.get("/", include_in_schema=False)
-    async def chat_page() -> HTMLResponse:
-        return HTMLResponse(page, headers={"Content-Security-Policy": _CSP, "X-Content-Type-Options": "nosniff"})
+    async def root() -> Response:
+        return page
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -18,6 +18,7 @@ from graphllm.engine.load import Opened
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import CoreStats
+from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.server.openai import Style
 
@@ -61,10 +62,12 @@ class HostOptions:
 
 @dataclass
 class EngineHost:
-    """One engine after another for the same model. open: finds the model, in a thread."""
+    """One engine after another for the same model. open: finds the model, in a thread. child: the first one's process,
+    already started."""
 
     open: Callable[[], Opened]
     options: HostOptions = HostOptions()
+    child: Child | None = None
     status: str = "starting"
     cause: str | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds, of the latest start
@@ -97,7 +100,8 @@ class EngineHost:
         assert self.opened is not None
         self._phase = "loading the engine"
         options = self.options
-        engine = AsyncLLM.from_opened(self.opened, options.seed, options.silence, options.step_timeout)
+        child, self.child = self.child, None  # one process loads one engine
+        engine = AsyncLLM.from_opened(self.opened, options.seed, options.silence, options.step_timeout, child)
         try:
             await engine.start()
         except BaseException:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from graphllm.config import ConfigError
 from graphllm.engine.load import Opened
 from graphllm.engine.messages import EngineDeadError
+from graphllm.engine.spawn import Child
 
 if TYPE_CHECKING:
     import uvicorn
@@ -47,14 +48,16 @@ class ServerOptions:
     started: float = field(default_factory=time.monotonic)
 
 
-def serve(open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit status. Raises ConfigError for an address or a model that cannot be
-    used."""
+def serve(open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions, child: Child) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
+    a model that cannot be used."""
     with _socket(options) as listener:
         import uvloop
 
+        from graphllm.server.host import EngineHost
+
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(open, options, host_options, listener))
+            return runner.run(_serve(EngineHost(open, host_options, child), options, listener))
 
 
 @contextlib.contextmanager
@@ -106,11 +109,7 @@ def _check_unused(path: Path) -> None:
     raise ConfigError(f"uds is {str(path)!r}: another server listens there; give another path")
 
 
-async def _serve(
-    open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions, listener: socket.socket
-) -> int:
-    from graphllm.server.host import EngineHost
-
+async def _serve(host: EngineHost, options: ServerOptions, listener: socket.socket) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     presses = 0
@@ -124,7 +123,6 @@ async def _serve(
             os._exit(130)
         ended.set()
 
-    host = EngineHost(open, host_options)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
     host.phases["imports"] = time.monotonic() - options.started

@@ -38,6 +38,7 @@ _ORIGINS = {
     "structured_outputs": ("response_format", "text", "tools"),
     "response_format": ("text",),
     "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "tool_choice": ("tools",),  # which make it auto
 }
 # Fields of SamplingParams that are none of a request's body.
 _INTERNAL = frozenset({"detokenize", "output_kind", "skip_reading_prefix_cache", "extra_args"})
@@ -62,7 +63,7 @@ class Call(NamedTuple):
     token ids. messages, template: a conversation, and what else the chat template is told. tools: that it may call.
     priority: lower goes first. stream, usage, running_usage: chunks, one with the usage at the end, or in every chunk.
     echo: the prompt comes before the completion; alone: and nothing else does. reasoning: it is shown.
-    reply, hidden: how the text is read, and special tokens that end it and are not shown (from `write_out`).
+    reply, hidden: how the text is read, and tokens that end it and are not shown (from `write_out`).
     """
 
     chat: bool
@@ -194,7 +195,8 @@ def _constraint(rest: dict[str, Any], tools: ToolUse) -> dict[str, Any]:
             f"{given[0]} and {given[1]} are both given and ask for different texts; leave out one of them"
         )
     if forced is not None:
-        return {"structured_outputs": forced}
+        # Between two tokens of JSON a small model may write whitespace until it is cut off.
+        return {"structured_outputs": {**forced, "whitespace_pattern": "[ ]?"}}
     if kind == "text":
         return {}
     if kind == "json_object":
@@ -241,12 +243,13 @@ def _prompts(given: object) -> list[Prompt]:
 
 
 def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Sequence[Prompt]]:
-    """What a processor takes, a chat written out by the chat template, and the call with how its reply is read.
+    """What a processor takes, a chat written out by the chat template, and the call with how its reply is read. Prompts
+    that are echoed have their text with them.
 
     Raises ConfigError when the template refuses, and for tools that the model has no known way to call.
     """
     if not call.chat:
-        return call, call.prompts
+        return call, [_with_text(prompt, tokenizer) for prompt in call.prompts] if call.echo else call.prompts
     use, text = call.tools, rendered(call, tokenizer, style)
     constrained = call.params.structured_outputs is not None
     call = call._replace(
@@ -261,12 +264,21 @@ def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Seq
     )
     if call.reply.tools in ("mistral", "llama3") and call.params.skip_special_tokens:
         # Their marks of a call are special tokens.
+        params = call.params
+        ends = tokenizer.stop_ids.union(() if params.include_stop_str_in_output else params.stop_token_ids)
         call = call._replace(
-            params=replace(call.params, skip_special_tokens=False),
-            hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(tokenizer.stop_ids)),
+            params=replace(params, skip_special_tokens=False),
+            hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ends)),
         )
     # The template has written BOS where it wants one, so none is added.
     return call, [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}]
+
+
+def _with_text(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
+    """Token ids with what they say, where they are any; a processor refuses others."""
+    if not isinstance(prompt, list) or not all(type(i) is int and 0 <= i < tokenizer.vocab_size for i in prompt):
+        return prompt
+    return {"prompt": tokenizer.decode(prompt, skip_special_tokens=False), "prompt_token_ids": prompt}
 
 
 def rendered(call: Call, tokenizer: Tokenizer, style: Style) -> str:

@@ -117,7 +117,7 @@ async def answer(service: Service, request: Request, url: str) -> Response:
     started = await service.start(request, url, record.body)
     call, about = started.call, (record.id, service.names[0], int(service.created))
     if call.stream:
-        writer = answers.ChunkWriter(call, *about)
+        writer = answers.ChunkWriter(call, *about, service.count)
         return EventStream(_chunks(request, writer, await first_and_rest(request, started)))
     outputs = await service.whole(request, started)
     return json_response(answers.response_body(call, outputs, *about, service.count))

@@ -138,22 +138,29 @@ async def _events(
     request: Request, writer: ResponseWriter, reading: Reading, stream: AsyncGenerator[News, None], keep: Any
 ) -> AsyncGenerator[bytes, None]:
     done = False
+
+    def end(ending: Ending) -> list[dict[str, Any]]:
+        # Kept before the client hears of the end: its next request may go on from here.
+        nonlocal done
+        done = True
+        events = writer.end(ending)
+        keep()
+        return events
+
     try:
         events = writer.start()
         async for news in stream:
             events += writer.parts(reading.read(news.output))
             if news.output.finished:
-                events += writer.end(reading.ending)
-                done = True
+                events += end(reading.ending)
             if events:
                 yield b"".join(map(named_event, events))
             events = []
     except Exception as error:
         event_body(request.scope, error)  # logs what is no mistake of the request
-        done = True
-        yield b"".join(map(named_event, writer.end(Ending("error", reading.usage, error=describe(error)[1]))))
+        yield b"".join(map(named_event, end(Ending("error", reading.usage, error=describe(error)[1]))))
     finally:
         if not done:  # the client has left
             writer.cancelled()
-        keep()
+            keep()
         await stream.aclose()

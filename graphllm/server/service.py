@@ -105,21 +105,11 @@ class Service:
         if call.priority and host.opened.settings.options.scheduling_policy != "priority":
             raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
         prompts = call.prompts
-        if call.chat:
+        if call.chat or call.echo:
             long = sum(len(m.get("content") or "") for m in call.messages) > _LONG
             args = (call, self.tokenizer, host.style)
             call, prompts = await asyncio.to_thread(write_out, *args) if long else write_out(*args)
-        elif call.echo:
-            prompts = [self._with_text(prompt) for prompt in prompts]
         return Started(call, generate(engine, call, prompts, record_of(request.scope), self.metrics))
-
-    def _with_text(self, prompt: Any) -> Any:
-        """Token ids of which the answer shows the text."""
-        if isinstance(prompt, str):
-            return prompt
-        if not all(type(i) is int for i in prompt):
-            raise ConfigError(f"prompt has {prompt!r:.80}: give text or token ids")
-        return {"prompt": self.decode("prompt", prompt), "prompt_token_ids": prompt}
 
     async def whole(self, request: Request, started: Started) -> list[Any]:
         """The finished outputs, in the order of the prompts. Raises GoneError when the client leaves."""

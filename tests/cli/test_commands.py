@@ -19,7 +19,8 @@ SMALL = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-nu
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["run", "--help"], ["compile", "--help"], ["op", "--help"], ["--version"]]
+    "arguments",
+    [["--help"], *([name, "--help"] for name in ("run", "compile", "serve", "chat", "op", "bench")), ["--version"]],
 )
 def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
     script = (
@@ -41,8 +42,9 @@ def test_every_command_and_option_says_what_it_is_for() -> None:
     from graphllm.cli.app import app
 
     command: Any = typer.main.get_command(app)
-    leaves = {**command.commands, **command.commands["op"].commands}
-    assert {"compile", "run", "inspect", "list", "test", "bench"} <= leaves.keys()
+    groups = {name: command.commands[name].commands for name in ("op", "bench")}
+    leaves = {**command.commands, **{f"{g} {n}": leaf for g, leaves in groups.items() for n, leaf in leaves.items()}}
+    assert {"compile", "run", "serve", "chat", "inspect", "op list", "op test", "bench serve"} <= leaves.keys()
     for name, leaf in leaves.items():
         assert leaf.help, name
         for parameter in leaf.params:

@@ -124,11 +124,11 @@ class _Handler(BaseHTTPRequestHandler):
         elif path == "/health/ready":
             status, word = (200, "ok") if state.ready else (503, "starting")
             self._json(status, {"status": word, "cause": state.cause})
-        elif path == "/version":
+        elif path == "/version" and self._admitted():
             self._json(200, {"version": "1.2.3"})
         elif path == "/v1/models" and self._admitted():
             self._json(200, {"object": "list", "data": state.models})
-        elif path is None or not path.startswith("/v1/"):
+        elif path not in ("/version", "/v1/models"):
             self._json(404, {"error": {"message": "Not Found"}})
 
     def do_POST(self) -> None:

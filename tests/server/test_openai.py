@@ -1,37 +1,25 @@
-"""Bodies of OpenAI's API: what they ask for, what is refused by which name, responses as OpenAI's client reads them."""
+"""Bodies of OpenAI's API: what they ask for, what is refused by which name, how a chat is written out."""
 
 from __future__ import annotations
 
-import json
-import math
+from dataclasses import replace
 from typing import Any
 
 import byte_tokenizer
-import numpy as np
+import jsonschema
 import pytest
-from stub_core import StubCore, info, log_softmax
 
 from graphllm.config import ConfigError
-from graphllm.engine.llm import run_to_completion
-from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, RequestMetrics, RequestOutput
 from graphllm.engine.params import SamplingParams, StructuredOutputsParams
-from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
-from graphllm.server.openai import (
-    CHAT,
-    COMPLETIONS,
-    Call,
-    completion_logprobs,
-    error_body,
-    failure,
-    parse_call,
-    prompts_of,
-    response_body,
-)
+from graphllm.server.openai import CHAT, COMPLETIONS, Call, Style, error_body, parse_call, write_out
+from graphllm.server.replies import ReplyFormat
 
 OPEN = SamplingParams(max_tokens=None)  # defaults that leave the length to the endpoint
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
+NOW = {"type": "function", "function": {"name": "now"}}
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +102,15 @@ def test_fields_that_change_nothing() -> None:
     """What clients send along, and values that ask for nothing."""
     inert = {
         "user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "stream": False, "stream_options": None,
+        "store": False, "safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "24h",
         "echo": False, "suffix": None, "tools": [], "tool_choice": "none", "best_of": 1, "use_beam_search": False,
         "length_penalty": 1.0, "logprob_token_ids": None, "unheard_of": None,
     }  # fmt: skip
-    assert _completion(**inert, add_special_tokens=True) == _completion()
-    assert _chat(**inert, add_special_tokens=False, parallel_tool_calls=True) == _chat()
+    of_tools = {"tools", "tool_choice"}
+    completion = {name: value for name, value in inert.items() if name not in of_tools}
+    assert _completion(**completion, add_special_tokens=True) == _completion()
+    chat = _chat(**inert, add_special_tokens=False, parallel_tool_calls=True, functions=[], modalities=["text"])
+    assert chat == _chat()
 
 
 def test_the_other_fields_of_a_call() -> None:
@@ -132,7 +124,8 @@ def test_the_other_fields_of_a_call() -> None:
     [("a", ["a"]), ([5, 6], [[5, 6]]), (["a", "b"], ["a", "b"]), ([[5], [6, 7]], [[5], [6, 7]]), ("", [""])],
 )
 def test_prompts_of_a_completion(prompt: Any, expected: list[Any], tokenizer: Tokenizer) -> None:
-    assert list(prompts_of(_completion(prompt=prompt), tokenizer)) == expected
+    call = _completion(prompt=prompt)
+    assert write_out(call, tokenizer, Style()) == (call, expected)
 
 
 def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
@@ -142,7 +135,7 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"mood": "!"}},
         OPEN,
     )
-    prompt: Any = prompts_of(call, tokenizer)[0]
+    prompt: Any = write_out(call, tokenizer, Style())[1][0]
     assert prompt["prompt"] == "<s>user:one\ntwo;!bot:"
     ids = prompt["prompt_token_ids"]
     assert ids.count(byte_tokenizer.BOS) == 1
@@ -155,9 +148,31 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (CHAT, {"temperature": -1}, "temperature", "temperature is -1"),
         (CHAT, {"temperature": "hot"}, "temperature", "temperature is 'hot'"),
         (CHAT, {"frobnicate": 3}, "frobnicate", "frobnicate is 3: not supported"),
-        (CHAT, {"stream": True}, "stream", "stream is True: not supported"),
-        (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools is "),
-        (CHAT, {"tool_choice": "auto"}, "tool_choice", "tool_choice is 'auto'"),
+        (CHAT, {"stream": 1}, "stream", "stream is 1: give true or false"),
+        (CHAT, {"stream_options": {"include_usage": True}}, "stream_options", "only with stream: true"),
+        (CHAT, {"stream": True, "stream_options": []}, "stream_options", "stream_options is []: give an object"),
+        (CHAT, {"stream": True, "stream_options": {"include_usage": 1}}, "stream_options",
+         "stream_options.include_usage is 1: give true or false"),
+        (CHAT, {"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options",
+         "stream_options has 'include_obfuscation'"),
+        (CHAT, {"stream": True, "stream_options": {"x": 1}}, "stream_options", "stream_options has 'x'"),
+        (CHAT, {"tools": [{"type": "function"}]}, "tools", "tools[0].function is "),
+        (CHAT, {"tools": [{"type": "custom"}]}, "tools", "tools[0].type is 'custom'"),
+        (CHAT, {"tools": {}}, "tools", "tools is {}"),
+        (CHAT, {"tool_choice": "required"}, "tool_choice", "tool_choice is 'required': there are no tools"),
+        (CHAT, {"tools": [ADD], "tool_choice": "any"}, "tool_choice", "tool_choice is 'any'"),
+        (CHAT, {"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice",
+         "tool_choice.function.name is 'sub'"),
+        (CHAT, {"tools": [ADD], "parallel_tool_calls": "no"}, "parallel_tool_calls", "parallel_tool_calls is 'no'"),
+        (CHAT, {"tools": [ADD], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "response_format", "response_format and tool_choice are both given"),
+        (CHAT, {"tools": [ADD], "tool_choice": "required", "structured_outputs": {"regex": "a"}},
+         "structured_outputs", "structured_outputs and tool_choice are both given"),
+        (CHAT, {"functions": [ADD["function"]]}, "functions", "functions is "),
+        (CHAT, {"function_call": "auto"}, "function_call", "function_call is 'auto': not supported"),
+        (CHAT, {"reasoning_effort": 3}, "reasoning_effort", "reasoning_effort is 3: give a string"),
+        (CHAT, {"include_reasoning": "no"}, "include_reasoning", "include_reasoning is 'no'"),
+        (CHAT, {"continue_final_message": True}, "continue_final_message", "continue_final_message is True"),
         (CHAT, {"echo": True}, "echo", "echo is True"),
         (CHAT, {"best_of": 2}, "best_of", "best_of is 2"),
         (CHAT, {"n": 0}, "n", "n is 0"),
@@ -191,7 +206,10 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (COMPLETIONS, {"prompt": []}, "prompt", "prompt is []"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "prompt is [1, 'a']"),
         (COMPLETIONS, {"suffix": "x"}, "suffix", "suffix is 'x'"),
-        (COMPLETIONS, {"echo": True}, "echo", "echo is True"),
+        (COMPLETIONS, {"echo": "yes"}, "echo", "echo is 'yes': give true or false"),
+        (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
+        (COMPLETIONS, {"echo": True, "max_tokens": False}, "max_tokens", "max_tokens is False"),
+        (COMPLETIONS, {"tools": [ADD]}, "tools", "tools is "),
         (COMPLETIONS, {"logprobs": -3}, "logprobs", "logprobs is -3"),
         (COMPLETIONS, {"min_tokens": 20}, "min_tokens", "give at most max_tokens, which is 16"),
         (COMPLETIONS, {"max_completion_tokens": 3}, "max_completion_tokens", "not supported"),
@@ -214,145 +232,150 @@ def test_no_request_at_all(url: object, body: object) -> None:
     assert error_body(str(mistake.value), body)["error"]["param"] is None
 
 
-# --- responses
+# --- streams, echo, tools
 
 
-def _answers(call: Call, tokenizer: Tokenizer) -> list[RequestOutput]:
-    """From a core with random logits, [V, V, V] by the last two tokens (`_logits`)."""
-    core = StubCore(info(tokenizer.vocab_size), _logits(tokenizer))
-    processor = Processor(tokenizer, core.info, seed=1)
-    prompts = prompts_of(call, tokenizer)
-    parsed = [processor.make(prompt, call.params, str(i)) for i, prompt in enumerate(prompts)]
-    return run_to_completion(core, OutputProcessor(tokenizer), parsed)
+def test_streams() -> None:
+    for make in (_chat, _completion):
+        assert [getattr(make(), name) for name in ("stream", "usage", "running_usage")] == [False] * 3
+        assert not make(stream=True, stream_options={"include_usage": False, "continuous_usage_stats": True}).usage
+        found = make(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+        assert (found.stream, found.usage, found.running_usage) == (True, True, False)
+        found = make(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+        assert (found.usage, found.running_usage) == (True, True)
 
 
-def _logits(tokenizer: Tokenizer) -> np.ndarray:
-    size = tokenizer.vocab_size
-    return np.random.default_rng(0).normal(size=(size, 1, size)).repeat(size, axis=1)
+def test_echo_scores_the_prompt_too() -> None:
+    """As in OpenAI's API: logprobs with echo are those of the prompt and of what comes behind it."""
+    assert _completion(echo=True).params == _completion().params
+    assert _completion(echo=True, logprobs=2).params == SamplingParams(max_tokens=16, logprobs=2, prompt_logprobs=2)
+    assert _completion(echo=True, logprobs=2, prompt_logprobs=5).params.prompt_logprobs == 5
+    alone = _completion(echo=True, max_tokens=0, logprobs=0)
+    assert (alone.echo, alone.alone) == (True, True)
+    assert alone.params == SamplingParams(max_tokens=1, logprobs=0, prompt_logprobs=0)  # no engine makes no tokens
+    assert not _completion(echo=True, max_tokens=1).alone
 
 
-def _extras(model: Any) -> set[str]:
-    """Fields that the client's models do not know, anywhere in a response."""
-    found = set(model.model_extra or {})
-    for name in type(model).model_fields:
-        value = getattr(model, name)
-        for part in value if isinstance(value, list) else [value]:
-            if hasattr(part, "model_fields_set"):
-                found |= _extras(part)
-    return found
-
-
-def test_chat_response(tokenizer: Tokenizer) -> None:
-    """The client reads it, strictly, and finds what was generated."""
-    from openai.types.chat import ChatCompletion
-
-    call = _chat(n=2, seed=3, max_tokens=5, temperature=1.0, logprobs=True, top_logprobs=3, ignore_eos=True)
-    outputs = _answers(call, tokenizer)
-    body = json.loads(json.dumps(response_body(call, outputs, "17", "served", 1234)))
-    read = ChatCompletion.model_validate(body, strict=True)
-    assert _extras(read) == {"stop_reason"}
-    assert (read.id, read.object, read.created, read.model) == ("chatcmpl-17", "chat.completion", 1234, "m")
-    assert [c.index for c in read.choices] == [0, 1]
-    assert [c.message.content for c in read.choices] == [c.text for c in outputs[0].outputs]
-    assert all(c.message.role == "assistant" and c.finish_reason == "length" for c in read.choices)
-    assert read.usage is not None
-    prompt = len(tokenizer.encode("<s>user:hello;bot:"))
-    usage = (read.usage.prompt_tokens, read.usage.completion_tokens, read.usage.total_tokens)
-    assert usage == (prompt, 10, prompt + 10)
-    assert read.usage.prompt_tokens_details is not None
-    assert read.usage.prompt_tokens_details.cached_tokens == prompt // 2  # what the stub claims
-    for choice, completion in zip(read.choices, outputs[0].outputs, strict=True):
-        assert choice.logprobs is not None
-        assert choice.logprobs.content is not None
-        scores = log_softmax(_logits(tokenizer))
-        known = [*outputs[0].prompt_token_ids, *completion.token_ids]
-        for i, entry in enumerate(choice.logprobs.content):
-            row = scores[known[prompt + i - 2], known[prompt + i - 1]]
-            token = completion.token_ids[i]
-            assert entry.token == tokenizer.decode([token], skip_special_tokens=False)
-            assert entry.bytes == list(entry.token.encode())
-            assert math.isclose(entry.logprob, row[token])
-            best = np.argsort(-row)[:3]
-            assert [t.token for t in entry.top_logprobs] == [tokenizer.decode([int(b)], False) for b in best]
-            assert np.allclose([t.logprob for t in entry.top_logprobs], row[best])
-
-
-def test_completion_response(tokenizer: Tokenizer) -> None:
-    from openai.types import Completion
-
-    call = _completion(prompt=["hello", "cat"], n=2, seed=3, max_tokens=4, temperature=1.0, logprobs=2, ignore_eos=True)
-    outputs = _answers(call, tokenizer)
-    body = json.loads(json.dumps(response_body(call, outputs, "17", "served", 1234)))
-    read = Completion.model_validate(body, strict=True)
-    assert _extras(read) == {"stop_reason"}
-    assert (read.id, read.object, read.model) == ("cmpl-17", "text_completion", "m")
-    assert [c.index for c in read.choices] == [0, 1, 2, 3]
-    completions = [c for o in outputs for c in o.outputs]
-    assert [c.text for c in read.choices] == [c.text for c in completions]
-    assert read.usage is not None
-    prompt = len(tokenizer.encode("hello")) + len(tokenizer.encode("cat"))
-    assert (read.usage.prompt_tokens, read.usage.completion_tokens) == (prompt, 16)
-    for choice, completion in zip(read.choices, completions, strict=True):
-        logprobs = choice.logprobs
-        assert logprobs is not None
-        assert logprobs.tokens == [tokenizer.decode([t], skip_special_tokens=False) for t in completion.token_ids]
-        assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(4)]
-        assert logprobs.token_logprobs is not None
-        assert math.isclose(sum(logprobs.token_logprobs), completion.cumulative_logprob or 0)
-        assert logprobs.top_logprobs is not None
-        for token, logprob, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
-            assert top[token] == logprob  # the token itself is among them
-            assert len(top) in (2, 3)
-
-
-def test_what_was_not_asked_for_is_null(tokenizer: Tokenizer) -> None:
-    for call in (_chat(max_tokens=2, seed=1), _completion(max_tokens=2, seed=1)):
-        body = response_body(call._replace(model=""), _answers(call, tokenizer), "1", "served", 0)
-        assert body["choices"][0]["logprobs"] is None
-        assert "prompt_logprobs" not in body
-        assert "prompt_logprobs" not in body["choices"][0]
-        assert body["model"] == "served"
-
-
-def test_prompt_logprobs(tokenizer: Tokenizer) -> None:
-    chat, completion = _chat(max_tokens=1, prompt_logprobs=1), _completion(max_tokens=1, prompt_logprobs=1)
-    body = response_body(completion, _answers(completion, tokenizer), "1", "", 0)
-    first, *others = body["choices"][0]["prompt_logprobs"]
+def test_prompts_that_are_echoed_have_their_text(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("hello")
-    assert first is None
-    scores = log_softmax(_logits(tokenizer))
-    for i, entry in enumerate(others, 1):
-        found = entry[str(ids[i])]
-        assert math.isclose(found["logprob"], scores[ids[i - 2] if i > 1 else 0, ids[i - 1], ids[i]])
-        assert found["decoded_token"] == tokenizer.decode([ids[i]], skip_special_tokens=False)
-    assert "prompt_logprobs" in response_body(chat, _answers(chat, tokenizer), "1", "", 0)
+    call = _completion(prompt=[ids, [byte_tokenizer.BOS, *ids]], echo=True)
+    found = write_out(call, tokenizer, Style())[1]
+    assert found == [
+        {"prompt": "hello", "prompt_token_ids": ids},
+        {"prompt": "<s>hello", "prompt_token_ids": [byte_tokenizer.BOS, *ids]},
+    ]
+    for strange in (["hello"], [[-1]], [[10**20]], [[True]]):  # nothing to decode; the processor judges them
+        assert list(write_out(call._replace(prompts=strange), tokenizer, Style())[1]) == strange
 
 
-def test_stop_reason(tokenizer: Tokenizer) -> None:
-    """The stop string that ended a completion, beside finish_reason."""
-    text = _answers(_completion(max_tokens=8, temperature=0, ignore_eos=True), tokenizer)[0].outputs[0].text
-    call = _completion(max_tokens=8, temperature=0, ignore_eos=True, stop=[text[2:4]])
-    (choice,) = response_body(call, _answers(call, tokenizer), "1", "", 0)["choices"]
-    assert (choice["text"], choice["finish_reason"]) == (text[: text.find(text[2:4])], "stop")
-    assert choice["stop_reason"] == text[2:4]
+@pytest.mark.parametrize(
+    ("fields", "style", "reply"),
+    [
+        ({}, Style(), ReplyFormat()),
+        ({}, Style("hermes", True), ReplyFormat(reasoning=True)),
+        ({"tools": [ADD]}, Style("hermes"), ReplyFormat(tools="hermes", names=frozenset({"add"}))),
+        ({"tools": [ADD, NOW], "tool_choice": "none"}, Style("hermes"), ReplyFormat(names=frozenset({"add", "now"}))),
+        ({"tools": [ADD], "tool_choice": "required"}, Style(), ReplyFormat(tools="json", names=frozenset({"add"}))),
+        (
+            {"tools": [ADD, NOW], "tool_choice": {"type": "function", "function": {"name": "now"}}},
+            Style("mistral"),
+            ReplyFormat(tools="named", name="now", names=frozenset({"add", "now"})),
+        ),
+    ],
+)
+def test_how_a_reply_is_read(fields: dict[str, Any], style: Style, reply: ReplyFormat, tokenizer: Tokenizer) -> None:
+    assert write_out(_chat(**fields), tokenizer, style)[0].reply == reply
 
 
-def test_impossible_tokens_are_valid_json() -> None:
-    """JSON has no infinity; tokens that read the same keep the likeliest."""
-    position = {5: Logprob(-math.inf, 9, "x"), 6: Logprob(-0.5, 1, "y"), 7: Logprob(-1.5, 2, "y")}
-    body = completion_logprobs([position])
-    assert body["token_logprobs"] == [-9999.0]
-    assert body["top_logprobs"] == [{"x": -9999.0, "y": -0.5}]
-    json.dumps(body, allow_nan=False)
+def test_a_prompt_that_ends_in_a_think_tag(tokenizer: Tokenizer) -> None:
+    """The reply begins with reasoning then, unless a grammar says what it begins with."""
+    fields = {"chat_template_kwargs": {"mood": "<think>\n"}, "add_generation_prompt": False}
+    for given, reasoning, thinking in (
+        ({}, True, True),
+        ({}, False, False),
+        ({"structured_outputs": {"regex": "a"}}, True, False),
+        ({"chat_template_kwargs": {"mood": "<think></think>"}}, True, False),
+    ):
+        call, prompts = write_out(_chat(**{**fields, **given}), tokenizer, Style(None, reasoning))
+        assert "<think>" in prompts[0]["prompt"]  # type: ignore[index, call-overload]
+        assert call.reply.thinking == thinking
 
 
-def test_failure_of_the_engine() -> None:
-    def output(*reasons: str) -> RequestOutput:
-        parts = [
-            CompletionOutput(i, "", [], finish_reason=r, error="NaN" if r == "error" else None)
-            for i, r in enumerate(reasons)
-        ]
-        return RequestOutput("1", None, [1], None, parts, True, RequestMetrics(0.0))
+def test_tools_are_shown_unless_none_may_be_called(tokenizer: Tokenizer) -> None:
+    def shown(**fields: Any) -> str:
+        prompt: Any = write_out(_chat(**fields), tokenizer, Style("hermes"))[1][0]
+        return prompt["prompt"]
 
-    assert failure([output("stop", "length"), output("stop")]) is None
-    assert failure([output("stop"), output("stop", "error")]) == "NaN"
+    assert shown(tools=[ADD, NOW]) == "<s>user:hello;2bot:"
+    for choice in ("auto", "required", {"type": "function", "function": {"name": "add"}}):
+        assert shown(tools=[ADD], tool_choice=choice) == "<s>user:hello;1bot:"
+    assert shown(tools=[ADD], tool_choice="none") == shown() == "<s>user:hello;bot:"
+
+
+def test_a_call_that_must_be_made_is_a_constraint() -> None:
+    def schema(**fields: Any) -> Any:
+        constraint = _chat(tools=[ADD, NOW], **fields).params.structured_outputs
+        assert constraint is not None
+        assert constraint.whitespace_pattern is not None  # or a small model may go on with spaces for ever
+        return jsonschema.Draft202012Validator(constraint.json)
+
+    assert _chat(tools=[ADD, NOW]).params == _chat(tools=[ADD], tool_choice="none").params == OPEN
+    add, now = {"name": "add", "parameters": {"a": 1}}, {"name": "now", "parameters": {}}
+    required = schema(tool_choice="required")
+    for calls, valid in (
+        ([add], True),
+        ([now, add, add], True),
+        ([], False),
+        (add, False),
+        ([{**now, "parameters": {"a": 1}}], False),
+        ([{"name": "sub", "parameters": {}}], False),
+        ([{**add, "parameters": {"a": "x"}}], False),
+    ):
+        assert required.is_valid(calls) == valid, calls
+    single = schema(tool_choice="required", parallel_tool_calls=False)
+    assert (single.is_valid([add]), single.is_valid([add, add])) == (True, False)
+    named = schema(tool_choice={"type": "function", "function": {"name": "add"}})
+    assert (named.is_valid({"a": 1}), named.is_valid({"a": "x"}), named.is_valid([add])) == (True, False, False)
+
+
+def test_a_model_whose_calls_nobody_can_read(tokenizer: Tokenizer) -> None:
+    body = {"messages": HELLO, "tools": [ADD]}
+    with pytest.raises(ConfigError, match=r"^tool_choice is 'auto': .* --tool-call-parser") as mistake:
+        write_out(parse_call(CHAT, body, OPEN), tokenizer, Style())
+    assert error_body(str(mistake.value), body)["error"]["param"] == "tools"
+    for choice in ("none", "required"):
+        write_out(_chat(tools=[ADD], tool_choice=choice), tokenizer, Style())
+
+
+def test_marks_of_a_call_that_are_special_tokens(tokenizer: Tokenizer) -> None:
+    """They must be in the text, and then what ends it is there too, and has to be hidden."""
+    call = _chat(tools=[ADD], stop_token_ids=[tokenizer.encode("H")[0]])
+    for style, special, hidden in (
+        ("hermes", True, set()),
+        ("llama3", False, {"</s>", "<|end|>", "H"}),
+        ("mistral", False, {"</s>", "<|end|>", "H"}),
+    ):
+        found = write_out(call, tokenizer, Style(style))[0]
+        assert found.params == replace(call.params, skip_special_tokens=special)
+        assert set(found.hidden) == hidden
+    shown = call._replace(params=replace(call.params, include_stop_str_in_output=True))
+    assert set(write_out(shown, tokenizer, Style("llama3"))[0].hidden) == {"</s>", "<|end|>"}
+    wanted = call._replace(params=replace(call.params, skip_special_tokens=False))
+    assert write_out(wanted, tokenizer, Style("llama3"))[0].hidden == ()
+
+
+def test_messages_as_clients_send_them_back(tokenizer: Tokenizer) -> None:
+    """An answer of ours with its nulls, and what the tool said."""
+    call = {"id": "c", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    messages = [
+        *HELLO,
+        {"role": "assistant", "content": None, "refusal": None, "audio": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "noon"}]},
+        {"role": "developer", "content": "be brief"},
+    ]
+    prompt: Any = write_out(_chat(messages=messages), tokenizer, Style("hermes"))[1][0]
+    assert prompt["prompt"] == "<s>user:hello;assistant:;tool:noon;system:be brief;bot:"
+    for arguments in ("{", "3", [1]):
+        broken = {**call, "function": {"name": "now", "arguments": arguments}}
+        with pytest.raises(ConfigError, match=r"^messages\[1\].tool_calls\[0\].function.arguments"):
+            write_out(_chat(messages=[HELLO[0], {"role": "assistant", "tool_calls": [broken]}]), tokenizer, Style())

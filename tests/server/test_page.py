@@ -428,6 +428,7 @@ def test_the_key_is_asked_for(browser: Chromium, server: State) -> None:
             if key == "wrong":
                 dialog.get_by_role("alert").wait_for()
         page.tab.get_by_role("heading", name="Ask tiny-llama").wait_for()
+        page.tab.get_by_text("graphllm 1.2.3").first.wait_for()
         page.ask("Hello")
         page.wait_for_text("Welcome.")
         stores = page.tab.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage), document.cookie]")

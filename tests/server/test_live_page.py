@@ -1,0 +1,67 @@
+"""The chat page as a person uses it: headless Chromium, the real server, the embedded model."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterator
+
+import pytest
+from browser import DESKTOP, PHONE, ChatPage, Chromium, chromium, needs_chromium
+from live import Served
+
+pytestmark = needs_chromium
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Chromium]:
+    with chromium() as running:
+        yield running
+
+
+def _ink(page: ChatPage) -> float:
+    """Share of the window's pixels that differ from its background."""
+    from PIL import Image
+
+    picture = Image.open(io.BytesIO(page.tab.screenshot())).convert("RGB")
+    counts = sorted(picture.getcolors(picture.width * picture.height) or [], reverse=True)
+    return 1 - counts[0][0] / (picture.width * picture.height)
+
+
+@pytest.mark.parametrize(("size", "colors"), [(DESKTOP, "light"), (PHONE, "dark")])
+def test_a_conversation(served: Served, browser: Chromium, size: tuple[int, int], colors: str) -> None:
+    with browser.page(size, colors) as page:  # type: ignore[arg-type]
+        page.open(served.url)
+        assert page.tab.get_by_text("graphllm-embedded").first.is_visible()
+        before = _ink(page)
+        page.ask("What is 12 + 7?")
+        page.wait_until_done()
+        assert page.answers() == ["12 + 7 = 19."]
+        rate, first = re.search(r"([\d.,]+) tokens/s · first token (\d+) ms", page.figures()).groups()  # type: ignore[union-attr]
+        assert float(rate.replace(",", "")) > 1
+        assert int(first) < 30_000
+        page.ask("What is the capital of France?")
+        page.wait_until_done()
+        assert len(page.answers()) == 2
+        assert "Paris" in page.answers()[1]
+        assert 0.01 < before < 0.9
+        assert 0.01 < _ink(page) < 0.9
+        assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        message, answer = page.box("textarea"), page.box(".prose")
+        assert answer.apart(message)
+        assert 0 <= message.left < message.right <= size[0]
+        assert message.bottom <= size[1]
+        assert page.problems == []
+        assert all(address.startswith(served.url) for address in page.addresses)
+
+
+def test_stop_frees_the_engine(served: Served, browser: Chromium) -> None:
+    with browser.page() as page:
+        page.open(served.url)
+        page.settings(Temperature="2", Max_tokens="900")
+        page.ask("Tell me a very long story about everything.")
+        page.tab.locator(".prose").last.wait_for()
+        if page.tab.get_by_role("button", name="Stop").is_visible():
+            page.stop()
+        page.wait_until_done()
+    served.idle()
