@@ -63,7 +63,7 @@ def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, ind
             choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
         return choice, ""
     reader = reader_of(call)
-    reply = merged([*reader.feed(shown_text(call, completion)), *reader.finish()])
+    reply = merged(parts_of(call, completion, reader))
     # Text that is all calls is null, as OpenAI has it.
     message: dict[str, Any] = {
         "role": "assistant",
@@ -136,28 +136,28 @@ class ChunkWriter:
         return usage_body(used._replace(reasoning=self._reasoning), self._call.reply.reasoning)
 
     def _chat(self, index: int, completion: CompletionOutput) -> list[dict[str, Any]]:
-        call = self._call
-        deltas: list[dict[str, Any]] = []
-        reader = self._readers.get(index)
-        if reader is None:
-            reader = self._readers[index] = reader_of(call)
-            deltas = [{"role": "assistant", "content": ""}]
-        parts = reader.feed(shown_text(call, completion))
-        if completion.finished:
-            parts += reader.finish()
+        call, begins = self._call, index not in self._readers
+        if begins:
+            self._readers[index] = reader_of(call)
+        reader = self._readers[index]
+        parts = parts_of(call, completion, reader)
         self._think(index, parts, completion.finished)
-        deltas += [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
-        if completion.finished and not deltas:
-            deltas = [{}]
+        deltas = [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
         content: dict[str, Any] | None = None
         if completion.logprobs is not None:
             content = {"content": chat_logprobs(completion.logprobs, call.params.logprobs or 0), "refusal": None}
             deltas = deltas or [{"content": ""}]  # the text is held back, the log-probabilities are not
+        if completion.finished and not deltas:
+            deltas = [{}]
         choices: list[dict[str, Any]] = [
             # All tokens of an output have their log-probabilities in the first of its chunks.
             {"index": index, "delta": delta, "logprobs": content if i == 0 else None, "finish_reason": None}
             for i, delta in enumerate(deltas)
         ]
+        if begins:
+            # Clients take log-probabilities in a choice's first chunk twice.
+            role = {"role": "assistant", "content": ""}
+            choices.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
         if completion.finished:
             choices[-1] |= {"finish_reason": finish_reason(completion, reader), "stop_reason": completion.stop_reason}
         return choices
@@ -217,7 +217,17 @@ def _new_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-def shown_text(call: Call, completion: CompletionOutput) -> str:
+def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
+    """What is new in a completion of a chat."""
+    parts = reader.feed(_shown_text(call, completion))
+    if completion.finished:
+        parts += reader.finish()
+    if call.tools.parallel:
+        return parts
+    return [part for part in parts if not (isinstance(part, (CallStart, CallArguments)) and part.index > 0)]
+
+
+def _shown_text(call: Call, completion: CompletionOutput) -> str:
     """A completion's text without the token that ended it."""
     text = completion.text
     if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
@@ -333,9 +343,8 @@ class Reading:
         self._used = used._replace(completion=used.completion + self._used.completion)
         parts: list[Part] = []
         for completion in output.outputs:
-            parts += self._reader.feed(shown_text(call, completion))
+            parts += parts_of(call, completion, self._reader)
             if completion.finished:
-                parts += self._reader.finish()
                 self._last = completion
         self._thoughts += [part.text for part in parts if isinstance(part, Reasoning)]
         if self._last is not None and self._thoughts:

@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 
 from graphllm import __version__
@@ -34,7 +35,7 @@ class Access:
 
 def create_app(service: Service, access: Access = Access()) -> App:
     """The ASGI application of one service."""
-    app = FastAPI(
+    app = FastAPIOffline(  # /docs with its scripts from here: a server may have no way to the Internet
         title="graphllm",
         version=__version__,
         description="OpenAI's and Anthropic's APIs, served by graphllm.",

@@ -89,7 +89,10 @@ class EngineHost:
             folder = Path(self.opened.settings.model)
             self.defaults = SamplingParams.from_checkpoint(folder, SamplingParams(max_tokens=None))
             self.phases["open"] = time.monotonic() - begun
+            # While the engine loads, in its own process: else the first request would wait for it.
+            warming = asyncio.create_task(asyncio.to_thread(_warm, self.opened.tokenizer))
             await self._start()
+            await warming
         while True:
             await asyncio.sleep(_TICK)
             self.look()
@@ -225,6 +228,13 @@ class EngineHost:
         """End the engine; streams that are open end with an error."""
         if self._engine is not None:
             await self._engine.close()
+
+
+def _warm(tokenizer: Tokenizer | None) -> None:
+    """Import and compile what a chat needs."""
+    if tokenizer is not None and tokenizer.chat_template:
+        with contextlib.suppress(ConfigError):  # some templates want more than this
+            tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "x"}]))
 
 
 def _cause(health: Health, options: HostOptions) -> str:

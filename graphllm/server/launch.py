@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import resource
 import signal
 import socket
 import stat
@@ -51,6 +52,9 @@ class ServerOptions:
 def serve(open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions, child: Child) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""
+    # A connection is a file, and the soft limit is often 1,024.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     with _socket(options) as listener:
         import uvloop
 

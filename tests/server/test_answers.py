@@ -171,7 +171,7 @@ def _echo(tokenizer: Tokenizer, **fields: Any) -> tuple[list[RequestOutput], Com
     call = _completion(echo=True, seed=3, ignore_eos=True, **fields)
     outputs = _answers(call, tokenizer)
     body = response_body(call, outputs, "17", "served", 1234)
-    # Nothing is known of a prompt's first token: null, as OpenAI has it, which its client takes and its types leave out.
+    # Nothing is known of a first token: null, as OpenAI has it, which its client takes and its types do not tell.
     known = json.loads(json.dumps(body))
     for logprobs in (c["logprobs"] for c in known["choices"] if c["logprobs"]):
         assert logprobs["token_logprobs"].pop(0) is logprobs["top_logprobs"].pop(0) is None

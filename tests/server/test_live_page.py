@@ -37,9 +37,9 @@ def test_a_conversation(served: Served, browser: Chromium, size: tuple[int, int]
         page.ask("What is 12 + 7?")
         page.wait_until_done()
         assert page.answers() == ["12 + 7 = 19."]
-        rate, first = re.search(r"([\d.,]+) tokens/s · first token (\d+) ms", page.figures()).groups()  # type: ignore[union-attr]
-        assert float(rate.replace(",", "")) > 1
-        assert int(first) < 30_000
+        found = re.search(r"first token (\d+) ms · (\d+) in( \(\d+ cached\))? · (\d+) out", page.figures())
+        assert found is not None
+        assert int(found[1]) < 30_000
         page.ask("What is the capital of France?")
         page.wait_until_done()
         assert len(page.answers()) == 2
