@@ -219,7 +219,7 @@ def _new_id() -> str:
 
 def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
     """What is new in a completion of a chat."""
-    parts = reader.feed(_shown_text(call, completion))
+    parts = reader.feed(shown_text(call, completion))
     if completion.finished:
         parts += reader.finish()
     if call.tools.parallel:
@@ -227,7 +227,7 @@ def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> l
     return [part for part in parts if not (isinstance(part, (CallStart, CallArguments)) and part.index > 0)]
 
 
-def _shown_text(call: Call, completion: CompletionOutput) -> str:
+def shown_text(call: Call, completion: CompletionOutput) -> str:
     """A completion's text without the token that ended it."""
     text = completion.text
     if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):

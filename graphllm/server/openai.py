@@ -40,6 +40,8 @@ _ORIGINS = {
     "max_tokens": ("max_completion_tokens", "max_output_tokens"),
     "tool_choice": ("tools",),  # which make it auto
 }
+# A small model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
+_SPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,64}"}
 # Fields of SamplingParams that are none of a request's body.
 _INTERNAL = frozenset({"detokenize", "output_kind", "skip_reading_prefix_cache", "extra_args"})
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
@@ -195,18 +197,17 @@ def _constraint(rest: dict[str, Any], tools: ToolUse) -> dict[str, Any]:
             f"{given[0]} and {given[1]} are both given and ask for different texts; leave out one of them"
         )
     if forced is not None:
-        # Between two tokens of JSON a small model may write whitespace until it is cut off.
-        return {"structured_outputs": {**forced, "whitespace_pattern": "[ ]?"}}
+        return {"structured_outputs": {**forced, **_SPACE}}
     if kind == "text":
         return {}
     if kind == "json_object":
-        return {"structured_outputs": {"json_object": True}}
+        return {"structured_outputs": {"json_object": True, **_SPACE}}
     if kind != "json_schema":
         raise ConfigError(f"response_format.type is {kind!r:.80}: give text, json_object or json_schema")
     schema = wanted.get("json_schema")
     if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
         raise ConfigError("response_format.json_schema has no schema: give an object with name and schema")
-    return {"structured_outputs": {"json": schema["schema"]}}
+    return {"structured_outputs": {"json": schema["schema"], **_SPACE}}
 
 
 def _messages(given: object) -> list[dict[str, Any]]:
@@ -308,6 +309,8 @@ def error_body(message: str, body: object = None, type: str = "invalid_request_e
     found = re.match(r"\w+", message)
     param = found[0] if found else None
     fields = body if isinstance(body, dict) else {}
+    if param == "logprobs" and fields.get(param) is True:
+        param = "top_logprobs"  # in a chat the number has this name
     if param not in fields:  # what a field was turned into, in this API or another
         param = next((origin for origin in _ORIGINS.get(param or "", ()) if origin in fields), None)
     return {"error": {"message": message, "type": type, "param": param, "code": None}}

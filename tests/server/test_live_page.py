@@ -32,7 +32,7 @@ def _ink(page: ChatPage) -> float:
 def test_a_conversation(served: Served, browser: Chromium, size: tuple[int, int], colors: str) -> None:
     with browser.page(size, colors) as page:  # type: ignore[arg-type]
         page.open(served.url)
-        assert page.tab.get_by_text("graphllm-embedded").first.is_visible()
+        page.tab.get_by_role("heading", name="Ask graphllm-embedded").wait_for()
         before = _ink(page)
         page.ask("What is 12 + 7?")
         page.wait_until_done()
@@ -47,7 +47,7 @@ def test_a_conversation(served: Served, browser: Chromium, size: tuple[int, int]
         assert 0.01 < before < 0.9
         assert 0.01 < _ink(page) < 0.9
         assert page.tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        message, answer = page.box("textarea"), page.box(".prose")
+        message, answer = page.box("#composer"), page.box(".prose")
         assert answer.apart(message)
         assert 0 <= message.left < message.right <= size[0]
         assert message.bottom <= size[1]
