@@ -23,18 +23,14 @@ from graphllm.embedded import MODEL_DIR
 
 MODEL = "graphllm-embedded"
 SUM = [{"role": "user", "content": "What is 12 + 7?"}]
+STORY = [{"role": "user", "content": "Write a story."}]
 WEATHER = [{"role": "user", "content": "What is the weather in Paris?"}]
-CITY = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
+CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Any = {
     "type": "function",
-    "function": {"name": "get_weather", "description": "Get the weather of a city", "parameters": CITY},
+    "function": {"name": "get_weather", "description": "Get the current weather of a city.", "parameters": CITY},
 }
-CLOCK: Any = {"type": "function", "function": {"name": "now", "description": "Tell the time"}}
+CLOCK: Any = {"type": "function", "function": {"name": "now", "description": "Tell the time."}}
 LONG: Any = {"model": MODEL, "prompt": "Count:", "max_tokens": 900, "extra_body": {"ignore_eos": True}}
 SALTS = map(str, itertools.count())
 
@@ -148,7 +144,7 @@ def test_a_stream_of_a_chat(question: str, client: OpenAI) -> None:
 
 
 def test_several_choices_and_seeds(client: OpenAI) -> None:
-    body: Any = {"model": MODEL, "messages": SUM, "temperature": 2.0, "n": 4, "max_tokens": 12}
+    body: Any = {"model": MODEL, "messages": STORY, "temperature": 1.0, "n": 4, "max_tokens": 24}
 
     def texts(seed: int) -> list[str | None]:
         found = client.chat.completions.create(**body, seed=seed, **_fresh())
@@ -235,11 +231,11 @@ def test_completions(client: OpenAI, tokenizer: Any) -> None:
 
 def test_a_stream_of_completions(client: OpenAI) -> None:
     body: Any = {"model": MODEL, "prompt": ["Hello", "What is"], "n": 2, "seed": 3, "max_tokens": 9, "temperature": 1.0}
-    whole = client.completions.create(**body, **_fresh())
+    whole = client.completions.create(**body, **_fresh(ignore_eos=True))
     assert [(c.index, c.finish_reason) for c in whole.choices] == [(i, "length") for i in range(4)]
     texts, ends = [""] * 4, [[] for _ in range(4)]
     options: Any = {"include_usage": True}
-    for chunk in client.completions.create(**body, stream=True, stream_options=options, **_fresh()):
+    for chunk in client.completions.create(**body, stream=True, stream_options=options, **_fresh(ignore_eos=True)):
         for choice in chunk.choices:
             texts[choice.index] += choice.text
             ends[choice.index].append(choice.finish_reason)
@@ -249,7 +245,7 @@ def test_a_stream_of_completions(client: OpenAI) -> None:
     assert usage == whole.usage
 
 
-@pytest.mark.parametrize("max_tokens", [0, 4])
+@pytest.mark.parametrize("max_tokens", [0, 2])
 def test_echo(max_tokens: int, client: OpenAI, tokenizer: Any, scores: Callable[[list[int]], torch.Tensor]) -> None:
     """What evaluations of a prompt's likelihood ask for."""
     prompt = "The capital of France is"
@@ -335,16 +331,26 @@ def test_several_calls_behind_a_text(client: OpenAI) -> None:
     assert len({c.id for c in final.choices[0].message.tool_calls or []}) == 3
 
 
+def test_two_calls_at_once(client: OpenAI) -> None:
+    """As the model itself makes them."""
+    messages: Any = [{"role": "user", "content": "What is the weather in Paris and in Rome?"}]
+    body: Any = {"model": MODEL, "messages": messages, "tools": [TOOL], "temperature": 0}
+    (choice,) = client.chat.completions.create(**body).choices
+    assert _calls(choice) == [("get_weather", {"city": "Paris"}), ("get_weather", {"city": "Rome"})]
+    with client.chat.completions.stream(**body) as stream:
+        assert _calls(stream.get_final_completion().choices[0]) == _calls(choice)
+
+
 def test_a_call_and_its_result(client: OpenAI, tokenizer: Any) -> None:
     """The answer goes back as the client's object, and into the prompt as transformers writes it."""
     first = client.chat.completions.create(model=MODEL, messages=WEATHER, tools=[TOOL], temperature=0)
     message = first.choices[0].message
     (call,) = message.tool_calls or []
-    result = {"role": "tool", "tool_call_id": call.id, "content": "18 degrees and sunny"}
+    result = {"role": "tool", "tool_call_id": call.id, "content": json.dumps({"sky": "sunny", "temperature": 18})}
     messages: Any = [*WEATHER, message, result]
     second = client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL], temperature=0)
-    assert second.choices[0].finish_reason == "stop"
-    assert "18" in (second.choices[0].message.content or "")
+    answer = second.choices[0]
+    assert (answer.message.content, answer.finish_reason) == ("It is sunny in Paris, 18 degrees.", "stop")
     function = {"name": "get_weather", "arguments": {"city": "Paris"}}
     plain = [*WEATHER, {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}, result]
     assert second.usage is not None
@@ -418,7 +424,6 @@ def test_bad_requests(fields: Any, param: str, client: OpenAI) -> None:
         with pytest.raises(openai.BadRequestError) as bad:
             client.chat.completions.create(**{"model": MODEL, "messages": SUM, "stream": stream, **fields})
         assert (bad.value.param, bad.value.type) == (param, "invalid_request_error")
-        assert param in bad.value.message
 
 
 def test_a_model_that_is_not_served(client: OpenAI) -> None:
@@ -473,20 +478,21 @@ def test_many_at_once(served: Served) -> None:
 
 def test_keys_reasoning_and_other_models_ways(serve: Callable[..., Served]) -> None:
     """A server with a key, whose model would think in tags and call tools as Mistral's do."""
-    server = serve("--api-key", "sesame", "--reasoning-parser", "think", "--tool-call-parser", "mistral")
+    server = serve("--api-key", "sesame", "--reasoning-parser", "think", "--tool-call-parser", "mistral").wait_ready()
     url, call = f"{server.url}/v1", '{"name": "get_weather", "arguments": {"city": "Rome"}}'
     with OpenAI(base_url=url, api_key="wrong", max_retries=0) as client, pytest.raises(openai.AuthenticationError):
         client.models.list()
-    with OpenAI(base_url=url, api_key="sesame", max_retries=60) as client:  # until it is ready
+    with OpenAI(base_url=url, api_key="sesame", max_retries=0) as client:
         said = f"<think>\nHm. Rome?\n</think>\n\nYes: [TOOL_CALLS][{call}]"
         body: Any = {
             "model": MODEL,
             "messages": WEATHER,
             "tools": [TOOL],
-            "extra_body": {"structured_outputs": {"choice": [said]}},
         }
-        whole = client.chat.completions.create(**body)
-        with client.chat.completions.stream(**body, stream_options={"include_usage": True}) as stream:
+        wanted = {"structured_outputs": {"choice": [said]}}
+        whole = client.chat.completions.create(**body, **_fresh(**wanted))
+        options: Any = {"include_usage": True}
+        with client.chat.completions.stream(**body, stream_options=options, **_fresh(**wanted)) as stream:
             streamed = stream.get_final_completion()
         for found in (whole, streamed):
             (choice,) = found.choices
@@ -499,11 +505,8 @@ def test_keys_reasoning_and_other_models_ways(serve: Callable[..., Served]) -> N
         assert whole.usage is not None
         assert whole.usage.completion_tokens_details is not None
         assert whole.usage.completion_tokens_details.reasoning_tokens
-        (silent,) = client.chat.completions.create(
-            **{**body, "extra_body": {**body["extra_body"], "include_reasoning": False}}
-        ).choices
+        (silent,) = client.chat.completions.create(**body, **_fresh(**wanted, include_reasoning=False)).choices
         assert "reasoning" not in (silent.message.model_extra or {})
-        plain = client.chat.completions.create(
-            model=MODEL, messages=SUM, tools=[TOOL], tool_choice="auto", temperature=0
-        )  # type: ignore[arg-type]
-        assert "<|" not in (plain.choices[0].message.content or "<|")
+        # What ends a text is in it on such a server, and stays hidden.
+        (plain,) = client.chat.completions.create(**{**body, "messages": STORY}, temperature=0).choices
+        assert (plain.message.content or "").endswith("until morning.")

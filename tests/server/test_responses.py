@@ -156,11 +156,12 @@ def test_a_choice_without_tools_is_none() -> None:
 def test_the_form_of_the_text() -> None:
     for form, params in (
         ({"type": "text"}, None),
-        ({"type": "json_object"}, {"json_object": True}),
-        (FORMAT, {"json": SCHEMA}),
+        ({"type": "json_object"}, (True, None)),
+        (FORMAT, (None, SCHEMA)),
     ):
         call = parse_call(CHAT, _chat(text={"format": form, "verbosity": "medium"}), SamplingParams())
-        assert call.params == SamplingParams.from_fields({"structured_outputs": params})
+        found = call.params.structured_outputs
+        assert (found and (found.json_object, found.json)) == params
 
 
 @pytest.mark.parametrize(
