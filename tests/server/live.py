@@ -28,7 +28,7 @@ class Served:
             self.process = subprocess.Popen(
                 command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
             )
-        found = self._wait(lambda: re.search(r"listening on (\S+)", self.log.read_text()))
+        found = self._wait(lambda: re.search(r"listening on ([^\s\"]+)", self.log.read_text()))
         self.url = found[1]
 
     def _wait(self, look: Any, seconds: float = _PATIENCE) -> Any:

@@ -170,6 +170,36 @@ def test_keys(serve: Callable[..., Served]) -> None:
     assert server.post("/v1/completions", SHORT, x_api_key="two")[0] == 200
 
 
+def test_other_origins_and_the_log(serve: Callable[..., Served]) -> None:
+    """CORS for whom it was allowed, and a line of JSON for each request."""
+    import httpx
+
+    server = serve("--allowed-origin", "http://a.example", "--log-format", "json").wait_ready()
+    url = f"{server.url}/v1/completions"
+    for origin, allowed in (("http://a.example", "http://a.example"), ("http://b.example", None)):
+        headers = {"origin": origin, "access-control-request-method": "POST"}
+        assert httpx.options(url, headers=headers).headers.get("access-control-allow-origin") == allowed
+        answer = httpx.post(url, json=SHORT, headers={"origin": origin, "x-request-id": f"mine-{allowed}"}, timeout=60)
+        assert answer.headers.get("access-control-allow-origin") == allowed
+        assert answer.headers["x-request-id"] == f"mine-{allowed}"
+    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health").headers
+    forged = httpx.post(url, json=SHORT, headers={"x-request-id": "a b"}, timeout=60)
+    assert forged.headers["x-request-id"] != "a b"
+    lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+    (mine,) = [line for line in lines if line.get("id") == "mine-None"]
+    assert mine["message"] == "POST /v1/completions 200"
+    assert (mine["tokens"], mine["end"], mine["level"]) == (4, "length", "info")
+    assert mine["prompt"] > mine["cached"] >= 0
+    assert mine["ms"] >= mine["ttft_ms"] > 0
+
+
+def test_nobody_else_may_ask_from_a_page(served: Served) -> None:
+    import httpx
+
+    answer = httpx.get(f"{served.url}/v1/models", headers={"origin": "http://a.example"})
+    assert "access-control-allow-origin" not in answer.headers
+
+
 def test_a_full_queue(serve: Callable[..., Served]) -> None:
     server = serve("--max-num-queued-reqs", 64).wait_ready()
     streams = []
