@@ -17,7 +17,7 @@ from live import Served
 
 CHAT = "/v1/chat/completions"
 LONG = {"prompt": "Count:", "max_tokens": 900, "ignore_eos": True, "stream": True}
-SHORT = {"prompt": "What is 12 + 7?", "max_tokens": 4}
+SHORT = {"prompt": "What is 12 + 7?", "max_tokens": 4, "ignore_eos": True}
 
 
 class Stream:
