@@ -138,7 +138,8 @@ class AsyncLLM:
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int, cache_salt: str | None
     ) -> ParsedRequest:
         assert self._processor is not None
-        if params.structured_outputs is None and not (isinstance(prompt, str) and len(prompt) > _LONG):
+        long = isinstance(prompt, str) and len(prompt) > _LONG
+        if params.structured_outputs is None and not params.bad_words and not long:
             return self._processor.make(prompt, params, name, priority=priority, cache_salt=cache_salt)
         make = self._processor.make
         return await asyncio.to_thread(make, prompt, params, name, priority=priority, cache_salt=cache_salt)

@@ -6,14 +6,15 @@ called from several threads; a matcher belongs to one request.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,11 +28,22 @@ if TYPE_CHECKING:
 
     from graphllm.engine.params import StructuredOutputsParams
 
+T = TypeVar("T")
+
 _CACHED = 128  # compiled grammars kept
 _MAX_TEXT = 200_000  # characters of a regex, a grammar, or all choices
+_MAX_REPEATS = 5000  # of a regex or a grammar; time and memory to compile them grow with the square
 _MAX_MESSAGE = 300
-_GBNF_RULE = re.compile(r"^\s*[\w-]+\s*::=", re.MULTILINE)
-_LARK_ATTRIBUTE = re.compile(r"^\s*[?!]?[\w-]+\s*\[[^\]:]*\b(temperature|max_tokens|stop)\b", re.MULTILINE)
+# Expressions over what a request sends must not backtrack far: nothing else runs in Python meanwhile.
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+_LARK_ATTRIBUTE = re.compile(
+    r"^[ \t]*[?!]?[\w-]+\s*\[(?:[^\[\]:\"]|\"[^\"\n]*\")*\b(temperature|max_tokens|stop)\b", re.MULTILINE
+)
+_LARK_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|//.*|#.*')
+# The library follows rules that lead to one another, and nested schemas, by recursion: up to 15,000 levels in a text of
+# _MAX_TEXT, for which 64 MiB are enough. The usual stack overflows at 1,000 of them, and that ends the process.
+_STACK_BYTES = 256 << 20
+_STACK_LOCK = threading.Lock()  # its size is a setting of the process
 # \uXXXX would be another way to write a property's name, past what the schema says of it; characters need no escape.
 _ESCAPES = 'nrbtf\\"'
 
@@ -183,10 +195,7 @@ class GrammarCompiler:
                 self._cache.move_to_end(key)
                 return self._cache[key]
         try:
-            lark = _lark(field, source, spec)
-            if spec.whitespace_pattern is not None:
-                self._check_whitespace(spec.whitespace_pattern)
-            grammar = self._compile(f"structured_outputs.{field}", lark)
+            grammar = _on_deep_stack(lambda: self._build(field, source, spec))
         except UnicodeEncodeError as e:
             raise ConfigError(f"structured_outputs.{field}: {_clean(str(e))}; leave that character out") from e
         with self._lock:
@@ -194,6 +203,12 @@ class GrammarCompiler:
             while len(self._cache) > _CACHED:
                 self._cache.popitem(last=False)
         return grammar
+
+    def _build(self, field: str, source: Any, spec: StructuredOutputsParams) -> Grammar:
+        lark = _lark(field, source, spec)
+        if spec.whitespace_pattern is not None:
+            self._check_whitespace(spec.whitespace_pattern)
+        return self._compile(f"structured_outputs.{field}", lark)
 
     def _compile(self, field: str, lark: str) -> Grammar:
         vocabulary = self._load()
@@ -261,6 +276,26 @@ def _start(vocabulary: Vocabulary, lark: str) -> llguidance.LLMatcher:
     return llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
 
 
+def _on_deep_stack(work: Callable[[], T]) -> T:
+    """What ``work`` returns or raises, in a thread whose stack the library cannot overflow."""
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="graphllm-grammar", daemon=True)
+    with _STACK_LOCK:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    return result.result()
+
+
 def _places(tokens: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple((i // 32, 1 << i % 32) for i in sorted(tokens))
 
@@ -298,6 +333,8 @@ def _lark(field: str, source: Any, spec: StructuredOutputsParams) -> str:
             raise ConfigError(f"{name} is {list(source)!r:.80}: give one or more strings")
         # One terminal: alternatives that share a beginning are followed together.
         return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source))
+    if (repeats := sum(map(source.count, "?*+{"))) > _MAX_REPEATS:
+        raise ConfigError(f"{name}: {repeats} repetitions, more than {_MAX_REPEATS}; give a smaller one")
     if field == "regex":
         return f"start: {_terminal(ascii_classes(check_regex(source, name)))}"
     if _GBNF_RULE.search(source):
@@ -306,6 +343,9 @@ def _lark(field: str, source: Any, spec: StructuredOutputsParams) -> str:
         raise ConfigError(f"{name}: %json is not supported; give the schema as structured_outputs.json")
     if found := _LARK_ATTRIBUTE.search(source):
         raise ConfigError(f"{name}: the rule attribute {found[1]} is not supported; leave it out")
+    if "&" in _LARK_LITERAL.sub("", source):
+        # Whether anything is left of two expressions can take the library for ever.
+        raise ConfigError(f"{name}: the operator & is not supported; write what is left as one expression")
     return source
 
 
@@ -354,6 +394,6 @@ def _gbnf(text: str, name: str) -> str:
 
 def _clean(message: str) -> str:
     """One line of bounded length: without the library's repetition of the source."""
-    head = re.split(r"\n\s*\d+ \|", message.replace("<non-verbose/>", ""))[0]
+    head = re.split(r"\n[ \t]*\d+ \|", message.replace("<non-verbose/>", ""))[0]
     line = " ".join(re.sub(r"^at \S+ failed to compile JSON schema: ", "", head).split())
     return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."

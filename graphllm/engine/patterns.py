@@ -25,9 +25,9 @@ def check_regex(pattern: object, where: str) -> str:
     """
     if not isinstance(pattern, str):
         raise ConfigError(f"{where}: {pattern!r:.80} is no regular expression; give a string")
-    flags = re.search(r"\(\?[a-zA-Z]*-?[a-zA-Z]*[RUu][a-zA-Z]*[:)]", pattern)
-    if flags:
-        raise ConfigError(f"{where}: the flags {flags[0]:.80} in {pattern!r:.80} are not supported; leave them out")
+    for flags in re.findall(r"\(\?[a-zA-Z-]*[:)]", pattern):
+        if any(flag in flags for flag in "RUu"):
+            raise ConfigError(f"{where}: the flags {flags:.80} in {pattern!r:.80} are not supported; leave them out")
     in_class, escaped, previous = False, False, ""
     for at, c in enumerate(pattern):
         pair = pattern[at : at + 2]

@@ -23,6 +23,8 @@ from graphllm.engine.proofs import Exclusion, has_end, has_loop
 _FIELD = "structured_outputs.json"
 _MAX_TEXT, _MAX_DEPTH, _MAX_COUNT = 200_000, 100, 100_000
 _MAX_PROPERTIES = 1000  # of one object; compiling takes a time that grows with their square
+_MAX_PATTERNS = 100  # likewise: each of patternProperties is compared with each
+_MAX_DEFINITIONS = 1000  # that $ref names; likewise
 _MAX_WHOLE = 2**53  # numbers become 64-bit floats inside the library
 _MAX_DECIMALS = 15
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
@@ -155,8 +157,9 @@ class _Rewriter:
     def named_schemas(self, value: Any, path: str, keyword: str) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise refuse(path, keyword, f"is {_short(value)}", "give an object of schemas")
-        if len(value) > _MAX_PROPERTIES:
-            raise refuse(path, keyword, f"has {len(value)} entries", f"give at most {_MAX_PROPERTIES}")
+        most = _MAX_PATTERNS if keyword == "patternProperties" else _MAX_PROPERTIES
+        if len(value) > most:
+            raise refuse(path, keyword, f"has {len(value)} entries", f"give at most {most}")
         if keyword == "patternProperties":
             for pattern in value:
                 check_regex(pattern, f"{_FIELD}: {path}/{keyword}")
@@ -172,6 +175,8 @@ class _Rewriter:
         if pointer is None or (pointer and not pointer.startswith("/")) or "%" in pointer:
             raise refuse(path, keyword, f"{_short(value)} is not supported", 'refer to "#/$defs/..." in this schema')
         self.resolve(pointer)
+        if pointer not in self.names and len(self.names) == _MAX_DEFINITIONS:
+            raise refuse(path, keyword, "is one reference too many", f"refer to at most {_MAX_DEFINITIONS} places")
         return "#/$defs/" + self.names.setdefault(pointer, f"d{len(self.names)}")
 
     def resolve(self, pointer: str) -> Any:
@@ -180,7 +185,7 @@ class _Rewriter:
             key = part.replace("~1", "/").replace("~0", "~")
             inside = node.get(key) if isinstance(node, dict) else _item(node, key)
             if inside is None:
-                raise ConfigError(f"{_FIELD}: $ref #{pointer}: there is nothing there; define it under $defs")
+                raise ConfigError(f"{_FIELD}: $ref #{pointer:.200}: there is nothing there; define it under $defs")
             node = inside
         return node
 
@@ -295,7 +300,7 @@ class _Rewriter:
 
 def refuse(path: str, keyword: str, problem: str, remedy: str) -> ConfigError:
     """The error for one place of the schema."""
-    return ConfigError(f"{_FIELD}: {path or '/'}: {f'{keyword} ' if keyword else ''}{problem}; {remedy}")
+    return ConfigError(f"{_FIELD}: {path or '/':.200}: {f'{keyword:.80} ' if keyword else ''}{problem:.200}; {remedy}")
 
 
 def _scalars(value: Any) -> Iterator[Any]:

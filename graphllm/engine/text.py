@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _CONTEXT = 6  # prompt tokens a detokenizer starts from: enough to know whether the first new one begins with a space
+_LONG = 4096  # characters or tokens from which a batch of one is worth it, which lets other threads run meanwhile
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
 
 
@@ -69,10 +70,14 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids. add_special_tokens: such as BOS, where the tokenizer's post-processor adds any."""
+        if len(text) > _LONG:
+            return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of complete output; for output as it comes use `detokenizer`."""
+        if len(ids) > _LONG:
+            return self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def detokenizer(self, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True) -> Detokenizer:

@@ -54,10 +54,10 @@ class Tool(Object):
     """A function that the model may call."""
 
     name: str
-    input_schema: dict[str, Any] = Field(description="JSON schema of its arguments.")
+    input_schema: dict[str, Any] | None = Field(None, description="JSON schema of its arguments; must be there.")
     description: str | None = None
     strict: bool | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = Field(None, description="custom, or left out.")  # others are refused with a remedy
     cache_control: dict[str, Any] | None = Field(None, description="Not used.")
     eager_input_streaming: bool | None = Field(None, description="Not used: arguments are always sent as they come.")
 

@@ -16,7 +16,7 @@ from graphllm.server.message_events import MessageWriter
 from graphllm.server.openai import CHAT
 from graphllm.server.openai_routes import conversation_ids
 from graphllm.server.service import Service, first_and_rest
-from graphllm.server.wire import EventStream, JsonRoute, json_response, named_event, record_of
+from graphllm.server.wire import EventStream, JsonRoute, aside, json_response, named_event, record_of
 
 _STATUSES = {400: "A field is wrong", 401: "The key is missing or wrong", 404: "No such model", 429: "Too many wait"}
 _ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": text} for status, text in _STATUSES.items()}
@@ -47,8 +47,9 @@ def anthropic_routes(service: Service) -> APIRouter:
     async def count_tokens(body: anthropic.CountTokensRequest, request: Request) -> dict[str, int]:
         """Tokens of the prompt that these messages make."""
         service.check_model(body.model)
-        chat = anthropic.count_to_chat(record_of(request.scope).body)
-        return {"input_tokens": len(conversation_ids(service, chat))}
+        record = record_of(request.scope)
+        chat = anthropic.count_to_chat(record.body)
+        return {"input_tokens": len(await aside(record, conversation_ids, service, chat))}
 
     return router
 

@@ -22,7 +22,7 @@ from graphllm.server.pages import chat_page
 from graphllm.server.protocol import HealthStatus
 from graphllm.server.responses_routes import responses_routes
 from graphllm.server.service import Service
-from graphllm.server.wire import App, GoneError, json_response
+from graphllm.server.wire import App, GoneError, json_response, record_of
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _add_probes(app: FastAPI, service: Service, guard: Guard) -> None:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return error_response(request.scope, 400, _told(error))
+        return error_response(request.scope, 400, _told(error, record_of(request.scope).body))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
@@ -135,15 +135,25 @@ async def _gone(request: Request, error: Exception) -> Response:
     return Response(status_code=499)  # nobody reads it
 
 
-def _told(error: RequestValidationError) -> str:
+def _told(error: RequestValidationError, body: Any) -> str:
     """The first thing that is wrong with a body, in the form of all our messages."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return f"body: no JSON that can be read ({first.get('ctx', {}).get('error')})"
-    _, *place = first["loc"]
+    where, *place = first["loc"]
+    if where != "body":  # of the address
+        return f"{place[0]} is {first['input']!r:.80}: {first['msg']}"
     if not place:
         return "body: give a JSON object, with the header Content-Type: application/json"
-    field = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in place).lstrip(".")
+    field, value = "", body
+    for step in place:
+        missing = step == place[-1] and first["type"] == "missing"
+        inside = isinstance(value, list) if isinstance(step, int) else isinstance(value, dict) and step in value
+        if not (inside or missing):
+            break  # the name of one of several types that the value could have had
+        field += f"[{step}]" if isinstance(step, int) else f".{step}"
+        value = None if missing else value[step]
+    field = field.lstrip(".")
     if first["type"] == "missing":
         return f"{field} is missing: give it"
-    return f"{field} is {first['input']!r:.80}: {first['msg']}"
+    return f"{field} is {value!r:.80}: {first['msg']}"

@@ -52,7 +52,8 @@ class Guard:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                message["headers"] = [*message["headers"], (b"x-request-id", record.id.encode())]
+                id = record.id.encode()  # under the name that OpenAI's clients read, and Anthropic's
+                message["headers"] = [*message["headers"], (b"x-request-id", id), (b"request-id", id)]
             await send(message)
 
         self.in_flight += 1

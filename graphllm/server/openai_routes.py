@@ -24,7 +24,7 @@ from graphllm.server.protocol import (
     Tokens,
 )
 from graphllm.server.service import Service, first_and_rest
-from graphllm.server.wire import EventStream, JsonRoute, event, json_response, record_of
+from graphllm.server.wire import EventStream, JsonRoute, aside, event, json_response, record_of
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text}
@@ -76,18 +76,22 @@ def openai_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
         """Token ids of a prompt, or of messages as the chat template writes them."""
         service.check_model(body.model)
-        tokenizer = service.tokenizer
-        ids = _ids(service, record_of(request.scope).body)
-        texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if body.return_token_strs else None
-        return Tokens(count=len(ids), max_model_len=service.info.max_model_len, tokens=ids, token_strs=texts)
+        record = record_of(request.scope)
+        return await aside(record, _tokens, service, record.body)
 
     @router.post("/detokenize", tags=["Tokenizer"])
     async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
         """The text of token ids."""
         service.check_model(body.model)
-        return {"prompt": service.decode("tokens", body.tokens)}
+        return {"prompt": await aside(record_of(request.scope), service.decode, "tokens", body.tokens)}
 
     return router
+
+
+def _tokens(service: Service, body: dict[str, Any]) -> Tokens:
+    tokenizer, ids = service.tokenizer, _ids(service, body)
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if body.get("return_token_strs") else None
+    return Tokens(count=len(ids), max_model_len=service.info.max_model_len, tokens=ids, token_strs=texts)
 
 
 def _ids(service: Service, body: dict[str, Any]) -> list[int]:

@@ -67,8 +67,10 @@ def responses_routes(service: Service) -> APIRouter:
         return json_response(writer.body())
 
     @router.get("/v1/responses/{id}")
-    async def retrieve(id: str) -> Response:
+    async def retrieve(id: str, stream: bool = False) -> Response:
         """A response that is kept; one that runs in the background as far as it is there."""
+        if stream:
+            raise ConfigError("stream is True: the events of a response are not kept; leave it out, and ask again")
         return json_response(_kept(store, id).body)
 
     @router.post("/v1/responses/{id}/cancel")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -18,9 +17,7 @@ from graphllm.server.generation import News, generate
 from graphllm.server.host import EngineHost, UnavailableError
 from graphllm.server.metrics import Metrics
 from graphllm.server.openai import Call, parse_call, write_out
-from graphllm.server.wire import record_of, while_there
-
-_LONG = 4096  # characters of a conversation above which it is written out and tokenized in a thread
+from graphllm.server.wire import aside, record_of, while_there
 
 
 @dataclass(frozen=True)
@@ -97,19 +94,20 @@ class Service:
 
     async def start(self, request: Request, url: str, body: Any) -> Started:
         """Raises what `describe` knows, before anything runs."""
-        host, engine = self.host, self.host.engine
+        engine, record = self.host.engine, record_of(request.scope)
+        call, prompts = await aside(record, self._checked, url, body)
+        return Started(call, generate(engine, call, prompts, record, self.metrics))
+
+    def _checked(self, url: str, body: Any) -> tuple[Call, Sequence[Any]]:
+        """What a body asks for, and its prompts."""
+        host = self.host
         call = parse_call(url, body, host.defaults)
         self.check_model(call.model)
         self.limits.check(call)
         assert host.opened is not None
         if call.priority and host.opened.settings.options.scheduling_policy != "priority":
             raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
-        prompts = call.prompts
-        if call.chat or call.echo:
-            long = sum(len(m.get("content") or "") for m in call.messages) > _LONG
-            args = (call, self.tokenizer, host.style)
-            call, prompts = await asyncio.to_thread(write_out, *args) if long else write_out(*args)
-        return Started(call, generate(engine, call, prompts, record_of(request.scope), self.metrics))
+        return write_out(call, self.tokenizer, host.style) if call.chat or call.echo else (call, call.prompts)
 
     async def whole(self, request: Request, started: Started) -> list[Any]:
         """The finished outputs, in the order of the prompts. Raises GoneError when the client leaves."""

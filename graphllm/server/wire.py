@@ -8,7 +8,7 @@ import contextlib
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from fastapi import Request
@@ -19,19 +19,23 @@ Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _MAX_DEPTH = 128  # levels; a schema may have 100
+LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; others get their tokens meanwhile
 
 
 @dataclass
 class Record:
-    """What a route adds to the log line of its request, and what errors are made of. body: of JSON, once it is read."""
+    """What a route adds to the log line of its request, and what errors are made of. body: of JSON, once it is read. size:
+    its bytes."""
 
     id: str
     body: Any = None
+    size: int = 0
     notes: dict[str, object] = field(default_factory=dict)
 
 
@@ -54,9 +58,15 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        record = record_of(self.scope)
-        record.body = read_json(await self.body())
+        record, data = record_of(self.scope), await self.body()
+        record.size = len(data)
+        record.body = await aside(record, read_json, data)
         return record.body
+
+
+async def aside(record: Record, work: Callable[..., T], *args: Any) -> T:
+    """What ``work`` returns; in a thread for the long body of a request."""
+    return await asyncio.to_thread(work, *args) if record.size > LONG else work(*args)
 
 
 def read_json(data: bytes) -> Any:

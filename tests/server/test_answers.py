@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from typing import Any
 
 import byte_tokenizer
@@ -40,17 +41,24 @@ def _completion(**fields: Any) -> Call:
 
 
 def _answers(call: Call, tokenizer: Tokenizer) -> list[RequestOutput]:
-    """From a core with random logits, [V, V, V] by the last two tokens (`_logits`)."""
-    core = StubCore(info(tokenizer.vocab_size), _logits(tokenizer))
+    """From a core with random logits."""
+    core = _core(tokenizer)
     processor = Processor(tokenizer, core.info, seed=1)
     _, prompts = write_out(call, tokenizer, Style())
     parsed = [processor.make(prompt, call.params, str(i)) for i, prompt in enumerate(prompts)]
     return run_to_completion(core, OutputProcessor(tokenizer), parsed)
 
 
+@cache
 def _logits(tokenizer: Tokenizer) -> np.ndarray:
+    """[V, V], by the token before the last one."""
+    return np.random.default_rng(0).normal(size=(tokenizer.vocab_size, tokenizer.vocab_size))
+
+
+@cache
+def _core(tokenizer: Tokenizer) -> StubCore:
     size = tokenizer.vocab_size
-    return np.random.default_rng(0).normal(size=(size, 1, size)).repeat(size, axis=1)
+    return StubCore(info(size), np.broadcast_to(_logits(tokenizer)[:, None], (size, size, size)))
 
 
 def _extras(model: Any) -> set[str]:
@@ -84,10 +92,9 @@ def test_chat_response(tokenizer: Tokenizer) -> None:
     for choice, completion in zip(read.choices, outputs[0].outputs, strict=True):
         assert choice.logprobs is not None
         assert choice.logprobs.content is not None
-        scores = log_softmax(_logits(tokenizer))
         known = [*outputs[0].prompt_token_ids, *completion.token_ids]
         for i, entry in enumerate(choice.logprobs.content):
-            row = scores[known[prompt + i - 2], known[prompt + i - 1]]
+            row = log_softmax(_logits(tokenizer))[known[prompt + i - 2]]
             token = completion.token_ids[i]
             assert entry.token == tokenizer.decode([token], skip_special_tokens=False)
             assert entry.bytes == list(entry.token.encode())
@@ -141,7 +148,7 @@ def test_prompt_logprobs(tokenizer: Tokenizer) -> None:
     scores = log_softmax(_logits(tokenizer))
     for i, entry in enumerate(others, 1):
         found = entry[str(ids[i])]
-        assert math.isclose(found["logprob"], scores[ids[i - 2] if i > 1 else 0, ids[i - 1], ids[i]])
+        assert math.isclose(found["logprob"], scores[ids[i - 2] if i > 1 else 0, ids[i]])
         assert found["decoded_token"] == tokenizer.decode([ids[i]], skip_special_tokens=False)
     assert "prompt_logprobs" in response_body(chat, _answers(chat, tokenizer), "1", "", 0)
 
@@ -204,7 +211,7 @@ def test_echo_with_logprobs(max_tokens: int, tokenizer: Tokenizer) -> None:
     assert logprobs.text_offset == [len("".join(logprobs.tokens[:i])) for i in range(len(known))]
     scores = log_softmax(_logits(tokenizer))
     first, *others = logprobs.token_logprobs or []
-    expected = [scores[known[i - 2] if i > 1 else 0, known[i - 1], known[i]] for i in range(1, len(known))]
+    expected = [scores[known[i - 2] if i > 1 else 0, known[i]] for i in range(1, len(known))]
     assert first is None
     assert np.allclose(np.array(others, np.float64), expected)
     assert logprobs.top_logprobs is not None

@@ -1,4 +1,4 @@
-"""OpenAI's own client against a live server: models, chats, completions, tools, parsed answers, errors, deadlines."""
+"""OpenAI's own client against a live server: models, chats, completions, errors, deadlines, many at once."""
 
 from __future__ import annotations
 

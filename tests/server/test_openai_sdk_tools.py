@@ -12,7 +12,7 @@ import pytest
 from live import Served
 from openai import OpenAI
 from pydantic import BaseModel
-from sdk import CITY, MODEL, STORY, SUM, TOOLS, WEATHER, fresh, prompt_ids
+from sdk import BOTH, CITY, FUNCTIONS, MODEL, RESULT, STORY, SUM, TOLD, TOOLS, WEATHER, fresh, prompt_ids, tokenizer
 
 
 @pytest.fixture
@@ -167,14 +167,22 @@ def test_keys_reasoning_and_other_models_ways(serve: Callable[..., Served]) -> N
         for found in (whole, streamed):
             (choice,) = found.choices
             assert choice.message.model_extra is not None
-            assert choice.message.model_extra["reasoning_content"].strip() == "Hm. Rome?"
+            assert choice.message.model_extra["reasoning_content"] == "Hm. Rome?"
             assert (choice.message.content or "").strip() == "Yes:"
             assert (_calls(choice), choice.finish_reason) == ([("get_weather", {"city": "Rome"})], "tool_calls")
             assert len(choice.message.tool_calls[0].id) == 9  # type: ignore[index]
         assert streamed.usage == whole.usage
         assert whole.usage is not None
         assert whole.usage.completion_tokens_details is not None
-        assert whole.usage.completion_tokens_details.reasoning_tokens
+        assert whole.usage.completion_tokens_details.reasoning_tokens == len(tokenizer().encode("Hm. Rome?"))
+        tools: Any = [{"type": "function", **function} for function in FUNCTIONS]
+        response = client.responses.create(model=MODEL, input=WEATHER, tools=tools, extra_body=wanted)
+        thought, message, made = response.output
+        assert (thought.type, message.type, made.type) == ("reasoning", "message", "function_call")
+        assert thought.content[0].text == "Hm. Rome?"
+        assert response.usage is not None
+        tokens = whole.usage.completion_tokens_details.reasoning_tokens
+        assert response.usage.output_tokens_details.reasoning_tokens == tokens
         (silent,) = client.chat.completions.create(**body, **fresh(**wanted, include_reasoning=False)).choices
         assert "reasoning" not in (silent.message.model_extra or {})
         # What ends a text is in it on such a server, and stays hidden.
