@@ -3,30 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from graphllm.server import anthropic
 from graphllm.server.answers import Reading
+from graphllm.server.document import READS, answers, errors
 from graphllm.server.errors import event_body
 from graphllm.server.generation import News
 from graphllm.server.message_events import MessageWriter
 from graphllm.server.openai import CHAT
 from graphllm.server.openai_routes import conversation_ids
+from graphllm.server.response_models import AnthropicError, InputTokens, MessageObject
 from graphllm.server.service import Service, first_and_rest
 from graphllm.server.wire import EventStream, JsonRoute, aside, json_response, named_event, record_of
 
-_STATUSES = {400: "A field is wrong", 401: "The key is missing or wrong", 404: "No such model", 429: "Too many wait"}
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"description": text} for status, text in _STATUSES.items()}
+_EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
 
 
 def anthropic_routes(service: Service) -> APIRouter:
     """The routes, for one service."""
-    router = APIRouter(route_class=JsonRoute, tags=["Anthropic"], responses=_ERRORS)
+    router = APIRouter(route_class=JsonRoute, tags=["Anthropic"], responses=errors(*READS, body=AnthropicError))
 
-    @router.post("/v1/messages")
+    @router.post("/v1/messages", responses=answers(MessageObject, _EVENTS) | errors(429, body=AnthropicError))
     async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
         """The next message of a conversation; with stream: true as server-sent events."""
         record = record_of(request.scope)
@@ -44,12 +44,12 @@ def anthropic_routes(service: Service) -> APIRouter:
         return json_response(writer.body())
 
     @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: anthropic.CountTokensRequest, request: Request) -> dict[str, int]:
+    async def count_tokens(body: anthropic.CountTokensRequest, request: Request) -> InputTokens:
         """Tokens of the prompt that these messages make."""
         service.check_model(body.model)
         record = record_of(request.scope)
         chat = anthropic.count_to_chat(record.body)
-        return {"input_tokens": len(await aside(record, conversation_ids, service, chat))}
+        return InputTokens(input_tokens=len(await aside(record, conversation_ids, service, chat)))
 
     return router
 

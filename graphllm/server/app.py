@@ -12,14 +12,17 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from graphllm import __version__
 from graphllm.server.anthropic_routes import anthropic_routes
+from graphllm.server.document import METRICS, errors
 from graphllm.server.errors import KNOWN, describe, error_response
 from graphllm.server.guard import Guard
 from graphllm.server.openai_routes import openai_routes
 from graphllm.server.pages import chat_page
 from graphllm.server.protocol import HealthStatus
+from graphllm.server.response_models import Load, Version
 from graphllm.server.responses_routes import responses_routes
 from graphllm.server.service import Service
 from graphllm.server.wire import App, GoneError, json_response, record_of
@@ -84,16 +87,17 @@ def _add_probes(app: FastAPI, service: Service, guard: Guard) -> None:
         """200 while the engine makes progress, or could."""
         return health(host.ready)
 
-    @app.get("/version", tags=["Server"])
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
+    @app.get("/version", tags=["Server"], responses=errors(401))
+    async def version() -> Version:
+        """Of graphllm."""
+        return Version(version=__version__)
 
-    @app.get("/load", tags=["Server"])
-    async def load() -> dict[str, int]:
+    @app.get("/load", tags=["Server"], responses=errors(401))
+    async def load() -> Load:
         """Requests that are being answered, this one not counted."""
-        return {"server_load": guard.in_flight - 1}
+        return Load(server_load=guard.in_flight - 1)
 
-    @app.get("/metrics", tags=["Server"], response_class=Response)
+    @app.get("/metrics", tags=["Server"], response_class=Response, responses=METRICS | errors(401))
     async def prometheus(request: Request) -> Response:
         """For Prometheus."""
         wants_open = "application/openmetrics-text" in request.headers.get("accept", "")
@@ -114,13 +118,15 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
+        path, headers = request.scope["path"], error.headers
         if error.status_code == 404:
-            message = f"path: nothing is at {request.url.path!r:.80}; see /docs"
+            message = f"path: nothing is at {path!r:.80}; see /docs"
         elif error.status_code == 405:
-            message = f"method is {request.method!r:.20}: {request.url.path!r:.80} does not take it; see /docs"
+            message = f"method is {request.method!r:.20}: {path!r:.80} does not take it; see /docs"
+            headers = {"Allow": ", ".join(_methods(request))}
         else:
             message = str(error.detail)
-        return error_response(request.scope, error.status_code, message, error.headers)
+        return error_response(request.scope, error.status_code, message, headers)
 
     async def known(request: Request, error: Exception) -> Response:
         status, message, headers, code = describe(error)
@@ -129,6 +135,12 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(GoneError, _gone)
     for kind in (*KNOWN, Exception):  # what is not known goes on to the log of uvicorn
         app.add_exception_handler(kind, known)
+
+
+def _methods(request: Request) -> list[str]:
+    """What the path of a request takes; several routes may have it, each for one method."""
+    scopes = [{**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "DELETE")]
+    return [s["method"] for s in scopes if any(route.matches(s)[0] is Match.FULL for route in request.app.routes)]
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -20,6 +20,7 @@ from graphllm.server.wire import json_response, record_of
 
 _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_LONGEST = 2000  # characters of a message; names of fields, and lists of mistakes, are as long as somebody made them
 _RETRY_AFTER = 1  # seconds after a full queue: some request ends in that time
 
 
@@ -59,6 +60,7 @@ def error_response(
 
 
 def _body(scope: MutableMapping[str, Any], status: int, message: str, code: Any = None) -> dict[str, Any]:
+    message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
     if scope["path"].startswith("/v1/messages"):
         return anthropic.error_body(status, message)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")

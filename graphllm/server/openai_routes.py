@@ -10,6 +10,9 @@ from fastapi.responses import Response
 
 from graphllm.config import ConfigError
 from graphllm.server import answers
+from graphllm.server.bodies import fields
+from graphllm.server.document import GENERATES, READS, errors
+from graphllm.server.document import answers as made
 from graphllm.server.errors import NotFoundError, event_body
 from graphllm.server.generation import News
 from graphllm.server.openai import CHAT, COMPLETIONS, parse_call, rendered
@@ -17,48 +20,38 @@ from graphllm.server.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    ErrorBody,
     ModelCard,
     ModelList,
     TokenizeBody,
     Tokens,
 )
+from graphllm.server.response_models import ChatCompletion, Completion, Text
 from graphllm.server.service import Service, first_and_rest
 from graphllm.server.wire import EventStream, JsonRoute, aside, event, json_response, record_of
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody, "description": text}
-    for status, text in {
-        400: "A field of the request is wrong; the message names it",
-        401: "The key is missing or wrong",
-        404: "No such model",
-        413: "The body is too large",
-        429: "Too many requests wait",
-        503: "The engine takes no requests now",
-    }.items()
-}
+_CHUNKS = "each is `data:` and a chunk as JSON, the last one `data: [DONE]`"
 
 
 def openai_routes(service: Service) -> APIRouter:
     """The routes, for one service."""
-    router = APIRouter(route_class=JsonRoute, responses=ERRORS)
+    router = APIRouter(route_class=JsonRoute)
 
-    @router.post(CHAT, tags=["OpenAI"])
+    @router.post(CHAT, tags=["OpenAI"], responses=made(ChatCompletion, _CHUNKS) | errors(*GENERATES))
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The next message of a conversation; with stream: true as server-sent events."""
         return await answer(service, request, CHAT)
 
-    @router.post(COMPLETIONS, tags=["OpenAI"])
+    @router.post(COMPLETIONS, tags=["OpenAI"], responses=made(Completion, _CHUNKS) | errors(*GENERATES))
     async def completions(body: CompletionBody, request: Request) -> Response:
         """What comes behind one or several prompts; with stream: true as server-sent events."""
         return await answer(service, request, COMPLETIONS)
 
-    @router.get("/v1/models", tags=["OpenAI"])
+    @router.get("/v1/models", tags=["OpenAI"], responses=errors(401))
     async def models() -> ModelList:
         """The names under which the model is served."""
         return ModelList(data=[card(name) for name in service.names])
 
-    @router.get("/v1/models/{name:path}", tags=["OpenAI"])
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses=errors(401, 404))
     async def model(name: str) -> ModelCard:
         """One of them."""
         if name not in service.names:
@@ -72,18 +65,20 @@ def openai_routes(service: Service) -> APIRouter:
         length = ready.info.max_model_len if ready else None
         return ModelCard(id=name, created=service.created, root=root, max_model_len=length)
 
-    @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True)
+    @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True, responses=errors(*READS))
     async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
         """Token ids of a prompt, or of messages as the chat template writes them."""
         service.check_model(body.model)
         record = record_of(request.scope)
         return await aside(record, _tokens, service, record.body)
 
-    @router.post("/detokenize", tags=["Tokenizer"])
-    async def detokenize(body: DetokenizeBody, request: Request) -> dict[str, str]:
+    @router.post("/detokenize", tags=["Tokenizer"], responses=errors(*READS))
+    async def detokenize(body: DetokenizeBody, request: Request) -> Text:
         """The text of token ids."""
         service.check_model(body.model)
-        return {"prompt": await aside(record_of(request.scope), service.decode, "tokens", body.tokens)}
+        record = record_of(request.scope)
+        fields(record.body, "", DetokenizeBody.model_fields)  # there are no others
+        return Text(prompt=await aside(record, service.decode, "tokens", body.tokens))
 
     return router
 

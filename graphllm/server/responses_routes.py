@@ -15,24 +15,27 @@ from fastapi.responses import Response
 from graphllm.config import ConfigError
 from graphllm.server import responses
 from graphllm.server.answers import Reading
+from graphllm.server.document import GENERATES, answers, errors
 from graphllm.server.errors import NotFoundError, describe, event_body
 from graphllm.server.generation import News
 from graphllm.server.openai import CHAT
-from graphllm.server.openai_routes import ERRORS
 from graphllm.server.replies import Ending
 from graphllm.server.response_events import ResponseWriter
+from graphllm.server.response_models import Deleted, ResponseObject
 from graphllm.server.response_store import Record, ResponseStore
 from graphllm.server.responses import Chat, ResponsesRequest
 from graphllm.server.service import Service, Started, first_and_rest
 from graphllm.server.wire import EventStream, JsonRoute, json_response, named_event, record_of
 
+_EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
+
 
 def responses_routes(service: Service) -> APIRouter:
     """The routes, for one service. What they keep is in memory, and goes with the process."""
-    router = APIRouter(route_class=JsonRoute, tags=["OpenAI Responses"], responses=ERRORS)
+    router = APIRouter(route_class=JsonRoute, tags=["OpenAI Responses"])
     store = ResponseStore()
 
-    @router.post("/v1/responses")
+    @router.post("/v1/responses", responses=answers(ResponseObject, _EVENTS) | errors(*GENERATES))
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """The answer to text or items, maybe as a continuation of an earlier response."""
         given = record_of(request.scope).body
@@ -66,14 +69,14 @@ def responses_routes(service: Service) -> APIRouter:
         keep()
         return json_response(writer.body())
 
-    @router.get("/v1/responses/{id}")
+    @router.get("/v1/responses/{id}", responses=answers(ResponseObject) | errors(400, 401, 404))
     async def retrieve(id: str, stream: bool = False) -> Response:
         """A response that is kept; one that runs in the background as far as it is there."""
         if stream:
             raise ConfigError("stream is True: the events of a response are not kept; leave it out, and ask again")
         return json_response(_kept(store, id).body)
 
-    @router.post("/v1/responses/{id}/cancel")
+    @router.post("/v1/responses/{id}/cancel", responses=answers(ResponseObject) | errors(400, 401, 404))
     async def cancel(id: str) -> Response:
         """End a response that runs in the background."""
         record = _kept(store, id)
@@ -82,12 +85,12 @@ def responses_routes(service: Service) -> APIRouter:
         await _ended(record)
         return json_response(_kept(store, id).body)
 
-    @router.delete("/v1/responses/{id}")
-    async def delete(id: str) -> dict[str, Any]:
+    @router.delete("/v1/responses/{id}", responses=errors(401, 404))
+    async def delete(id: str) -> Deleted:
         """Forget a response; one that runs ends."""
         await _ended(_kept(store, id))
         store.remove(id)
-        return {"id": id, "object": "response", "deleted": True}
+        return Deleted(id=id, object="response", deleted=True)
 
     return router
 

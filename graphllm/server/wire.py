@@ -30,8 +30,8 @@ LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; othe
 
 @dataclass
 class Record:
-    """What a route adds to the log line of its request, and what errors are made of. body: of JSON, once it is read. size:
-    its bytes."""
+    """What a route adds to the log line of its request, and what errors are made of. body: of JSON, once it is read;
+    size: its bytes."""
 
     id: str
     body: Any = None

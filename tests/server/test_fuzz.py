@@ -1,0 +1,347 @@
+"""Fuzzing a live server: schemathesis over its OpenAPI document, and properties where the document says little."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jsonschema
+import pytest
+import schemathesis
+from hostile import HARD, MESSAGES, POSTS, VALID, mutated, shorten
+from hypothesis import HealthCheck, Phase, example, given, settings
+from hypothesis import strategies as st
+from live import Served
+from schemathesis.checks import not_a_server_error
+from schemathesis.generation.hypothesis.builder import HypothesisTestConfig, HypothesisTestMode, create_test
+from schemathesis.specs.openapi.checks import (
+    allow_header_conformance,
+    content_type_conformance,
+    negative_data_rejection,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+from schemathesis.specs.openapi.definitions import OPENAPI_31_VALIDATOR
+
+SECONDS = 20.0  # for any answer; most take milliseconds, but test machines stall
+PAUSE = 5.0  # seconds that nobody else may have to wait meanwhile
+LONGEST = 2100  # characters of a message
+CHECKS = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
+    response_headers_conformance, negative_data_rejection, unsupported_method, allow_header_conformance,
+]  # fmt: skip
+REPEATABLE = settings(
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@dataclass
+class Fuzzed:
+    """The server that is fuzzed, and what it said."""
+
+    server: Served
+    document: dict[str, Any]
+    client: httpx.Client
+    answers: Counter[int] = field(default_factory=Counter)
+    slowest: float = 0.0
+
+    def post(self, path: str, body: bytes, **headers: str) -> httpx.Response:
+        """The answer, which is of the right form whatever it is."""
+        begun = time.monotonic()
+        answer = self.client.post(path, content=body, headers={"content-type": "application/json", **headers})
+        self.note(path, answer.status_code, answer.headers.get("content-type", ""), answer.text, begun)
+        return answer
+
+    def note(self, path: str, status: int, kind: str, text: str, begun: float) -> None:
+        seconds = time.monotonic() - begun
+        self.slowest = max(self.slowest, seconds)
+        self.answers[status] += 1
+        assert seconds < SECONDS
+        assert status < 500, text
+        if status >= 400:
+            assert kind == "application/json"
+            check_error(path, status, json.loads(text))
+        elif kind.startswith("text/event-stream"):
+            check_events(path, text)
+        elif kind == "application/json":
+            json.loads(text, parse_constant=pytest.fail)
+
+
+def check_error(path: str, status: int, body: Any) -> None:
+    if path.startswith(MESSAGES):
+        assert set(body) == {"type", "error"}
+        assert body["type"] == "error"
+        assert set(body["error"]) == {"type", "message"}
+    else:
+        assert set(body) == {"error"}
+        assert set(body["error"]) == {"message", "type", "param", "code"}
+        assert isinstance(body["error"]["param"], str | None)
+        assert isinstance(body["error"]["code"], str | None)
+    assert body["error"]["type"].endswith("_error")
+    message = body["error"]["message"]
+    assert message.strip()
+    assert len(message) < LONGEST
+    assert status != 400 or ": " in message  # what is wrong, and what to do
+
+
+def check_events(path: str, text: str) -> None:
+    """A stream has its end, and none has an error: what is wrong with a request shows before it begins."""
+    assert text.endswith("\n\n")
+    blocks = [block.split("\n") for block in text[:-2].split("\n\n")]
+    data = [line.removeprefix("data: ") for block in blocks for line in block if line.startswith("data: ")]
+    assert len(data) == len(blocks)
+    if path.startswith((MESSAGES, "/v1/responses")):
+        events = [json.loads(d) for d in data]
+        assert [f"event: {e['type']}" for e in events] == [block[0] for block in blocks]
+        last = events[-1]["type"]
+        assert last in ("message_stop", "response.completed", "response.incomplete"), events[-1]
+    else:
+        assert data.pop() == "[DONE]"
+        assert not [d for d in data if "error" in json.loads(d)]
+
+
+@pytest.fixture(scope="module")
+def fuzzed(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    """A server of its own: it must be as it was at the end, engine and all, and have nothing bad in its log."""
+    server = Served(tmp_path_factory.mktemp("fuzzed") / "log", "--artifact", embedded_artifact).wait_ready()
+    engine = server.engine_pid
+    with httpx.Client(base_url=server.url, timeout=SECONDS) as client:
+        found = Fuzzed(server, client.get("/openapi.json").json(), client)
+        yield found
+        assert server.get("/health/ready")[0] == 200
+        assert server.engine_pid == engine
+        server.idle()
+        assert client.get("/load").json() == {"server_load": 0}
+    print(f"answers: {dict(sorted(found.answers.items()))}, the slowest took {found.slowest:.2f} s")
+    log = server.log.read_text()
+    assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
+    assert " ERROR " not in log
+    assert server.stop() == 0
+
+
+def repeat(check: Any, strategy: Any, examples: int) -> None:
+    settings(REPEATABLE, max_examples=examples)(given(strategy)(check))()
+
+
+# --- the document
+
+
+def test_the_document_is_valid(fuzzed: Fuzzed) -> None:
+    document = fuzzed.document
+    OPENAPI_31_VALIDATOR.validate(document)
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            where = f"{method} {path}"
+            assert operation["tags"], where
+            assert operation.get("description"), where
+            assert "422" not in operation["responses"], where  # a mistake in a body is a 400
+            assert ("400" in operation["responses"]) or "requestBody" not in operation, where
+
+
+def operations(document: dict[str, Any]) -> list[Any]:
+    schema = schemathesis.openapi.from_dict(document, config=schemathesis.Config.from_dict({}))
+    return [found.ok() for found in schema.get_all_operations()]
+
+
+def check_case(fuzzed: Fuzzed) -> Any:
+    """Sends a case of schemathesis; what comes must be what the document says, one of its statuses in so many words."""
+
+    def check(case: Any) -> None:
+        shorten(case.path, case.body)
+        begun = time.monotonic()
+        answer = case.call(base_url=fuzzed.server.url, timeout=SECONDS)
+        kind = answer.headers.get("content-type", [""])[0]
+        fuzzed.note(case.path, answer.status_code, kind, answer.text, begun)
+        case.validate_response(answer, checks=CHECKS)
+        documented = fuzzed.document["paths"][case.path].get(case.method.lower(), {"responses": ["405"]})["responses"]
+        assert str(answer.status_code) in documented or answer.status_code == 405
+
+    return check
+
+
+def fuzz(fuzzed: Fuzzed, subtests: Any, examples: int, coverage: bool) -> None:
+    for operation in operations(json.loads(json.dumps(fuzzed.document))):
+        modes = [operation.as_strategy(generation_mode=mode) for mode in schemathesis.GenerationMode]
+        with subtests.test(operation=operation.label):
+            repeat(check_case(fuzzed), st.one_of(modes), examples)
+        if coverage:  # the edges of every schema, each method, what is missing and what is too much
+            config = HypothesisTestConfig(operation.schema.config, [HypothesisTestMode.COVERAGE], REPEATABLE)
+            with subtests.test(operation=operation.label, coverage=True):
+                create_test(operation=operation, test_func=check_case(fuzzed), config=config)()
+
+
+def test_every_operation(fuzzed: Fuzzed, subtests: pytest.Subtests) -> None:
+    fuzz(fuzzed, subtests, examples=40, coverage=False)
+
+
+@pytest.mark.slow
+def test_every_operation_at_length(fuzzed: Fuzzed, subtests: pytest.Subtests) -> None:
+    fuzz(fuzzed, subtests, examples=200, coverage=True)
+
+
+# --- bodies
+
+
+def test_valid_bodies(fuzzed: Fuzzed) -> None:
+    """Otherwise what is made of them would show little."""
+    for path, body in VALID:
+        answer = fuzzed.post(path, json.dumps(shorten(path, body)).encode())
+        assert answer.status_code == 200, (path, body, answer.text)
+
+
+def check_mutated(fuzzed: Fuzzed) -> Any:
+    def check(request: tuple[str, bytes]) -> None:
+        assert fuzzed.post(*request).status_code in (200, 400, 404)
+
+    return check
+
+
+def test_bodies_with_mistakes(fuzzed: Fuzzed) -> None:
+    repeat(check_mutated(fuzzed), mutated(), 300)
+
+
+@pytest.mark.slow
+def test_bodies_with_mistakes_at_length(fuzzed: Fuzzed) -> None:
+    repeat(check_mutated(fuzzed), mutated(), 6000)
+
+
+_TYPES = st.sampled_from(["application/json", "", "text/plain", "application/json; charset=utf-16", "a/b/c", "*/*"])
+_JSON = st.recursive(
+    st.sampled_from([b"1", b"-", b"1e400", b"NaN", b'"\\ud800"', b'"\xff"', b"null", b'"a"', b"", b"{", b"]"]),
+    lambda inner: (
+        st.lists(inner).map(lambda parts: b"[" + b",".join(parts) + b"]")
+        | st.lists(inner).map(lambda parts: b"{" + b",".join(b'"prompt":' + part for part in parts) + b"}")
+    ),
+    max_leaves=6,
+)
+
+
+def test_any_bytes_as_a_body(fuzzed: Fuzzed) -> None:
+    def check(request: tuple[str, bytes, str]) -> None:
+        path, body, kind = request
+        assert fuzzed.post(path, body, **{"content-type": kind}).status_code in (200, 400)
+
+    repeat(check, st.tuples(st.sampled_from(POSTS), st.binary(max_size=200) | _JSON, _TYPES), 150)
+
+
+@given(st.lists(st.tuples(st.binary(max_size=30), st.binary(max_size=60)), max_size=4), st.binary(max_size=40))
+@example([(b"authorization", b"Bearer \xff"), (b"x-request-id", b"\x01\r\nx")], b"/v1/models/%ff")
+@example([(b"host", b"["), (b"accept", b"application/openmetrics-text;\xff")], b"/nothing")
+@example([(b"content-length", b"9" * 60)], b"/tokenize")
+@example([(b"transfer-encoding", b"chunked"), (b"content-length", b"5")], b"/tokenize")
+@settings(REPEATABLE, max_examples=100)
+def test_any_bytes_as_a_head(fuzzed: Fuzzed, headers: list[tuple[bytes, bytes]], target: bytes) -> None:
+    """It is answered, or the connection is closed; what follows a whole head is never waited for longer than that."""
+    host, port = fuzzed.server.url.removeprefix("http://").split(":")
+    lines = [b"GET " + target + b" HTTP/1.1", b"connection: close", *(name + b": " + value for name, value in headers)]
+    with socket.create_connection((host, int(port)), timeout=SECONDS) as connection:
+        connection.sendall(b"\r\n".join(lines) + b"\r\n\r\n")
+        connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        while data := connection.recv(65536):
+            answer += data
+    if answer:
+        status = int(answer.split(b" ", 2)[1])
+        fuzzed.answers[status] += 1
+        assert status < 500, answer
+
+
+# --- tokens
+
+
+_TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
+
+
+def test_tokens_are_the_text(fuzzed: Fuzzed) -> None:
+    def check(text: str) -> None:
+        fields = {"prompt": text, "add_special_tokens": False, "return_token_strs": True}
+        found = fuzzed.post("/tokenize", json.dumps(fields).encode()).json()
+        assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        back = fuzzed.post("/detokenize", json.dumps({"tokens": found["tokens"]}).encode()).json()
+        assert back == {"prompt": text}
+        if text.isascii():
+            assert "".join(found["token_strs"]) == text
+
+    repeat(check, _TEXT, 100)
+
+
+def test_any_tokens_are_a_text(fuzzed: Fuzzed) -> None:
+    def check(tokens: list[int]) -> None:
+        answer = fuzzed.post("/detokenize", json.dumps({"tokens": tokens}).encode())
+        assert answer.status_code == (200 if all(0 <= token < 4096 for token in tokens) else 400)
+
+    repeat(check, st.lists(st.integers(-1, 4097) | st.integers(), max_size=8), 60)
+
+
+# --- what is hard
+
+
+@contextmanager
+def others(server: Served) -> Iterator[None]:
+    """Meanwhile somebody else asks, and never waits for long."""
+    waits, done = [0.0], threading.Event()
+
+    def ask() -> None:
+        while not done.wait(0.02):
+            begun = time.monotonic()
+            assert server.get("/health/live", timeout=120)[0] == 200
+            waits.append(time.monotonic() - begun)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        yield
+    finally:
+        done.set()
+        asking.join()
+    assert max(waits) < PAUSE
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_hard_constraints(fuzzed: Fuzzed, name: str) -> None:
+    body = {"prompt": "x", "max_tokens": 2, "structured_outputs": HARD[name]}
+    with others(fuzzed.server):
+        fuzzed.post("/v1/completions", json.dumps(body).encode())
+
+
+def test_long_texts(fuzzed: Fuzzed) -> None:
+    """Megabytes to read and to tokenize, which others do not notice."""
+    text = "hello world, " * 200_000
+    turn = {"role": "user", "content": text}
+    tool = {"type": "function", "function": {"name": "f", "description": text}}
+    for path, body in (
+        ("/tokenize", {"prompt": text}),
+        ("/tokenize", {"messages": [turn]}),
+        ("/detokenize", {"tokens": [5] * 1_000_000}),
+        (f"{MESSAGES}/count_tokens", {"messages": [turn]}),
+        (MESSAGES, {"messages": [turn], "max_tokens": 2}),
+        ("/v1/responses", {"input": text}),
+        ("/v1/completions", {"prompt": text}),
+        ("/v1/completions", {"prompt": [5] * 1_000_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": [tool]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}] * 50_000}),
+        ("/v1/chat/completions", nested_widely(2_000_000)),
+    ):
+        with others(fuzzed.server):
+            fuzzed.post(path, json.dumps(body).encode())
+
+
+def nested_widely(count: int) -> list[Any]:
+    return [[] for _ in range(count)]
