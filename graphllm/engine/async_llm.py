@@ -156,11 +156,6 @@ class AsyncLLM:
         return self._client.ready
 
     @property
-    def pid(self) -> int:
-        """Of the core's process."""
-        return self._client.pid
-
-    @property
     def unfinished(self) -> int:
         """Requests whose streams are open."""
         return len(self._names)

@@ -72,7 +72,7 @@ def _add_probes(app: FastAPI, service: Service, guard: Guard) -> None:
     @app.get("/health/startup", **probe)
     async def startup() -> Response:
         """200 once the engine has been ready."""
-        return health(host.started)
+        return health(host.was_ready.is_set())
 
     @app.get("/health/live", **probe)
     async def live() -> Response:

@@ -72,6 +72,7 @@ class EngineHost:
     cause: str | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds, of the latest start
     restarts: int = 0
+    was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # once
     opened: Opened | None = None
     style: Style = field(default_factory=Style)
     defaults: SamplingParams = field(default_factory=SamplingParams)
@@ -113,6 +114,7 @@ class EngineHost:
         assert engine.ready is not None
         self._engine = engine
         self.phases |= {f"engine {name}": seconds for name, seconds in engine.ready.phases.items()}
+        self.was_ready.set()
         self._become("ready")
 
     def look(self) -> None:
@@ -192,16 +194,6 @@ class EngineHost:
     def live(self) -> bool:
         """False when only a new process can help."""
         return self.options.restart or self.status != "dead"
-
-    @property
-    def started(self) -> bool:
-        """It was ready once."""
-        return self._engine is not None
-
-    @property
-    def pid(self) -> int | None:
-        """Of the engine's process."""
-        return None if self._engine is None or self.status == "dead" else self._engine.pid
 
     @property
     def running(self) -> int:

@@ -193,8 +193,7 @@ def _http(host: EngineHost, options: ServerOptions) -> tuple[uvicorn.Server, Met
 
 async def _tell(host: EngineHost, metrics: Metrics, options: ServerOptions) -> None:
     """The start-up line, once the engine is ready."""
-    while not host.started:
-        await asyncio.sleep(0.01)
+    await host.was_ready.wait()
     host.phases["total"] = time.monotonic() - options.started
     metrics.startup(host.phases)
     _log.info(

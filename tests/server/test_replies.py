@@ -89,7 +89,7 @@ def cut_texts(draw: st.DrawFn) -> tuple[str, list[str]]:
     return text, [text[a:b] for a, b in itertools.pairwise([0, *places, len(text)])]
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f"{f.tools}-{f.reasoning}-{f.thinking}")
 @settings(max_examples=50, deadline=None)
 @given(cut=cut_texts())
 def test_cuts_do_not_matter(format: ReplyFormat, cut: tuple[str, list[str]]) -> None:
