@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from graphllm.engine.params import MAX_N
-
+MAX_COMPLETIONS = 1024  # of one request
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -26,7 +25,7 @@ class Body(BaseModel):
 class Sampling(Body):
     """Fields of `graphllm.SamplingParams`; None, and left out, mean the model's own default."""
 
-    n: int | None = Field(None, ge=1, le=MAX_N, description="Completions.")
+    n: int | None = Field(None, ge=1, le=MAX_COMPLETIONS, description="Completions.")
     temperature: float | None = Field(None, ge=0, description="0 takes the most likely token.")
     top_p: float | None = Field(None, gt=0, le=1, description="Keep the most likely tokens of this total probability.")
     top_k: int | None = Field(None, ge=-1, description="Keep so many tokens; 0 and -1 keep all.")
@@ -44,7 +43,7 @@ class Sampling(Body):
     logit_bias: dict[str, float] | None = Field(None, description="Added to the logits, by token id.")
     allowed_token_ids: list[int] | None = Field(None, description="No other token is sampled.")
     bad_words: list[str] | None = Field(None, description="Never appear.")
-    prompt_logprobs: int | None = Field(None, ge=-1, description="So many likeliest tokens at each prompt position.")
+    prompt_logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each prompt position.")
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     structured_outputs: dict[str, Any] | None = Field(
@@ -78,7 +77,7 @@ class ChatBody(Sampling):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=-1, description="So many likeliest tokens at each position.")
+    top_logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each position.")
     tools: list[dict[str, Any]] | None = Field(None, description="Functions, with JSON schemas of their arguments.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
     parallel_tool_calls: bool | None = None
@@ -93,7 +92,7 @@ class CompletionBody(Sampling):
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(description="Text or token ids, one or several.")
     echo: bool | None = Field(None, description="Put the prompt before the completion; max_tokens may be 0 then.")
-    logprobs: int | None = Field(None, ge=-1, description="So many likeliest tokens at each position.")
+    logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each position.")
 
 
 class TokenizeBody(Body):

@@ -17,6 +17,7 @@ from graphllm.server.generation import News, generate
 from graphllm.server.host import EngineHost, UnavailableError
 from graphllm.server.metrics import Metrics
 from graphllm.server.openai import Call, parse_call, write_out
+from graphllm.server.protocol import MAX_COMPLETIONS
 from graphllm.server.wire import aside, record_of, while_there
 
 
@@ -27,7 +28,7 @@ class Limits:
 
     body: int = 32 << 20
     prompts: int = 1024
-    completions: int = 1024
+    completions: int = MAX_COMPLETIONS
     stops: int = 64
     stop_length: int = 1024
 
@@ -42,6 +43,9 @@ class Limits:
             raise ConfigError(
                 f"stop is {stop!r:.80}: give at most {self.stops} strings of at most {self.stop_length} characters"
             )
+        for name, wanted in (("logprobs", call.params.logprobs), ("prompt_logprobs", call.params.prompt_logprobs)):
+            if wanted == -1:  # megabytes for every token, and seconds in which nobody else is served
+                raise ConfigError(f"{name} is -1: the whole vocabulary is for `LLM` alone; give a number here")
 
 
 class Started(NamedTuple):
