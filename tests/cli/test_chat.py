@@ -185,7 +185,11 @@ class Terminal:
 
     def __init__(self, command: list[str]) -> None:
         self.end, inner = pty.openpty()
-        own = f"import os; os.open(os.ttyname(0), os.O_RDWR); {command[-1]}"  # makes it the controlling terminal
+        # Makes it the controlling terminal; and a process in the background may have been told to ignore Ctrl-C.
+        own = (
+            "import os, signal; os.open(os.ttyname(0), os.O_RDWR); "
+            f"signal.signal(signal.SIGINT, signal.default_int_handler); {command[-1]}"
+        )
         self.process = subprocess.Popen(
             [*command[:-1], own], stdin=inner, stdout=inner, stderr=inner, start_new_session=True,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},

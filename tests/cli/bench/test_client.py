@@ -45,9 +45,9 @@ def test_times_are_those_of_the_server(path: str) -> None:
     for got, arrived, written in zip(found, fake.arrived, fake.written, strict=True):
         assert got.error is None
         assert (got.prompt_tokens, got.output_tokens, got.finish_reason) == (3, 11, "length")
-        assert got.started < arrived < arrived + 0.1 < written[0] < got.pieces[0]
+        assert got.started < arrived < arrived + 0.09 < written[0] < got.pieces[0]  # timers may come early
         late = np.array(got.pieces) - np.array(written)
-        assert 0 < np.median(late) < 0.003
+        assert 0 < np.median(late) < 0.01
         assert got.ttft == got.pieces[0] - got.started
         assert got.itl == pytest.approx(np.diff(got.pieces))
         assert got.e2el >= 0.3
@@ -55,7 +55,7 @@ def test_times_are_those_of_the_server(path: str) -> None:
     # A stall of the machine may be in one of them, but not in all.
     assert min(got.ttft for got in found) < 0.1 + SLACK
     assert min(got.e2el for got in found) < 0.3 + 2 * SLACK
-    assert 0.019 < statistics.median(gap for got in found for gap in got.itl) < 0.03
+    assert 0.018 < statistics.median(gap for got in found for gap in got.itl) < 0.04
 
 
 def test_tokens_are_counted_by_the_server_and_not_by_chunks() -> None:
