@@ -8,8 +8,8 @@ the same resident memory, and nothing may stay behind. drops: connections droppe
 after the first token, with nothing left behind. overhead: CPU time of the front process for each token of concurrent
 streams. Ends with status 1 when something was lost.
 
-On CPUs oneDNN keeps something for each shape of a step that it has seen, 128 of them (graphllm/cli/__init__.py), so short
-runs seem to grow.
+On CPUs oneDNN keeps something for each shape of a step that it has seen, 128 of them (graphllm/cli/__init__.py), so
+short runs seem to grow.
 """
 
 from __future__ import annotations
