@@ -24,7 +24,7 @@ from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import ParsedRequest, Processor
 from graphllm.engine.text import Tokenizer
 from graphllm.server.answers import failure
-from graphllm.server.openai import Call, Style, write_out
+from graphllm.server.openai import Call, Style, check_priority, write_out
 
 _AHEAD = 2  # completions in the engine, as a multiple of those in one step
 _ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer
@@ -272,8 +272,7 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
     """Queue all requests of an item, or none."""
     core, outputs = engine.core, engine.outputs
     call = item.call(defaults)
-    if call.priority and engine.options.scheduling_policy != "priority":
-        raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
+    check_priority(call, engine.options)
     call, prompts = write_out(call, engine.tokenizer, engine.style)
     if stream and len(prompts) == call.params.n == 1:
         call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))

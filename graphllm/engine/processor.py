@@ -168,9 +168,7 @@ class Processor:
         self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
 
     def _check_vocabulary(self, field: str, ids: Sequence[int]) -> None:
-        if ids and (min(ids) < 0 or max(ids) >= self._info.vocab):
-            wrong = next(i for i in ids if not 0 <= i < self._info.vocab)
-            raise ConfigError(f"{field} has token id {wrong}: give ids from 0 to {self._info.vocab - 1}")
+        check_vocabulary(field, ids, self._info.vocab)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the words, as they stand at the beginning of a text and behind a space."""
@@ -189,6 +187,13 @@ class Processor:
                 found.append(spaced)
         self._check_vocabulary("bad_words", [i for ids in found for i in ids])
         return found
+
+
+def check_vocabulary(field: str, ids: Sequence[int], vocab: int) -> None:
+    """Raises ConfigError naming the field and the first token id that a vocabulary of this size does not have."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab):
+        wrong = next(i for i in ids if not 0 <= i < vocab)
+        raise ConfigError(f"{field} has token id {wrong}: give ids from 0 to {vocab - 1}")
 
 
 def _int64(value: int) -> int:

@@ -71,7 +71,6 @@ class EngineHost:
     status: str = "starting"
     cause: str | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds, of the latest start
-    restarts: int = 0
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # once
     opened: Opened | None = None
     style: Style = field(default_factory=Style)
@@ -149,7 +148,6 @@ class EngineHost:
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, most)
                 continue
-            self.restarts += 1
             _log.info("the engine was restarted in %.2f s", time.monotonic() - begun)
             return
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
+from graphllm.engine.options import EngineOptions
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.processor import Prompt
 from graphllm.engine.text import Tokenizer
@@ -241,6 +242,12 @@ def _prompts(given: object) -> list[Prompt]:
     if isinstance(given, list) and given and all(isinstance(p, (str, list)) for p in given):
         return given
     raise ConfigError(f"prompt is {given!r:.80}: give text, token ids, or a list of these")
+
+
+def check_priority(call: Call, options: EngineOptions) -> None:
+    """Raises ConfigError for a priority that the engine would not look at."""
+    if call.priority and options.scheduling_policy != "priority":
+        raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
 
 
 def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Sequence[Prompt]]:

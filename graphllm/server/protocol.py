@@ -9,15 +9,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from graphllm.server.bodies import Object
+
 MAX_COMPLETIONS = 1024  # of one request
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
-class Body(BaseModel):
+class Body(Object):
     """What all bodies have in common."""
-
-    # Others come through to `parse_call`, which refuses them with a remedy; the document does not invite them.
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra={"additionalProperties": False})
 
     model: str | None = Field(None, description="One of the names that /v1/models lists; left out: the first of them.")
 

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from graphllm.config import ConfigError
+from graphllm.engine.processor import check_vocabulary
 from graphllm.engine.request import CoreInfo
 from graphllm.engine.text import Tokenizer
 from graphllm.server.errors import NotFoundError
 from graphllm.server.generation import News, generate
 from graphllm.server.host import EngineHost, UnavailableError
 from graphllm.server.metrics import Metrics
-from graphllm.server.openai import Call, parse_call, write_out
+from graphllm.server.openai import Call, check_priority, parse_call, write_out
 from graphllm.server.protocol import MAX_COMPLETIONS
 from graphllm.server.wire import aside, record_of, while_there
 
@@ -91,9 +92,7 @@ class Service:
 
     def decode(self, field_name: str, ids: Sequence[int]) -> str:
         """The text of token ids. Raises ConfigError for those that there are not."""
-        wrong = next((i for i in ids if not 0 <= i < self.info.vocab), None)
-        if wrong is not None:
-            raise ConfigError(f"{field_name} has token id {wrong}: give ids from 0 to {self.info.vocab - 1}")
+        check_vocabulary(field_name, ids, self.info.vocab)
         return self.tokenizer.decode(ids, skip_special_tokens=False)
 
     async def start(self, request: Request, url: str, body: Any) -> Started:
@@ -109,8 +108,7 @@ class Service:
         self.check_model(call.model)
         self.limits.check(call)
         assert host.opened is not None
-        if call.priority and host.opened.settings.options.scheduling_policy != "priority":
-            raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
+        check_priority(call, host.opened.settings.options)
         return write_out(call, self.tokenizer, host.style) if call.chat or call.echo else (call, call.prompts)
 
     async def whole(self, request: Request, started: Started) -> list[Any]:
