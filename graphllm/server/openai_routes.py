@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -114,7 +115,7 @@ async def answer(service: Service, request: Request, url: str) -> Response:
     """To the body of a chat or a completion."""
     record = record_of(request.scope)
     started = await service.start(request, url, record.body)
-    call, about = started.call, (record.id, service.names[0], int(service.created))
+    call, about = started.call, (record.id, service.names[0], int(time.time()))
     if call.stream:
         writer = answers.ChunkWriter(call, *about, service.count)
         return EventStream(_chunks(request, writer, await first_and_rest(request, started)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,9 +49,12 @@ def test_models(client: OpenAI) -> None:
 
 
 def test_a_chat(client: OpenAI) -> None:
+    time.sleep(1.1)  # so that the server's start is another second
+    asked = int(time.time())
     raw = client.chat.completions.with_raw_response.create(model=MODEL, messages=SUM, temperature=0)
     read = ChatCompletion.model_validate(json.loads(raw.text), strict=True)
     (choice,) = read.choices
+    assert asked <= read.created <= time.time()
     assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "12 + 7 = 19.", "stop")
     assert (read.model, read.object) == (MODEL, "chat.completion")
     assert read.usage is not None
