@@ -9,6 +9,16 @@ import typer
 
 from graphllm import __version__
 from graphllm.cli.bench.app import bench_app
+from graphllm.cli.options import (
+    Artifact,
+    GpuShare,
+    KvMemory,
+    MaxLen,
+    MaxSeqs,
+    MaxTokens,
+    PageSize,
+    PrefixCaching,
+)
 
 app = typer.Typer(
     name="graphllm",
@@ -30,16 +40,8 @@ Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="Compute dtype; default: the checkpoint's.")
 ]
 Buckets = Annotated[str | None, typer.Option(help="Specializations, e.g. decode-1,decode-2-64,mixed-2-2048.")]
-MaxLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
-MaxSeqs = Annotated[int | None, typer.Option(help="Sequences in one step.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens in one step.")]
-PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
 Tune = Annotated[bool | None, typer.Option(help="Time more kernel variants while compiling (GPUs; minutes).")]
 LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights, for timing.")]
-Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")]
-KvMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache, e.g. 2GiB.")]
-GpuShare = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
-PrefixCaching = Annotated[bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")]
 Policy = Annotated[Literal["fcfs", "priority"], typer.Option(help="priority: a request's own; lower goes first.")]
 Jobs = Annotated[int, typer.Option(help="Parallel build processes; 0 chooses.")]
 

@@ -8,6 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from graphllm.cli.options import (
+    Artifact,
+    GpuShare,
+    KvMemory,
+    MaxLen,
+    MaxSeqs,
+    MaxTokens,
+    PageSize,
+    PrefixCaching,
+)
+
 if TYPE_CHECKING:
     from graphllm.engine.load import EngineArgs
 
@@ -24,17 +35,9 @@ PrefixLen = Annotated[int, typer.Option(min=0, help="Tokens that all prompts beg
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.")]
 Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="Compute dtype.")]
-MaxLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
-MaxSeqs = Annotated[int | None, typer.Option(help="Sequences in one step.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens in one step.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens in one cache page.")]
-KvMemory = Annotated[str | None, typer.Option("--kv-cache-memory", help="Memory for the KV cache, e.g. 2GiB.")]
-Utilization = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
-PrefixCaching = Annotated[bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")]
 LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights.")]
 TargetName = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to run on.")]
 Backend = Annotated[Literal["inductor", "eager"], typer.Option(help="eager runs the reference ops.")]
-Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")]
 
 
 @bench_app.command("serve")
@@ -95,9 +98,9 @@ def throughput_command(
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
-    block_size: BlockSize = None,
+    block_size: PageSize = None,
     kv_cache_memory: KvMemory = None,
-    gpu_memory_utilization: Utilization = 0.9,
+    gpu_memory_utilization: GpuShare = 0.9,
     enable_prefix_caching: PrefixCaching = True,
     load_format: LoadFormat = "auto",
     target: TargetName = "auto",
@@ -132,9 +135,9 @@ def latency_command(
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
-    block_size: BlockSize = None,
+    block_size: PageSize = None,
     kv_cache_memory: KvMemory = None,
-    gpu_memory_utilization: Utilization = 0.9,
+    gpu_memory_utilization: GpuShare = 0.9,
     load_format: LoadFormat = "auto",
     target: TargetName = "auto",
     backend: Backend = "inductor",
