@@ -21,7 +21,7 @@ import graphllm
 from graphllm.config import CompileConfig, ConfigError, key_fields
 from graphllm.machine import detect_target, plugins, source_files, versions
 
-FORMAT = 2
+FORMAT = 3
 # Fields of config.json that name things without changing the computation, with the reason.
 EXCLUDED_MODEL_FIELDS = {
     "_name_or_path": "where the checkpoint came from",

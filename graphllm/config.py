@@ -79,7 +79,7 @@ class CompileConfig:
     page_size: int = 16
     max_logprobs: int = 20
     max_logit_bias: int = 1024
-    tune: bool = field(default=False)
+    tune: bool = False
     dump: Path | None = field(
         default=None, metadata=not_key("where to write the readable IR; the artifact is the same")
     )

@@ -108,7 +108,7 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
         max_num_seqs=max_num_seqs,
         max_num_tokens=max_num_tokens,
         page_size=16 if wanted.page_size is None else wanted.page_size,
-        tune=bool(wanted.tune),
+        tune=cuda if wanted.tune is None else wanted.tune,
         jobs=wanted.jobs,
     )
     check(config)
@@ -139,7 +139,7 @@ def check(config: CompileConfig) -> None:
 def default_buckets(target: Target, max_num_seqs: int, max_num_tokens: int) -> tuple[Bucket, ...]:
     """One sequence alone is static; the rest of decode is split where other kernels win on a GPU."""
     found = [Bucket("decode", 1, 1)]
-    edges = [16, 64, max_num_seqs] if target.device == "cuda" else [max_num_seqs]
+    edges = [16, 32, 64, 128, 256, max_num_seqs] if target.device == "cuda" else [max_num_seqs]
     low = 2
     for edge in edges:
         if low <= min(edge, max_num_seqs):
@@ -193,7 +193,7 @@ def find_or_build(
         )
     if folder:
         artifact.check_replaceable(folder)
-    compile_model(source.config, source.tensors, config, place, progress)
+    compile_model(source.config, source.tensors, config, place, progress, env.cache_dir / "tuned")
     return place, artifact.verify(place)
 
 
@@ -272,6 +272,9 @@ def load_core(
     if (source.folder / "tokenizer.json").is_file():
         grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(settings.stop_ids))
     clock("executor")
+    if device == "cuda":
+        executor.warm_up()
+        clock("warm up")
     return EngineCore(executor, compiled["max_model_len"], settings.options, grammars, [*named, *processors])
 
 

@@ -34,13 +34,16 @@ def test_defaults(target: Any) -> None:
     assert (config.dtype, config.max_model_len) == ("bfloat16", 4096)
     assert (config.max_num_seqs, config.max_num_tokens) == (64, 2048)
     assert config.buckets == (Bucket("decode", 1, 1), Bucket("decode", 2, 64), Bucket("mixed", 2, 2048))
+    assert not config.tune
     assert compile_config({"n_positions": 77}, Overrides()).max_model_len == 77
     assert compile_config({}, Overrides()).dtype == "float32"
     target(H200)
     config = compile_config({**MODEL, "dtype": "float32"}, Overrides())
     assert (config.dtype, config.max_num_seqs, config.max_num_tokens) == ("bfloat16", 256, 8192)
     edges = [(b.lo, b.hi) for b in config.buckets if b.kind == "decode"]
-    assert edges == [(1, 1), (2, 16), (17, 64), (65, 256)]
+    assert edges == [(1, 1), (2, 16), (17, 32), (33, 64), (65, 128), (129, 256)]
+    assert config.tune
+    assert not compile_config(MODEL, Overrides(tune=False)).tune
     assert compile_config({"dtype": "float32"}, Overrides(dtype="float32")).dtype == "float32"
 
 

@@ -40,7 +40,7 @@ Dtype = Annotated[
     Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="Compute dtype; default: the checkpoint's.")
 ]
 Buckets = Annotated[str | None, typer.Option(help="Specializations, e.g. decode-1,decode-2-64,mixed-2-2048.")]
-Tune = Annotated[bool | None, typer.Option(help="Time more kernel variants while compiling (GPUs; minutes).")]
+Tune = Annotated[bool | None, typer.Option(help="Choose kernels by timing them while compiling (GPUs; on by default).")]
 LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights, for timing.")]
 Policy = Annotated[Literal["fcfs", "priority"], typer.Option(help="priority: a request's own; lower goes first.")]
 Jobs = Annotated[int, typer.Option(help="Parallel build processes; 0 chooses.")]

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from graphllm.compile import inductor
-from graphllm.compile.lower import lower, needs_reference
+from graphllm.compile.lower import Choice, needs_reference
+from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import translate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import from_json, input_specs
@@ -29,20 +30,24 @@ class BuildError(RuntimeError):
 
 class Built(NamedTuple):
     """One piece for one bucket. bundle: the piece file's JSON. sources: C++ text by symbol. blobs: further files by
-    name. chosen: which implementation each op got. text: the lowered graph, for ``--dump``."""
+    name. chosen: which implementation each op got. text: the lowered graph, for ``--dump``. reports: of the passes that
+    rewrote the piece for the bucket."""
 
     bundle: dict[str, Any]
     sources: dict[str, str]
     blobs: dict[str, bytes]
     chosen: tuple[str, ...]
     text: str
+    reports: Sequence[dict[str, Any]] = ()
 
 
 class Backend(Protocol):
-    """build: compile a piece, given by its canonical JSON. assemble: write the files all pieces share into
-    ``folder``."""
+    """build: compile a piece, given by its canonical JSON, with the ``choices`` that were measured. assemble: write the
+    files all pieces share into ``folder``."""
 
-    def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built: ...
+    def build(
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+    ) -> Built: ...
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None: ...
 
@@ -50,7 +55,9 @@ class Backend(Protocol):
 class Eager:
     """Keeps the IR: always available, and the numerical oracle of the others."""
 
-    def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
+    def build(
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+    ) -> Built:
         count = len(piece["made"])
         inputs, outputs = [f"p{i}" for i in range(len(piece["inputs"]))], [f"o{i}" for i in range(count)]
         code = [
@@ -67,17 +74,19 @@ class Eager:
 class Cpu:
     """Inductor's generated C++ and the hand-written kernels, in one library compiled by g++ for this machine."""
 
-    def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
+    def build(
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+    ) -> Built:
         graph, specs = from_json(piece), input_specs(piece)
         if needs_reference(graph, specs, config.target, bucket):
-            return Eager().build(piece, bucket, config)
-        lowered = lower(graph, specs, config.target, bucket)
+            return Eager().build(piece, bucket, config, choices)
+        lowered, reports = lower_piece(piece, bucket, config, choices)
         text = lowered.graph.print_readable(print_output=False)
-        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes, config.tune)
+        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
         bundle = translate(source, lowered.inputs, lowered.shapes)
         sources = {name: k.pop("cpp") for name, k in bundle.kernels.items() if "cpp" in k}
         plain = {"inputs": bundle.inputs, "outputs": bundle.outputs, "code": bundle.code, "kernels": bundle.kernels}
-        return Built(plain, sources, {}, lowered.chosen, text)
+        return Built(plain, sources, {}, lowered.chosen, text, reports)
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Compile the generated kernels, in one unit per core, and the hand-written ones, and link ``kernels.so``."""

@@ -11,7 +11,8 @@ import torch
 
 from graphllm.compile import inductor
 from graphllm.compile.backends import Built, Eager
-from graphllm.compile.lower import lower, needs_reference
+from graphllm.compile.lower import Choice, needs_reference
+from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import translate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
@@ -23,32 +24,34 @@ _TUNING_TOKENS = 512  # what kernels of a dynamic bucket are tuned at
 class Cuda:
     """Builds on the GPU it compiles for: generated kernels with several configurations are timed there."""
 
-    def build(self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
+    def build(
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+    ) -> Built:
         graph, specs = from_json(piece), input_specs(piece)
         if needs_reference(graph, specs, config.target, bucket):
-            return Eager().build(piece, bucket, config)
-        lowered = lower(graph, specs, config.target, bucket)
+            return Eager().build(piece, bucket, config, choices)
+        lowered, reports = lower_piece(piece, bucket, config, choices)
         text = lowered.graph.print_readable(print_output=False)
-        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes, config.tune)
+        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
         bundle = translate(source, lowered.inputs, lowered.shapes)
         tokens = bucket.lo if bucket.static else min(bucket.hi, _TUNING_TOKENS)
         sizes = {"T": tokens, "S": tokens if bucket.kind == "decode" else min(config.max_num_seqs, 8)}
         names = {name: k["triton"] for name, k in bundle.kernels.items()}
         kernels, blobs = {}, {}
-        for name, made in inductor.cubins(source, [_example(s, sizes) for s in specs], names, config.tune).items():
+        for name, made in inductor.cubins(source, [example(s, sizes) for s in specs], names).items():
             cubin = made.pop("cubin")
             file = f"{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
             blobs[file] = cubin
             kernels[name] = {**made, "cubin": file}
         plain = {"inputs": bundle.inputs, "outputs": bundle.outputs, "code": bundle.code, "kernels": kernels}
-        return Built(plain, {}, blobs, lowered.chosen, text)
+        return Built(plain, {}, blobs, lowered.chosen, text, reports)
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Nothing is shared: every piece names its cubins."""
 
 
-def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
-    """Inputs to tune on: random numbers, and zeros for integers, which are ids and offsets."""
+def example(spec: TensorSpec, sizes: Mapping[str, int], device: str = "cuda") -> torch.Tensor:
+    """An input to run on: random numbers, and zeros for integers, which are ids and offsets."""
     shape, stride = ([value(d, sizes) for d in dims] for dims in (spec.shape, spec.stride))
-    made = torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype), device="cuda")
+    made = torch.empty_strided(shape, stride, dtype=getattr(torch, spec.dtype), device=device)
     return made.normal_(0.0, 0.05) if made.is_floating_point() else made.zero_()

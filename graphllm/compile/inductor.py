@@ -33,7 +33,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-def settings(device: str, tune: bool) -> dict[str, Any]:
+def settings(device: str) -> dict[str, Any]:
     """Inductor options. Those that differ from its defaults say why."""
     common: dict[str, Any] = {
         "fx_graph_cache": False,  # the artifact is the cache
@@ -55,20 +55,17 @@ def settings(device: str, tune: bool) -> dict[str, Any]:
     return common | {
         "triton.unique_kernel_names": True,
         "triton.autotune_at_compile_time": False,
-        "coordinate_descent_tuning": tune,
-        "max_autotune": tune,
-        "max_autotune_gemm_backends": "ATEN,TRITON",
         "compile_threads": 1,  # pieces are built in parallel processes already
         "combo_kernels": False,
         "use_static_triton_launcher": False,  # it drops the cubin once loaded, and we want to keep it
     }
 
 
-def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes: Shapes, tune: bool) -> str:
+def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes: Shapes) -> str:
     """The Python source Inductor makes for the graph, without compiling any kernel in it."""
     fake = shapes.mode
     with (
-        inductor_config.patch(settings(shapes.device.type, tune)),
+        inductor_config.patch(settings(shapes.device.type)),
         tracing(TracingContext(fake)),
         V.set_fake_mode(fake),
         DebugContext(),
@@ -86,16 +83,15 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
     return code if isinstance(code, str) else code.value
 
 
-def cubins(
-    source: str, inputs: Sequence[torch.Tensor], names: Mapping[str, str], tune: bool
-) -> dict[str, dict[str, Any]]:
-    """Compile and tune the Triton kernels of a generated module by running it once on real inputs.
+def cubins(source: str, inputs: Sequence[torch.Tensor], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Compile the Triton kernels of a generated module by running it once on real inputs.
 
-    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, names (of the arguments of ``.run``), args
+    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, early (whether it may start while the kernel
+    before it runs, because it waits for that one itself), names (of the arguments of ``.run``), args
     (their
     kinds; None for what the kernel was specialized on), prefix and grid (integer expressions over the names).
     """
-    with inductor_config.patch(settings("cuda", tune)), torch.no_grad():
+    with inductor_config.patch(settings("cuda")), torch.no_grad():
         module = PyCodeCache.load(source)
         module.call(list(inputs))
         torch.cuda.synchronize()
@@ -120,6 +116,7 @@ def _cubin(kernel: Any) -> dict[str, Any]:
         "symbol": metadata.name,
         "shared": metadata.shared,
         "warps": metadata.num_warps,
+        "early": "griddepcontrol.wait" in binary.asm["ptx"],
         "names": parameters,
         "args": [_kind(signature.get(p, "constexpr")) for p in parameters],
         "prefix": [[part.strip() for part in line.split("=", 1)] for line in grid.prefix],

@@ -5,6 +5,8 @@ An op without a chosen implementation lowers to its reference body, which Induct
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile.inductor import decompositions
 from graphllm.config import Bucket, Target
-from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec
 from graphllm.ir.op import Impl, Op, Site, op_of
 
 
@@ -33,25 +35,71 @@ def choose(op: Op, site: Site) -> Impl | None:
     return None
 
 
-def lower(piece: torch.fx.Graph, inputs: list[TensorSpec], target: Target, bucket: Bucket) -> Lowered:
-    """Retrace a piece at the bucket's sizes with the chosen implementations in place of the ops."""
+class Choice(NamedTuple):
+    """The implementation of an op at a site, and its launch constants."""
+
+    impl: str
+    config: Mapping[str, Any]
+
+
+def site_of(node: torch.fx.Node, op: Op, target: Target, bucket: Bucket) -> Site:
+    """The site of an op's call in a specialized piece."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return Site(op.bind(args, kwargs), target, bucket)
+
+
+def site_key(node: torch.fx.Node, op: Op, shapes: Shapes, bucket: Bucket) -> str:
+    """What tells calls of an op in specialized pieces apart: its arguments, tensors by their specs, and the bucket."""
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: str(shapes.spec(n.meta["val"])))
+    return f"{op.name} {bucket.name} {json.dumps(op.bind(args, kwargs))}"
+
+
+def lower(
+    piece: torch.fx.Graph,
+    inputs: list[TensorSpec],
+    target: Target,
+    bucket: Bucket,
+    chosen_at: Callable[[torch.fx.Node, Op], Choice | None] = lambda node, op: None,
+) -> Lowered:
+    """Retrace a piece at the bucket's sizes with the chosen implementations in place of the ops.
+
+    chosen_at: what was measured at a node; where nothing was, the first one that applies is taken, with its first
+    launch constants. Raises GraphError when a dynamic size became a constant.
+    """
     shapes = Shapes(target.device, bucket)
     fakes = [shapes.tensor(spec) for spec in inputs]
     chosen: list[str] = []
 
     class _Lowering(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            self.node = n
+            return super().run_node(n)
+
         def call_function(self, node_target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             op = op_of(node_target)
             if op is None:
                 return node_target(*args, **kwargs)
             bound = op.bind(args, kwargs)
-            impl = choose(op, Site(bound, target, bucket))
-            chosen.append(f"{op.name}: {impl.name if impl else 'reference'}")
-            return (impl.fn if impl else op.reference)(**bound)
+            site = Site(bound, target, bucket)
+            choice = chosen_at(self.node, op)
+            if choice is None:
+                impl = choose(op, site)
+                choice = Choice(impl.name, impl.configs(site)[0]) if impl else None
+            if choice is None:
+                chosen.append(f"{op.name}: reference")
+                return op.reference(**bound)
+            constants = ", ".join(f"{k}={v}" for k, v in choice.config.items())
+            chosen.append(f"{op.name}: {choice.impl}" + (f" ({constants})" if constants else ""))
+            return op.impls[choice.impl].fn(**bound, **choice.config)
 
     module = torch.fx.GraphModule(torch.nn.Module(), piece)
     with shapes.mode, torch.no_grad():
         graph = make_fx(_Lowering(module).run, decomposition_table=decompositions())(*fakes)
+    if fixed := shapes.fixed():
+        raise GraphError(
+            f"lowering for {bucket.name} made {fixed} (with {'; '.join(chosen)}): an implementation used a dynamic "
+            "size where a constant is needed, such as a launch constant of a kernel"
+        )
     return Lowered(graph, fakes, shapes, tuple(chosen))
 
 

@@ -9,26 +9,29 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from graphllm.config import CompileConfig
+from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import Shapes
 from graphllm.weights.plan import WeightPlan
 
 
 class Stage(enum.IntEnum):
-    """When a pass runs. CANONICALIZE to FUSE see one unit (embed, one layer of each kind, head) at a time."""
+    """When a pass runs. CANONICALIZE to FUSE see one unit (embed, one layer of each kind, head) at a time; SPECIALIZE
+    sees one linked piece at one bucket, when weights and the cuts between pieces are settled."""
 
     CANONICALIZE = 1
     QUANTIZE = 2
     SHARD = 3
     LORA = 4
     FUSE = 5
+    SPECIALIZE = 6
 
 
 class Unit(NamedTuple):
     """The traced graph of one unit: "feed", "embed", "layer.<kind>", "head", or one of the sampling program's.
 
     inputs and outputs name the values in order: "w.<weight>", "step.<field>", "state.<field>", "x", "shared.<i>", "kv",
-    "logits", "adjusted", "tokens", "scores".
+    "logits", "adjusted", "tokens", "scores". At SPECIALIZE it is a piece, with inputs "p<i>" and outputs "o<i>", and
+    ``bucket`` says which sizes its fake values have.
     """
 
     name: str
@@ -36,6 +39,7 @@ class Unit(NamedTuple):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     shapes: Shapes
+    bucket: Bucket | None = None
 
 
 def results_of(unit: Unit) -> list[torch.fx.Node]:
@@ -62,6 +66,11 @@ class Pass:
     numerics: Literal["bitwise", "reorders", "changes"]
     after: tuple[str, ...]
     run: Callable[[Unit, WeightPlan, CompileConfig], PassReport]
+
+    def record(self, report: PassReport, unit: str, milliseconds: float) -> dict[str, Any]:
+        """What the manifest says of one run."""
+        return {"pass": self.name, "stage": self.stage.name, "numerics": self.numerics, "unit": unit,
+                "changed": report.changed, "notes": list(report.notes), "ms": milliseconds}  # fmt: skip
 
 
 _passes: dict[str, Pass] = {}

@@ -6,20 +6,22 @@ After each stage the IR is verified and, with ``dump``, written as readable text
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
 import math
 import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm import artifact
 from graphllm.compile.backends import Backend, Built, Cpu, Eager
 from graphllm.compile.link import Linked, link
-from graphllm.compile.passes import Unit, ordered_passes
+from graphllm.compile.lower import Choice
+from graphllm.compile.passes import Stage, Unit, ordered_passes
 from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
@@ -30,6 +32,7 @@ from graphllm.runtime.program import RESULTS, Call, LinkedProgram
 from graphllm.weights.plan import WeightPlan, make_plan
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
+_MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
 
 
 class Traced(NamedTuple):
@@ -72,8 +75,11 @@ def compile_model(
     config: CompileConfig,
     folder: Path,
     progress: Progress = lambda stage, done, total: None,
+    tuned: Path | None = None,
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
+
+    tuned: folder that keeps what tuning found, for later compiles.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -95,7 +101,10 @@ def compile_model(
     timed("passes")
     linked = link(traced.units, model.kinds(c), config.max_model_len)
     timed("link")
-    built = build_pieces(linked, config, progress)
+    with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
+        choices, measured = choose_kernels(linked, config, workers, progress, tuned)
+        timed("tune")
+        built = build_pieces(linked, config, choices, workers, progress)
     timed("build")
 
     building = artifact.begin(folder)
@@ -104,6 +113,8 @@ def compile_model(
         timed("assemble")
         memory = write_program(building, linked, built, traced, c, config)
         write_graphs(building / "graph", traced, linked, built)
+        if measured:
+            (building / "graph" / "tuning.json").write_text(json.dumps(measured, indent=1))
         if config.dump:
             write_graphs(config.dump, traced, linked, built)
         timed("package")
@@ -112,7 +123,14 @@ def compile_model(
         raise
     manifest = {
         "factors": artifact.key_factors(model_config, tensors, config),
-        "passes": traced.reports,
+        "passes": [
+            *traced.reports,
+            *(
+                {**report, "unit": f"{linked.pieces[piece].label} {report['unit']}"}
+                for (piece, _), b in built.items()
+                for report in b.reports
+            ),
+        ],
         "pieces": {
             f"{piece.label} [{piece.id}]": {b.name: list(built[piece.id, b].chosen) for b in config.buckets}
             for piece in linked.pieces.values()
@@ -137,53 +155,96 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Tr
 
     for unit in units:
         checked(unit, 0, "trace")
-    for number, p in enumerate(ordered_passes(), 1):
+    passes = [p for p in ordered_passes() if p.stage is not Stage.SPECIALIZE]
+    for number, p in enumerate(passes, 1):
         for unit in units:
             start = time.perf_counter()
             report = p.run(unit, plan, config)
             plan = report.plan or plan
             milliseconds = round(1e3 * (time.perf_counter() - start), 2)
             checked(unit, number, p.name)
-            reports.append({"pass": p.name, "stage": p.stage.name, "numerics": p.numerics, "unit": unit.name,
-                            "changed": report.changed, "notes": list(report.notes), "ms": milliseconds})  # fmt: skip
+            reports.append(p.record(report, unit.name, milliseconds))
     return Traced(units, plan, reports, texts)
 
 
-def build_pieces(linked: Linked, config: CompileConfig, progress: Progress) -> dict[tuple[str, Bucket], Built]:
-    """Every distinct piece for every bucket. On a GPU in parallel processes; C++ is only generated here, and compiled
-    in parallel by `Backend.assemble`."""
-    jobs = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
-    backend = backend_for(config)
-    done: dict[tuple[str, Bucket], Built] = {}
-    if config.target.device == "cpu" or config.jobs == 1 or len(jobs) == 1:
-        for i, (piece, bucket) in enumerate(jobs):
-            progress("build", i, len(jobs))
-            done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config)
-        return done
-    # Kernels are timed while tuning, which must not happen beside other work on the same GPU.
-    workers = 1 if config.tune else config.jobs or min(len(jobs), 8)
+@contextlib.contextmanager
+def open_workers(config: CompileConfig, jobs: int) -> Iterator[concurrent.futures.Executor | None]:
+    """Processes to build for a GPU in. None where one is enough: C++ is only generated per piece, and compiled in
+    parallel by `Backend.assemble`."""
+    if config.target.device == "cpu" or config.jobs == 1 or jobs == 1:
+        yield None
+        return
+    workers = config.jobs or min(jobs, _MOST_WORKERS, len(os.sched_getaffinity(0)))
     spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn, initializer=_silence) as pool:
-        futures = {
-            pool.submit(_build_in_worker, backend, linked.pieces[piece].json, bucket, config): (piece, bucket)
-            for piece, bucket in jobs
-        }
-        for i, future in enumerate(concurrent.futures.as_completed(futures)):
-            progress("build", i, len(jobs))
-            done[futures[future]] = future.result()
-    return {job: done[job] for job in jobs}
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin_worker) as pool:
+        yield pool
 
 
-def _silence() -> None:
-    """Drop what Inductor's tuner prints; failures come back as exceptions."""
+def _begin_worker() -> None:
+    """Know the ops and passes, and drop what Inductor prints; failures come back as exceptions."""
     sink = os.open(os.devnull, os.O_WRONLY)
     os.dup2(sink, 1)
     os.dup2(sink, 2)
-
-
-def _build_in_worker(backend: Backend, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Built:
     load_ops()
-    return backend.build(piece, bucket, config)
+    load_passes()
+
+
+def choose_kernels(
+    linked: Linked,
+    config: CompileConfig,
+    workers: concurrent.futures.Executor | None,
+    progress: Progress,
+    folder: Path | None,
+) -> tuple[dict[str, Choice], dict[str, dict[str, float]]]:
+    """The fastest implementation and launch constants at every site that has some to choose among, measured on this
+    GPU, and the measurements. folder: where what was found is kept for later compiles."""
+    if config.target.device == "cpu" or config.backend == "eager" or not config.tune:
+        return {}, {}
+    from graphllm.compile import tune
+
+    sites = tune.tunables([p.json for p in linked.pieces.values()], config.buckets, config)
+    file = folder / f"{tune.fingerprint(config)}.json" if folder else None
+    known = tune.read_measured(file) if file else {}
+    new = {key: site for key, site in sites.items() if key not in known}
+    jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
+    run = workers.map if workers else map
+    usable: dict[str, list[Choice]] = {key: [] for key in new}
+    tunables, candidates = [new[key] for key, _ in jobs], [choice for _, choice in jobs]
+    for i, works in enumerate(run(tune.build_candidate, tunables, candidates)):
+        progress("tune", i, len(jobs))
+        if works:
+            usable[jobs[i][0]].append(jobs[i][1])
+    measured = {key: tune.measure(new[key], usable[key]) for key in new}
+    if file and measured:
+        tune.write_measured(file, known | measured)
+    found = {key: m for key, m in (known | measured).items() if key in sites}
+    return {key: m.choice for key, m in found.items()}, {key: m.microseconds for key, m in found.items()}
+
+
+def build_pieces(
+    linked: Linked,
+    config: CompileConfig,
+    choices: Mapping[str, Choice],
+    workers: concurrent.futures.Executor | None,
+    progress: Progress,
+) -> dict[tuple[str, Bucket], Built]:
+    """Every distinct piece for every bucket."""
+    jobs = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
+    backend = backend_for(config)
+    done: dict[tuple[str, Bucket], Built] = {}
+    if workers is None:
+        for i, (piece, bucket) in enumerate(jobs):
+            progress("build", i, len(jobs))
+            done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config, choices)
+        return done
+    futures = {
+        workers.submit(backend.build, linked.pieces[piece].json, bucket, config, choices): (piece, bucket)
+        for piece, bucket in jobs
+    }
+    for i, future in enumerate(concurrent.futures.as_completed(futures)):
+        progress("build", i, len(jobs))
+        done[futures[future]] = future.result()
+    return {job: done[job] for job in jobs}
 
 
 def write_program(
@@ -216,18 +277,21 @@ def write_program(
     }  # fmt: skip
     (folder / "program.json").write_text(json.dumps(description, indent=1))
     (folder / "weights.json").write_text(traced.plan.to_json())
-    arenas = {}
+    arenas, zeroed = {}, 0
     for bucket in config.buckets:
         limits = bucket.limits(config.max_num_seqs)
         for name, program in linked.programs.items():
             calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in program.calls]
-            arenas[f"{bucket.name} {name}"] = LinkedProgram(calls, RESULTS, limits, program.parts).arena_bytes
+            done = LinkedProgram(calls, RESULTS, limits, program.parts)
+            arenas[f"{bucket.name} {name}"] = done.arena_bytes
+            zeroed = max(zeroed, done.zeroed)
     item = {"bfloat16": 2, "float16": 2, "float32": 4}[kv.dtype]
     page = layout.tensors * math.prod(int(d) for d in kv.shape[1:]) * item
     return {
         "weights": traced.plan.total_bytes,
         "arena": max(arenas.values()),
         "arena by bucket": arenas,
+        "zeroed": zeroed,
         "state": sum(math.prod(int(d) for d in s.shape) * 4 for s in state.values()),
         "kv page": page,
         "kv bytes per token": page // config.page_size,

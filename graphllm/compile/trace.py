@@ -119,9 +119,12 @@ def trace_model(model: Model, c: Any, config: CompileConfig) -> list[Unit]:
 
 
 def _feed(v: dict[str, Any]) -> tuple[torch.Tensor]:
-    """A negative id -(slot + 1) stands for the token last sampled for that slot, which the host does not know yet."""
+    """A negative id -(slot + 1) stands for the token last sampled for that slot, which the host does not know yet.
+
+    That one is -1 where none could be chosen: the host will end the request, whose next step must not fail before.
+    """
     ids_T = v["step.token_ids"]
-    last_T = torch.index_select(v["state.last_token"], 0, (-1 - ids_T).clamp(min=0))
+    last_T = torch.index_select(v["state.last_token"], 0, (-1 - ids_T).clamp(min=0)).clamp(min=0)
     return (torch.where(ids_T < 0, last_T, ids_T),)
 
 

@@ -213,7 +213,12 @@ class _Translator:
         args = [self.plain(a) for a in node.args]
         kwargs = {str(k.arg): self.plain(k.value) for k in node.keywords}
         namespace, rest = target.split("::")
-        if namespace == C_NAMESPACE:
+        if target.startswith(f"{C_NAMESPACE}::zeroed"):
+            assert name is not None
+            count = args[1]["i"] if isinstance(args[1], dict) else args[1]
+            self.specs[name] = TensorSpec.contiguous("int32", count)
+            self.bundle.code.append(["zeroed", name, count])
+        elif namespace == C_NAMESPACE:
             kernel = c_kernel(rest.split(".")[0])
             abi = ["ptr" if "Tensor" in t else "f64" if t == "float" else "i64" for t in kernel.argument_types]
             self.bundle.kernels[kernel.symbol] = {"args": abi, "c": kernel.symbol}

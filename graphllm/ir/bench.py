@@ -69,7 +69,7 @@ def _implementations(
     site = Site(inputs_of(op, case, device, dtype), detect_target("cuda" if device == "cuda" else "cpu"), case.bucket)
     for impl in op.impls.values():
         if impl.device == device and impl.supports(site):
-            yield impl.name, impl.fn
+            yield impl.name, impl.at(site)
     if reference:
         yield "reference", op.reference
 

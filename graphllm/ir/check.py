@@ -6,6 +6,7 @@ The reference in float64 is the truth. The reference in the model dtypes, and ev
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import zlib
@@ -98,7 +99,7 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
 
     CUDA implementations run natively, with the real sizes too, where there is a GPU; else on CPU tensors, which takes
     TRITON_INTERPRET=1 in the environment before Triton is imported and is so slow that each case runs in one dtype, by
-    turns. real: include the real sizes; None decides by that.
+    turns. Launch constants take turns too. real: include the real sizes; None decides by that.
     """
     native = impl.device == "cuda" and torch.cuda.is_available()
     if impl.device == "cuda" and not native and os.environ.get("TRITON_INTERPRET") != "1":
@@ -115,11 +116,17 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
             tolerance = case.tolerance[dtype]
             for layout in _layouts(case, dtype):
                 args = _inputs(op, case, dtype, device, layout)
-                if not impl.supports(Site(_fakes(args), target, case.bucket)):
+                site = Site(_fakes(args), target, case.bucket)
+                if not impl.supports(site):
                     continue
                 name = case.name if layout == "as drawn" else f"{case.name} {layout}"
-                error, problem = _run(op, case, impl.fn, args, tolerance)
-                results.append(Result(op.name, impl.name, name, dtype, error, tolerance, problem))
+                configs = impl.configs(site)
+                picked = {number % len(configs)} if interpreted else {0, number % len(configs), -number % len(configs)}
+                for config in (configs[i] for i in sorted(picked)):
+                    args = _inputs(op, case, dtype, device, layout)
+                    error, problem = _run(op, case, functools.partial(impl.fn, **config), args, tolerance)
+                    tried = " ".join([name, *(f"{k}={v}" for k, v in config.items())])
+                    results.append(Result(op.name, impl.name, tried, dtype, error, tolerance, problem))
     return results
 
 

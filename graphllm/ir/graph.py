@@ -120,6 +120,12 @@ class Shapes:
             text = _replace_name(text, symbol, name)
         return text
 
+    def fixed(self) -> str:
+        """The symbols that tracing took for numbers, "T = 16", or an empty text: such code serves one size only."""
+        values = {"T": self.T, "S": self.S}
+        names = {n: v.node.expr for n, v in values.items() if isinstance(v, torch.SymInt)}
+        return ", ".join(f"{n} = {expr}" for n, expr in names.items() if expr.is_number)
+
     def _value(self, dim: Dim) -> Any:
         return dim if isinstance(dim, int) else evaluate(dim, {"T": self.T, "S": self.S})
 

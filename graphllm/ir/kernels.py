@@ -8,6 +8,7 @@ in the graph, which the packager turns into a direct call: no dispatcher, no Pyt
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import os
 import subprocess
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 C_NAMESPACE = "graphllm_c"
 HEADERS = Path(__file__).parents[1] / "ops"  # what several kernels include
@@ -112,8 +114,35 @@ def build_library(sources: Sequence[Path]) -> Path:
 
 
 def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
-    """Start a Triton kernel so that tracers record it; runs it directly otherwise (also under TRITON_INTERPRET=1)."""
-    if hasattr(kernel, "fn") and type(kernel).__name__ == "InterpretedFunction":
+    """Start a Triton kernel so that tracers record it; runs it directly otherwise (also under TRITON_INTERPRET=1).
+
+    A kernel that waits on the device for the one before it is started early, as in an artifact.
+    """
+    if type(kernel).__name__ == "InterpretedFunction":
         kernel[grid](*args, **kwargs)
-    else:
+    elif any(isinstance(a, FakeTensor) for a in args):
         torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
+    else:
+        kernel[grid](*args, launch_pdl="gdc_wait" in kernel.src, **kwargs)
+
+
+@torch.library.custom_op(f"{C_NAMESPACE}::zeroed", mutates_args=())
+def zeroed(like: torch.Tensor, count: int) -> torch.Tensor:
+    """``count`` int32 zeros on the device of ``like``: scratch that a kernel must leave as zeros.
+
+    One buffer serves all kernels, which run one after another: here it is made once, in an artifact at start-up.
+    """
+    return _zeros(-(-count // _ZEROS) * _ZEROS, like.device)[:count]
+
+
+_ZEROS = 1 << 16
+
+
+@functools.cache
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.int32, device=device)
+
+
+@zeroed.register_fake
+def _(like: torch.Tensor, count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.int32, device=like.device)

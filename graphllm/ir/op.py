@@ -7,8 +7,9 @@ the reference semantics, the docstring the documentation. Facts the compiler nee
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,7 +44,9 @@ class Site(NamedTuple):
 class Impl:
     """A faster body of an op. ``fn`` has the op's signature; tracing it must yield the kernel calls.
 
-    device: where it runs. supports: whether it computes the op exactly as specified at a `Site`.
+    device: where it runs. supports: whether it computes the op exactly as specified at a `Site`. configs: the launch
+    constants it may run with there, passed to ``fn`` by keyword: the first where nothing was tuned, the fastest where
+    something was.
     """
 
     op: str
@@ -51,6 +54,11 @@ class Impl:
     fn: Callable[..., Any]
     device: str
     supports: Callable[[Site], bool]
+    configs: Callable[[Site], Sequence[Mapping[str, Any]]] = lambda site: ({},)
+
+    def at(self, site: Site) -> Callable[..., Any]:
+        """``fn`` with the launch constants it has at a site where nothing was tuned."""
+        return functools.partial(self.fn, **self.configs(site)[0])
 
 
 @dataclass
@@ -83,14 +91,19 @@ class Op:
         return fn
 
     def impl(
-        self, name: str, *, device: str, supports: Callable[[Site], bool] = lambda site: True
+        self,
+        name: str,
+        *,
+        device: str,
+        supports: Callable[[Site], bool] = lambda site: True,
+        configs: Callable[[Site], Sequence[Mapping[str, Any]]] = Impl.configs,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a faster implementation. The first registered one whose ``supports`` holds is chosen by LOWER."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
                 raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
-            self.impls[name] = Impl(self.name, name, fn, device, supports)
+            self.impls[name] = Impl(self.name, name, fn, device, supports, configs)
             return fn
 
         return register

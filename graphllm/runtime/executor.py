@@ -20,13 +20,16 @@ import torch
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
-from graphllm.runtime.program import RESULTS, Bound, Call, LinkedProgram
+from graphllm.runtime.program import RESULTS, ZEROED, Bound, Call, LinkedProgram
 from graphllm.runtime.staging import Staging, StepInput
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
 
 # Sizes that are captured, relative to which a batch is padded: at most 25 % waste, few graphs.
 _GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
+_MIXED_CAPTURED = 512  # tokens up to which mixed steps are too: longer ones hide their launches
+_MIXED_STEP = 64  # tokens to whose multiple longer ones are padded
 _BOUND_KEPT = 128
+_WARM_PROMPT = 128  # tokens
 IN_PROMPT = 1 << 30  # flag of `adjust_logits` in the counts
 
 Hook = Callable[[torch.Tensor], None]
@@ -102,6 +105,7 @@ class Executor:
         self._folder, self._described = folder / "pieces", program["programs"]
         self._bundles: dict[str, Any] = {}
         self._programs: dict[tuple[str, str], LinkedProgram] = {}
+        self._outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
         self._arena = torch.empty(max(manifest["memory"]["arena"], 1), dtype=torch.uint8, device=self.device)
         self._stream: Stream = CpuStream() if self.device.type == "cpu" else CudaStream()
         self._kernels = self._open_kernels()
@@ -116,6 +120,8 @@ class Executor:
         self._jobs: list[Job | None] = [None] * Staging.rings
         self._turn = 0
         self._bound: OrderedDict[tuple[str, str, int, int], Runner] = OrderedDict()
+        # One pool for all graphs, which never run at once: libraries take their workspace from it once.
+        self._graphs = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     def _zeros(self, shape: Sequence[int], dtype: str) -> torch.Tensor:
         kind = getattr(torch, dtype)
@@ -168,13 +174,15 @@ class Executor:
                 return bucket, T, T
         for bucket in self.buckets:
             if bucket.kind == "mixed" and tokens <= bucket.hi:
-                T = max(bucket.lo, self._padded(tokens, bucket.hi))
+                T = max(bucket.lo, self._padded(tokens, min(bucket.hi, _MIXED_CAPTURED)))
+                if self.device.type == "cuda" and tokens > _MIXED_CAPTURED:
+                    T = min(bucket.hi, -(-tokens // _MIXED_STEP) * _MIXED_STEP)
                 S = 1 if bucket.hi == 1 else max(2, self._padded(rows, self.max_num_seqs))
                 return bucket, T, S
         raise ConfigError(f"no bucket of the artifact takes {tokens} tokens; compile with larger --buckets")
 
     def _padded(self, size: int, limit: int) -> int:
-        if self.device.type == "cpu" or size > _GRAPH_SIZES[-1]:
+        if self.device.type == "cpu" or size > min(limit, _GRAPH_SIZES[-1]):
             return size
         return min(limit, next(g for g in _GRAPH_SIZES if g >= size))
 
@@ -245,6 +253,20 @@ class Executor:
         """Run one plain step to its end."""
         return self.start(step).wait()
 
+    def warm_up(self) -> None:
+        """Run a step of each bucket's largest decode size and a short prompt, so that kernels and libraries are loaded
+        before the first request. It writes to page 0 and the scrap slot only."""
+        for bucket in self.buckets:
+            prompt = bucket.kind == "mixed"
+            count = min(bucket.hi, _WARM_PROMPT) if prompt else bucket.hi
+            rows = 1 if prompt else count
+            ends = np.arange(1, rows + 1, dtype=np.int32) * (count // rows)
+            zeros = np.zeros(count, dtype=np.int32)
+            length = np.full(rows, count // rows, dtype=np.int32)
+            pages = np.zeros((len(self.windows), rows, -(-(count // rows) // self.page_size)), dtype=np.int32)
+            starts = np.concatenate([zeros[:1], ends])
+            self.run(StepInput(zeros, zeros, zeros + 1, ends - 1, starts, length, pages))
+
     def set_slot(self, slot: int, prompt: Sequence[int], output: Sequence[int], bias: Mapping[int, float]) -> None:
         """Prepare a slot's penalty counts (for both lists) and logit bias, in order with the steps."""
         counts = np.zeros(self.vocab, dtype=np.int32)
@@ -287,8 +309,8 @@ class Executor:
         if key not in self._bound:
             outside = {**self._outside, **self._staging.tensors(T, S)}
             bound = self._program(name, bucket).bind(outside, self._arena, self._kernels, {"T": T, "S": S})
-            graphed = self.device.type == "cuda" and _GRAPH_SIZES[-1] >= T
-            self._bound[key] = Runner(bound, graphed)
+            captured = self.device.type == "cuda" and (bucket.kind == "decode" or T <= _MIXED_CAPTURED)
+            self._bound[key] = Runner(bound, self._graphs if captured else None)
             if len(self._bound) > _BOUND_KEPT:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(key)
@@ -296,12 +318,12 @@ class Executor:
 
 
 class Runner:
-    """A bound program. With ``graphed``, what can be is captured as CUDA graphs at a part's first run and replayed
-    afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted pieces
-    otherwise."""
+    """A bound program. With ``graphs``, a memory pool, what can be is captured as CUDA graphs at a part's first run and
+    replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
+    pieces otherwise."""
 
-    def __init__(self, bound: Bound, graphed: bool) -> None:
-        self._parts, self._graphed, self.results = bound.parts, graphed, bound.results
+    def __init__(self, bound: Bound, graphs: Any | None) -> None:
+        self._parts, self._graphs, self.results = bound.parts, graphs, bound.results
         self._launches = {
             name: [launch for _, ls in segments for launch in ls] for name, segments in bound.parts.items()
         }
@@ -311,18 +333,20 @@ class Runner:
         """Run a part of the step on the current stream."""
         for launch in self._launches[part]:
             launch()
-        if self._graphed and part not in self._captured:
+        if self._graphs is not None and part not in self._captured:
             # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched
             # twice.
             torch.cuda.current_stream().synchronize()
             segments = self._parts[part]
-            self._launches[part] = [launch for safe, ls in segments for launch in (_capture(ls) if safe else ls)]
+            self._launches[part] = [
+                launch for safe, ls in segments for launch in (_capture(ls, self._graphs) if safe else ls)
+            ]
             self._captured.add(part)
 
 
-def _capture(launches: Sequence[Launch]) -> list[Launch]:
+def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
         for launch in launches:
             launch()
     return [graph.replay]

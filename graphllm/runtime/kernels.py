@@ -43,6 +43,27 @@ class CpuKernels:
         return functools.partial(function, *converted)
 
 
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with an int as its value."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((f"{kind}{axis}", ctypes.c_uint) for kind in ("grid", "block") for axis in "xyz"),
+        ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
+
+
 class CudaError(RuntimeError):
     """The CUDA driver refused a call; the message holds its name and the driver's words."""
 
@@ -58,7 +79,8 @@ class CudaKernels:
         self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch:
-        """A launch with its grid evaluated and its parameter block laid out once."""
+        """A launch with its grid evaluated and its parameter block laid out once. A kernel marked early waits for the
+        one before it on the device, so the driver may start it while that one still runs."""
         named = dict(zip(kernel["names"], arguments, strict=True))
         for variable, expression in kernel.get("prefix", ()):
             named[variable] = value(expression, named)
@@ -69,13 +91,15 @@ class CudaKernels:
         # Triton kernels take two more pointers, to scratch memory that none of ours asks for.
         cells = [_C_TYPES[kind](v) for kind, v in used] + [ctypes.c_void_p(), ctypes.c_void_p()]
         block = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(c) for c in cells))
-        launch = functools.partial(
-            self._driver.cuLaunchKernel,
-            self._function(kernel), *(ctypes.c_uint(g) for g in grid),
-            ctypes.c_uint(32 * kernel["warps"]), ctypes.c_uint(1), ctypes.c_uint(1),
-            ctypes.c_uint(kernel["shared"]), self._stream, block, ctypes.c_void_p(),
+        attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
+        config = _LaunchConfig(
+            *grid, 32 * kernel["warps"], 1, 1, kernel["shared"], self._stream,
+            ctypes.pointer(attribute), int(kernel["early"]),
         )  # fmt: skip
-        return _Checked(launch, name, (cells, block), self)
+        launch = functools.partial(
+            self._driver.cuLaunchKernelEx, ctypes.byref(config), self._function(kernel), block, ctypes.c_void_p()
+        )
+        return _Checked(launch, name, (cells, block, config), self)
 
     def _function(self, kernel: Mapping[str, Any]) -> ctypes.c_void_p:
         key = (kernel["cubin"], kernel["symbol"])

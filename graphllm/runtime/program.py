@@ -21,6 +21,7 @@ from graphllm.runtime.kernels import Kernels, Launch
 _ALIGN = 256
 # What a step may leave for the engine: see `graphllm.compile.link.Linked`.
 RESULTS = ("logits", "adjusted", "tokens", "scores")
+ZEROED = "zeroed"  # scratch that is zero before and after every kernel; the kernels of a step share it
 
 
 class Call(NamedTuple):
@@ -65,7 +66,7 @@ class LinkedProgram:
 
     results: names of program values that must survive the step, those it has. limits: the largest T and S of the
     bucket, for which memory is planned. parts: index of the first call of each part after the first, "". arena_bytes:
-    what the intermediates need, exactly.
+    what the intermediates need, exactly. zeroed: int32 zeros, outside tensor `ZEROED`, that its kernels count in.
     """
 
     def __init__(
@@ -78,12 +79,14 @@ class LinkedProgram:
         self._instructions: list[_Instruction] = []
         self._places: dict[str, _Place] = {}
         self._alias: dict[str, str] = {}
+        self._zeroed: list[int | str] = [0]
         begins, part = {number: name for name, number in parts.items()}, ""
         for number, call in enumerate(calls):
             part = begins.get(number, part)
             self._flatten(number, call, part)
         self._results = [r for r in results if r in self._alias]
         self._offsets, self.arena_bytes = self._plan(limits)
+        self.zeroed = max(value(count, limits) for count in self._zeroed)
 
     def _flatten(self, number: int, call: Call, part: str) -> None:
         names = dict(zip(call.bundle["inputs"], (self._alias.get(i, i) for i in call.inputs), strict=True))
@@ -102,6 +105,10 @@ class LinkedProgram:
                     self._places[resolve(name)] = _Place(resolve(base), shape, stride, (offset,), "")
                 else:
                     self._places[resolve(name)] = _Place(of.storage, shape, stride, (*of.offset, offset), of.dtype)
+            elif kind == "zeroed":
+                name, count = body
+                self._places[resolve(name)] = _Place(ZEROED, [count], [1], (0,), "")
+                self._zeroed.append(count)
             elif kind in ("kernel", "op", "call", "ir"):
                 self._instructions.append(_Instruction(kind, _renamed(kind, body, resolve), call.bundle, part))
             else:

@@ -3,7 +3,11 @@
 One program attends for one sequence, one KV head (all of its query heads packed into the rows of a tile) and one range
 of the context. The number of ranges is a launch constant; the ranges follow from seq_len on the device, so a captured
 launch serves every length. The step's own token is taken from k and v directly, by the program of range 0, which also
-stores it into the cache: no program reads a position that another one writes. A second kernel joins the ranges.
+stores it into the cache: no program reads a position that another one writes. The last program of a sequence and head
+to finish joins the ranges, always in the same order.
+
+Queries and keys may come as projected: they are then normalized and rotated on the way in (`Turn`). Programs start
+while the kernel before theirs still runs; only what no kernel of the step writes is touched before `gdc_wait`.
 """
 
 # mypy: allow-untyped-defs
@@ -12,14 +16,19 @@ stores it into the cache: no program reads a position that another one writes. A
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton
+from graphllm.ir import Site, launch_triton, zeroed
 from graphllm.ops.paged_attention.op import paged_attention
+
+Config = Mapping[str, int]
+_JOINED = 8192  # float32 values of the ranges that a program holds at once
 
 
 @triton.jit
@@ -76,6 +85,81 @@ def multiply(a, b, acc, EMULATED: tl.constexpr):
 
 
 @triton.jit
+def paired(e, F: tl.constexpr):
+    """The entry with which `rope` combines entry e of a head."""
+    return tl.where(e < F, e + F, tl.where(e < 2 * F, e - F, e))
+
+
+@triton.jit
+def load_norm(norm_ptr, E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr):
+    """Weights of a norm over heads, as they are and by `paired` entry."""
+    if NORM:
+        e = tl.arange(0, E_PAD)
+        weight = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        other = tl.load(norm_ptr + paired(e, F), mask=e < E, other=0.0).to(tl.float32)
+        return weight, other
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def load_heads(row_ptr, inside, E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr):
+    """Heads [M, E_PAD] from pointers [M, 1], zeros where ``inside`` [M, 1] is not, and their `paired` entries."""
+    e = tl.arange(0, E_PAD)
+    mask = inside & (e < E)[None, :]
+    heads = tl.load(row_ptr + e[None, :], mask=mask, other=0.0)
+    if F > 0:
+        return heads, tl.load(row_ptr + paired(e, F)[None, :], mask=mask, other=0.0)
+    else:
+        return heads, heads
+
+
+@triton.jit
+def load_angles(token, inside, cos_ptr, sin_ptr, E_PAD: tl.constexpr, F: tl.constexpr):
+    """Cosines and sines [M or 1, E_PAD] of the tokens' rows; an angle of zero where nothing turns."""
+    if F > 0:
+        e = tl.arange(0, E_PAD)
+        at = token * F + tl.where(e < F, e, e - F)[None, :]
+        known = inside & (e < 2 * F)[None, :]
+        cos = tl.load(cos_ptr + at, mask=known, other=1.0)
+        sin = tl.load(sin_ptr + at, mask=known, other=0.0)
+        return cos, tl.where((e < F)[None, :], -sin, sin)
+    else:
+        return 1.0, 0.0
+
+
+@triton.jit
+def turn(
+    heads, other, weight, other_weight, cos, sin,
+    E: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Heads normalized and rotated as by `rms_norm` and `rope`, in their dtype, from what the functions above load."""
+    dtype = heads.dtype
+    if NORM or F > 0:
+        x, y = heads.to(tl.float32), other.to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) / E + EPS)[:, None]
+            x = ((x * scale).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+            y = ((y * scale).to(dtype).to(tl.float32) * other_weight[None, :]).to(dtype).to(tl.float32)
+        if F > 0:
+            x = x * cos.to(dtype).to(tl.float32) + y * sin.to(dtype).to(tl.float32)
+        heads = x.to(dtype)
+    return heads
+
+
+@triton.jit
+def load_turned(
+    row_ptr, token, inside, norm_ptr, cos_ptr, sin_ptr,
+    E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """All of it: heads [M, E_PAD] of pointers, tokens and ``inside`` [M, 1], ready for attention."""
+    heads, other = load_heads(row_ptr, inside, E, E_PAD, F)
+    weight, other_weight = load_norm(norm_ptr, E, E_PAD, F, NORM)
+    cos, sin = load_angles(token, inside, cos_ptr, sin_ptr, E_PAD, F)
+    return turn(heads, other, weight, other_weight, cos, sin, E, F, NORM, EPS)
+
+
+@triton.jit
 def _split_kernel(
     q_ptr,
     k_ptr,
@@ -84,9 +168,14 @@ def _split_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
+    arrived_ptr,  # [S * K] int32, zero before and after
     table_ptr,
     query_start_ptr,
     seq_len_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -103,16 +192,25 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     WRITE: tl.constexpr,  # store k and v into the cache (else the cache holds them already)
     H: tl.constexpr,
+    K: tl.constexpr,
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     P: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLITS_PAD: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    LINES: tl.constexpr,  # cache lines of 128 bytes that a head's entries surely fill
+    JOINED: tl.constexpr,  # heads whose ranges are joined at once
+    F: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
     split = tl.program_id(0)
     head = tl.program_id(1)
     s = tl.program_id(2)
@@ -122,29 +220,53 @@ def _split_kernel(
     start, first, tiles, per_split = split_bounds(length, WINDOW, BLOCK_N, SPLITS, MIN_TILES)
     lo = first + split * per_split
     hi = tl.minimum(lo + per_split, first + tiles)
+    last = length - 1
+    table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
+    head_ptr = cache_ptr + head * CACHE_HEAD
+    page = tile_pages(table_row, lo, last, P, BLOCK_N)
+    last_page = tl.load(table_row + last // P).to(tl.int64)
+    q_weight, q_other_weight = load_norm(q_norm_ptr, E, E_PAD, F, NORM)
+    k_weight, k_other_weight = load_norm(k_norm_ptr, E, E_PAD, F, NORM)
+    if not EMULATED:
+        if lo < hi:  # the first tile is on its way while the queries are still being made; more would delay it
+            slot = head_ptr + tile_slots(page, lo, CACHE_PAGE, CACHE_POS, P, BLOCK_N)
+            line = slot[:, None] + (tl.arange(0, LINES) * 64)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(line + CACHE_KV).to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
     if (queries == 1) & ((split == 0) | (lo < hi)):
-        last = length - 1
         g = tl.arange(0, G_PAD)
         e = tl.arange(0, E_PAD)
         n = tl.arange(0, BLOCK_N)
         row64 = row.to(tl.int64)
         in_e = e < E
-        in_q = (g < G)[:, None] & in_e[None, :]
-        q = tl.load(q_ptr + row64 * Q_ROW + (head * G + g[:, None]) * Q_HEAD + e[None, :], mask=in_q, other=0.0)
-        k_new = tl.load(k_ptr + row64 * K_ROW + head * K_HEAD + e, mask=in_e, other=0.0)
+        in_g = (g < G)[:, None]
+        in_q = in_g & in_e[None, :]
+        q_row = q_ptr + row64 * Q_ROW + (head * G + g[:, None]) * Q_HEAD
+        one = tl.arange(0, 1)[:, None]
+        k_row = k_ptr + row64 * K_ROW + head * K_HEAD + one
+        # All loads first: they are answered together.
+        q, q_other = load_heads(q_row, in_g, E, E_PAD, F)
+        k_new, k_other = load_heads(k_row, one == 0, E, E_PAD, F)
         v_new = tl.load(v_ptr + row64 * V_ROW + head * V_HEAD + e, mask=in_e, other=0.0)
-        table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
-        head_ptr = cache_ptr + head * CACHE_HEAD
+        cos, sin = load_angles(row, one == 0, cos_ptr, sin_ptr, E_PAD, F)
+        q = turn(q, q_other, q_weight, q_other_weight, cos, sin, E, F, NORM, EPS)
+        k_new = turn(k_new, k_other, k_weight, k_other_weight, cos, sin, E, F, NORM, EPS)
 
         own = split == 0
         if WRITE:
-            last_page = tl.load(table_row + last // P).to(tl.int64)
             own_e = e < tl.where(own, E, 0)
             slot = head_ptr + last_page * CACHE_PAGE + (last % P) * CACHE_POS + e
-            tl.store(slot, k_new, mask=own_e)
+            tl.store(slot[None, :], k_new, mask=own_e[None, :])
             tl.store(slot + CACHE_KV, v_new, mask=own_e)
 
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], axis=1)
+        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1)
         if LOG2E_CAP > 0:
             score = soft_cap(score, LOG2E_CAP, SCALE)
         else:
@@ -153,7 +275,6 @@ def _split_kernel(
         total = tl.where(own, 1.0, 0.0) + tl.zeros([G_PAD], tl.float32)
         acc = tl.where(own, v_new.to(tl.float32), 0.0)[None, :] + tl.zeros([G_PAD, E_PAD], tl.float32)
 
-        page = tile_pages(table_row, lo, last, P, BLOCK_N)
         for tile in range(lo, hi):
             at = tile * BLOCK_N + n
             seen = at < last
@@ -186,44 +307,49 @@ def _split_kernel(
             out = out_ptr + (row64 * H + heads)[:, None] * E + e[None, :]
             tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_q)
         else:
-            at_split = (s.to(tl.int64) * SPLITS + split) * H + heads
+            base = s.to(tl.int64) * SPLITS
+            at_split = (base + split) * H + heads
             tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < G)
+            tl.debug_barrier()
+            ranges = (tiles + per_split - 1) // per_split
+            before = tl.atomic_add(arrived_ptr + s * K + head, 1, sem="acq_rel")
+            if before == ranges - 1:
+                tl.store(arrived_ptr + s * K + head, 0)
+                # All ranges of some heads at once: a loop over ranges or heads would wait for memory in each turn.
+                part = tl.arange(0, SPLITS_PAD)[:, None]
+                used = part < ranges
+                for i in tl.static_range(0, G, JOINED):
+                    some = i + tl.arange(0, JOINED)
+                    at = (base + part) * H + head * G + some[None, :]
+                    known = used & (some < G)[None, :]
+                    mask = known[:, :, None] & in_e[None, None, :]
+                    cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
+                    parts = tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
+                    lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
+                    most = tl.max(lse, axis=0)[None, :]
+                    weight = tl.where(known, tl.exp2(lse - most), 0.0)
+                    joined = tl.sum(parts * weight[:, :, None], axis=0) / tl.sum(weight, axis=0)[:, None]
+                    out = out_ptr + (row64 * H + head * G + some)[:, None] * E + e[None, :]
+                    tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < G)[:, None] & in_e[None, :])
 
 
-@triton.jit
-def _join_kernel(
-    out_ptr,
-    partial_ptr,
-    lse_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    WINDOW: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
-    MIN_TILES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):
-    head = tl.program_id(0)
-    s = tl.program_id(1)
-    row = tl.load(query_start_ptr + s)
-    queries = tl.load(query_start_ptr + s + 1) - row
-    _, _, tiles, per_split = split_bounds(tl.load(seq_len_ptr + s), WINDOW, BLOCK_N, SPLITS, MIN_TILES)
-    if (queries == 1) & (tiles > per_split):
-        e = tl.arange(0, E_PAD)
-        split = tl.arange(0, SPLITS_PAD)
-        used = split < (tiles + per_split - 1) // per_split
-        at = (s.to(tl.int64) * SPLITS + split) * H + head
-        lse = tl.load(lse_ptr + at, mask=used, other=float("-inf"))
-        weight = tl.exp2(lse - tl.max(lse, axis=0))
-        inside = used[:, None] & (e < E)[None, :]
-        parts = tl.load(partial_ptr + at[:, None] * E + e[None, :], mask=inside, other=0.0)
-        joined = tl.sum(parts * weight[:, None], axis=0) / tl.sum(weight, axis=0)
-        out = out_ptr + (row.to(tl.int64) * H + head) * E + e
-        tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=e < E)
+class Turn(NamedTuple):
+    """What queries and keys go through before attention: optional norms of their heads [E], then a rotation by the
+    tables of `rope_table` [T, F]."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+def turn_arguments(turn: Turn | None, unused: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """The kernels' pointers q_norm, k_norm, cos and sin, ``unused`` where there is nothing, and their constants."""
+    cos, sin, q_norm, k_norm, eps = turn or (None, None, None, None, 0.0)
+    constants = {"F": 0 if cos is None else cos.shape[1], "NORM": q_norm is not None, "EPS": eps}
+    return [unused if t is None else t for t in (q_norm, k_norm, cos, sin)], constants
 
 
 def score_constants(scale: float, softcap: float) -> tuple[float, float]:
@@ -259,6 +385,7 @@ def launch_decode(
     scale: float,
     window: int,
     softcap: float,
+    turn: Turn | None,
     *,
     write: bool,
     splits: int,
@@ -275,36 +402,32 @@ def launch_decode(
     partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scale, softcap)
-    shared = {
-        "WINDOW": window, "H": H, "E": E, "E_PAD": power_of_2(E),
-        "SPLITS": splits, "MIN_TILES": min_tiles, "BLOCK_N": block_n,
-    }  # fmt: skip
+    pointers, turning = turn_arguments(turn, q_THE)
+    lines, splits_pad = max(1, E // 64), power_of_2(splits, 2)
+    joined = min(power_of_2(H // K, 1), max(1, _JOINED // (splits_pad * power_of_2(E))))
     launch_triton(
         _split_kernel, (splits, K, S),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, block_table, query_start, seq_len,
+        q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
+        block_table, query_start, seq_len, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_PAGE=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
-        SCALE=score_scale, LOG2E_CAP=log2e_cap, WRITE=write, G=H // K, G_PAD=power_of_2(H // K), P=P,
-        EMULATED=triton.knobs.runtime.interpret,
-        num_warps=warps, num_stages=stages, **shared,
+        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, K=K, G=H // K,
+        G_PAD=power_of_2(H // K), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, SPLITS_PAD=splits_pad,
+        MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined, LINES=1 << (lines.bit_length() - 1),
+        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **turning,
     )  # fmt: skip
-    if splits > 1:
-        launch_triton(
-            _join_kernel, (H, S), out_THE, partial, lse, query_start, seq_len,
-            SPLITS_PAD=power_of_2(splits, 2), num_warps=4, **shared,
-        )  # fmt: skip
 
 
-def plan_splits(S: object, K: int, longest: int, dtype: torch.dtype, E: int) -> dict[str, int]:
-    """Launch constants of decode from static facts: sequences (symbolic when dynamic), KV heads, longest context.
+def plan_splits(S: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
+    """Launch constants of decode from static facts: most sequences (0 beside prefill), KV heads, longest context.
 
     Few sequences: ranges of at least a tile or two until the chip holds about four programs a processor. Many: one
     range each would do if lengths were equal; contexts that may be long get more, of at least 512 tokens, so that one
     long sequence does not run alone at the end. Measured on an H200, see bench/results/triton_h200.md.
     """
-    rows = S * K if isinstance(S, int) else 0
-    if not rows:  # dynamic batches: mixed steps are long, so the ranges suit many sequences
+    rows = S * K
+    if not rows:  # mixed steps are long, so the ranges suit many sequences
         splits, least = 8, 512
     elif rows < 512:
         splits = min(16 if longest <= 16384 else 32, -(-512 // rows))
@@ -321,9 +444,19 @@ def plan_splits(S: object, K: int, longest: int, dtype: torch.dtype, E: int) -> 
     return {"splits": splits, "min_tiles": max(1, least // block_n), "block_n": block_n, "warps": 4, "stages": stages}
 
 
-@paged_attention.impl(
-    "triton_decode", device="cuda", supports=lambda site: site.bucket.kind == "decode" and attends(site)
-)
+def is_decode(site: Site) -> bool:
+    """Whether the split kernel alone serves the site."""
+    return site.bucket.kind == "decode" and attends(site)
+
+
+def decode_configs(site: Site) -> list[Config]:
+    """The plan for the bucket's largest batch."""
+    cache, table = site.args["kv_cache"], site.args["block_table"]
+    _, K, P, E = cache.shape[1:]
+    return [plan_splits(site.bucket.hi, K, table.shape[1] * P, cache.dtype, E)]
+
+
+@paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs)
 def triton_decode(
     q_THE: Tensor,
     k_TKE: Tensor,
@@ -335,13 +468,13 @@ def triton_decode(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    turn: Turn | None = None,
+    **config: int,
 ) -> Tensor:
-    """Pure decode: every sequence has zero or one query token."""
+    """Pure decode: every sequence has zero or one query token. turn: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    K, P, E = kv_cache.shape[2:]
-    plan = plan_splits(seq_len.shape[0], K, block_table.shape[1] * P, q_THE.dtype, E)
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap,
-        write=True, **plan,
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap, turn,
+        write=True, **config,
     )  # fmt: skip
     return out_THE

@@ -18,8 +18,10 @@ from torch import Tensor
 from graphllm.ir import launch_triton
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_decode import (
+    Turn,
     attends,
     launch_decode,
+    load_turned,
     multiply,
     plan_splits,
     power_of_2,
@@ -27,9 +29,10 @@ from graphllm.ops.paged_attention.triton_decode import (
     soft_cap,
     tile_pages,
     tile_slots,
+    turn_arguments,
 )
 
-_WRITE_TOKENS = 4  # tokens that one program stores
+_WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
 
 
 @triton.jit
@@ -40,6 +43,9 @@ def _write_kernel(
     table_ptr,
     query_start_ptr,
     seq_len_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
     S,
     K_ROW: tl.constexpr,
     K_HEAD: tl.constexpr,
@@ -50,14 +56,20 @@ def _write_kernel(
     CACHE_HEAD: tl.constexpr,
     CACHE_POS: tl.constexpr,
     TABLE_ROW: tl.constexpr,
-    K: tl.constexpr,
     E: tl.constexpr,
+    E_PAD: tl.constexpr,
     P: tl.constexpr,
-    ROW_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    F: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    EMULATED: tl.constexpr,
 ):
-    t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     s = tl.zeros([BLOCK_T], tl.int32)
     for base in range(0, S, BLOCK_S):
         i = base + tl.arange(0, BLOCK_S)
@@ -66,12 +78,14 @@ def _write_kernel(
     owned = s < S  # rows beyond the last sequence are padding
     position = tl.load(seq_len_ptr + s, mask=owned, other=0) - tl.load(query_start_ptr + 1 + s, mask=owned, other=0) + t
     page = tl.load(table_ptr + s.to(tl.int64) * TABLE_ROW + position // P, mask=owned, other=0).to(tl.int64)
-    x = tl.arange(0, ROW_PAD)
-    head, e = x // E, x % E
+    e = tl.arange(0, E_PAD)
     row = t.to(tl.int64)[:, None]
-    inside = owned[:, None] & (x < K * E)[None, :]
-    keys = tl.load(k_ptr + row * K_ROW + (head * K_HEAD + e)[None, :], mask=inside)
-    values = tl.load(v_ptr + row * V_ROW + (head * V_HEAD + e)[None, :], mask=inside)
+    inside = owned[:, None] & (e < E)[None, :]
+    if not EMULATED:
+        tl.extra.cuda.gdc_wait()
+    k_row = k_ptr + row * K_ROW + head * K_HEAD
+    keys = load_turned(k_row, row, owned[:, None], k_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
+    values = tl.load(v_ptr + row * V_ROW + head * V_HEAD + e[None, :], mask=inside)
     slots = cache_ptr + (page * CACHE_PAGE + (position % P) * CACHE_POS)[:, None] + (head * CACHE_HEAD + e)[None, :]
     tl.store(slots, keys, mask=inside)
     tl.store(slots + CACHE_KV, values, mask=inside)
@@ -158,6 +172,9 @@ def _flash_kernel(
     table_ptr,
     query_start_ptr,
     seq_len_ptr,
+    q_norm_ptr,
+    cos_ptr,
+    sin_ptr,
     S,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
@@ -178,8 +195,14 @@ def _flash_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    F: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     blocks = tl.num_programs(0) // K
     head = tl.program_id(0) % K
@@ -202,7 +225,9 @@ def _flash_kernel(
         row = (row0 + token).to(tl.int64)
         heads = head * G + m % G
         inside = valid[:, None] & (e < E)[None, :]
-        q = tl.load(q_ptr + (row * Q_ROW + heads * Q_HEAD)[:, None] + e[None, :], mask=inside, other=0.0)
+        q_row = q_ptr + (row * Q_ROW + heads * Q_HEAD)[:, None]
+        in_row = valid[:, None]
+        q = load_turned(q_row, row[:, None], in_row, q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
         head_ptr = cache_ptr + head * CACHE_HEAD
         table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
 
@@ -257,33 +282,36 @@ def triton_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    turn: Turn | None = None,
 ) -> Tensor:
-    """Any ragged batch."""
+    """Any ragged batch. turn: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     T, H, E = q_THE.shape
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     G, S = H // K, seq_len.shape[0]
     cache = {
         "CACHE_PAGE": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
-        "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "K": K, "P": P, "BLOCK_S": 128,
+        "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E), "P": P,
+        "BLOCK_S": 128, "EMULATED": triton.knobs.runtime.interpret,
     }  # fmt: skip
+    (q_norm, k_norm, cos, sin), turning = turn_arguments(turn, q_THE)
     launch_triton(
-        _write_kernel, ((T + _WRITE_TOKENS - 1) // _WRITE_TOKENS,),
-        k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, S,
+        _write_kernel, (K, (T + _WRITE_TOKENS - 1) // _WRITE_TOKENS),
+        k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, k_norm, cos, sin, S,
         K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
-        ROW_PAD=power_of_2(K * E), BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache,
+        BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache, **turning,
     )  # fmt: skip
     plan = plan_blocks(T, G, E, P, q_THE.dtype)
     score_scale, log2e_cap = score_constants(scale, softcap)
     launch_triton(
         _flash_kernel, ((T // (plan["block_m"] // G) + S) * K,),
-        q_THE, kv_cache, out_THE, block_table, query_start, seq_len, S,
+        q_THE, kv_cache, out_THE, block_table, query_start, seq_len, q_norm, cos, sin, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        H=H, G=G, E_PAD=power_of_2(E), BLOCK_M=plan["block_m"], BLOCK_N=plan["block_n"],
-        EMULATED=triton.knobs.runtime.interpret, num_warps=plan["warps"], num_stages=plan["stages"], **cache,
+        H=H, K=K, G=G, BLOCK_M=plan["block_m"], BLOCK_N=plan["block_n"], num_warps=plan["warps"],
+        num_stages=plan["stages"], **cache, **turning,
     )  # fmt: skip
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap,
-        write=False, **plan_splits(S, K, block_table.shape[1] * P, q_THE.dtype, E),
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap, turn,
+        write=False, **plan_splits(0, K, block_table.shape[1] * P, q_THE.dtype, E),
     )  # fmt: skip
     return out_THE

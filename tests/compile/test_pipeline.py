@@ -119,7 +119,7 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     files = sorted(p.name for p in (tmp_path / "dump").iterdir())
     units = ("adjust", "embed", "feed", "head", "layer.global", "logprobs", "sample", "sample_adjusted")
     assert [f for f in files if not f.startswith("piece.")] == [
-        f"{stage}.{unit}.txt" for stage in ("00-trace", "01-canonicalize") for unit in units
+        f"{stage}.{unit}.txt" for stage in ("00-trace", "01-canonicalize", "02-fuse_attention") for unit in units
     ]
     assert sum(f.startswith("piece.") for f in files) == 8
     for file in files:
@@ -195,10 +195,11 @@ def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> Non
 def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
-        ("canonicalize", unit)
+        (name, unit)
+        for name in ("canonicalize", "fuse_attention")
         for unit in ("feed", "embed", "layer.global", "head", "sample", "adjust", "sample_adjusted", "logprobs")
     ]
-    assert list(manifest["seconds"]) == ["assemble", "build", "link", "package", "passes", "trace"]
+    assert list(manifest["seconds"]) == ["assemble", "build", "link", "package", "passes", "trace", "tune"]
     assert sum(manifest["seconds"].values()) > 0.1
     assert manifest["made_with"].keys() == {"g++", "machine"}
     assert manifest["factors"]["compile"]["target"]["device"] == "cpu"

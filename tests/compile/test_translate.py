@@ -168,7 +168,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, Buc
         output = unit.graph.output_node()
         output.meta["val"] = tuple(n.meta["val"] for n in output.args[0])
         for bucket in BUCKETS:
-            found[name, bucket] = Cpu().build(to_json(unit.graph, shapes), bucket, config)
+            found[name, bucket] = Cpu().build(to_json(unit.graph, shapes), bucket, config, {})
     folder = tmp_path_factory.mktemp("pieces")
     Cpu().assemble(found.values(), folder)
     return found, folder / "kernels.so"

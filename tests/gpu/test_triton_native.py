@@ -7,8 +7,9 @@ import torch
 
 from graphllm.ir.cases import Case, Maker
 from graphllm.ir.check import cases_of, check_impl, relative_error
-from graphllm.ir.op import Op
+from graphllm.ir.op import Op, Site
 from graphllm.ir.registry import load_ops
+from graphllm.machine import detect_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -45,9 +46,11 @@ def test_decode_graph_serves_other_lengths() -> None:
     static = _inputs(op, long, 0)
     columns = static["block_table"].shape[1]
     graph = torch.cuda.CUDAGraph()
-    op.impls["triton_decode"].fn(**static)
+    impl = op.impls["triton_decode"]
+    decode = impl.at(Site(static, detect_target("cuda"), long.bucket))
+    decode(**static)
     with torch.cuda.graph(graph):
-        out = op.impls["triton_decode"].fn(**static)
+        out = decode(**static)
     other = _inputs(op, ragged, 1)
     n, pages = len(other["seq_len"]), other["kv_cache"].shape[0]
     static["kv_cache"][:pages] = other["kv_cache"]
@@ -69,7 +72,8 @@ def test_full_size_attention(case: str) -> None:
     full = _case(op, case)
     impl = op.impls["triton_decode" if full.bucket.kind == "decode" else "triton_prefill"]
     args = _inputs(op, full, 0)
-    assert _error(op, full, impl.fn(**_inputs(op, full, 0)), args) < full.tolerance["bfloat16"]
+    call = impl.at(Site(args, detect_target("cuda"), full.bucket))
+    assert _error(op, full, call(**_inputs(op, full, 0)), args) < full.tolerance["bfloat16"]
 
 
 @pytest.mark.slow

@@ -32,19 +32,37 @@ class Driver:
         place: Path,
         dtype: Literal["float32", "bfloat16"] = "float32",
         target: Literal["cpu", "cuda"] = "cpu",
+        tune: bool = False,
     ) -> None:
         from graphllm.compile.pipeline import compile_model
 
         source = prepare.open_source(folder)
         assert source.checkpoint is not None
         wanted = prepare.Overrides(
-            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_tokens=512, page_size=PAGE, tune=False
+            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_tokens=512, page_size=PAGE, tune=tune
         )
-        config = replace(prepare.compile_config(source.config, wanted), max_model_len=512, jobs=1)
+        config = replace(prepare.compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
         compile_model(source.config, source.tensors, config, place)
         manifest = artifact.verify(place)
         plan = WeightPlan.from_json((place / "weights.json").read_text())
         self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), kv_pages=512)
+
+    def forced(self, sequences: Sequence[Sequence[int]], n_tokens: int) -> list[Tensor]:
+        """The logits [n_tokens, V] after each of the last tokens of every sequence, the first from its prefill and the
+        others from decode steps of all sequences together."""
+        pages = _assign_pages([len(s) for s in sequences] * len(self.executor.windows), self.executor.kv_pages)
+        count = len(sequences)
+        tables = [pages[g * count : (g + 1) * count] for g in range(len(self.executor.windows))]
+        done = [0] * count
+        rows: list[list[Tensor]] = [[] for _ in sequences]
+        for step in range(n_tokens):
+            ends = [len(s) - n_tokens + 1 + step for s in sequences]
+            new = [s[d:e] for s, d, e in zip(sequences, done, ends, strict=True)]
+            logits = self.executor.run(_step(new, done, tables)).logits[:count].float().cpu()
+            for row, found in zip(rows, logits, strict=True):
+                row.append(found.clone())
+            done = ends
+        return [torch.stack(row) for row in rows]
 
     def generate(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[list[Tensor], list[list[int]]]:
         """Greedy decoding of all prompts as one ragged batch.

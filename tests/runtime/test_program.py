@@ -217,6 +217,31 @@ def test_call_instructions_copy_fresh_results() -> None:
     assert bound.results["where"].tolist() == [1, 0]
 
 
+def test_zeroed_scratch_is_one_buffer_outside_the_arena() -> None:
+    """All kernels of a step count in the same place, for which the largest of them sets the size."""
+
+    def counts(count: int | str) -> dict[str, Any]:
+        code = [["zeroed", "z", count], ["view", "y", "z", [2], [1], 0], ["empty", "o", ["T"], [1], "int64"],
+                ["kernel", "k", [["t", "y"], ["t", "a"], ["t", "o"]]]]  # fmt: skip
+        return {"inputs": ["a"], "outputs": ["o"], "kernels": {"k": {}}, "code": code}
+
+    calls = [Call(counts("8 * S"), ["in"], ["x"]), Call(counts(5), ["x"], ["y"])]
+    linked = LinkedProgram(calls, ["y"], LIMITS)
+    assert linked.zeroed == 8 * LIMITS["S"]
+    assert LinkedProgram(_chain(1), ["v1"], LIMITS).zeroed == 0
+    seen: list[list[int]] = []
+
+    class Kernels:
+        def bind(self, kernel: Any, name: str, arguments: Any) -> Any:
+            seen.append(list(arguments))
+            return lambda: None
+
+    zeros, arena = torch.zeros(linked.zeroed, dtype=torch.int32), torch.zeros(linked.arena_bytes, dtype=torch.uint8)
+    linked.bind({"in": torch.zeros(2, dtype=torch.int64), "zeroed": zeros}, arena, Kernels(), {"T": 2, "S": 1})
+    assert [arguments[0] for arguments in seen] == [zeros.data_ptr()] * 2
+    assert seen[0][2] == seen[1][1]
+
+
 def test_interpreted_pieces_are_segments_of_their_own() -> None:
     """CUDA graphs are captured between them: they must not be in a segment with anything else."""
     plain = _chain(1)[0].bundle

@@ -1,0 +1,276 @@
+"""The table of targets on one GPU: every row of a shape with its target, its floor and the share of the floor reached.
+
+    python bench/gpu_table.py [--shapes llama3.1-8b,qwen3-0.6b] [--runs 3] [--startup] [--out FILE.json]
+
+Real shapes, random bf16 weights, greedy, through the engine core; each figure is the median of the runs. decode: that
+many requests at once, 128 tokens in and 256 out, median step. TTFT: one prompt of 8,192 tokens. mixed: 1,000 requests
+of 100 to 1,024 tokens in and out, all queued at the beginning. startup: a fresh process reads the weights from a
+safetensors file in the page cache.
+
+The floor counts what no engine can avoid on this GPU: weights read once a step or their products, whichever takes
+longer, and every cached key and value read once for every token that attends to it, at the rates measured on it,
+4.27 TB/s and 788 TFLOP/s. Attention and products are counted one after the other, as they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_engine import MIXED, run
+from gpu_step import SHAPES, VLLM, write_checkpoint
+
+BANDWIDTH, ARITHMETIC = 4.27e12, 788e12
+# First target and goal: ms a step by batch, ms to the first token, output tokens/s, seconds.
+TARGETS: dict[str, dict[str, tuple[float, float]]] = {
+    "llama3.1-8b": {"decode 1": (4.2, 3.9), "decode 32": (5.0, 4.3), "decode 64": (5.5, 4.6), "decode 128": (6.8, 5.5),
+                    "decode 256": (9.5, 8.5), "TTFT 8192": (230, 200), "prefill 32x1024": (42000, 46000),
+                    "mixed": (13000, 16000), "startup": (8, 5)},
+    "qwen3-0.6b": {"decode 1": (0.9, 0.5), "decode 64": (1.3, 0.8), "decode 256": (3.0, 2.0), "mixed": (45000, 80000)},
+}  # fmt: skip
+PEER = {"llama3.1-8b": {"TTFT 8192": 219.9, "prefill 32x1024": 42796, "startup": 30.8}, "qwen3-0.6b": {}}
+COMPILE = [sys.executable, "-m", "graphllm.cli", "compile"]
+UP = ("mixed", "prefill 32x1024")  # rows where more is better
+
+
+class Floor:
+    """Least seconds of a shape's work."""
+
+    def __init__(self, c: dict) -> None:
+        D, F, E = c["hidden_size"], c["intermediate_size"], c["head_dim"]
+        H, K, L = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
+        self.layers, self.head = L * (D * (H + 2 * K) * E + H * E * D + 3 * D * F), c["vocab_size"] * D
+        self.kv, self.attention = 4 * L * K * E, 4 * L * H * E
+
+    def products(self, tokens: int, sampled: int) -> float:
+        """Of one step."""
+        flops = 2 * (self.layers * tokens + self.head * sampled)
+        return max(2 * (self.layers + self.head) / BANDWIDTH, flops / ARITHMETIC)
+
+    def decode(self, batch: int, context: float) -> float:
+        """Of one step at that mean context."""
+        return self.products(batch, batch) + batch * context * self.kv / BANDWIDTH
+
+    def prefill(self, lengths: list[int]) -> float:
+        """Of prompts, causal, in one step."""
+        pairs = sum(n * (n + 1) / 2 for n in lengths)
+        return self.products(sum(lengths), len(lengths)) + pairs * self.attention / ARITHMETIC
+
+    def mixed(self, lengths: np.ndarray) -> float:
+        """Of all requests (prompt and output lengths), in steps so large that products are bound by arithmetic."""
+        prompts, outputs = lengths.astype(float)
+        flops = 2 * (self.layers * (prompts + outputs).sum() + self.head * outputs.sum())
+        flops += self.attention * (prompts * (prompts + 1) / 2).sum()
+        read = (outputs * prompts + outputs * (outputs + 1) / 2).sum() * self.kv
+        return float(flops / ARITHMETIC + read / BANDWIDTH)
+
+
+def measure(shape: str, artifact: Path, folder: Path, runs: int) -> dict[str, Any]:
+    """Every row of a shape but start-up, from a finished artifact, in this process."""
+    from graphllm.engine.load import EngineArgs, open_model
+    from graphllm.prepare import load_core
+
+    core = load_core(
+        open_model(EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True)).settings
+    )
+    rng, vocab, floor = np.random.default_rng(0), SHAPES[shape]["vocab_size"], Floor(SHAPES[shape])
+
+    def prompts(lengths: Any) -> list[list[int]]:
+        return [rng.integers(0, vocab, n).tolist() for n in lengths]
+
+    greedy = {"temperature": 0.0}
+    found: dict[str, list[float]] = {}
+    floors: dict[str, float] = {}
+    lengths = rng.integers(100, 1025, (2, 1000))
+    run(core, prompts(lengths[0][:300]), [20] * 300, greedy)
+    host: dict[str, Any] = {}
+    for turn in range(runs):
+        for row in TARGETS[shape]:
+            kind, _, size = row.partition(" ")
+            if kind == "decode":
+                if turn == 0:
+                    run(core, prompts([128] * int(size)), [8] * int(size), greedy)
+                value = run(core, prompts([128] * int(size)), [256] * int(size), greedy)["median step ms"]
+                floors[row] = 1e3 * floor.decode(int(size), 256)
+            elif kind == "TTFT":
+                if turn == 0:
+                    run(core, prompts([int(size)]), [1], greedy)
+                value = 1e3 * run(core, prompts([int(size)]), [1], greedy)["first s"]
+                floors[row] = 1e3 * floor.prefill([int(size)])
+            elif kind == "prefill":
+                value = 32 * 1024 / run(core, prompts([1024] * 32), [1] * 32, greedy)["s"]
+                floors[row] = 32 * 1024 / floor.prefill([1024] * 32)
+            elif kind == "mixed":
+                before = padding(core)
+                result = run(core, prompts(lengths[0]), lengths[1].tolist(), greedy)
+                value, floors[row] = result["tokens/s"], lengths[1].sum() / floor.mixed(lengths)
+                host["mixed run"] = {k: round(v, 3) for k, v in result.items()}
+                host["padding by bucket"] = {
+                    name: round((wasted - before.get(name, (0, 0))[1]) / max(1, rows - before.get(name, (0, 0))[0]), 3)
+                    for name, (rows, wasted) in padding(core).items()
+                }
+            else:
+                continue
+            found.setdefault(row, []).append(value)
+            print(shape, turn, row, round(value, 3), file=sys.stderr, flush=True)
+    host["idle"] = {size: idle(core, prompts([128] * size)) for size in (1, 64, 256)}
+    core.close()
+    return {"rows": {row: {"runs": [round(v, 3) for v in values], "floor": round(floors[row], 3)}
+                     for row, values in found.items()}, **host}  # fmt: skip
+
+
+def padding(core: Any) -> dict[str, tuple[int, int]]:
+    """By bucket: rows computed, and those of them that were padding."""
+    return {name: (b.tokens + b.padding, b.padding) for name, b in core.stats().buckets.items()}
+
+
+def idle(core: Any, prompts: list[list[int]]) -> dict[str, float]:
+    """Of decode steps: the share of time in which no kernel runs, and what the host does beside waiting, in ms."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from graphllm.engine.params import SamplingParams
+    from graphllm.engine.request import EngineRequest
+
+    for i, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
+        core.add(EngineRequest(id=str(i), prompt=prompt, params=params, stop_ids=[], limit=200, seed=i))
+    for _ in range(60):
+        core.step()
+    steps = 40
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            begin = time.perf_counter()
+            for _ in range(steps):
+                core.step()
+            wall = time.perf_counter() - begin
+            torch.cuda.synchronize()
+        profiler.export_chrome_trace(file.name)
+        events = json.loads(Path(file.name).read_text())["traceEvents"]
+    while core.unfinished:
+        core.step()
+    spans = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    )
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    waits = sum(e["dur"] for e in events if e.get("name") == "cudaEventSynchronize")
+    return {
+        "GPU idle share": round(1 - busy / (end - spans[0][0]), 3),
+        "host ms a step": round(1e3 * wall / steps - waits / 1e3 / steps, 3),
+    }
+
+
+def first_token(folder: Path, artifact: Path, begun: float) -> dict[str, Any]:
+    """Load the engine and give one token; seconds since ``begun``, the clock when this process was started."""
+    phases = {"interpreter and imports": time.time() - begun}
+    from graphllm.engine.load import EngineArgs, open_model
+    from graphllm.prepare import load_core
+
+    core = load_core(
+        open_model(EngineArgs(folder, artifact=artifact, skip_tokenizer_init=True)).settings, phases.__setitem__
+    )
+    before = time.time()
+    run(core, [[1] * 128], [1], {"temperature": 0.0})
+    phases["first token"] = time.time() - before
+    compilers = [m for m in ("torch._inductor", "torch._dynamo", "triton") if m in sys.modules]
+    return {"s": time.time() - begun, "phases": phases, "compiler modules": compilers}
+
+
+def startup(folder: Path, options: list[str], runs: int) -> dict[str, Any]:
+    """Seconds from the start of a process to its first token, weights from the page cache; phases of the last run."""
+    write_checkpoint(folder)
+    artifact = folder / "with-weights"
+    subprocess.run([*COMPILE, str(folder), "-o", str(artifact), *options], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, __file__, "--first-token", str(folder), str(artifact)]
+    starts = []
+    for _ in range(runs):
+        done = subprocess.run([*command, str(time.time())], stdout=subprocess.PIPE, text=True, check=True)
+        starts.append(json.loads(done.stdout.splitlines()[-1]))
+    return {
+        "rows": {"startup": {"runs": [round(s["s"], 2) for s in starts], "floor": None}},
+        "startup phases s": {k: round(v, 3) for k, v in starts[-1]["phases"].items()},
+        "compiler modules": starts[-1]["compiler modules"],
+    }
+
+
+def table(shape: str, rows: dict[str, Any]) -> str:
+    """Markdown."""
+    lines = [
+        f"| {shape} | measured | first target | goal | vLLM 0.26 | floor | share of the floor |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, row in rows.items():
+        value, (target, goal) = row["median"], TARGETS[shape][name]
+        met = value >= target if name in UP else value <= target
+        peer = VLLM.get((shape, int(name.split()[1]))) if name.startswith("decode") else PEER[shape].get(name)
+        peer = MIXED[shape] if name == "mixed" else peer
+        floor = row["floor"]
+        share = "" if not floor else f"{(value / floor if name in UP else floor / value):.0%}"
+        cells = [name, f"{value:g}{'' if met else ' (missed)'}", target, goal, peer or "", floor or "", share]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(TARGETS))
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--startup", action="store_true")
+    parser.add_argument("--compile", default="--max-model-len 8320", help="options of graphllm compile")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--first-token", nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.first_token:
+        folder, artifact, begun = args.first_token
+        print(json.dumps(first_token(Path(folder), Path(artifact), float(begun))))
+        return
+    if args.worker:
+        shape, artifact, folder = args.worker
+        print(json.dumps(measure(shape, Path(artifact), Path(folder), args.runs)))
+        return
+    import torch
+
+    result: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(), "versions": {p: version(p) for p in ("torch", "triton")},
+        "command": " ".join(sys.argv),
+    }  # fmt: skip
+    for shape in args.shapes.split(","):
+        folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+        artifact = folder / "artifact"
+        begin = time.perf_counter()
+        command = [*COMPILE, str(folder), "-o", str(artifact), "--load-format", "dummy"]
+        subprocess.run([*command, *args.compile.split()], check=True, stdout=subprocess.DEVNULL)
+        found: dict[str, Any] = {"compile s": round(time.perf_counter() - begin, 1), "rows": {}}
+        worker = [sys.executable, __file__, "--runs", str(args.runs), "--worker", shape, str(artifact), str(folder)]
+        done = subprocess.run(worker, stdout=subprocess.PIPE, text=True)
+        parts = [json.loads(done.stdout.splitlines()[-1])] if done.returncode == 0 else []
+        if args.startup and "startup" in TARGETS[shape]:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                parts.append(startup(folder, args.compile.split(), args.runs))
+        for part in parts:
+            rows = part.pop("rows")
+            found["rows"] |= {name: {"median": round(statistics.median(r["runs"]), 3), **r} for name, r in rows.items()}
+            found |= part
+        result[shape] = found
+        print(table(shape, found["rows"]), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Tuning: at compile time, on the GPU, the implementations of an op are timed at every site where they have launch
+constants to choose among. What was found is kept beside the artifacts, for the next compile on the same machine.
+
+Kernels are built by the worker processes, which leaves them in Triton's cache; the timing is done by one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from graphllm.compile.backends import BuildError
+from graphllm.compile.cuda import example
+from graphllm.compile.lower import Choice, site_key, site_of
+from graphllm.compile.specialize import specialize
+from graphllm.config import Bucket, CompileConfig
+from graphllm.ir.graph import TensorSpec
+from graphllm.ir.op import all_ops, op_of
+
+_COLD_BYTES = 256 * 2**20  # calls in turn over weights of this size find none of them in a cache
+_MOST_COPIES = 32
+
+
+class Tunable(NamedTuple):
+    """A site with more than one candidate. args: a `TensorSpec` for each tensor. sizes: T and S to run at."""
+
+    op: str
+    args: dict[str, Any]
+    sizes: dict[str, int]
+    candidates: list[Choice]
+
+
+def tunables(
+    pieces: Sequence[Mapping[str, Any]], buckets: Sequence[Bucket], config: CompileConfig
+) -> dict[str, Tunable]:
+    """The sites to tune, by key."""
+    found: dict[str, Tunable] = {}
+    for bucket in buckets:
+        sizes = bucket.limits(config.max_num_seqs)
+        for piece in pieces:
+            unit = specialize(piece, bucket, config).unit
+            for node in unit.graph.nodes:
+                op = op_of(node.target)
+                if op is None or op.mutates:
+                    continue
+                site = site_of(node, op, config.target, bucket)
+                candidates = [
+                    Choice(impl.name, constants)
+                    for impl in op.impls.values()
+                    if impl.device == config.target.device and impl.supports(site)
+                    for constants in impl.configs(site)
+                ]
+                if len(candidates) > 1:
+                    specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
+                    found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, candidates)
+    return found
+
+
+def fingerprint(config: CompileConfig) -> str:
+    """What timings depend on beside the site: the GPU, the versions and the kernels' sources."""
+    import triton
+
+    sources = hashlib.sha256()
+    for file in sorted({impl.fn.__code__.co_filename for op in all_ops().values() for impl in op.impls.values()}):
+        sources.update(Path(file).read_bytes())
+    told = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+
+class Measured(NamedTuple):
+    """What was chosen at a site, and what each candidate took, by description."""
+
+    choice: Choice
+    microseconds: dict[str, float]
+
+
+def read_measured(file: Path) -> dict[str, Measured]:
+    """What earlier compiles found, by site; nothing when there is no such file."""
+    if not file.exists():
+        return {}
+    return {key: Measured(Choice(*choice), taken) for key, (choice, taken) in json.loads(file.read_text()).items()}
+
+
+def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
+    """Keep what was found, whole or not at all."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(found, indent=0))
+    partial.replace(file)
+
+
+def build_candidate(tunable: Tunable, choice: Choice) -> bool:
+    """Compile one candidate by running it; whether it could be. For worker processes."""
+    try:
+        _calls(tunable, choice, _inputs(tunable, 1))[0]()
+        torch.cuda.synchronize()
+    except Exception:
+        return False
+    return True
+
+
+def measure(tunable: Tunable, candidates: Sequence[Choice]) -> Measured:
+    """Time the candidates that could be built. Raises BuildError when none could."""
+    if not candidates:
+        raise BuildError(f"no implementation of {tunable.op} runs on this GPU with {tunable.args}")
+    largest = max(_bytes(s, tunable.sizes) for s in tunable.args.values() if isinstance(s, TensorSpec))
+    inputs = _inputs(tunable, max(3, min(_MOST_COPIES, -(-_COLD_BYTES // largest))))
+    taken = [_microseconds(_calls(tunable, choice, inputs)) for choice in candidates]
+    named = {f"{c.impl} {json.dumps(dict(c.config))}": round(t, 2) for c, t in zip(candidates, taken, strict=True)}
+    return Measured(candidates[min(range(len(taken)), key=taken.__getitem__)], named)
+
+
+def _bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
+    made = example(spec, sizes, "meta")
+    return made.numel() * made.element_size()
+
+
+def _inputs(tunable: Tunable, copies: int) -> list[dict[str, Any]]:
+    """Arguments for some calls in turn, which differ in their largest tensor, the weights."""
+    given = {n: example(s, tunable.sizes) if isinstance(s, TensorSpec) else s for n, s in tunable.args.items()}
+    specs = {n: s for n, s in tunable.args.items() if isinstance(s, TensorSpec)}
+    largest = max(specs, key=lambda n: given[n].numel())
+    return [given, *({**given, largest: example(specs[largest], tunable.sizes)} for _ in range(copies - 1))]
+
+
+def _calls(tunable: Tunable, choice: Choice, inputs: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:
+    fn = all_ops()[tunable.op].impls[choice.impl].fn
+    return [functools.partial(fn, **given, **choice.config) for given in inputs]
+
+
+def _microseconds(calls: Sequence[Callable[[], Any]]) -> float:
+    """Of one call among calls back to back, replayed as one graph."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    taken = []
+    for _ in range(7):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(1e3 * begin.elapsed_time(end))
+    return statistics.median(taken) / len(calls)

@@ -1,0 +1,48 @@
+"""Inputs for fused_linear: each fusion alone and all together, one row and some, real layer shapes."""
+
+from __future__ import annotations
+
+from graphllm.config import Bucket
+from graphllm.ir.cases import Case, Maker
+
+_TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
+_REASON = (
+    "float32 accumulation in another order; the reference rounds to the dtype up to four times (bf16 keeps 8 bits)"
+)
+
+
+def _case(T: int, out: int, inner: int, fused: str = "", size: str = "small") -> Case:
+    def inputs(make: Maker) -> dict[str, object]:
+        gated = "gate" in fused
+        return {
+            "x_TI": make.normal(T, inner),
+            "weight_OI": make.normal(out, inner, scale=inner**-0.5),
+            "bias_O": make.normal(out) if "bias" in fused else None,
+            "norm_I": make.normal(inner) if "norm" in fused else None,
+            "eps": 1e-5,
+            "residual_TN": make.normal(T, out // 2 if gated else out) if "residual" in fused else None,
+            "gated": gated,
+        }
+
+    name = f"T{T}_O{out}_I{inner}" + (f"_{fused}" if fused else "")
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)  # type: ignore[arg-type]
+
+
+LAYERS = {
+    "8B": (("qkv", 6144, 4096, "norm"), ("o", 4096, 4096, "residual"), ("gate_up", 28672, 4096, "norm_gate"),
+           ("down", 4096, 14336, "residual")),
+    "0.6B": (("qkv", 4096, 1024, "norm"), ("o", 1024, 2048, "residual"), ("gate_up", 6144, 1024, "norm_gate"),
+             ("down", 1024, 3072, "residual")),
+}  # fmt: skip
+
+CASES = (
+    _case(1, 48, 32),
+    _case(1, 96, 160, "norm_bias_gate_residual"),
+    _case(1, 40, 2056, "residual"),
+    _case(0, 16, 32, "norm"),
+    _case(3, 40, 96, "bias_residual"),
+    _case(17, 80, 256, "norm_gate"),
+    _case(5, 72, 520, "norm_bias_gate_residual"),
+    _case(33, 33, 72, "norm"),
+    *(_case(T, *layer[1:], size="real") for T in (1, 16, 64, 256) for layers in LAYERS.values() for layer in layers),
+)

@@ -1,0 +1,64 @@
+"""fused_linear: what surrounds a linear layer in a decoder (norm before it, gate and residual after it) in one op."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.swiglu import swiglu
+
+MOST_ROWS = 256  # beyond, products are bound by arithmetic, and what surrounds them fuses with itself
+
+
+def _cost(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+) -> Cost:
+    products = x_TI.shape[0] * weight_OI.shape[0]
+    written = products // (2 if gated else 1) * x_TI.element_size()
+    return Cost(nbytes(x_TI, weight_OI, bias_O, norm_I, residual_TN) + written, 2 * products * x_TI.shape[1])
+
+
+@op(cost=_cost)
+def fused_linear(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """residual + gate(norm(x) @ weight.T + bias): [T, N] in x's dtype, contiguous.
+
+    x_TI [T, I]; weight_OI [O, I]; bias_O [O]. norm_I [I]: if given, x is first normalized as by `rms_norm` with ``eps``
+    and offset 0. gated: the O results are a gate and a value half, of which `swiglu` makes N = O / 2; else N = O.
+    residual_TN [T, N]: added last. Products accumulate in float32 (float64 for float64 inputs). An implementation may
+    keep float32 between the steps; the reference rounds to x's dtype after each.
+    """
+    if norm_I is not None:
+        x_TI = rms_norm.reference(x_TI, norm_I, eps)
+    out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    if gated:
+        out_TN = swiglu.reference(out_TN)
+    return out_TN if residual_TN is None else residual_TN + out_TN
+
+
+@fused_linear.fake
+def _(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // (2 if gated else 1)))

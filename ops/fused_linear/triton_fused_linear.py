@@ -1,0 +1,455 @@
+"""Triton kernels for fused_linear with few rows: the weights stream through once, at the speed of memory.
+
+`row_kernel` serves one row of x: each program loads whole rows of the weights into registers, before it even waits for
+the kernel that makes x. `tile_kernel` serves up to some hundred rows with tensor cores: the weights are the left
+operand,
+so that few tokens waste little of it; a long inner dimension is split among programs, of which the last to arrive adds
+the parts, always in the same order.
+
+Kernels start while their predecessor still runs (programmatic dependent launch): what they read before `gdc_wait` is
+constant.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import Site, launch_triton, zeroed
+from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
+
+
+@triton.jit
+def _weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows of the weights that a tile holds: with a gate, rows of the gate and value halves in turn."""
+    r = tl.arange(0, BLOCK_N)
+    if GATED:
+        column = block * (BLOCK_N // 2) + r // 2
+        return column + (r % 2) * (N // 2), column < N // 2
+    else:
+        return block * BLOCK_N + r, block * BLOCK_N + r < N
+
+
+@triton.jit
+def _gate(acc):
+    """silu(gate) * value."""
+    gate, value = acc
+    return gate / (1.0 + tl.exp(-gate)) * value
+
+
+@triton.jit
+def row_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    WEIGHT_ROW: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(0)
+    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
+    weight = tl.load(weight_row + k[None, :], mask=in_row[:, None] & (k < K)[None, :], other=0.0)
+    bias = 0.0
+    if BIAS:
+        bias = tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)
+    if not EMULATED:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        inside = start + k < K
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * x[None, :]
+        if start + BLOCK_K < K:
+            more = start + BLOCK_K + k
+            weight = tl.load(weight_row + more[None, :], mask=in_row[:, None] & (more < K)[None, :], other=0.0)
+    out = tl.sum(acc, axis=1)
+    if NORM:
+        out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
+    out += bias
+    column = row
+    if GATED:
+        out = _gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
+        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        inside_out = column < N // 2
+    else:
+        inside_out = in_row
+    if RESIDUAL:
+        out += tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
+    tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
+
+
+@triton.jit
+def _finish_tile(
+    acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+    N: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    if BIAS:
+        row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+        acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
+        acc = _gate(tl.split(pairs))
+        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        width = N // 2
+    else:
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        width = N
+    out = tl.trans(acc)
+    inside = (token < T)[:, None] & (column < width)[None, :]
+    token64 = token.to(tl.int64)[:, None]
+    if RESIDUAL:
+        out += tl.load(residual_ptr + token64 * RESIDUAL_ROW + column[None, :], mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token64 * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def tile_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    partial_ptr,  # float32: [SPLITS, T, N] if PARTS, else [token tiles, blocks, SPLITS, BLOCK_N, BLOCK_T]
+    arrived_ptr,  # [token tiles * blocks] int32, zero before and after
+    T,
+    X_ROW: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr,
+    RESIDUAL_ROW: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    PARTS: tl.constexpr,  # leave the parts of the sums to a kernel that follows
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(0)
+    split = tl.program_id(1)
+    tile_t = tl.program_id(2)
+    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
+    EVEN: tl.constexpr = (N % BLOCK_N == 0) and (K % BLOCK_K == 0)
+    lo = split * PER_SPLIT
+    hi = tl.minimum(lo + PER_SPLIT, TILES)
+    weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
+    if not EMULATED:
+        if AHEAD > 0:
+            first = tl.minimum(lo * BLOCK_K, K - AHEAD // 2)  # never beyond the row's end
+            line = (
+                tl.where(in_row[:, None], weight_row, weight_ptr) + (first + tl.arange(0, AHEAD // 128) * 64)[None, :]
+            )
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+    token = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    x_row = x_ptr + token.to(tl.int64)[:, None] * X_ROW
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for tile in range(lo, hi):
+        at = tile * BLOCK_K + k
+        if EVEN:
+            weight = tl.load(weight_row + at[None, :])
+            x = tl.load(x_row + at[None, :], mask=(token < T)[:, None], other=0.0)
+        else:
+            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
+            x = tl.load(x_row + at[None, :], mask=(token < T)[:, None] & (at < K)[None, :], other=0.0)
+        if EMULATED:
+            weight, x = weight.to(tl.float32), x.to(tl.float32)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if PARTS:
+        at_row = (split * T + token).to(tl.int64)[:, None] * N
+        tl.store(partial_ptr + at_row + row[None, :], tl.trans(acc), mask=(token < T)[:, None] & in_row[None, :])
+    elif SPLITS == 1:
+        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                     N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+    else:
+        tile = tile_t * tl.num_programs(0) + block
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
+        cell = (tl.arange(0, BLOCK_N) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + cell
+        tl.store(parts + split * SIZE, acc)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
+        if before == SPLITS - 1:
+            acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for i in tl.static_range(SPLITS):
+                acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                         N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+
+
+@triton.jit
+def norm_kernel(
+    x_ptr,  # [T, K], or [PARTS, T, K] float32 parts of a sum
+    bias_ptr,
+    residual_ptr,
+    norm_ptr,
+    sum_ptr,
+    out_ptr,
+    T,
+    X_ROW: tl.constexpr,
+    RESIDUAL_ROW: tl.constexpr,
+    K: tl.constexpr,
+    EPS: tl.constexpr,
+    PARTS: tl.constexpr,  # 0: normalize x; else sum the parts, bias and residual, store that, and normalize it
+    BIAS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    inside = k < K
+    weight = tl.load(norm_ptr + k, mask=inside, other=0.0).to(tl.float32)
+    if not EMULATED:
+        tl.extra.cuda.gdc_wait()
+    if PARTS == 0:
+        x = tl.load(x_ptr + token * X_ROW + k, mask=inside, other=0.0).to(tl.float32)
+    else:
+        x = tl.load(residual_ptr + token * RESIDUAL_ROW + k, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+        for part in tl.static_range(PARTS):
+            x += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0)
+        rounded = x.to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + token * K + k, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    normed = (x * tl.rsqrt(tl.sum(x * x, axis=0) / K + EPS)).to(out_ptr.dtype.element_ty).to(tl.float32)
+    tl.store(out_ptr + token * K + k, (normed * weight).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMULATED: tl.constexpr):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = gate_up_ptr + token * (2 * N) + n
+    gate = tl.load(row, mask=n < N, other=0.0).to(tl.float32)
+    value = tl.load(row + N, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * N + n, _gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
+
+
+Config = Mapping[str, int]
+_ROWS = (  # block_n, block_k, warps
+    (4, 4096, 8), (4, 2048, 4), (8, 1024, 4), (2, 4096, 4), (2, 2048, 4), (4, 1024, 4), (4, 4096, 4), (16, 256, 4),
+    (8, 512, 4),
+)  # fmt: skip
+_TILES = (  # block_n, block_k, stages, warps
+    (64, 128, 4, 4), (64, 256, 3, 4), (64, 64, 6, 4), (128, 128, 3, 8), (128, 64, 4, 8), (32, 256, 4, 4),
+)  # fmt: skip
+_FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
+_SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
+_GATE_BLOCK = 1024
+
+
+def _width(weight_OI: Tensor, gated: bool) -> int:
+    return weight_OI.shape[0] // (2 if gated else 1)
+
+
+def short(site: Site) -> bool:
+    """Whether the kernels of this file serve a site: few rows, one half-precision dtype, contiguous and aligned."""
+    tensors = [t for t in site.args.values() if isinstance(t, Tensor)]
+    same = all(t.dtype == tensors[0].dtype and t.stride(-1) == 1 for t in tensors)
+    wide = site.args["weight_OI"].shape[1] % 8 == 0
+    return site.bucket.hi <= MOST_ROWS and same and wide and tensors[0].dtype in (torch.bfloat16, torch.float16)
+
+
+def row_configs(site: Site) -> list[Config]:
+    """Launch constants of the row kernel, the likely best first."""
+    inner = site.args["weight_OI"].shape[1]
+    fitting = [row for row in _ROWS if row[1] < 2 * inner] or _ROWS[-1:]
+    return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
+
+
+@fused_linear.impl("triton_row", device="cuda", supports=lambda s: s.bucket.hi == 1 and short(s), configs=row_configs)
+def triton_row(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+    *,
+    block_n: int,
+    block_k: int,
+    warps: int,
+) -> Tensor:
+    """One row of x."""
+    N, K = weight_OI.shape
+    out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
+    launch_triton(
+        row_kernel, (-(-N // block_n),),
+        x_TI, weight_OI, *(weight_OI if t is None else t for t in (bias_O, norm_I, residual_TN)), out_TN,
+        WEIGHT_ROW=weight_OI.stride(0), N=N, K=K, EPS=eps, NORM=norm_I is not None, BIAS=bias_O is not None,
+        RESIDUAL=residual_TN is not None, GATED=gated, BLOCK_N=block_n, BLOCK_K=block_k,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
+    )  # fmt: skip
+    return out_TN
+
+
+@fused_linear.impl("cublas", device="cuda", supports=short)
+def cublas(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """The library's product with kernels before and after it."""
+    if norm_I is not None:
+        normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
+        launch_norm(x_TI, norm_I, eps, normed_TI)
+        x_TI = normed_TI
+    out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    if gated:
+        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
+        N = out_TN.shape[1]
+        launch_triton(
+            _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
+            EMULATED=triton.knobs.runtime.interpret, num_warps=4,
+        )  # fmt: skip
+    return out_TN if residual_TN is None else residual_TN + out_TN
+
+
+def tile_configs(site: Site) -> list[Config]:
+    """Launch constants of the tile kernel for a linear layer in a bucket."""
+    found: list[Config] = []
+    width, inner = site.args["weight_OI"].shape
+    most = max(16, 1 << (site.bucket.hi - 1).bit_length())
+    for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
+        token_tiles = -(-most // block_t)
+        for block_n, block_k, stages, warps in _TILES:
+            if (block_n + block_t) * block_k * 2 * stages > _SHARED or block_n * block_t > 64 * 32 * warps:
+                continue
+            programs, tiles = -(-width // block_n) * token_tiles, -(-inner // block_k)
+            possible = [n for n in (1, 2, 4, 8) if n <= tiles]
+            filling = [n for n in possible if _FEWEST <= programs * n <= _MOST]
+            for splits in filling or [possible[-1] if programs < _FEWEST else 1]:
+                found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, "splits": splits,
+                              "warps": warps, "stages": stages, "token_tiles": token_tiles})  # fmt: skip
+    return found
+
+
+def _ahead(inner: int, config: Config) -> int:
+    """Bytes of a program's part of a weight row that are worth fetching early: up to 512, a power of two."""
+    tiles = -(-inner // config["block_k"])
+    part = -(-tiles // config["splits"]) * config["block_k"]
+    ahead = 1 << (min(512, 2 * part, 2 * inner).bit_length() - 1)
+    return ahead if ahead >= 128 else 0
+
+
+def launch_norm(
+    x: Tensor,
+    norm_I: Tensor,
+    eps: float,
+    out_TI: Tensor,
+    parts: int = 0,
+    bias_O: Tensor | None = None,
+    residual_TI: Tensor | None = None,
+    sum_TI: Tensor | None = None,
+) -> None:
+    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual."""
+    T, K = out_TI.shape
+    launch_triton(
+        norm_kernel, (T,), x, *(norm_I if t is None else t for t in (bias_O, residual_TI)), norm_I,
+        norm_I if sum_TI is None else sum_TI, out_TI, T,
+        X_ROW=0 if parts else x.stride(0), RESIDUAL_ROW=0 if residual_TI is None else residual_TI.stride(0),
+        K=K, EPS=eps, PARTS=parts,
+        BIAS=bias_O is not None, BLOCK_K=1 << (K - 1).bit_length(), EMULATED=triton.knobs.runtime.interpret,
+        num_warps=8 if K > 2048 else 4,
+    )  # fmt: skip
+
+
+def launch_tiles(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    out: Tensor,
+    config: Config,
+    bias_O: Tensor | None = None,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+    parts: bool = False,
+) -> None:
+    """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O]."""
+    T = x_TI.shape[0]
+    N, K = weight_OI.shape
+    blocks, splits = -(-N // config["block_n"]), config["splits"]
+    count = blocks * config["token_tiles"] if splits > 1 and not parts else 0
+    partial = out
+    if count:
+        size = count * splits * config["block_n"] * config["block_t"]
+        partial = torch.empty(size, dtype=torch.float32, device=x_TI.device)
+    launch_triton(
+        tile_kernel, (blocks, splits, config["token_tiles"]),
+        x_TI, weight_OI, *(weight_OI if t is None else t for t in (bias_O, residual_TN)), out, partial,
+        zeroed(x_TI, count) if count else weight_OI, T,
+        X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
+        RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, BIAS=bias_O is not None,
+        RESIDUAL=residual_TN is not None, GATED=gated, PARTS=parts, BLOCK_T=config["block_t"],
+        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits, AHEAD=_ahead(K, config),
+        EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
+    )  # fmt: skip
+
+
+@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=tile_configs)
+def triton_tile(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+    **config: int,
+) -> Tensor:
+    """Up to ``MOST_ROWS`` rows of x."""
+    if norm_I is not None:
+        normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
+        launch_norm(x_TI, norm_I, eps, normed_TI)
+        x_TI = normed_TI
+    out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
+    launch_tiles(x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated)
+    return out_TN

@@ -1,0 +1,37 @@
+"""Inputs for linear_add_norm: with and without bias, odd sizes, real layer shapes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from graphllm.config import Bucket
+from graphllm.ir.cases import Case, Maker
+
+_TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
+_REASON = "float32 accumulation in another order; sum and norm are rounded to the dtype up to three times"
+
+
+def _case(T: int, out: int, inner: int, bias: bool = False, size: Literal["small", "real"] = "small") -> Case:
+    def inputs(make: Maker) -> dict[str, object]:
+        return {
+            "x_TI": make.normal(T, inner),
+            "weight_OI": make.normal(out, inner, scale=inner**-0.5),
+            "residual_TO": make.normal(T, out),
+            "norm_O": make.normal(out),
+            "eps": 1e-5,
+            "bias_O": make.normal(out) if bias else None,
+        }
+
+    name = f"T{T}_O{out}_I{inner}" + ("_bias" if bias else "")
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
+
+
+CASES = (
+    _case(0, 16, 32),
+    _case(1, 48, 32),
+    _case(3, 40, 96, bias=True),
+    _case(17, 80, 520),
+    _case(35, 33, 264, bias=True),
+    *(_case(T, *shape, size="real") for T in (16, 64, 256)
+      for shape in ((4096, 4096), (4096, 14336), (1024, 2048), (1024, 3072))),
+)  # fmt: skip

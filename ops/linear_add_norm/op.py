@@ -1,0 +1,38 @@
+"""linear_add_norm: a linear layer that ends a residual branch, and the norm that begins the next one."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.rms_norm import rms_norm
+
+
+def _cost(
+    x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
+) -> Cost:
+    read = nbytes(x_TI, weight_OI, bias_O, residual_TO, norm_O)
+    return Cost(read + 2 * nbytes(residual_TO), 2 * residual_TO.numel() * x_TI.shape[1])
+
+
+@op(cost=_cost)
+def linear_add_norm(
+    x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """sum = residual + x @ weight.T + bias, and `rms_norm` of it: two tensors [T, O] in x's dtype, contiguous.
+
+    x_TI [T, I], weight_OI [O, I], residual_TO [T, O], norm_O [O] applied with offset 0, bias_O [O]. Products
+    accumulate in float32 (float64 for float64 inputs). An implementation may add in float32 and round once; the
+    reference rounds the product first. The norm is that of the rounded sum.
+    """
+    sum_TO = residual_TO + torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    return sum_TO, rms_norm.reference(sum_TO, norm_O, eps)
+
+
+@linear_add_norm.fake
+def _(
+    x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    shape = (x_TI.shape[0], weight_OI.shape[0])
+    return x_TI.new_empty(shape), x_TI.new_empty(shape)

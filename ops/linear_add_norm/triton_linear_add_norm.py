@@ -1,0 +1,45 @@
+"""linear_add_norm for few rows, on the kernels of `fused_linear`: products in parts, then one kernel that sums them,
+adds the residual and normalizes. The sum over parts costs no launch of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ops.fused_linear.triton_fused_linear import launch_norm, launch_tiles, short, tile_configs
+from graphllm.ops.linear_add_norm.op import linear_add_norm
+
+
+@linear_add_norm.impl("cublas", device="cuda", supports=short)
+def cublas(
+    x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The library's product, then one kernel that adds and normalizes."""
+    product_TO = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    sum_TO, normed_TO = torch.empty_like(product_TO), torch.empty_like(product_TO)
+    launch_norm(product_TO, norm_O, eps, normed_TO, 1, None, residual_TO, sum_TO)
+    return sum_TO, normed_TO
+
+
+@linear_add_norm.impl(
+    "triton_tile",
+    device="cuda",
+    supports=short,
+    configs=tile_configs,
+)
+def triton_tile(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    residual_TO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    bias_O: Tensor | None = None,
+    **config: int,
+) -> tuple[Tensor, Tensor]:
+    """Up to ``MOST_ROWS`` rows of x."""
+    shape = (x_TI.shape[0], weight_OI.shape[0])
+    parts = torch.empty((config["splits"], *shape), dtype=torch.float32, device=x_TI.device)
+    launch_tiles(x_TI, weight_OI, parts, config, parts=True)
+    sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
+    launch_norm(parts, norm_O, eps, normed_TO, config["splits"], bias_O, residual_TO, sum_TO)
+    return sum_TO, normed_TO

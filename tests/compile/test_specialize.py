@@ -1,0 +1,149 @@
+"""SPECIALIZE and tuning without a GPU: rewritten pieces lower with every kernel and keep their sizes dynamic."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphllm.compile import tune
+from graphllm.compile.link import Linked, link
+from graphllm.compile.lower import Choice, lower, site_key, site_of
+from graphllm.compile.pipeline import find_model, run_passes
+from graphllm.compile.specialize import specialize
+from graphllm.compile.trace import trace_model, trace_unit
+from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.ir import Cost, Op
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
+from graphllm.ir.op import op_of
+from graphllm.ir.registry import load_ops, load_passes
+from graphllm.prepare import default_buckets
+from graphllm.weights.plan import make_plan
+
+TARGET = Target("cuda", ("sm_90",))
+QWEN = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 384, "vocab_size": 500, "head_dim": 64,
+    "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "silu",
+    "tie_word_embeddings": True,
+}  # fmt: skip
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's kernels")
+
+
+def _config() -> CompileConfig:
+    buckets = default_buckets(TARGET, 40, 512)
+    return CompileConfig(TARGET, buckets=buckets, max_model_len=256, max_num_seqs=40, max_num_tokens=512, tune=True)
+
+
+def _linked(config: CompileConfig) -> Linked:
+    load_ops()
+    load_passes()
+    model = find_model(QWEN)
+    c = model.config(QWEN)
+    # Traced on the CPU, so that no GPU is needed; passes and kernels are those of the GPU.
+    on_cpu = dataclasses.replace(config, target=Target("cpu", ()))
+    traced = run_passes(trace_model(model, c, on_cpu), make_plan(model, c, config.dtype), config)
+    return link(traced.units, model.kinds(c), config.max_model_len)
+
+
+@pytest.fixture(scope="module")
+def config() -> CompileConfig:
+    return _config()
+
+
+@pytest.fixture(scope="module")
+def linked(config: CompileConfig) -> Linked:
+    return _linked(config)
+
+
+def _middle(linked: Linked) -> Any:
+    """The piece between two attentions."""
+    (piece,) = (p for p in linked.pieces.values() if p.label == "layer.global" and not p.boundary)
+    return piece
+
+
+def test_decode_of_a_layer_is_five_kernels(linked: Linked, config: CompileConfig) -> None:
+    assert any(p.label == "rope_attention" for p in linked.pieces.values())
+    unit, reports = specialize(_middle(linked).json, config.buckets[0], config)
+    assert [op.name for n in unit.graph.nodes if (op := op_of(n.target))] == ["fused_linear"] * 4
+    assert [(r["pass"], r["stage"], r["changed"]) for r in reports] == [("fuse_linear", "SPECIALIZE", 4)]
+
+
+def test_every_kernel_keeps_the_sizes_dynamic() -> None:
+    """A launch constant made of a dynamic size would fix it, silently, at the size that was traced.
+
+    In a process of its own: where tests run, Triton's interpreter takes the place of its compiler.
+    """
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
+    assert done.stdout == "8 lowered\n", done.stderr[-3000:]
+
+
+def _lower_with_every_kernel() -> int:
+    config = _config()
+    piece, count = _middle(_linked(config)).json, 0
+    for bucket in (b for b in config.buckets if b.hi <= 256):
+        special = specialize(piece, bucket, config)
+        for name in ("triton_tile", "cublas"):
+
+            def pick(node: torch.fx.Node, op: Op, name: str = name, bucket: Bucket = bucket) -> Choice | None:
+                site, impl = site_of(node, op, TARGET, bucket), op.impls[name]
+                return Choice(name, impl.configs(site)[-1])
+
+            lowered = lower(special.unit.graph, input_specs(piece), TARGET, bucket, pick)
+            assert all(f": {name}" in c for c in lowered.chosen)
+            assert isinstance(lowered.shapes.T, int) == bucket.static
+            count += 1
+    return count
+
+
+def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def double(x: Tensor) -> Tensor:
+        """2 x"""
+        return x + x
+
+    made = Op("specialize_test_double", double, False, (), False, lambda x: Cost(1, 1))
+    made.fake(torch.empty_like)
+    made.impl("fixed", device="cpu")(lambda x: x * (2 if int(x.shape[0]) else 3))
+    monkeypatch.setitem(sys.modules["graphllm.ir.op"]._ops, made.name, made)
+    spec = TensorSpec.contiguous("float32", "T", 4)
+    unit = trace_unit("test", {"x": spec}, lambda v: (made(v["x"]),), Shapes("cpu"))
+    with pytest.raises(GraphError, match=r"lowering for mixed-2-64 made T = 64 \(with specialize_test_double: fixed\)"):
+        lower(unit.graph, [spec], Target("cpu", ()), Bucket("mixed", 2, 64))
+
+
+def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) -> None:
+    """Each distinct linear layer once a bucket, with every implementation among its candidates."""
+    sites = tune.tunables([p.json for p in linked.pieces.values()], config.buckets, config)
+    assert {s.op for s in sites.values()} == {"fused_linear", "linear_add_norm"}
+    ones = [s for key, s in sites.items() if " decode-1 " in key]
+    assert len(ones) == 5  # qkv, o, gate and up, down, head
+    assert all({c.impl for c in s.candidates} == {"triton_row", "cublas", "triton_tile"} for s in ones)
+    assert not [key for key in sites if " mixed-" in key]
+    special = specialize(_middle(linked).json, config.buckets[1], config)
+    keys = [
+        site_key(n, op, special.unit.shapes, config.buckets[1])
+        for n in special.unit.graph.nodes
+        if (op := op_of(n.target))
+    ]
+    assert len(keys) == 4
+    assert set(keys) <= set(sites)
+
+    found = {key: tune.Measured(s.candidates[-1], {"a": 1.5}) for key, s in sites.items()}
+    file = tmp_path / "deep" / "tuned.json"
+    assert tune.read_measured(file) == {}
+    tune.write_measured(file, found)
+    assert tune.read_measured(file) == found
+    assert [f.name for f in file.parent.iterdir()] == ["tuned.json"]
+
+
+if __name__ == "__main__":
+    print(_lower_with_every_kernel(), "lowered")

@@ -1,0 +1,128 @@
+"""fuse_linear: what surrounds a linear layer joins it, by the bucket's size; near misses stay; results are the same."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from graphllm.compile.passes import PassReport, Unit
+from graphllm.compile.trace import trace_unit
+from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, verify
+from graphllm.ir.registry import load_ops
+from graphllm.passes.fuse_linear import fuse_linear
+from graphllm.weights.plan import WeightPlan
+
+OPS = load_ops()
+GPU = CompileConfig(Target("cuda", ("sm_90",)))
+ONE, SOME, MANY = Bucket("decode", 1, 1), Bucket("decode", 2, 16), Bucket("mixed", 2, 512)
+dense = TensorSpec.contiguous
+D, F = 16, 24
+SPECS = {
+    "x": dense("bfloat16", "T", D), "r": dense("bfloat16", "T", D), "a": dense("bfloat16", "T", D),
+    "norm": dense("bfloat16", D), "square": dense("bfloat16", D, D), "up": dense("bfloat16", 2 * F, D),
+    "down": dense("bfloat16", D, F), "bias": dense("bfloat16", D),
+}  # fmt: skip
+Values = dict[str, Any]
+Fn = Callable[[Values], tuple[Tensor, ...]]
+linear, swiglu = OPS["linear"], OPS["swiglu"]
+
+
+def _norm(v: Values, x: Any, offset: float = 0.0) -> Any:
+    return OPS["rms_norm"](x, v["norm"], 1e-5, offset)
+
+
+def _layer(v: Values) -> tuple[Tensor, ...]:
+    """From attention to the next layer's projection, as linked pieces are."""
+    x = v["r"] + linear(v["a"], v["square"], v["bias"])
+    x = x + linear(swiglu(linear(_norm(v, x), v["up"])), v["down"])
+    return x, linear(_norm(v, x), v["up"])
+
+
+def _run(fn: Fn, bucket: Bucket, config: CompileConfig = GPU) -> tuple[Unit, PassReport, list[str]]:
+    unit = trace_unit("piece", SPECS, fn, Shapes("cpu", bucket))._replace(bucket=bucket)
+    report = fuse_linear(unit, WeightPlan(()), config)
+    verify(unit.graph, "after")
+    eliminate_dead(unit.graph)
+    return unit, report, [target_name(n.target) for n in unit.graph.nodes if n.op == "call_function"]
+
+
+def _same_result(fn: Fn, unit: Unit, tokens: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(n, [tokens if d == "T" else d for d in s.shape]) for n, s in SPECS.items()]
+    values = {n: torch.randn(shape, generator=draw).bfloat16() for n, shape in sizes}
+    arguments = [values[n.meta["label"]] for n in unit.graph.find_nodes(op="placeholder")]
+    outputs = torch.fx.Interpreter(torch.fx.GraphModule(torch.nn.Module(), unit.graph)).run(*arguments)
+    for found, expected in zip(outputs, fn(values), strict=True):
+        torch.testing.assert_close(found, expected, atol=0, rtol=0)
+
+
+def test_one_row_is_normalized_by_its_readers() -> None:
+    unit, report, targets = _run(_layer, ONE)
+    assert targets == ["graphllm::fused_linear"] * 4
+    assert [n.partition(": ")[2] for n in report.notes] == [
+        "linear, residual", "norm, linear, gate", "linear, residual", "norm, linear",
+    ]  # fmt: skip
+    _same_result(_layer, unit, 1)
+
+
+def test_more_rows_are_normalized_where_the_branch_ends() -> None:
+    unit, report, targets = _run(_layer, SOME)
+    ops = [t for t in targets if t.startswith("graphllm::")]
+    assert ops == ["graphllm::linear_add_norm", "graphllm::fused_linear"] * 2
+    assert report.changed == 4
+    _same_result(_layer, unit, 5)
+
+
+@pytest.mark.parametrize("bucket", [ONE, SOME])
+def test_head(bucket: Bucket) -> None:
+    def head(v: Values) -> tuple[Tensor, ...]:
+        return (OPS["lm_head"](_norm(v, v["x"]), v["up"]),)
+
+    unit, report, targets = _run(head, bucket)
+    assert targets == ["graphllm::fused_linear"]
+    assert report.notes[0].endswith(": norm, linear")
+    _same_result(head, unit, bucket.lo)
+
+
+@pytest.mark.parametrize("bucket", [ONE, SOME])
+@pytest.mark.parametrize(
+    ("fn", "kept"),
+    [
+        (lambda v: (linear(_norm(v, v["x"], 1.0), v["square"]),), "graphllm::rms_norm"),
+        (lambda v: (linear((n := _norm(v, v["x"])), v["square"]), n), "graphllm::rms_norm"),
+        (lambda v: (swiglu(y := linear(v["x"], v["up"])), y), "graphllm::swiglu"),
+        (lambda v: ((y := linear(v["x"], v["square"])) + v["r"], y), "aten::add.Tensor"),
+        (lambda v: (linear(v["x"], v["square"]) + v["bias"],), "aten::add.Tensor"),
+        (lambda v: (torch.add(v["r"], linear(v["x"], v["square"]), alpha=2),), "aten::add.Tensor"),
+        (lambda v: ((y := linear(v["x"], v["square"])) + y,), "aten::add.Tensor"),
+        (lambda v: (OPS["lm_head"](v["x"], v["up"], 30.0),), "graphllm::lm_head"),
+    ],
+    ids=["Gemma's norm", "norm read twice", "gate read twice", "sum of a value read twice", "sum with a vector",
+         "scaled sum", "sum with itself", "capped logits"],
+)  # fmt: skip
+def test_near_misses(fn: Fn, kept: str, bucket: Bucket) -> None:
+    unit, _, targets = _run(fn, bucket)
+    assert kept in targets
+    _same_result(fn, unit, bucket.lo)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "config"),
+    [
+        (MANY, GPU),
+        (SOME, CompileConfig(Target("cpu", ()))),
+        (SOME, dataclasses.replace(GPU, backend="eager")),
+        (SOME, dataclasses.replace(GPU, dtype="float32")),
+    ],
+    ids=["long steps", "CPU", "eager", "float32"],
+)
+def test_other_pieces_are_left_alone(bucket: Bucket, config: CompileConfig) -> None:
+    _, report, targets = _run(_layer, bucket, config)
+    assert report.changed == 0
+    assert targets.count("graphllm::linear") == 4
