@@ -19,15 +19,12 @@ import numpy as np
 import torch
 
 from graphllm.config import Bucket, ConfigError
+from graphllm.runtime import sizes
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
 from graphllm.runtime.program import RESULTS, ZEROED, Bound, Call, LinkedProgram
 from graphllm.runtime.staging import Staging, StepInput
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
 
-# Sizes that are captured, relative to which a batch is padded: at most 25 % waste, few graphs.
-_GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
-_MIXED_CAPTURED = 512  # tokens up to which mixed steps are too: longer ones hide their launches
-_MIXED_STEP = 64  # tokens to whose multiple longer ones are padded
 _BOUND_KEPT = 128
 _WARM_PROMPT = 128  # tokens
 IN_PROMPT = 1 << 30  # flag of `adjust_logits` in the counts
@@ -168,23 +165,9 @@ class Executor:
     def pick(self, tokens: int, rows: int, decode: bool) -> tuple[Bucket, int, int]:
         """The bucket for a batch, and the T and S it is padded to. rows: the larger one of sequences and sampled
         rows."""
-        for bucket in self.buckets:
-            if bucket.kind == "decode" and decode and bucket.lo <= tokens <= bucket.hi:
-                T = self._padded(tokens, bucket.hi)
-                return bucket, T, T
-        for bucket in self.buckets:
-            if bucket.kind == "mixed" and tokens <= bucket.hi:
-                T = max(bucket.lo, self._padded(tokens, min(bucket.hi, _MIXED_CAPTURED)))
-                if self.device.type == "cuda" and tokens > _MIXED_CAPTURED:
-                    T = min(bucket.hi, -(-tokens // _MIXED_STEP) * _MIXED_STEP)
-                S = 1 if bucket.hi == 1 else max(2, self._padded(rows, self.max_num_seqs))
-                return bucket, T, S
-        raise ConfigError(f"no bucket of the artifact takes {tokens} tokens; compile with larger --buckets")
-
-    def _padded(self, size: int, limit: int) -> int:
-        if self.device.type == "cpu" or size > min(limit, _GRAPH_SIZES[-1]):
-            return size
-        return min(limit, next(g for g in _GRAPH_SIZES if g >= size))
+        if self.device.type == "cpu":
+            return sizes.pick_exact(self.buckets, tokens, rows, decode)
+        return sizes.pick(self.buckets, tokens, rows, decode, self.max_num_seqs)
 
     def start(self, step: StepInput, full: bool = False) -> Frame:
         """Start a step; returns at once. With ``full`` it stops at the logits and `sample` must follow."""
@@ -309,8 +292,7 @@ class Executor:
         if key not in self._bound:
             outside = {**self._outside, **self._staging.tensors(T, S)}
             bound = self._program(name, bucket).bind(outside, self._arena, self._kernels, {"T": T, "S": S})
-            captured = self.device.type == "cuda" and (bucket.kind == "decode" or T <= _MIXED_CAPTURED)
-            self._bound[key] = Runner(bound, self._graphs if captured else None)
+            self._bound[key] = Runner(bound, self._graphs if sizes.is_captured(bucket, T) else None)
             if len(self._bound) > _BOUND_KEPT:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(key)

@@ -3,6 +3,7 @@ what it gets alone, and that is what transformers gives."""
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import random
@@ -25,6 +26,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.core import EngineCore
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import CoreStats
+from graphllm.runtime import sizes
 from graphllm.runtime.executor import Frame
 
 V = 311
@@ -437,7 +439,8 @@ def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
     """By bucket: the seconds are those in which any step was in flight, the tokens those computed and padded."""
     core = opened()
     executor = core._executor
-    monkeypatch.setattr(executor, "_padded", lambda size, limit: min(limit, -(-size // 3) * 3))  # as a GPU's would be
+    padded_as_on_a_gpu = functools.partial(sizes.pick, executor.buckets, most_rows=executor.max_num_seqs)
+    monkeypatch.setattr(executor, "pick", padded_as_on_a_gpu)
     called = 0.0  # when the current call of step() began
     surely: list[tuple[float, float]] = []  # in flight, of each step
     maybe: list[tuple[float, float]] = []  # with all of the calls that began and ended it

@@ -132,6 +132,24 @@ def test_a_batch_does_not_change_its_members(executors: tuple[Executor, Executor
         assert float((alone - together).norm() / alone.norm()) < 1e-5
 
 
+def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Executor]) -> None:
+    """Page 0 and the scrap slot are no request's; all else is as before, and every bucket has run."""
+    for executor in executors:
+        prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [7])])
+        expected = executor.run(prefilled).logits[0].clone()
+        before = [cache[1:].clone() for cache in executor._kv], executor.state["last_token"][:-1].clone()
+        executor.warm_up()
+        assert all(torch.equal(cache[1:], old) for cache, old in zip(executor._kv, before[0], strict=True))
+        assert torch.equal(executor.state["last_token"][:-1], before[1])
+        ran = {bucket for _, bucket, _, _ in executor._bound}
+        assert ran >= {b.name for b in executor.buckets}
+        decode = executor.run(_batch([Part([9], 5, [7])])).logits[0].clone()
+        again = executor.run(_batch([Part([3, 1, 4, 1, 5, 9], 0, [8])])).logits[0]
+        assert torch.isfinite(decode).all()
+        assert float((decode - again).norm() / again.norm()) < 1e-5
+        assert torch.equal(executor.run(prefilled).logits[0], expected)
+
+
 def test_pick(executors: tuple[Executor, Executor]) -> None:
     pick = executors[0].pick
     assert pick(1, 1, True) == (Bucket("decode", 1, 1), 1, 1)
