@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 
 from graphllm import artifact
-from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Target
+from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Target, key_fields
 from graphllm.engine.options import EngineOptions
 from graphllm.machine import detect_target
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
@@ -209,7 +209,23 @@ def take_artifact(
         )
     policy: Any = "require" if folder else artifact
     place, manifest = find_or_build(source, compile_config(source.config, wanted), Env.read(), policy, progress, folder)
-    return place, manifest["factors"]["compile"]["target"]["device"]
+    compiled = manifest["factors"]["compile"]
+    if folder is not None:
+        _check_wanted(folder, compiled, wanted)
+    return place, compiled["target"]["device"]
+
+
+def _check_wanted(folder: Path, compiled: Mapping[str, Any], wanted: Overrides) -> None:
+    """Raise ConfigError where a user asks for what the artifact at ``folder`` was not compiled for."""
+    has = {**compiled, "target": compiled["target"]["device"]}
+    unsaid = Overrides()
+    asked = {n: value for n, value in key_fields(wanted).items() if n != "jobs" and value != getattr(unsaid, n)}
+    for name, value in asked.items():
+        if has[name] != value:
+            raise ConfigError(
+                f"{name} is {value}: the artifact {folder} was compiled with {has[name]}; leave the option out, or "
+                "compile again with it"
+            )
 
 
 class CoreSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -131,6 +131,29 @@ def test_sampling_options(run: Run, answers: dict[str, str]) -> None:
     assert one == two != other
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--max-num-seqs", 3), "max_num_seqs is 3: the artifact"),
+        (("--dtype", "bfloat16"), "dtype is bfloat16: the artifact"),
+        (("--max-model-len", 17), "max_model_len is 17: the artifact"),
+    ],
+)
+def test_options_an_artifact_was_not_compiled_for(
+    cli: Any, checkpoint: Path, eager_artifact: Path, options: tuple[object, ...], said: str
+) -> None:
+    """They were dropped silently once."""
+    command = ("run", "--model", checkpoint, "--artifact", eager_artifact, "--prompt", "hello")
+    done = cli(*command, *options)
+    words = " ".join(done.err.split())
+    assert done.code != 0
+    assert said in words
+    assert "was compiled with" in words
+    compiled = json.loads(json.loads((eager_artifact / "manifest.json").read_text())["manifest"])["factors"]["compile"]
+    same = ("--max-num-seqs", compiled["max_num_seqs"], "--max-tokens", 2, "--backend", "eager", "--target", "cpu")
+    assert cli(*command, *same).code == 0
+
+
 def test_summary(cli: Any, checkpoint: Path, eager_artifact: Path) -> None:
     arguments = (
         "--model",
