@@ -43,7 +43,8 @@ def fuse_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRepo
 
 class _Fusion:
     def __init__(self, unit: Unit) -> None:
-        self.unit, self.graph, self.notes = unit, unit.graph, []  # type: ignore[var-annotated]
+        self.unit, self.graph = unit, unit.graph
+        self.notes: list[str] = []
 
     def fuse(self, node: Node, one_row: bool) -> None:
         x, weight, bias = _linear_arguments(node)
