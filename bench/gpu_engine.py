@@ -35,14 +35,19 @@ FEATURES = {
 }
 
 
-def run(core, prompts: list[list[int]], limits: list[int], sampling: dict) -> dict:
-    """Finish the requests; seconds and counts."""
+def add(core, prompts: list[list[int]], limits: list[int], sampling: dict) -> None:
+    """Queue requests that end at their limits."""
     from graphllm.engine.params import SamplingParams
     from graphllm.engine.request import EngineRequest
 
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
         params = SamplingParams(max_tokens=limit, ignore_eos=True, seed=i, **sampling)
         core.add(EngineRequest(id=str(i), prompt=prompt, params=params, stop_ids=[], limit=limit, seed=i))
+
+
+def run(core, prompts: list[list[int]], limits: list[int], sampling: dict) -> dict:
+    """Finish the requests; seconds and counts."""
+    add(core, prompts, limits, sampling)
     begin, first, steps = time.perf_counter(), 0.0, []
     before = core.stats().steps
     while core.unfinished:

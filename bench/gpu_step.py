@@ -37,6 +37,7 @@ VLLM = {("llama3.1-8b", 1): 4.93, ("llama3.1-8b", 32): 5.55, ("llama3.1-8b", 64)
         ("llama3.1-8b", 256): 11.44,
         ("qwen3-0.6b", 1): 2.31, ("qwen3-0.6b", 64): 2.96, ("qwen3-0.6b", 256): 8.09}  # fmt: skip
 CONTEXT, STEPS = 256, 100
+COMPILERS = ("torch._inductor", "torch._dynamo", "triton")  # modules that serving must not load
 
 
 def worker(folder: Path, artifact: Path) -> None:
@@ -75,8 +76,7 @@ def worker(folder: Path, artifact: Path) -> None:
     mark("first decode step, with capture")
     phases = {name: round(now - before, 3) for (_, before), (name, now) in itertools.pairwise(clock)}
     result: dict = {"start-up s": phases, "decode": {}, "prefill": {}}
-    forbidden = [m for m in ("torch._inductor", "torch._dynamo", "triton") if m in sys.modules]
-    result["forbidden modules"] = forbidden
+    result["forbidden modules"] = [m for m in COMPILERS if m in sys.modules]
     for size in (1, 2, 4, 8, 16, 32, 64, 128, 256):
         step = batch(size, 1, CONTEXT, executor)
         for _ in range(5):

@@ -15,7 +15,6 @@ longer, and every cached key and value read once for every token that attends to
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import statistics
 import subprocess
@@ -27,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_engine import MIXED, run
-from gpu_step import SHAPES, VLLM, write_checkpoint
+from gpu_engine import MIXED, add, run
+from gpu_step import COMPILERS, SHAPES, VLLM, write_checkpoint
 
 BANDWIDTH, ARITHMETIC = 4.27e12, 788e12
 # First target and goal: ms a step by batch, ms to the first token, output tokens/s, seconds.
@@ -139,12 +138,7 @@ def idle(core: Any, prompts: list[list[int]]) -> dict[str, float]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from graphllm.engine.params import SamplingParams
-    from graphllm.engine.request import EngineRequest
-
-    for i, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=200, ignore_eos=True, temperature=0.0)
-        core.add(EngineRequest(id=str(i), prompt=prompt, params=params, stop_ids=[], limit=200, seed=i))
+    add(core, prompts, [200] * len(prompts), {"temperature": 0.0})
     for _ in range(60):
         core.step()
     steps = 40
@@ -185,7 +179,7 @@ def first_token(folder: Path, artifact: Path, begun: float) -> dict[str, Any]:
     before = time.time()
     run(core, [[1] * 128], [1], {"temperature": 0.0})
     phases["first token"] = time.time() - before
-    compilers = [m for m in ("torch._inductor", "torch._dynamo", "triton") if m in sys.modules]
+    compilers = [m for m in COMPILERS if m in sys.modules]
     return {"s": time.time() - begun, "phases": phases, "compiler modules": compilers}
 
 
@@ -259,9 +253,13 @@ def main() -> None:
         worker = [sys.executable, __file__, "--runs", str(args.runs), "--worker", shape, str(artifact), str(folder)]
         done = subprocess.run(worker, stdout=subprocess.PIPE, text=True)
         parts = [json.loads(done.stdout.splitlines()[-1])] if done.returncode == 0 else []
+        if done.returncode:
+            found["failed"] = done.returncode
         if args.startup and "startup" in TARGETS[shape]:
-            with contextlib.suppress(subprocess.CalledProcessError):
+            try:
                 parts.append(startup(folder, args.compile.split(), args.runs))
+            except subprocess.CalledProcessError as failure:
+                found["startup failed"] = failure.returncode
         for part in parts:
             rows = part.pop("rows")
             found["rows"] |= {name: {"median": round(statistics.median(r["runs"]), 3), **r} for name, r in rows.items()}

@@ -51,9 +51,8 @@ class _Fusion:
         if weight is None:
             return
         normed = _bound(x, rms_norm)
-        add = _only_user(node)
-        if add is not None and add.target is torch.ops.aten.add.Tensor and _same(add, node) and not add.kwargs:
-            residual = next(a for a in add.args if a is not node)
+        add, residual = _sum(node)
+        if add is not None:
             norm = next(
                 (u for u in add.users if (b := _bound(u, rms_norm)) and b["x"] is add and not b["offset"]), None
             )
@@ -69,9 +68,9 @@ class _Fusion:
         if user is not None and op_of(user.target) is swiglu:
             fused["gated"], last = True, user
             names.append("gate")
-            user = _only_user(last)
-        if user is not None and user.target is torch.ops.aten.add.Tensor and _same(user, last) and not user.kwargs:
-            fused["residual_TN"], last = next(a for a in user.args if a is not last), user
+            add, residual = _sum(last)
+        if add is not None:
+            fused["residual_TN"], last = residual, add
             names.append("residual")
         made = self.insert(last, fused_linear, fused)
         last.replace_all_uses_with(made)
@@ -115,10 +114,13 @@ def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _same(add: Node, term: Node) -> bool:
-    """Whether an addition is of two different values of the term's shape and dtype."""
+def _sum(term: Node) -> tuple[Node | None, Node | None]:
+    """The plain addition that alone reads a value, and what it adds, another value of that shape and dtype."""
+    add = _only_user(term)
+    if add is None or add.target is not torch.ops.aten.add.Tensor or add.kwargs:
+        return None, None
     others = [a for a in add.args if a is not term]
     if len(others) != 1 or not isinstance(others[0], Node):
-        return False
+        return None, None
     value, own = others[0].meta["val"], term.meta["val"]
-    return value.shape == own.shape and value.dtype == own.dtype
+    return (add, others[0]) if value.shape == own.shape and value.dtype == own.dtype else (None, None)

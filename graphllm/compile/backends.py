@@ -18,7 +18,7 @@ import torch
 from graphllm.compile import inductor
 from graphllm.compile.lower import Choice, needs_reference
 from graphllm.compile.specialize import lower_piece
-from graphllm.compile.translate import translate
+from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import from_json, input_specs
 from graphllm.ir.kernels import c_kernel, compiler_command
@@ -52,6 +52,35 @@ class Backend(Protocol):
     def assemble(self, built: Iterable[Built], folder: Path) -> None: ...
 
 
+class Generated(NamedTuple):
+    """A piece for one bucket as Inductor wrote it: its source, and that taken apart. The rest is `Built`'s."""
+
+    source: str
+    bundle: Bundle
+    chosen: tuple[str, ...]
+    text: str
+    reports: list[dict[str, Any]]
+
+    def built(self, kernels: Mapping[str, Any], sources: dict[str, str], blobs: dict[str, bytes]) -> Built:
+        """With its kernels compiled, or still to be."""
+        taken = self.bundle
+        plain = {"inputs": taken.inputs, "outputs": taken.outputs, "code": taken.code, "kernels": kernels}
+        return Built(plain, sources, blobs, self.chosen, self.text, self.reports)
+
+
+def generate(
+    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+) -> Generated | None:
+    """Specialize, lower and generate; None for a piece that must be interpreted."""
+    if needs_reference(from_json(piece), input_specs(piece), config.target, bucket):
+        return None
+    lowered, reports = lower_piece(piece, bucket, config, choices)
+    text = lowered.graph.print_readable(print_output=False)  # before Inductor rewrites the graph
+    source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
+    bundle = translate(source, lowered.inputs, lowered.shapes)
+    return Generated(source, bundle, lowered.chosen, text, reports)
+
+
 class Eager:
     """Keeps the IR: always available, and the numerical oracle of the others."""
 
@@ -77,16 +106,12 @@ class Cpu:
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
     ) -> Built:
-        graph, specs = from_json(piece), input_specs(piece)
-        if needs_reference(graph, specs, config.target, bucket):
+        made = generate(piece, bucket, config, choices)
+        if made is None:
             return Eager().build(piece, bucket, config, choices)
-        lowered, reports = lower_piece(piece, bucket, config, choices)
-        text = lowered.graph.print_readable(print_output=False)
-        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
-        bundle = translate(source, lowered.inputs, lowered.shapes)
-        sources = {name: k.pop("cpp") for name, k in bundle.kernels.items() if "cpp" in k}
-        plain = {"inputs": bundle.inputs, "outputs": bundle.outputs, "code": bundle.code, "kernels": bundle.kernels}
-        return Built(plain, sources, {}, lowered.chosen, text, reports)
+        kernels = made.bundle.kernels
+        sources = {name: k.pop("cpp") for name, k in kernels.items() if "cpp" in k}
+        return made.built(kernels, sources, {})
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Compile the generated kernels, in one unit per core, and the hand-written ones, and link ``kernels.so``."""

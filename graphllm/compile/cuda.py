@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from graphllm.compile import inductor
-from graphllm.compile.backends import Built, Eager
-from graphllm.compile.lower import Choice, needs_reference
-from graphllm.compile.specialize import lower_piece
-from graphllm.compile.translate import translate
+from graphllm.compile.backends import Built, Eager, generate
+from graphllm.compile.lower import Choice
 from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
-from graphllm.ir.graph import TensorSpec, from_json, input_specs
+from graphllm.ir.graph import TensorSpec, input_specs
 
 _TUNING_TOKENS = 512  # what kernels of a dynamic bucket are tuned at
 
@@ -27,24 +25,20 @@ class Cuda:
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
     ) -> Built:
-        graph, specs = from_json(piece), input_specs(piece)
-        if needs_reference(graph, specs, config.target, bucket):
+        generated = generate(piece, bucket, config, choices)
+        if generated is None:
             return Eager().build(piece, bucket, config, choices)
-        lowered, reports = lower_piece(piece, bucket, config, choices)
-        text = lowered.graph.print_readable(print_output=False)
-        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
-        bundle = translate(source, lowered.inputs, lowered.shapes)
         tokens = bucket.lo if bucket.static else min(bucket.hi, _TUNING_TOKENS)
         sizes = {"T": tokens, "S": tokens if bucket.kind == "decode" else min(config.max_num_seqs, 8)}
-        names = {name: k["triton"] for name, k in bundle.kernels.items()}
+        names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}
+        examples = [example(s, sizes) for s in input_specs(piece)]
         kernels, blobs = {}, {}
-        for name, made in inductor.cubins(source, [example(s, sizes) for s in specs], names).items():
+        for name, made in inductor.cubins(generated.source, examples, names).items():
             cubin = made.pop("cubin")
             file = f"{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
             blobs[file] = cubin
             kernels[name] = {**made, "cubin": file}
-        plain = {"inputs": bundle.inputs, "outputs": bundle.outputs, "code": bundle.code, "kernels": kernels}
-        return Built(plain, {}, blobs, lowered.chosen, text, reports)
+        return generated.built(kernels, {}, blobs)
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Nothing is shared: every piece names its cubins."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import Shapes
+from graphllm.ir.graph import Shapes, verify
 from graphllm.weights.plan import WeightPlan
 
 
@@ -67,10 +68,16 @@ class Pass:
     after: tuple[str, ...]
     run: Callable[[Unit, WeightPlan, CompileConfig], PassReport]
 
-    def record(self, report: PassReport, unit: str, milliseconds: float) -> dict[str, Any]:
-        """What the manifest says of one run."""
-        return {"pass": self.name, "stage": self.stage.name, "numerics": self.numerics, "unit": unit,
-                "changed": report.changed, "notes": list(report.notes), "ms": milliseconds}  # fmt: skip
+    def apply(self, unit: Unit, plan: WeightPlan, config: CompileConfig) -> tuple[PassReport, dict[str, Any]]:
+        """Run on a unit, which is verified afterwards: the report, and what the manifest says of it."""
+        start = time.perf_counter()
+        report = self.run(unit, plan, config)
+        milliseconds = round(1e3 * (time.perf_counter() - start), 2)
+        verify(unit.graph, f"{unit.name} after {self.name}")
+        return report, {
+            "pass": self.name, "stage": self.stage.name, "numerics": self.numerics, "unit": unit.name,
+            "changed": report.changed, "notes": list(report.notes), "ms": milliseconds,
+        }  # fmt: skip
 
 
 _passes: dict[str, Pass] = {}

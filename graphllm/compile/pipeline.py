@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import json
 import math
 import multiprocessing
@@ -23,6 +24,7 @@ from graphllm.compile.link import Linked, link
 from graphllm.compile.lower import Choice
 from graphllm.compile.passes import Stage, Unit, ordered_passes
 from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
+from graphllm.compile.tune import Measured, tune
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.model import Model
@@ -102,7 +104,11 @@ def compile_model(
     linked = link(traced.units, model.kinds(c), config.max_model_len)
     timed("link")
     with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
-        choices, measured = choose_kernels(linked, config, workers, progress, tuned)
+        measured: Mapping[str, Measured] = {}
+        if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
+            pieces = [p.json for p in linked.pieces.values()]
+            measured = tune(pieces, config, workers, functools.partial(progress, "tune"), tuned)
+        choices = {key: m.choice for key, m in measured.items()}
         timed("tune")
         built = build_pieces(linked, config, choices, workers, progress)
     timed("build")
@@ -114,7 +120,8 @@ def compile_model(
         memory = write_program(building, linked, built, traced, c, config)
         write_graphs(building / "graph", traced, linked, built)
         if measured:
-            (building / "graph" / "tuning.json").write_text(json.dumps(measured, indent=1))
+            taken = {key: m.microseconds for key, m in measured.items()}
+            (building / "graph" / "tuning.json").write_text(json.dumps(taken, indent=1))
         if config.dump:
             write_graphs(config.dump, traced, linked, built)
         timed("package")
@@ -126,8 +133,8 @@ def compile_model(
         "passes": [
             *traced.reports,
             *(
-                {**report, "unit": f"{linked.pieces[piece].label} {report['unit']}"}
-                for (piece, _), b in built.items()
+                {**report, "unit": f"{linked.pieces[piece].label} {bucket.name}"}
+                for (piece, bucket), b in built.items()
                 for report in b.reports
             ),
         ],
@@ -147,23 +154,21 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Tr
     """Every registered pass over every unit, in order; the IR is verified and printed after each."""
     reports, texts = [], {}
 
-    def checked(unit: Unit, number: int, stage: str) -> None:
-        verify(unit.graph, f"{unit.name} after {stage}")
+    def show(unit: Unit, number: int, stage: str) -> None:
         texts[f"{number:02}-{stage}.{unit.name}.txt"] = to_text(
             unit.graph, unit.shapes, f"unit {unit.name} after {stage}"
         )
 
     for unit in units:
-        checked(unit, 0, "trace")
+        verify(unit.graph, f"{unit.name} after trace")
+        show(unit, 0, "trace")
     passes = [p for p in ordered_passes() if p.stage is not Stage.SPECIALIZE]
     for number, p in enumerate(passes, 1):
         for unit in units:
-            start = time.perf_counter()
-            report = p.run(unit, plan, config)
+            report, record = p.apply(unit, plan, config)
             plan = report.plan or plan
-            milliseconds = round(1e3 * (time.perf_counter() - start), 2)
-            checked(unit, number, p.name)
-            reports.append(p.record(report, unit.name, milliseconds))
+            show(unit, number, p.name)
+            reports.append(record)
     return Traced(units, plan, reports, texts)
 
 
@@ -187,38 +192,6 @@ def _begin_worker() -> None:
     os.dup2(sink, 2)
     load_ops()
     load_passes()
-
-
-def choose_kernels(
-    linked: Linked,
-    config: CompileConfig,
-    workers: concurrent.futures.Executor | None,
-    progress: Progress,
-    folder: Path | None,
-) -> tuple[dict[str, Choice], dict[str, dict[str, float]]]:
-    """The fastest implementation and launch constants at every site that has some to choose among, measured on this
-    GPU, and the measurements. folder: where what was found is kept for later compiles."""
-    if config.target.device == "cpu" or config.backend == "eager" or not config.tune:
-        return {}, {}
-    from graphllm.compile import tune
-
-    sites = tune.tunables([p.json for p in linked.pieces.values()], config.buckets, config)
-    file = folder / f"{tune.fingerprint(config)}.json" if folder else None
-    known = tune.read_measured(file) if file else {}
-    new = {key: site for key, site in sites.items() if key not in known}
-    jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
-    run = workers.map if workers else map
-    usable: dict[str, list[Choice]] = {key: [] for key in new}
-    tunables, candidates = [new[key] for key, _ in jobs], [choice for _, choice in jobs]
-    for i, works in enumerate(run(tune.build_candidate, tunables, candidates)):
-        progress("tune", i, len(jobs))
-        if works:
-            usable[jobs[i][0]].append(jobs[i][1])
-    measured = {key: tune.measure(new[key], usable[key]) for key in new}
-    if file and measured:
-        tune.write_measured(file, known | measured)
-    found = {key: m for key, m in (known | measured).items() if key in sites}
-    return {key: m.choice for key, m in found.items()}, {key: m.microseconds for key, m in found.items()}
 
 
 def build_pieces(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 from graphllm.compile.lower import Choice, Lowered, lower, site_key
 from graphllm.compile.passes import Stage, Unit, ordered_passes
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import Shapes, from_json, input_specs, verify
+from graphllm.ir.graph import Shapes, from_json, input_specs
 from graphllm.ir.op import Op
 from graphllm.weights.plan import WeightPlan
 
@@ -39,7 +38,8 @@ def specialize(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) 
     """Rewrite a piece, given by its canonical JSON, for a bucket."""
     graph, shapes = from_json(piece), Shapes(config.target.device, bucket)
     inputs = tuple(f"p{i}" for i in range(len(piece["inputs"])))
-    unit = Unit("piece", graph, inputs, tuple(f"o{i}" for i in range(len(piece["made"]))), shapes, bucket)
+    name = f"piece {piece['nodes'][0][0]} for {bucket.name}"
+    unit = Unit(name, graph, inputs, tuple(f"o{i}" for i in range(len(piece["made"]))), shapes, bucket)
     fakes = iter([shapes.tensor(spec) for spec in input_specs(piece)])
     with shapes.mode, torch.no_grad():
         for node in graph.nodes:
@@ -51,10 +51,7 @@ def specialize(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) 
     reports = []
     for p in ordered_passes():
         if p.stage is Stage.SPECIALIZE:
-            start = time.perf_counter()
-            report = p.run(unit, WeightPlan(()), config)
-            verify(graph, f"piece {piece['nodes'][0][0]} for {bucket.name} after {p.name}")
+            report, record = p.apply(unit, WeightPlan(()), config)
             if report.changed:
-                milliseconds = round(1e3 * (time.perf_counter() - start), 2)
-                reports.append(p.record(report, bucket.name, milliseconds))
+                reports.append(record)
     return Special(unit, reports)

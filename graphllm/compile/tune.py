@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from graphllm.compile.backends import BuildError
 from graphllm.compile.cuda import example
 from graphllm.compile.lower import Choice, site_key, site_of
 from graphllm.compile.specialize import specialize
-from graphllm.config import Bucket, CompileConfig
+from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
 
@@ -38,12 +39,44 @@ class Tunable(NamedTuple):
     candidates: list[Choice]
 
 
-def tunables(
-    pieces: Sequence[Mapping[str, Any]], buckets: Sequence[Bucket], config: CompileConfig
-) -> dict[str, Tunable]:
+class Measured(NamedTuple):
+    """What was chosen at a site, and what each candidate took, by description."""
+
+    choice: Choice
+    microseconds: dict[str, float]
+
+
+def tune(
+    pieces: Sequence[Mapping[str, Any]],
+    config: CompileConfig,
+    workers: Executor | None,
+    progress: Callable[[int, int], None],
+    folder: Path | None,
+) -> dict[str, Measured]:
+    """The fastest implementation and launch constants on this GPU at every site that has some to choose among, by
+    `site_key`. workers: processes to build candidates in. folder: where what was found is kept for later compiles."""
+    sites = tunables(pieces, config)
+    file = folder / f"{fingerprint(config)}.json" if folder else None
+    known = read_measured(file) if file else {}
+    new = {key: site for key, site in sites.items() if key not in known}
+    jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
+    run = workers.map if workers else map
+    usable: dict[str, list[Choice]] = {key: [] for key in new}
+    for i, works in enumerate(run(build_candidate, (new[key] for key, _ in jobs), (choice for _, choice in jobs))):
+        progress(i, len(jobs))
+        if works:
+            key, choice = jobs[i]
+            usable[key].append(choice)
+    known |= {key: measure(site, usable[key]) for key, site in new.items()}
+    if file and new:
+        write_measured(file, known)
+    return {key: known[key] for key in sites}
+
+
+def tunables(pieces: Sequence[Mapping[str, Any]], config: CompileConfig) -> dict[str, Tunable]:
     """The sites to tune, by key."""
     found: dict[str, Tunable] = {}
-    for bucket in buckets:
+    for bucket in config.buckets:
         sizes = bucket.limits(config.max_num_seqs)
         for piece in pieces:
             unit = specialize(piece, bucket, config).unit
@@ -73,13 +106,6 @@ def fingerprint(config: CompileConfig) -> str:
         sources.update(Path(file).read_bytes())
     told = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
-
-
-class Measured(NamedTuple):
-    """What was chosen at a site, and what each candidate took, by description."""
-
-    choice: Choice
-    microseconds: dict[str, float]
 
 
 def read_measured(file: Path) -> dict[str, Measured]:

@@ -18,7 +18,7 @@ def pick(buckets: Sequence[Bucket], tokens: int, rows: int, decode: bool, most_r
     rows: the larger one of sequences and sampled rows, at most ``most_rows``. decode: every sequence has one token, and
     is sampled. Raises ConfigError when no bucket takes so many tokens.
     """
-    bucket = find(buckets, tokens, decode)
+    bucket = _find(buckets, tokens, decode)
     if bucket.kind == "decode":
         T = S = _padded(tokens, bucket.hi)
     else:
@@ -31,13 +31,13 @@ def pick(buckets: Sequence[Bucket], tokens: int, rows: int, decode: bool, most_r
 
 def pick_exact(buckets: Sequence[Bucket], tokens: int, rows: int, decode: bool) -> tuple[Bucket, int, int]:
     """`pick` on a CPU, where nothing is captured and so nothing need be padded."""
-    bucket = find(buckets, tokens, decode)
+    bucket = _find(buckets, tokens, decode)
     if bucket.kind == "decode":
         return bucket, tokens, tokens
     return bucket, max(bucket.lo, tokens), _sequences(bucket, rows)
 
 
-def find(buckets: Sequence[Bucket], tokens: int, decode: bool) -> Bucket:
+def _find(buckets: Sequence[Bucket], tokens: int, decode: bool) -> Bucket:
     """The first bucket that takes the batch, of the decode ones if it may."""
     for bucket in buckets:
         if decode and bucket.kind == "decode" and bucket.lo <= tokens <= bucket.hi:

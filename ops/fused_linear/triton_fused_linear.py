@@ -340,9 +340,7 @@ def cublas(
 ) -> Tensor:
     """The library's product with kernels before and after it."""
     if norm_I is not None:
-        normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
-        launch_norm(x_TI, norm_I, eps, normed_TI)
-        x_TI = normed_TI
+        x_TI = _normalized(x_TI, norm_I, eps)
     out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
     if gated:
         gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
@@ -403,6 +401,12 @@ def launch_norm(
     )  # fmt: skip
 
 
+def _normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
+    normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
+    launch_norm(x_TI, norm_I, eps, normed_TI)
+    return normed_TI
+
+
 def launch_tiles(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -447,9 +451,7 @@ def triton_tile(
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
     if norm_I is not None:
-        normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
-        launch_norm(x_TI, norm_I, eps, normed_TI)
-        x_TI = normed_TI
+        x_TI = _normalized(x_TI, norm_I, eps)
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated)
     return out_TN

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,27 +14,12 @@ from graphllm.ops.rope import rope
 
 
 def _cost(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
-    scale: float,
-    cos_TF: Tensor,
-    sin_TF: Tensor,
-    q_norm_E: Tensor | None = None,
-    k_norm_E: Tensor | None = None,
-    eps: float = 0.0,
-    window: int = 0,
-    softcap: float = 0.0,
+    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
 ) -> Cost:
-    inner = paged_attention.cost(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, scale, window, softcap
-    )
-    turned = (q_THE.numel() + k_TKE.numel()) * (10 if q_norm_E is not None else 6)
-    return Cost(inner.bytes + nbytes(cos_TF, sin_TF, q_norm_E, k_norm_E), inner.flops + turned)
+    inner = paged_attention.cost(**attention)
+    turned = attention["q_THE"].numel() + attention["k_TKE"].numel()
+    read = nbytes(cos_TF, sin_TF, q_norm_E, k_norm_E)
+    return Cost(inner.bytes + read, inner.flops + turned * (6 if q_norm_E is None else 10))
 
 
 @op(boundary=True, mutates=("kv_cache",), cost=_cost)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -23,48 +25,15 @@ def _turns(site: Site) -> bool:
     "triton_decode", device="cuda", supports=lambda s: is_decode(s) and _turns(s), configs=decode_configs
 )
 def triton_decode(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
-    scale: float,
-    cos_TF: Tensor,
-    sin_TF: Tensor,
-    q_norm_E: Tensor | None = None,
-    k_norm_E: Tensor | None = None,
-    eps: float = 0.0,
-    window: int = 0,
-    softcap: float = 0.0,
-    **config: int,
+    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
 ) -> Tensor:
     """Pure decode: every sequence has zero or one query token."""
-    turn = Turn(cos_TF, sin_TF, q_norm_E, k_norm_E, eps)
-    return decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, scale, window, softcap, turn, **config
-    )
+    return decode(turn=Turn(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
 
 
 @rope_attention.impl("triton_prefill", device="cuda", supports=lambda s: attends(s) and _turns(s))
 def triton_prefill(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
-    scale: float,
-    cos_TF: Tensor,
-    sin_TF: Tensor,
-    q_norm_E: Tensor | None = None,
-    k_norm_E: Tensor | None = None,
-    eps: float = 0.0,
-    window: int = 0,
-    softcap: float = 0.0,
+    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
 ) -> Tensor:
     """Any ragged batch."""
-    turn = Turn(cos_TF, sin_TF, q_norm_E, k_norm_E, eps)
-    return prefill(q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, scale, window, softcap, turn)
+    return prefill(turn=Turn(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)

@@ -122,7 +122,7 @@ def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) -> None:
     """Each distinct linear layer once a bucket, with every implementation among its candidates."""
-    sites = tune.tunables([p.json for p in linked.pieces.values()], config.buckets, config)
+    sites = tune.tunables([p.json for p in linked.pieces.values()], config)
     assert {s.op for s in sites.values()} == {"fused_linear", "linear_add_norm"}
     ones = [s for key, s in sites.items() if " decode-1 " in key]
     assert len(ones) == 5  # qkv, o, gate and up, down, head
@@ -143,6 +143,35 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     tune.write_measured(file, found)
     assert tune.read_measured(file) == found
     assert [f.name for f in file.parent.iterdir()] == ["tuned.json"]
+
+
+def test_what_was_found_is_kept(
+    linked: Linked, config: CompileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second compile measures nothing; one with further buckets only those. A candidate that cannot be built is
+    none."""
+    measured: list[tune.Tunable] = []
+
+    def measure(site: tune.Tunable, candidates: list[Choice]) -> tune.Measured:
+        measured.append(site)
+        assert {c.impl for c in candidates} == {c.impl for c in site.candidates} - {"cublas"}
+        return tune.Measured(candidates[-1], {"last": 1.0})
+
+    monkeypatch.setattr(tune, "build_candidate", lambda site, choice: choice.impl != "cublas")
+    monkeypatch.setattr(tune, "measure", measure)
+    monkeypatch.setattr(tune, "fingerprint", lambda config: "here")
+    pieces = [p.json for p in linked.pieces.values()]
+    few = dataclasses.replace(config, buckets=config.buckets[1:2])
+    told: list[tuple[int, int]] = []
+    first = tune.tune(pieces, few, None, lambda done, total: told.append((done, total)), tmp_path)
+    assert len(measured) == len(first) == len(tune.tunables(pieces, few))
+    assert told == [(i, len(told)) for i in range(sum(len(s.candidates) for s in measured))]
+    assert tune.tune(pieces, few, None, lambda done, total: None, tmp_path) == first
+    assert len(measured) == len(first)
+    more = tune.tune(pieces, config, None, lambda done, total: None, tmp_path)
+    assert len(measured) == len(more) > len(first)
+    assert first.items() <= more.items()
+    assert [f.name for f in tmp_path.iterdir()] == ["here.json"]
 
 
 if __name__ == "__main__":
