@@ -45,21 +45,34 @@ def _cpu() -> Target:
 
 
 def _gpu() -> Target | None:
-    if version("torch").endswith("+cpu"):
-        return None  # this torch could not use it
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    driver = _driver()
+    if driver is None:
         return None
-    count, device = ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return None
+    device = ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), 0)
     major, minor = (_attribute(driver, which, device) for which in (75, 76))
     label = ctypes.create_string_buffer(128)
     driver.cuDeviceGetName(label, 128, device)
     # The number of multiprocessors is part of what kernels were tuned for.
     return Target("cuda", (f"sm_{major}{minor}", f"sms_{_attribute(driver, 16, device)}"), label.value.decode())
+
+
+def gpu_memory() -> int:
+    """Bytes of the first GPU's memory; 0 when there is none."""
+    driver, total = _driver(), ctypes.c_size_t()
+    return 0 if driver is None or driver.cuDeviceTotalMem_v2(ctypes.byref(total), 0) else total.value
+
+
+def _driver() -> ctypes.CDLL | None:
+    """The CUDA driver, initialized, if there is a GPU and this torch can use it."""
+    if version("torch").endswith("+cpu"):
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count = ctypes.c_int()
+    return None if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value else driver
 
 
 def _attribute(driver: ctypes.CDLL, which: int, device: ctypes.c_int) -> int:

@@ -19,7 +19,7 @@ import msgspec
 from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Target, key_fields
 from graphllm.engine.options import EngineOptions
-from graphllm.machine import detect_target
+from graphllm.machine import detect_target, gpu_memory
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 Policy = Literal["build", "use", "require", "rebuild"]
 POLICIES = get_args(Policy)
+_LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 Progress = Callable[[str, int, int], None]
 
@@ -98,7 +99,8 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
     cuda = target.device == "cuda"
     usual = max((b.hi for b in wanted.buckets or () if b.kind == "mixed"), default=8192 if cuda else 2048)
     max_num_tokens = max(usual, wanted.max_num_seqs or 0) if wanted.max_num_tokens is None else wanted.max_num_tokens
-    max_num_seqs = min(256 if cuda else 64, max_num_tokens) if wanted.max_num_seqs is None else wanted.max_num_seqs
+    many = (1024 if gpu_memory() >= _LARGE_GPU else 256) if cuda else 64
+    max_num_seqs = min(many, max_num_tokens) if wanted.max_num_seqs is None else wanted.max_num_seqs
     config = CompileConfig(
         target=target,
         backend=wanted.backend,
