@@ -54,7 +54,7 @@ def prepared(shape: str, weights: bool = False) -> tuple[Path, Path]:
         write_checkpoint(folder)
     artifact = folder / "artifact"
     if not artifact.exists():
-        options = ["--max-model-len", "4096", *([] if weights else ["--load-format", "dummy"])]
+        options = ["--max-model-len", "4096", *([] if weights else ["--load-format", "dummy", "--no-tune"])]
         subprocess.run([*COMPILE, str(folder), "-o", str(artifact), *options], check=True, stdout=subprocess.DEVNULL)
     return folder, artifact
 
@@ -136,6 +136,7 @@ def memory(index: int) -> dict[str, Any]:
     import torch
 
     from graphllm import artifact as files
+    from graphllm.prepare import gpu_bytes
 
     shape, options = MEMORY[index]
     _, artifact = prepared(shape)
@@ -143,8 +144,7 @@ def memory(index: int) -> dict[str, Any]:
     before, _ = torch.cuda.mem_get_info()
     core = load(shape, **options)
     table = files.verify(artifact)["memory"]
-    planned = sum(table[n] for n in ("weights", "arena", "state")) + 4 * table["zeroed"]
-    planned += core.info.kv_pages * table["kv page"]
+    planned = gpu_bytes(table, core.info.kv_pages)
     started = before - torch.cuda.mem_get_info()[0]
     rng = np.random.default_rng(0)
     for count in (1, 3, 9, 17, 40, 100, 300, 700):
@@ -318,7 +318,9 @@ def main() -> None:
 
     def part(*words: str) -> Any:
         done = subprocess.run([sys.executable, __file__, "--part", *words], stdout=subprocess.PIPE, text=True)
-        return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
+        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
+        print(*words, json.dumps(found), file=sys.stderr, flush=True)
+        return found
 
     for name in args.parts.split(","):
         if name == "memory":

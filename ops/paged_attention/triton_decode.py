@@ -211,9 +211,9 @@ def _split_kernel(
 ):
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
-    split = tl.program_id(0)
-    head = tl.program_id(1)
-    s = tl.program_id(2)
+    head = tl.program_id(0)
+    s = tl.program_id(1)
+    split = tl.program_id(2)  # the programs without work are the last ones
     row = tl.load(query_start_ptr + s)
     queries = tl.load(query_start_ptr + s + 1) - row
     length = tl.load(seq_len_ptr + s)
@@ -406,7 +406,7 @@ def launch_decode(
     lines, splits_pad = max(1, E // 64), power_of_2(splits, 2)
     joined = min(power_of_2(H // K, 1), max(1, _JOINED // (splits_pad * power_of_2(E))))
     launch_triton(
-        _split_kernel, (splits, K, S),
+        _split_kernel, (K, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         block_table, query_start, seq_len, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
@@ -435,7 +435,7 @@ def plan_splits(S: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Con
         splits = min(16 if longest <= 16384 else 32, -(-512 // rows))
         least = 64 if splits >= 16 else 128 if splits >= 8 else 256
     else:
-        splits = 1 if longest <= 2048 else 2 if longest <= 8192 else 4 if longest <= 32768 else 8
+        splits = 1 if longest <= 2048 else 2 if longest <= 16384 else 4
         least = 512 if rows < 1024 else 2048
     block_n = 32 if dtype == torch.float32 or E > 128 else 64
     splits = max(1, min(splits, -(-longest // least)))
