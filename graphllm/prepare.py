@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 
 from graphllm import artifact
-from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Target, key_fields
+from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Quantization, Target, key_fields
 from graphllm.engine.options import EngineOptions
 from graphllm.machine import detect_target, gpu_memory
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
@@ -52,6 +52,7 @@ class Overrides:
     page_size: int | None = None
     tune: bool | None = None
     jobs: int = 0
+    quantize: Quantization | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,7 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
         page_size=16 if wanted.page_size is None else wanted.page_size,
         tune=cuda if wanted.tune is None else wanted.tune,
         jobs=wanted.jobs,
+        quantize=wanted.quantize,
     )
     check(config)
     return config
@@ -130,6 +132,14 @@ def check(config: CompileConfig) -> None:
             raise ConfigError(f"{name} is {found}: it must be at least {smallest}")
     if config.dtype not in ("bfloat16", "float16", "float32"):
         raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
+    if config.quantize not in (None, *get_args(Quantization)):
+        raise ConfigError(
+            f"quantize is {config.quantize!r}: use {' or '.join(get_args(Quantization))}, or leave it out"
+        )
+    if config.quantize and config.target.device != "cpu":
+        raise ConfigError(
+            f"quantize is {config.quantize}: there are kernels for it on a CPU only; leave it out, or use --target cpu"
+        )
     for b in config.buckets:
         if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
             raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")

@@ -18,6 +18,7 @@ from graphllm.cli.options import (
     MaxTokens,
     PageSize,
     PrefixCaching,
+    Quantize,
 )
 
 app = typer.Typer(
@@ -59,6 +60,7 @@ def compile_command(
     target: TargetName = "auto",
     backend: BackendName = "inductor",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     buckets: Buckets = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
@@ -76,8 +78,9 @@ def compile_command(
 
     parsed = parse_buckets(buckets) if buckets else None
     wanted = Overrides(
-        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs
-    )
+        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs,
+        quantize,
+    )  # fmt: skip
     build(model, wanted, output, dump, load_format == "dummy")
 
 
@@ -113,6 +116,7 @@ def run_command(
     target: TargetName = "auto",
     backend: BackendName = "inductor",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     buckets: Buckets = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
@@ -136,8 +140,9 @@ def run_command(
 
     parsed = parse_buckets(buckets) if buckets else None
     wanted = Overrides(
-        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs
-    )
+        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs,
+        quantize,
+    )  # fmt: skip
     schema = read_schema(json_schema) if json_schema is not None else None
     constraint = {"json": schema, "regex": regex} if json_schema or regex else None
     sampling = {
@@ -183,6 +188,7 @@ def serve_command(
     target: TargetName = "auto",
     backend: BackendName = "inductor",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
@@ -214,6 +220,7 @@ def serve_command(
         args = EngineArgs(
             model=model,
             dtype=dtype or "auto",
+            quantize=quantize,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from graphllm import prepare
+from graphllm.config import Quantization
 from graphllm.engine.options import EngineOptions, LogitsProcessor
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.text import Tokenizer
@@ -22,7 +23,8 @@ class EngineArgs:
     """A model and how to run it. Names and meanings are vLLM's where it has them; None is the default for model and
     machine.
 
-    model: a checkpoint folder, None for the embedded model. max_model_len: tokens of prompt and output. max_num_seqs,
+    model: a checkpoint folder, None for the embedded model. quantize: "int8" or "int4" for the weights of linear
+    layers, on a CPU. max_model_len: tokens of prompt and output. max_num_seqs,
     max_num_batched_tokens: of one step. block_size: tokens of a cache page. kv_cache_memory_bytes, else
     gpu_memory_utilization of the whole device. max_num_queued_reqs: waiting requests above which new ones are refused.
     seed: of requests without one. load_format: "dummy" for random weights. skip_tokenizer_init: token ids in and out.
@@ -32,6 +34,7 @@ class EngineArgs:
 
     model: str | Path | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    quantize: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -71,6 +74,7 @@ def open_model(args: EngineArgs) -> Opened:
         target=args.target,
         backend=args.backend,
         dtype=None if args.dtype == "auto" else args.dtype,
+        quantize=args.quantize,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_tokens=args.max_num_batched_tokens,

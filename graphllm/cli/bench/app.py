@@ -17,6 +17,7 @@ from graphllm.cli.options import (
     MaxTokens,
     PageSize,
     PrefixCaching,
+    Quantize,
 )
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def throughput_command(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
@@ -113,7 +115,7 @@ def throughput_command(
     from graphllm.cli.bench.offline import Throughput, bench_throughput
 
     args = _engine_args(
-        model, kv_cache_memory, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching,
         load_format=load_format, target=target, backend=backend, artifact=artifact,
@@ -132,6 +134,7 @@ def latency_command(
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before those that are measured.")] = 10,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
@@ -149,7 +152,7 @@ def latency_command(
     from graphllm.cli.bench.offline import Latency, bench_latency
 
     args = _engine_args(
-        model, kv_cache_memory, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization,
         load_format=load_format, target=target, backend=backend, artifact=artifact,
