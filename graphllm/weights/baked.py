@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
-from graphllm.weights.plan import WeightPlan
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +49,7 @@ def bake(artifact: Path, checkpoint: Checkpoint) -> None:
     Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
     """
     from graphllm.weights.loader import load_weights
+    from graphllm.weights.plan import WeightPlan
 
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
     tensors = load_weights(plan, checkpoint, "cpu")
