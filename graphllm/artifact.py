@@ -20,6 +20,7 @@ from typing import Any
 import graphllm
 from graphllm.config import CompileConfig, ConfigError, key_fields
 from graphllm.machine import detect_target, plugins, source_files, versions
+from graphllm.weights import baked
 
 FORMAT = 3
 # Fields of config.json that name things without changing the computation, with the reason.
@@ -92,7 +93,7 @@ def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
     sums = {
         str(f.relative_to(files)): [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()]
         for f in sorted(files.rglob("*"))
-        if f.is_file()
+        if f.is_file() and f.name != baked.DATA  # gigabytes, with a table of its own
     }
     text = json.dumps({**manifest, "files": sums}, indent=1, sort_keys=True)
     whole = json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), "manifest": text})
@@ -174,6 +175,8 @@ def verify(folder: Path) -> dict[str, Any]:
             )
         if hashlib.sha256(file.read_bytes()).hexdigest() != digest:
             raise ArtifactError(f"{file} does not match its checksum: changed on disk; compile again")
+    if baked.TABLE in manifest["files"]:
+        baked.check(folder)
     return manifest
 
 

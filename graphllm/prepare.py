@@ -6,6 +6,7 @@ The one place where the serving side meets the compiler, which is imported only 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import time
@@ -20,7 +21,8 @@ from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Quantization, Target, key_fields
 from graphllm.engine.options import EngineOptions
 from graphllm.machine import detect_target, gpu_memory
-from graphllm.weights.checkpoint import Checkpoint, fingerprint
+from graphllm.weights import baked
+from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, has_weights
 
 if TYPE_CHECKING:
     from graphllm.engine.core import EngineCore
@@ -57,22 +59,27 @@ class Overrides:
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint folder, opened: its config.json and the headers of its tensors."""
+    """A checkpoint folder, opened: its config.json and the headers of its tensors. absent: why there are none, where
+    they were asked for."""
 
     folder: Path
     config: Mapping[str, Any]
     checkpoint: Checkpoint | None
+    absent: WeightError | None = None
 
     @property
     def tensors(self) -> str:
-        """Digest of the tensor names, shapes and dtypes."""
+        """Digest of the tensor names, shapes and dtypes. Raises WeightError when there are none."""
+        if self.absent is not None:
+            raise self.absent
         return fingerprint(self.checkpoint) if self.checkpoint else "random weights"
 
 
 def open_source(folder: str | Path, random: bool = False) -> Source:
     """Read a checkpoint folder; ``random``: only its config.json, weights will be random numbers.
 
-    Raises ConfigError naming what is missing or unreadable.
+    Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
+    is missing or unreadable.
     """
     folder = Path(folder)
     path = folder / "config.json"
@@ -90,7 +97,12 @@ def open_source(folder: str | Path, random: bool = False) -> Source:
         raise ConfigError(f"model: {path} is not valid JSON ({damage})") from damage
     if not isinstance(config, dict):
         raise ConfigError(f"model: {path} holds no JSON object; give the folder of a Hugging Face checkpoint")
-    return Source(folder, config, None if random else Checkpoint.open(folder))
+    try:
+        return Source(folder, config, None if random else Checkpoint.open(folder))
+    except WeightError as absent:
+        if has_weights(folder):
+            raise
+        return Source(folder, config, None, absent)
 
 
 def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> CompileConfig:
@@ -183,18 +195,25 @@ def artifact_folder(source: Source, config: CompileConfig, env: Env) -> Path:
 
 
 def find_or_build(
-    source: Source, config: CompileConfig, env: Env, policy: Policy, progress: Progress, folder: Path | None = None
+    source: Source,
+    config: CompileConfig,
+    env: Env,
+    policy: Policy,
+    progress: Progress,
+    folder: Path | None = None,
+    bake: bool = False,
 ) -> tuple[Path, dict[str, Any]]:
     """A verified artifact and its manifest.
 
     policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there
-    is none, "rebuild" always builds. folder: look for and put it there instead of the cache.
+    is none, "rebuild" always builds. folder: look for and put it there instead of the cache. bake: what is built holds
+    its weights.
     """
     place = folder or artifact_folder(source, config, env)
     if policy != "rebuild" and (place / "manifest.json").exists():
         manifest = artifact.verify(place)
         artifact.check_machine(place, manifest)
-        artifact.check_model(place, manifest, source.config, source.tensors)
+        _check_model(place, manifest, source)
         return place, manifest
     if policy == "require":
         raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
@@ -210,8 +229,24 @@ def find_or_build(
         )
     if folder:
         artifact.check_replaceable(folder)
-    compile_model(source.config, source.tensors, config, place, progress, env.cache_dir / "tuned")
+    tensors, complete = source.tensors, None
+    if bake:
+        if source.checkpoint is None:
+            raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
+        complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
+    compile_model(source.config, tensors, config, place, progress, env.cache_dir / "tuned", complete)
     return place, artifact.verify(place)
+
+
+def _check_model(place: Path, manifest: Mapping[str, Any], source: Source) -> None:
+    """Raise ConfigError unless the artifact was made for this model. One with weights needs no checkpoint, but fits to
+    the one that is there."""
+    has_weights = baked.is_baked(place)
+    unseen = has_weights and source.absent is not None
+    tensors = manifest["factors"]["checkpoint"] if unseen else source.tensors
+    artifact.check_model(place, manifest, source.config, tensors)
+    if has_weights and source.checkpoint is not None:
+        baked.check_source(place, source.checkpoint)
 
 
 def take_artifact(
@@ -295,7 +330,12 @@ def load_core(
     compiled = manifest["factors"]["compile"]
     plan = WeightPlan.from_json((place / "weights.json").read_text())
     device = compiled["target"]["device"]
-    weights = load_weights(plan, source.checkpoint, device) if source.checkpoint else random_weights(plan, device)
+    if baked.is_baked(place):
+        weights = baked.open_weights(place, device)
+    elif source.checkpoint is not None:
+        weights = load_weights(plan, source.checkpoint, device)
+    else:
+        weights = random_weights(plan, device)
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")

@@ -11,6 +11,7 @@ from graphllm import __version__
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.options import (
     Artifact,
+    BakeWeights,
     GpuShare,
     KvMemory,
     MaxLen,
@@ -70,6 +71,7 @@ def compile_command(
     jobs: Jobs = 0,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Artifact folder; default: the cache.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Write the readable IR of every stage here.")] = None,
+    bake_weights: BakeWeights = False,
     load_format: LoadFormat = "auto",
 ) -> None:
     """Compile a checkpoint into an artifact."""
@@ -81,7 +83,7 @@ def compile_command(
         target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs,
         quantize,
     )  # fmt: skip
-    build(model, wanted, output, dump, load_format == "dummy")
+    build(model, wanted, output, dump, load_format == "dummy", bake_weights)
 
 
 @app.command("run")

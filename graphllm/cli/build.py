@@ -55,14 +55,19 @@ def embedded_or(model: Path | None) -> Path:
 
 
 def build(
-    model: Path | None, wanted: prepare.Overrides, output: Path | None, dump: Path | None, random: bool = False
+    model: Path | None,
+    wanted: prepare.Overrides,
+    output: Path | None,
+    dump: Path | None,
+    random: bool = False,
+    bake: bool = False,
 ) -> None:
     """Compile and say where the artifact is, what it took and what memory it needs."""
     started = time.perf_counter()
     source = prepare.open_source(embedded_or(model), random)
     config = replace(prepare.compile_config(source.config, wanted), dump=dump)
     with compile_progress() as progress, build_errors():
-        place, manifest = prepare.find_or_build(source, config, Env.read(), "rebuild", progress, output)
+        place, manifest = prepare.find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)
     memory = manifest["memory"]
     print(place)
     console.print(

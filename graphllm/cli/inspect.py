@@ -10,11 +10,14 @@ from rich.console import Console
 from rich.table import Table
 
 from graphllm import artifact
+from graphllm.weights import baked
 
 
 def inspect(folder: Path, json: bool) -> None:
-    """Verify the artifact, then print target, buckets, pieces, passes, kernels and memory."""
+    """Verify the artifact, also the weights in it, then print target, buckets, pieces, passes, kernels and memory."""
     manifest = artifact.verify(folder)
+    if baked.is_baked(folder):
+        baked.check_contents(folder)
     if json:
         print(json_module.dumps(manifest, indent=1))
         return
@@ -54,6 +57,8 @@ def inspect(folder: Path, json: bool) -> None:
         for part, number in rows:
             memory.add_row(f"{name} {part}".strip(), f"{number:,}")
     console.print(memory)
+    if baked.is_baked(folder):
+        console.print(f"weights   baked, {(folder / baked.DATA).stat().st_size:,} bytes, checksum verified")
     files = sum(size for size, _ in manifest["files"].values())
     stages = ", ".join(f"{k} {v:.1f}" for k, v in manifest["seconds"].items())
     console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")

@@ -15,5 +15,6 @@ Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or 
 Quantize = Annotated[
     Literal["int8", "int4"] | None, typer.Option(help="Round the weights of linear layers to so few bits (CPU).")
 ]
+BakeWeights = Annotated[bool, typer.Option("--bake-weights", help="Store the finished weights in the artifact, too.")]
 PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
 GpuShare = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]

@@ -78,10 +78,12 @@ def compile_model(
     folder: Path,
     progress: Progress = lambda stage, done, total: None,
     tuned: Path | None = None,
+    complete: Callable[[Path], None] | None = None,
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
 
-    tuned: folder that keeps what tuning found, for later compiles.
+    tuned: folder that keeps what tuning found, for later compiles. complete: adds to the files of the artifact, which
+    are all there but the manifest.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -125,6 +127,9 @@ def compile_model(
         if config.dump:
             write_graphs(config.dump, traced, linked, built)
         timed("package")
+        if complete is not None:
+            complete(building)
+            timed("complete")
     except BaseException:
         shutil.rmtree(building)
         raise

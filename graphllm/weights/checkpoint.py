@@ -80,6 +80,11 @@ class Checkpoint:
         raise WeightError(folder, [f"neither {_SINGLE} nor {_INDEX}; is it the folder of a checkpoint?"])
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether there is a checkpoint's weights in a folder, readable or not."""
+    return (folder / _SINGLE).exists() or (folder / _INDEX).exists()
+
+
 def fingerprint(checkpoint: Checkpoint) -> str:
     """SHA-256 over names, dtypes and shapes: what an artifact depends on. The numbers themselves are not read."""
     rows = sorted((name, t.dtype, t.shape) for name, t in checkpoint.tensors.items())

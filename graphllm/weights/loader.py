@@ -12,7 +12,7 @@ import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +66,21 @@ def load_weights(
         else:
             _read_on_cpu(chunks, counter)
     return tensors
+
+
+def read_tensors(file: Path, tensors: Mapping[int, Tensor], progress: Progress | None = None) -> None:
+    """Fill contiguous CUDA tensors with the bytes of a file that begin at their keys. progress: see `load_weights`."""
+    counter = _Counter(sum(t.nbytes for t in tensors.values()), progress)
+    with contextlib.ExitStack() as stack:
+        fd = _open(file, stack)
+        chunks = [
+            _Chunk(file, fd, at + i * _CHUNK, part.nbytes, part.dtype, part)
+            for at, tensor in sorted(tensors.items())
+            for i, part in enumerate(tensor.view(-1).split(_CHUNK // tensor.itemsize))
+            if part.nbytes
+        ]
+        device = next(iter(tensors.values())).device
+        _read_to_cuda(chunks, device, counter)
 
 
 def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Tensor]:

@@ -1,0 +1,1 @@
+"""graphllm on a CPU beside the systems that one would take instead."""

@@ -1,0 +1,72 @@
+"""The checkpoint that all systems run: a real model's shape with random bf16 weights and made-up words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.real_size import SHAPES
+
+SHAPE = "qwen2.5-0.5b"
+_DEVIATION = 0.02
+_MERGED = ("\u0120w",)
+
+
+def qwen2_config(layers: int | None = None) -> dict[str, Any]:
+    """config.json of the shape; ``layers``: fewer than it has, to try things out."""
+    config = {**SHAPES[SHAPE], "bos_token_id": 0, "eos_token_id": 0}
+    return config if layers is None else {**config, "num_hidden_layers": layers}
+
+
+def qwen2_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a Qwen2 checkpoint with tied embeddings."""
+    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+    kv = hidden // heads * config["num_key_value_heads"]
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        yield at + "input_layernorm.weight", (hidden,)
+        for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
+            yield f"{at}self_attn.{name}_proj.weight", (rows, hidden)
+            yield f"{at}self_attn.{name}_proj.bias", (rows,)
+        yield at + "self_attn.o_proj.weight", (hidden, hidden)
+        yield at + "post_attention_layernorm.weight", (hidden,)
+        for name in ("gate", "up"):
+            yield f"{at}mlp.{name}_proj.weight", (inner, hidden)
+        yield at + "mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+
+
+def words(config: dict[str, Any]) -> list[str]:
+    """The vocabulary of a byte-level BPE: the bytes as it writes them, one merged token (some readers of BPE need
+    one), and a made-up word for each other."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    letters = sorted(ByteLevel.alphabet())
+    return [*letters, *_MERGED, *(f"\u0120w{i}" for i in range(len(letters) + len(_MERGED), config["vocab_size"]))]
+
+
+def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
+    """Write config.json, model.safetensors and tokenizer.json, unless they are there."""
+    if (folder / "tokenizer.json").exists():
+        return
+    import torch
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    torch.manual_seed(0)
+    tensors = {
+        name: torch.ones(shape, dtype=torch.bfloat16)
+        if "norm" in name
+        else torch.empty(shape).normal_(0, _DEVIATION).bfloat16()
+        for name, shape in qwen2_tensors(config)
+    }
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words(config))}, merges=[tuple(m) for m in _MERGED]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    tokenizer.save(str(folder / "tokenizer.json"))  # last: the folder is whole when it is there

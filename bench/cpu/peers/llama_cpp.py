@@ -1,0 +1,93 @@
+"""llama.cpp through the low-level functions of llama-cpp-python: batches of sequences, its defaults otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.cpu.checkpoint import words
+from bench.cpu.gguf_checkpoint import write_gguf
+from bench.cpu.peer import Peer, Runner, Steps, Times, Workload
+
+
+class _LlamaCpp(Peer):
+    packages = ("llama-cpp-python", "gguf")
+    modules = ("llama_cpp", "gguf")
+
+    def __init__(self, name: str, bits: int) -> None:
+        self._type, self.bits, self.name = name, bits, f"llama.cpp {name}"
+
+    def prepare(self, model: Workload) -> None:
+        whole, file = _file(model, "bf16"), _file(model, self._type)
+        if not whole.exists():
+            write_gguf(model.checkpoint, whole, model.config, words(model.config))
+        if not file.exists():
+            _quantize(whole, file, self._type)
+
+    def load(self, model: Workload) -> Runner:
+        return _Loaded(_file(model, self._type), model)
+
+
+def _file(model: Workload, kind: str) -> Path:
+    return model.work / f"{kind}.gguf"
+
+
+def _quantize(whole: Path, file: Path, kind: str) -> None:
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    part = file.with_suffix(".part")
+    if llama_cpp.llama_model_quantize(str(whole).encode(), str(part).encode(), params):
+        raise RuntimeError(f"llama.cpp could not quantize {whole} to {kind}")
+    part.rename(file)
+
+
+class _Loaded(Runner):
+    def __init__(self, file: Path, model: Workload) -> None:
+        import llama_cpp
+        import numpy as np
+
+        self._lib, self._np, self._vocab = llama_cpp, np, model.config["vocab_size"]
+        self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # llama.cpp holds on to it
+        llama_cpp.llama_log_set(self._quiet, None)
+        llama_cpp.llama_backend_init()
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        params = llama_cpp.llama_context_default_params()
+        params.n_ctx = model.batch * model.max_len
+        params.n_batch = model.max_len
+        params.n_seq_max = model.batch
+        params.n_threads = params.n_threads_batch = model.threads
+        self._context = llama_cpp.llama_init_from_model(self._model, params)
+        if not self._context:
+            raise RuntimeError(f"llama.cpp could not load {file}")
+        self._batch = llama_cpp.llama_batch_init(model.max_len, 0, 1)
+
+    def run(self, prompts: Sequence[list[int]], count: int) -> Times:
+        lib, steps, total = self._lib, Steps(len(prompts)), len(prompts[0])
+        lib.llama_memory_clear(lib.llama_get_memory(self._context), True)
+        tokens: list[Any] = [list(p) for p in prompts]
+        for i in range(count):
+            start = 0 if i == 0 else total + i - 1
+            tokens = [[t] for t in self._step(tokens, start)]
+            steps.tick()
+        return steps.times
+
+    def _step(self, tokens: list[list[int]], start: int) -> list[int]:
+        batch, last, n = self._batch, [], 0
+        for sequence, row in enumerate(tokens):
+            for i, token in enumerate(row):
+                batch.token[n], batch.pos[n] = token, start + i
+                batch.n_seq_id[n], batch.seq_id[n][0] = 1, sequence
+                batch.logits[n] = i == len(row) - 1
+                n += 1
+            last.append(n - 1)
+        batch.n_tokens = n
+        if self._lib.llama_decode(self._context, batch):
+            raise RuntimeError("llama_decode failed")
+        rows = (self._lib.llama_get_logits_ith(self._context, i) for i in last)
+        return [int(self._np.ctypeslib.as_array(row, (self._vocab,)).argmax()) for row in rows]
+
+
+PEERS = (_LlamaCpp("bf16", 16), _LlamaCpp("Q8_0", 8), _LlamaCpp("Q4_0", 4))

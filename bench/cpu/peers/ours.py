@@ -1,0 +1,206 @@
+"""graphllm, on the three ways from its kernels to a user: the executor alone, `LLM`, and the HTTP server."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from bench.cpu.peer import Peer, Runner, Steps, Times, Workload
+
+Way = Literal["LLM", "executor", "HTTP server"]
+_FORMATS: dict[int, str | None] = {16: None, 8: "int8", 4: "int4"}
+
+
+class _Ours(Peer):
+    packages = ("graphllm", "torch")
+    modules = ("graphllm",)
+
+    def __init__(self, bits: int, way: Way) -> None:
+        self.bits, self.way = bits, way
+        self._quantize = _FORMATS[bits]
+        kind = self._quantize or "bf16"
+        self.name = f"graphllm {kind}" if way == "LLM" else f"graphllm {kind}, {way}"
+
+    def missing(self) -> str | None:
+        from graphllm.engine.load import EngineArgs
+
+        if self._quantize and "quantize" not in {f.name for f in dataclasses.fields(EngineArgs)}:
+            return "this graphllm has no --quantize"
+        return super().missing()
+
+    def prepare(self, model: Workload) -> None:
+        folder = self._artifact(model)
+        if not (folder / "manifest.json").exists():
+            command = [sys.executable, "-m", "graphllm.cli", "compile", str(model.checkpoint), "--target", "cpu",
+                       "--max-model-len", str(model.max_len), "--max-num-seqs", str(model.batch),
+                       "--max-num-batched-tokens", str(model.max_len), "-o", str(folder),
+                       *(["--quantize", self._quantize] if self._quantize else [])]  # fmt: skip
+            subprocess.run(command, check=True)
+
+    def load(self, model: Workload) -> Runner:
+        return _RUNNERS[self.way](model, self._artifact(model))
+
+    def _artifact(self, model: Workload) -> Path:
+        from graphllm.artifact import source_digest
+
+        return model.work / f"graphllm-{self._quantize or 'bf16'}-{source_digest()}"
+
+
+def _open(model: Workload, artifact: Path) -> Any:
+    # What the graphllm command sets for itself, before torch is loaded.
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    from graphllm.engine.load import EngineArgs, open_model
+
+    return open_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu"))
+
+
+class _Stamped:
+    """A core that notes when each request's tokens came out of a step."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+        self.times: dict[str, list[float]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def abort(self, ids: Iterable[str]) -> None:
+        self._core.abort(ids)
+
+    def step(self) -> list[Any]:
+        news: list[Any] = self._core.step()
+        now = time.perf_counter()
+        for update in news:
+            self.times.setdefault(update.id, []).extend([now] * len(update.tokens))
+        return news
+
+
+class _Llm(Runner):
+    def __init__(self, model: Workload, artifact: Path) -> None:
+        opened = _open(model, artifact)
+        from graphllm import prepare
+        from graphllm.engine.llm import LLM
+
+        core: Any = _Stamped(prepare.load_core(opened.settings))
+        self._core, self._llm = core, LLM.from_core(core, opened.tokenizer)
+
+    def run(self, prompts: Sequence[list[int]], count: int) -> Times:
+        from graphllm.engine.params import SamplingParams
+
+        self._core.times.clear()
+        self._llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
+        return list(self._core.times.values())
+
+    def close(self) -> None:
+        self._llm.close()
+
+
+class _Executor(Runner):
+    """Batches made by hand, each step awaited: the kernels' speed."""
+
+    def __init__(self, model: Workload, artifact: Path) -> None:
+        opened = _open(model, artifact)
+        import torch
+
+        from graphllm import artifact as files
+        from graphllm.runtime.executor import Executor
+        from graphllm.weights.checkpoint import Checkpoint
+        from graphllm.weights.loader import load_weights
+        from graphllm.weights.plan import WeightPlan
+
+        torch.set_num_threads(model.threads)
+        manifest = files.verify(Path(opened.settings.artifact))
+        plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+        weights = load_weights(plan, Checkpoint.open(model.checkpoint), "cpu")
+        self._width = -(-model.max_len // manifest["factors"]["compile"]["page_size"])
+        self._executor = Executor(artifact, manifest, weights, model.batch * self._width + 1)
+
+    def run(self, prompts: Sequence[list[int]], count: int) -> Times:
+        steps, rows, start = Steps(len(prompts)), [list(p) for p in prompts], 0
+        for _ in range(count):
+            tokens = self._step(rows, start)
+            steps.tick()
+            start += len(rows[0])
+            rows = [[t] for t in tokens]
+        return steps.times
+
+    def _step(self, rows: list[list[int]], start: int) -> list[int]:
+        import numpy as np
+
+        from graphllm.runtime.staging import StepInput
+
+        sequences, new = len(rows), len(rows[0])
+        ends = (np.arange(sequences, dtype=np.int32) + 1) * new
+        length = start + new
+        pages = np.arange(1, sequences * self._width + 1, dtype=np.int32)
+        step = StepInput(
+            token_ids=np.array(rows, dtype=np.int32).reshape(-1),
+            positions=np.tile(np.arange(start, length, dtype=np.int32), sequences),
+            context_len=np.full(sequences * new, length, dtype=np.int32),
+            logit_rows=ends - 1,
+            query_start=np.concatenate([np.zeros(1, np.int32), ends]),
+            seq_len=np.full(sequences, length, dtype=np.int32),
+            block_table=pages.reshape(1, sequences, self._width),
+        )
+        found: list[int] = self._executor.run(step).tokens.tolist()
+        return found
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class _Server(Runner):
+    """`graphllm serve`, asked by streaming clients of this process."""
+
+    def __init__(self, model: Workload, artifact: Path) -> None:
+        from graphllm.cli.bench.server import ServerProcess
+
+        self._server = ServerProcess(
+            [str(model.checkpoint), "--target", "cpu", "--artifact", str(artifact), "--log-level", "error"]
+        )
+        self.begun = self._server.started
+        try:
+            self._server.wait_for("/health/ready", timeout=120)
+        except BaseException:
+            self.close()
+            raise
+
+    def run(self, prompts: Sequence[list[int]], count: int) -> Times:
+        return asyncio.run(self._all(prompts, count))
+
+    async def _all(self, prompts: Sequence[list[int]], count: int) -> Times:
+        from graphllm.cli.bench.client import HttpClient
+
+        client = HttpClient(self._server.url)
+        common = {"max_tokens": count, "temperature": 0, "ignore_eos": True, "stream": True,
+                  "stream_options": {"include_usage": True}}  # fmt: skip
+        bodies = [json.dumps({"prompt": prompt, **common}).encode() for prompt in prompts]
+        found = await asyncio.gather(*(client.stream("/v1/completions", body) for body in bodies))
+        client.close()
+        for timeline in found:
+            if timeline.error or timeline.output_tokens != count:
+                raise RuntimeError(f"{timeline.output_tokens} of {count} tokens: {timeline.error}")
+        return [_by_token(timeline.pieces, count) for timeline in found]
+
+    def close(self) -> None:
+        self._server.__exit__()
+
+
+def _by_token(pieces: list[float], count: int) -> list[float]:
+    """A time for each token, where several may have come in one piece: the pieces' times, evenly spread."""
+    if not pieces:
+        raise RuntimeError("a stream without a piece of output")
+    return [pieces[min(i * len(pieces) // count, len(pieces) - 1)] for i in range(count - 1)] + [pieces[-1]]
+
+
+_RUNNERS: dict[Way, Any] = {"LLM": _Llm, "executor": _Executor, "HTTP server": _Server}
+
+PEERS = tuple(_Ours(bits, way) for bits in _FORMATS for way in _RUNNERS)

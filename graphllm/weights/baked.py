@@ -1,0 +1,213 @@
+"""Baked weights: an artifact's finished parameters in one file, which a start maps instead of making them again.
+
+``weights.bin`` holds a page that says what it is, then every parameter from a page boundary on. ``baked.json`` says
+where they are and which checkpoint they were made of. The data is not read at a start: its size and its stamp show
+that it is the file that belongs to the table, `check_contents` reads all of it. Nothing here needs torch before
+`bake` or `open_weights`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphllm.config import ConfigError
+from graphllm.weights.checkpoint import Checkpoint, fingerprint
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphllm.weights.loader import Progress
+
+TABLE, DATA = "baked.json", "weights.bin"
+FORMAT = 1
+_PAGE = 4096
+_STAMP = 64  # bytes, of hex
+_SAMPLE = 1024  # bytes of each tensor that tell checkpoints apart
+_READ = 16 << 20
+_AGAIN = "compile again with --bake-weights"
+
+
+class BakedError(ConfigError):
+    """Baked weights that cannot be used. The message names the file, what is wrong, and the remedy."""
+
+
+def is_baked(artifact: Path) -> bool:
+    """Whether an artifact holds its weights."""
+    return (artifact / TABLE).exists()
+
+
+def bake(artifact: Path, checkpoint: Checkpoint) -> None:
+    """Make the parameters of an artifact that is being built, by its weight plan, and add them to it.
+
+    Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
+    """
+    from graphllm.weights.loader import load_weights
+    from graphllm.weights.plan import WeightPlan
+
+    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    tensors = load_weights(plan, checkpoint, "cpu")
+    places, size = _lay_out(tensors)
+    try:
+        digest = _write(artifact / DATA, places, tensors, size)
+        table = {
+            "format": FORMAT,
+            "checkpoint": fingerprint(checkpoint),
+            "sample": sample(checkpoint),
+            "size": size,
+            "sha256": digest,
+            "tensors": places,
+        }
+        (artifact / TABLE).write_text(json.dumps(table, indent=1))
+        with (artifact / DATA).open("r+b") as file:
+            file.write(_stamp(table))
+    except OSError as full:
+        raise BakedError(
+            f"bake_weights: {artifact / DATA} needs {size / 1e9:.2f} GB and cannot be written ({full.strerror}); make "
+            "room there, or leave --bake-weights out"
+        ) from full
+
+
+def _lay_out(tensors: Mapping[str, torch.Tensor]) -> tuple[dict[str, dict[str, Any]], int]:
+    """Where each parameter goes, those that share their memory to one place; and the size of the file."""
+    places: dict[str, dict[str, Any]] = {}
+    taken: dict[tuple[int, tuple[int, ...], torch.dtype], int] = {}
+    end = _PAGE
+    for name, tensor in tensors.items():
+        shape = tuple(tensor.shape)
+        same = (tensor.data_ptr() or id(tensor), shape, tensor.dtype)
+        if same not in taken:
+            taken[same] = end
+            end += -(-tensor.nbytes // _PAGE) * _PAGE
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        places[name] = {"dtype": dtype, "shape": shape, "offset": taken[same], "nbytes": tensor.nbytes}
+    return places, end
+
+
+def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, torch.Tensor], size: int) -> str:
+    """Write the parameters; SHA-256 of everything behind the first page."""
+    import torch
+
+    digest, at = hashlib.sha256(), _PAGE
+    with file.open("wb") as out:
+        os.posix_fallocate(out.fileno(), 0, size)  # a full disk is found out before hours of writing
+        out.seek(_PAGE)
+        for name, place in places.items():
+            if place["offset"] < at:
+                continue  # shares the memory of one that is there
+            data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data
+            padding = bytes(-len(data) % _PAGE)
+            for part in (data, padding):
+                digest.update(part)
+                out.write(part)
+            at += len(data) + len(padding)
+    return digest.hexdigest()
+
+
+def _stamp(table: Mapping[str, Any]) -> bytes:
+    """What the data file begins with: it belongs to this table, and to no other."""
+    told = json.dumps(table, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(told.encode()).hexdigest().encode()
+
+
+def sample(checkpoint: Checkpoint) -> str:
+    """SHA-256 over a little from the middle of every tensor: what tells two checkpoints of one shape apart, without
+    reading gigabytes."""
+    found = hashlib.sha256()
+    files: dict[Path, int] = {}
+    try:
+        for name, info in sorted(checkpoint.tensors.items()):
+            if info.file not in files:
+                files[info.file] = os.open(info.file, os.O_RDONLY)
+            start = max(0, info.nbytes // 2 - _SAMPLE // 2)
+            read = os.pread(files[info.file], min(_SAMPLE, info.nbytes - start), info.offset + start)
+            found.update(name.encode() + b"\0" + read)
+    finally:
+        for fd in files.values():
+            os.close(fd)
+    return found.hexdigest()
+
+
+def check(artifact: Path) -> None:
+    """Raise BakedError unless the data file is there, whole, and the one that the table describes."""
+    table, file = _table(artifact), artifact / DATA
+    try:
+        with file.open("rb") as opened:
+            size, stamp = os.fstat(opened.fileno()).st_size, opened.read(_STAMP)
+    except FileNotFoundError as missing:
+        raise BakedError(f"{file} is missing from the artifact; {_AGAIN}") from missing
+    if size != table["size"]:
+        raise BakedError(f"{file} has {size} bytes, {TABLE} says {table['size']}: truncated or replaced; {_AGAIN}")
+    if stamp != _stamp(table):
+        raise BakedError(f"{file} is not the file that {TABLE} describes: replaced or damaged; {_AGAIN}")
+
+
+def check_source(artifact: Path, checkpoint: Checkpoint) -> None:
+    """Raise BakedError unless the weights were made of this checkpoint, as far as a sample of it shows."""
+    table = _table(artifact)
+    if table["checkpoint"] != fingerprint(checkpoint):
+        raise BakedError(f"{artifact / DATA} was made of another model than {checkpoint.folder}; {_AGAIN}")
+    if table["sample"] != sample(checkpoint):
+        raise BakedError(
+            f"{artifact / DATA} was made of other weights than those in {checkpoint.folder}, which have the same "
+            f"shapes; {_AGAIN}"
+        )
+
+
+def check_contents(artifact: Path) -> None:
+    """Raise BakedError unless every byte of the data is as it was written. Reads all of it."""
+    table, found = _table(artifact), hashlib.sha256()
+    with (artifact / DATA).open("rb", buffering=0) as file:
+        file.seek(_PAGE)
+        while part := file.read(_READ):
+            found.update(part)
+    if found.hexdigest() != table["sha256"]:
+        raise BakedError(f"{artifact / DATA} does not match its checksum: changed on disk; {_AGAIN}")
+
+
+def open_weights(
+    artifact: Path, device: str | torch.device = "cpu", progress: Progress | None = None
+) -> dict[str, torch.Tensor]:
+    """The parameters by name: on a CPU the file itself, mapped for reading only and shared with other processes; on a
+    GPU copies of it. Parameters that share memory do so here.
+
+    Raises BakedError as `check` does.
+    """
+    import torch
+
+    check(artifact)
+    table = _table(artifact)
+    if torch.device(device).type == "cuda":
+        from graphllm.weights.loader import read_tensors
+
+        made = {p["offset"]: torch.empty(p["shape"], dtype=getattr(torch, p["dtype"]), device=device)
+                for p in table["tensors"].values()}  # fmt: skip
+        read_tensors(artifact / DATA, made, progress)
+        return {name: made[p["offset"]] for name, p in table["tensors"].items()}
+    with (artifact / DATA).open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor shall it be
+        whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map open
+    return dict(_views(whole, table["tensors"]))
+
+
+def _views(whole: torch.Tensor, places: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    for name, p in places.items():
+        yield name, whole[p["offset"] : p["offset"] + p["nbytes"]].view(getattr(torch, p["dtype"])).view(p["shape"])
+
+
+def _table(artifact: Path) -> dict[str, Any]:
+    """The table. The manifest holds its checksum; here it is only that of this version."""
+    table: dict[str, Any] = json.loads((artifact / TABLE).read_text())
+    if table["format"] != FORMAT:
+        raise BakedError(f"{artifact / TABLE}: format {table['format']!r}, this graphllm reads {FORMAT}; {_AGAIN}")
+    return table
