@@ -14,3 +14,4 @@ PrefixCaching = Annotated[bool, typer.Option(help="Reuse the cache of beginnings
 Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")]
 PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
 GpuShare = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of a CPU's kernels; default: all CPUs there are for it.")]
