@@ -15,6 +15,7 @@ from typing import Literal
 from graphllm.config import ConfigError, Target
 
 PLUGIN_GROUP = "graphllm.plugins"
+_CGROUP = Path("/sys/fs/cgroup")
 
 _CODEGEN_FLAGS = ("sse", "ssse3", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmulqdq", "popcnt", "abm",
                   "movbe", "adx", "sha", "asimd", "sve", "bf16", "i8mm", "fphp")  # fmt: skip
@@ -119,11 +120,13 @@ def compiler_version() -> str:
         return "none"
 
 
-def free_cores() -> int:
-    """Cores this process may use, less what other processes keep busy right now; at least 1.
-
-    Kernels of one parallel region wait for each other, so a core that is taken makes all of them slow.
-    """
+def usable_cores() -> int:
+    """CPUs this process may use at once: those of its affinity, fewer where a control group limits their time."""
     cores = len(os.sched_getaffinity(0))
-    busy = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
-    return max(1, min(cores, cores - (int(busy) - 1)))
+    for limits in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2 and 1
+        files = [_CGROUP / name for name in limits]
+        if all(f.is_file() for f in files):
+            quota, period = " ".join(f.read_text() for f in files).split()
+            if quota not in ("max", "-1"):
+                return max(1, min(cores, int(quota) // int(period)))
+    return cores

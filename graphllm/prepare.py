@@ -313,15 +313,25 @@ def load_core(
     clock = _Phases(phases)
     import torch
 
+    from graphllm.runtime.stream import alone
+
+    clock("import torch")
+    threads = settings.threads or torch.get_num_threads()
+    with alone():
+        return _load(settings, processors, threads, clock)
+
+
+def _load(
+    settings: CoreSettings, processors: Sequence[LogitsProcessor], threads: int, clock: Callable[[str], None]
+) -> EngineCore:
+    import torch
+
     from graphllm.engine.core import EngineCore
     from graphllm.engine.grammar import GrammarCompiler
     from graphllm.runtime.executor import Executor
     from graphllm.weights.loader import load_weights, random_weights
     from graphllm.weights.plan import WeightPlan
 
-    clock("import torch")
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     place = Path(settings.artifact)
     manifest = artifact.verify(place)
     source = open_source(settings.model, settings.random)
@@ -340,7 +350,7 @@ def load_core(
         torch.cuda.synchronize()
     clock("weights")
     pages = _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization, torch)
-    executor = Executor(place, manifest, weights, pages)
+    executor = Executor(place, manifest, weights, pages, threads)
     grammars = None
     if (source.folder / "tokenizer.json").is_file():
         grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(settings.stop_ids))

@@ -20,6 +20,7 @@ from graphllm.cli.options import (
     PageSize,
     PrefixCaching,
     Quantize,
+    Threads,
 )
 
 app = typer.Typer(
@@ -129,6 +130,7 @@ def run_command(
     artifact: Artifact = "build",
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     enable_prefix_caching: PrefixCaching = True,
     scheduling_policy: Policy = "fcfs",
     load_format: LoadFormat = "auto",
@@ -155,7 +157,7 @@ def run_command(
     }  # fmt: skip
     options = EngineOptions(enable_prefix_caching=enable_prefix_caching, scheduling_policy=scheduling_policy)
     inputs = Inputs(file, prompt or [], raw, system, output)
-    loading = Loading(artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", options)
+    loading = Loading(artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", options, threads)
     raise typer.Exit(run(model, inputs, sampling, wanted, loading, quiet))
 
 
@@ -198,6 +200,7 @@ def serve_command(
     artifact: Artifact = "build",
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     enable_prefix_caching: PrefixCaching = True,
     long_prefill_token_threshold: Annotated[
         int, typer.Option(help="Tokens of one prompt in one step at most; 0: as many as fit.")
@@ -239,6 +242,7 @@ def serve_command(
             target=target,
             backend=backend,
             artifact=artifact,
+            threads=threads,
         )
         options = ServerOptions(
             host=host,

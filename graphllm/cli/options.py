@@ -18,3 +18,4 @@ Quantize = Annotated[
 BakeWeights = Annotated[bool, typer.Option("--bake-weights", help="Store the finished weights in the artifact, too.")]
 PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
 GpuShare = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of a CPU's kernels; default: all CPUs there are for it.")]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from graphllm import prepare
-from graphllm.config import Quantization
+from graphllm.config import ConfigError, Quantization
 from graphllm.engine.options import EngineOptions, LogitsProcessor
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.text import Tokenizer
@@ -29,7 +29,7 @@ class EngineArgs:
     gpu_memory_utilization of the whole device. max_num_queued_reqs: waiting requests above which new ones are refused.
     seed: of requests without one. load_format: "dummy" for random weights. skip_tokenizer_init: token ids in and out.
     logits_processors: functions, or "package.module:name". target, backend, artifact: as of `graphllm run`; artifact is
-    "build", "use", "require", "rebuild" or a folder.
+    "build", "use", "require", "rebuild" or a folder. threads: of a CPU's kernels; all CPUs the process may use.
     """
 
     model: str | Path | None = None
@@ -52,6 +52,7 @@ class EngineArgs:
     target: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["inductor", "eager"] = "inductor"
     artifact: str | Path = "build"
+    threads: int | None = None
 
 
 class Opened(NamedTuple):
@@ -94,7 +95,7 @@ def open_model(args: EngineArgs) -> Opened:
         random=args.load_format == "dummy",
         kv_memory=args.kv_cache_memory_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        threads=free_threads() if device == "cpu" else None,
+        threads=kernel_threads(args.threads, device),
         stop_ids=tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
         options=EngineOptions(
             enable_prefix_caching=args.enable_prefix_caching,
@@ -108,8 +109,19 @@ def open_model(args: EngineArgs) -> Opened:
     return Opened(settings, tokenizer, SamplingParams.from_checkpoint(source.folder), functions)
 
 
-def free_threads() -> int | None:
-    """Threads for a CPU's kernels: the cores that are free, unless the user has said how many."""
-    from graphllm.machine import free_cores
+def kernel_threads(threads: int | None, device: str) -> int | None:
+    """Threads for a CPU's kernels: as the user says, else as OMP_NUM_THREADS does (None), else one for each CPU that
+    this process may use. Raises ConfigError for more than those, and on a GPU."""
+    from graphllm.machine import usable_cores
 
-    return None if "OMP_NUM_THREADS" in os.environ else free_cores()
+    if device != "cpu":
+        if threads is not None:
+            raise ConfigError(
+                f"threads is {threads}: it is for kernels on a CPU, and this runs on {device}; leave it out"
+            )
+        return None
+    if threads is None:
+        return None if "OMP_NUM_THREADS" in os.environ else usable_cores()
+    if not 1 <= threads <= usable_cores():
+        raise ConfigError(f"threads is {threads}: give 1 to {usable_cores()}, the CPUs that this process may use")
+    return threads

@@ -18,6 +18,7 @@ from graphllm.cli.options import (
     PageSize,
     PrefixCaching,
     Quantize,
+    Threads,
 )
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ def throughput_command(
     block_size: PageSize = None,
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     enable_prefix_caching: PrefixCaching = True,
     load_format: LoadFormat = "auto",
     target: TargetName = "auto",
@@ -118,7 +120,7 @@ def throughput_command(
         model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching,
-        load_format=load_format, target=target, backend=backend, artifact=artifact,
+        load_format=load_format, target=target, backend=backend, artifact=artifact, threads=threads,
     )  # fmt: skip
     work = Throughput(num_prompts, input_len, output_len, prefix_len, n, temperature, seed)
     bench_throughput(args, work, output, quiet)
@@ -141,6 +143,7 @@ def latency_command(
     block_size: PageSize = None,
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     load_format: LoadFormat = "auto",
     target: TargetName = "auto",
     backend: Backend = "inductor",
@@ -155,7 +158,7 @@ def latency_command(
         model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization,
-        load_format=load_format, target=target, backend=backend, artifact=artifact,
+        load_format=load_format, target=target, backend=backend, artifact=artifact, threads=threads,
     )  # fmt: skip
     bench_latency(args, Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed), output, quiet)
 
