@@ -42,11 +42,11 @@ def quantize(numbers: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     """Rows [R, I] as 32-bit words of packed integers, [R, words], and bfloat16 scales [R, groups].
 
     The scale is rounded first, and integers are multiples of that. int8: the largest number of a group becomes 127 or
-    -127. int4: the largest becomes -8, with a scale of its sign, so that all sixteen integers are used.
+    -127. int4: the largest becomes -8, with a scale of the opposite sign, so that all sixteen integers are used.
     """
     R, inner = numbers.shape
     groups = -(-inner // fmt.group)
-    numbers = numbers.float()
+    numbers = numbers.contiguous().float()
     if inner % fmt.group:
         numbers = torch.nn.functional.pad(numbers, (0, groups * fmt.group - inner))
     numbers = numbers.reshape(R, groups, fmt.group)
@@ -55,8 +55,8 @@ def quantize(numbers: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
     else:
         high, low = numbers.amax(-1), numbers.neg().amax(-1)
         scales = (torch.where(low > high, low, -high) / 8).bfloat16()
-    inverse = torch.where(scales == 0, 0.0, 1 / scales.float())
-    numbers = torch.mul(numbers, inverse.unsqueeze(-1)).round_()
+    divisor = torch.where(scales == 0, 1.0, scales.float())
+    numbers = torch.div(numbers, divisor.unsqueeze(-1)).round_()
     if fmt.bits == 8:
         return numbers.clamp_(-127, 127).to(torch.int8).view(R, -1).view(torch.int32), scales
     fours = numbers.clamp_(-8, 7).add_(8).to(torch.uint8).view(torch.int32).view(R, -1, 2)
