@@ -73,7 +73,7 @@ def main() -> None:
             measured.missing[peer.name] = reason
     for number in range(args.rounds):
         warm(model.work)
-        measured.machine.append(json.loads(fresh([sys.executable, "-m", "bench.cpu.machine", str(args.threads)], lock)))
+        measured.machine.append(probe(args.threads, lock))
         for peer in ready:
             if peer.name in measured.missing:
                 continue
@@ -84,6 +84,7 @@ def main() -> None:
             else:
                 measured.add(peer, figures)
                 print(f"round {number + 1}, {peer.name}: {figures}", file=sys.stderr, flush=True)
+        measured.machine.append(probe(args.threads, lock))
         lock.release()
         report.write(args.out, args.name, measured)
 
@@ -92,6 +93,12 @@ def command(args: argparse.Namespace) -> str:
     """What to type to measure the same again."""
     parts = {"out": args.out, "rounds": args.rounds, "threads": args.threads, "layers": args.layers, "only": args.only}
     return " ".join(["python -m bench cpu", *(f"--{n} {v}" for n, v in parts.items() if v is not None)])
+
+
+def probe(threads: int, lock: Lock) -> dict[str, float]:
+    """What the machine can do right now; shared ones differ from minute to minute."""
+    figures: dict[str, float] = json.loads(fresh([sys.executable, "-m", "bench.cpu.machine", str(threads)], lock))
+    return figures
 
 
 class ProcessFailedError(RuntimeError):

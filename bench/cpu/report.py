@@ -101,13 +101,13 @@ def to_markdown(measured: Measured, name: str) -> str:
     """The tables."""
     found, floors, about = measured.medians(), measured.floors(), measured.about
     machine, reads = medians(measured.machine), [m[READ] for m in measured.machine]
-    slowest, fastest = min(reads), max(reads)
+    slowest, fastest, rounds = min(reads), max(reads), max(map(len, measured.figures.values()))
     lines = [
         "# Qwen2.5-0.5B shape, random weights: graphllm beside other systems on a CPU", "",
         f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Medians of "
-        f"{len(measured.machine)} rounds; in each, every system runs once, in a fresh process. 128 tokens in, 64 out; "
-        f"files in the page cache. Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} over the "
-        f"rounds), a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. All rounds are in `{name}.json`.", "",
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}; in each, every system runs once, in a fresh process. 128 tokens in, 64 out; "
+        f"files in the page cache. Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} before and "
+        f"after each round), a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
         f"![plot]({name}.svg)", "",
     ]  # fmt: skip
     for bits in _BITS:
