@@ -105,9 +105,9 @@ def to_markdown(measured: Measured, name: str) -> str:
     lines = [
         "# Qwen2.5-0.5B shape, random weights: graphllm beside other systems on a CPU", "",
         f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Medians of "
-        f"{rounds} {'round' if rounds == 1 else 'rounds'}; in each, every system runs once, in a fresh process. 128 tokens in, 64 out; "
-        f"files in the page cache. Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} before and "
-        f"after each round), a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}; in each, every system runs once, in a fresh process. "
+        "128 tokens in, 64 out; files in the page cache. "
+        f"Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} before and after each round), a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
         f"![plot]({name}.svg)", "",
     ]  # fmt: skip
     for bits in _BITS:
