@@ -107,7 +107,8 @@ def to_markdown(measured: Measured, name: str) -> str:
         f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Medians of "
         f"{rounds} {'round' if rounds == 1 else 'rounds'}; in each, every system runs once, in a fresh process. "
         "128 tokens in, 64 out; files in the page cache. "
-        f"Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} before and after each round), a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
+        f"Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} before and after each round), "
+        f"a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
         f"![plot]({name}.svg)", "",
     ]  # fmt: skip
     for bits in _BITS:
