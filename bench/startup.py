@@ -1,9 +1,10 @@
 """Start to first token of a fresh process from its artifact, beside its floor: import torch, read weights, prefill.
 
-    python bench/startup.py CHECKPOINT ARTIFACT [--runs N] [--out FILE.json]
+    python bench/startup.py CHECKPOINT ARTIFACT [ARTIFACT ...] [--runs N] [--out FILE.json]
 
-Each run is a new `graphllm run` process without a compiler on PATH. The floor is measured in turn with it, in fresh
-processes too: importing torch, then reading every byte of the weights into fresh memory; the prefill is a warm one.
+Each run is a new `graphllm run` process without a compiler on PATH; several artifacts take turns, such as one with and
+one without baked weights. The floor is measured in turn with them, in fresh processes too: importing torch, then
+reading every byte of the weights into fresh memory; the prefill is a warm one.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any, NamedTuple
+
+from graphllm.machine import detect_target
 
 FLOOR = """
 import sys, time
@@ -34,62 +39,101 @@ for name in sys.argv[1:]:
 print(imported - start, time.perf_counter() - imported)
 """
 PREFILL = """
-import json, sys, time
-from pathlib import Path
-from graphllm import artifact, prepare
-place = Path(sys.argv[2])
-engine = prepare.load_engine(prepare.open_source(sys.argv[1]), place, artifact.verify(place))
-from graphllm.engine.params import SamplingParams
+import sys, time
+from graphllm import LLM, SamplingParams
+llm = LLM(sys.argv[1], artifact=sys.argv[2], enable_prefix_caching=False)
 seconds = []
 for _ in range(5):
-    engine.add([0] * 16, SamplingParams(max_tokens=1, temperature=0.0))
     start = time.perf_counter()
-    list(engine.run())
+    llm.generate([[0] * 16], SamplingParams(max_tokens=1, temperature=0.0))
     seconds.append(time.perf_counter() - start)
 print(min(seconds))
 """
 
 
+PHASE = re.compile(r"([a-z ]+) (\d+\.\d+)")
+
+
+class Start(NamedTuple):
+    """One process. Seconds from its start to its first output and to its end, and what it says of itself."""
+
+    first_token: float
+    whole: float
+    phases: dict[str, float]
+
+
+def start(command: list[str]) -> Start:
+    """Run it without a compiler on PATH."""
+    begin = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as errors:
+        bare = {**os.environ, "PATH": "/nonexistent", "COLUMNS": "1000"}
+        process = subprocess.Popen(command, env=bare, stdout=subprocess.PIPE, stderr=errors)
+        assert process.stdout is not None
+        process.stdout.read(1)
+        first = time.perf_counter() - begin
+        process.stdout.read()
+        status = process.wait()
+        whole = time.perf_counter() - begin
+        errors.seek(0)
+        told = errors.read()
+    if status:
+        raise RuntimeError(told)
+    phases = {name.strip(): float(seconds) for name, seconds in PHASE.findall(told.partition("start-up, s:")[2])}
+    return Start(first, whole, phases)
+
+
+def median(starts: list[Start]) -> dict[str, Any]:
+    """Of each figure. outside: the interpreter, its imports and, in whole, its end."""
+    phases = {n: statistics.median(s.phases[n] for s in starts) for n in starts[0].phases}
+    first = statistics.median(s.first_token for s in starts)
+    return {
+        "first token s": round(first, 3),
+        "whole process s": round(statistics.median(s.whole for s in starts), 3),
+        "its own account s": {n: round(v, 3) for n, v in phases.items()},
+        "before that s": round(statistics.median(s.first_token - s.phases["first token"] for s in starts), 3),
+        "runs, first token s": [round(s.first_token, 3) for s in starts],
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("artifact", type=Path)
+    parser.add_argument("artifacts", type=Path, nargs="+", metavar="ARTIFACT")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     files = [str(f) for f in sorted(args.checkpoint.glob("*.safetensors"))]
     prompt = Path(tempfile.mkdtemp()) / "prompt.txt"
-    prompt.write_text(" ".join(["a"] * 16))
+    prompt.write_text("a" * 16)
     command = [sys.executable, "-m", "graphllm.cli", "run", str(prompt), "--raw", "--model", str(args.checkpoint),
-               "--artifact", str(args.artifact), "--max-tokens", "1", "--temperature", "0"]  # fmt: skip
-    bare = {**os.environ, "PATH": "/nonexistent"}
-    starts, imports, reads = [], [], []
-    phases = ""
+               "--max-tokens", "1", "--temperature", "0", "--artifact"]  # fmt: skip
+    starts: dict[Path, list[Start]] = {artifact: [] for artifact in args.artifacts}
+    imports, reads = [], []
     for i in range(args.runs + 1):
-        begin = time.perf_counter()
-        done = subprocess.run(command, env=bare, capture_output=True, text=True, check=True)
-        total = time.perf_counter() - begin
-        phases = done.stderr.strip().splitlines()[-1]
+        for artifact, found in starts.items():
+            once = start([*command, str(artifact)])
+            if i:  # the first warms the page cache
+                found.append(once)
         floor = subprocess.run([sys.executable, "-c", FLOOR, *files], capture_output=True, text=True, check=True)
-        if i:  # the first warms the page cache
-            starts.append(total)
+        if i:
             imports.append(float(floor.stdout.split()[0]))
             reads.append(float(floor.stdout.split()[1]))
     warm = subprocess.run(
-        [sys.executable, "-c", PREFILL, str(args.checkpoint), str(args.artifact)],
+        [sys.executable, "-c", PREFILL, str(args.checkpoint), str(args.artifacts[0])],
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     prefill = float(warm.stdout.split()[-1])
-    floors = [a + b + prefill for a, b in zip(imports, reads, strict=True)]
     result = {
-        "whole process s": round(statistics.median(starts), 3),
-        "floor s": round(statistics.median(floors), 3),
-        "floor parts s": {"import torch": round(statistics.median(imports), 3), "read weights":
-                          round(statistics.median(reads), 3), "prefill": round(prefill, 3)},
-        "ratio": round(statistics.median(a / b for a, b in zip(starts, floors, strict=True)), 3),
-        "last run's phases": phases,
+        "machine": f"{detect_target('cpu').name}, {len(os.sched_getaffinity(0))} cores",
+        "command": f"python bench/startup.py CHECKPOINT {' '.join(a.name for a in args.artifacts)} --runs {args.runs}",
+        "artifacts": {artifact.name: median(found) for artifact, found in starts.items()},
+        "floor parts s": {
+            "import torch": round(statistics.median(imports), 3),
+            "read weights": round(statistics.median(reads), 3),
+            "prefill": round(prefill, 3),
+        },
         "runs": args.runs,
-    }  # fmt: skip
+    }
     text = json.dumps(result, indent=1)
     print(text)
     if args.out:

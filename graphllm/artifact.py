@@ -1,8 +1,8 @@
 """The artifact on disk: key, manifest, atomic writing and verification. Needs no torch, so a wrong one is refused fast.
 
 A folder with ``manifest.json`` (every key factor in clear, a checksum for each file), ``program.json``,
-``weights.json``,
-``pieces/`` and ``graph/``. docs/artifact.md describes the format.
+``weights.json``, ``pieces/`` and ``graph/``, and maybe the weights themselves (`graphllm.weights.baked`).
+docs/artifact.md describes the format.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def main() -> None:
     peers = [p for p in find_peers().values() if any(w in p.name.lower() for w in wanted)]
     measured = report.Measured(
         about={"machine": cpu_name(), "system": platform.platform(), "threads": args.threads, "rounds": args.rounds,
-               "layers": config["num_hidden_layers"], "command": "python -m bench " + " ".join(["cpu", *sys.argv[1:]]),
+               "layers": config["num_hidden_layers"], "command": command(args),
                "date": time.strftime("%Y-%m-%d"), "versions": versions(peers)},
         parameters=report.count_parameters(config),
     )  # fmt: skip
@@ -73,7 +73,7 @@ def main() -> None:
             measured.missing[peer.name] = reason
     for number in range(args.rounds):
         warm(model.work)
-        measured.machine.append(json.loads(fresh([sys.executable, "-m", "bench.cpu.machine", str(args.threads)], lock)))
+        measured.machine.append(probe(args.threads, lock))
         for peer in ready:
             if peer.name in measured.missing:
                 continue
@@ -84,8 +84,21 @@ def main() -> None:
             else:
                 measured.add(peer, figures)
                 print(f"round {number + 1}, {peer.name}: {figures}", file=sys.stderr, flush=True)
+        measured.machine.append(probe(args.threads, lock))
         lock.release()
         report.write(args.out, args.name, measured)
+
+
+def command(args: argparse.Namespace) -> str:
+    """What to type to measure the same again."""
+    parts = {"out": args.out, "rounds": args.rounds, "threads": args.threads, "layers": args.layers, "only": args.only}
+    return " ".join(["python -m bench cpu", *(f"--{n} {v}" for n, v in parts.items() if v is not None)])
+
+
+def probe(threads: int, lock: Lock) -> dict[str, float]:
+    """What the machine can do right now; shared ones differ from minute to minute."""
+    figures: dict[str, float] = json.loads(fresh([sys.executable, "-m", "bench.cpu.machine", str(threads)], lock))
+    return figures
 
 
 class ProcessFailedError(RuntimeError):
@@ -133,11 +146,11 @@ def run_worker(task: Task, lock: Lock) -> dict[str, float]:
     """What the task gave. Raises ProcessFailedError."""
     threads = {"OMP_NUM_THREADS": str(task.model.threads)}
 
-    def command() -> list[str]:
+    def arguments() -> list[str]:
         started = dataclasses.replace(task, begun=time.perf_counter())
         return [sys.executable, "-m", "bench.cpu.worker", started.to_json()]
 
-    figures: dict[str, float] = json.loads(fresh(command, lock, threads))
+    figures: dict[str, float] = json.loads(fresh(arguments, lock, threads))
     return figures
 
 

@@ -66,7 +66,9 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
         for name, shape in qwen2_tensors(config)
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words(config))}, merges=[tuple(m) for m in _MERGED]))
+    tokenizer = Tokenizer(
+        models.BPE({w: i for i, w in enumerate(words(config))}, merges=[(m[0], m[1]) for m in _MERGED])
+    )
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     tokenizer.save(str(folder / "tokenizer.json"))  # last: the folder is whole when it is there

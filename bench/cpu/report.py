@@ -100,13 +100,15 @@ def to_plain(measured: Measured) -> dict[str, Any]:
 def to_markdown(measured: Measured, name: str) -> str:
     """The tables."""
     found, floors, about = measured.medians(), measured.floors(), measured.about
-    machine = medians(measured.machine)
+    machine, reads = medians(measured.machine), [m[READ] for m in measured.machine]
+    slowest, fastest, rounds = min(reads), max(reads), max(map(len, measured.figures.values()))
     lines = [
         "# Qwen2.5-0.5B shape, random weights: graphllm beside other systems on a CPU", "",
         f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Medians of "
-        f"{len(measured.machine)} rounds; in each, every system runs once, in a fresh process. 128 tokens in, 64 out; "
-        f"files in the page cache. Memory is read at {machine[READ]:.1f} GB/s, a bf16 product runs at "
-        f"{machine[GEMM]:.2f} TFLOP/s. All rounds are in `{name}.json`.", "",
+        f"{rounds} {'round' if rounds == 1 else 'rounds'}; in each, every system runs once, in a fresh process. "
+        "128 tokens in, 64 out; files in the page cache. "
+        f"Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} before and after each round), "
+        f"a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
         f"![plot]({name}.svg)", "",
     ]  # fmt: skip
     for bits in _BITS:

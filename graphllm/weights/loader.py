@@ -69,7 +69,8 @@ def load_weights(
 
 
 def read_tensors(file: Path, tensors: Mapping[int, Tensor], progress: Progress | None = None) -> None:
-    """Fill contiguous CUDA tensors with the bytes of a file that begin at their keys. progress: see `load_weights`."""
+    """Fill contiguous tensors of one device with the bytes of a file that begin at their keys. progress: see
+    `load_weights`."""
     counter = _Counter(sum(t.nbytes for t in tensors.values()), progress)
     with contextlib.ExitStack() as stack:
         fd = _open(file, stack)
@@ -80,7 +81,10 @@ def read_tensors(file: Path, tensors: Mapping[int, Tensor], progress: Progress |
             if part.nbytes
         ]
         device = next(iter(tensors.values())).device
-        _read_to_cuda(chunks, device, counter)
+        if device.type == "cuda":
+            _read_to_cuda(chunks, device, counter)
+        else:
+            _read_on_cpu(chunks, counter)
 
 
 def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Tensor]:

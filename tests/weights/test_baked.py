@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from graphllm import artifact, prepare
 from graphllm.artifact import ArtifactError
 from graphllm.config import ConfigError, Env
-from graphllm.weights import baked
+from graphllm.weights import baked, loader
 from graphllm.weights.baked import BakedError
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.plan import Entry, Read, Tie, Values, WeightPlan
@@ -92,6 +93,20 @@ def test_any_plan(tmp_path: Path) -> None:
     assert found["values"].tolist() == [0.5, -2.0]
     assert found["values"].dtype == torch.float16
     assert found["empty"].shape == (0, 4)
+
+
+def test_read_in_chunks(tmp_path: Path) -> None:
+    """As to a GPU: every tensor from its place in the file, in many reads."""
+    numbers = torch.arange(200, dtype=torch.int16)
+    (tmp_path / "data").write_bytes(numbers.numpy().tobytes())
+    tensors = {at: torch.zeros(shape, dtype=torch.int16) for at, shape in ((0, (5,)), (40, (4, 20)), (398, ()))}
+    told: list[tuple[int, int]] = []
+    with mock.patch.object(loader, "_CHUNK", 16):
+        loader.read_tensors(tmp_path / "data", tensors, lambda *done: told.append(done))
+    assert tensors[0].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(tensors[40], numbers[20:100].view(4, 20))
+    assert tensors[398].item() == 199
+    assert told[-1] == (172, 172)
 
 
 def test_same_tokens_without_the_checkpoints_weights(

@@ -76,7 +76,7 @@ def _convert(model: Workload) -> Any:
             self.source = source
 
         def forward(self, input_ids: Any, attention_mask: Any, position_ids: Any, beam_idx: Any, *past: Any) -> Any:
-            cache = DynamicCache()
+            cache: Any = DynamicCache()
             for i in range(layers):
                 layer = DynamicLayer()
                 keys, values = (p.index_select(0, beam_idx) for p in past[2 * i : 2 * i + 2])

@@ -41,7 +41,7 @@ class _Ours(Peer):
         if not (folder / "manifest.json").exists():
             command = [sys.executable, "-m", "graphllm.cli", "compile", str(model.checkpoint), "--target", "cpu",
                        "--max-model-len", str(model.max_len), "--max-num-seqs", str(model.batch),
-                       "--max-num-batched-tokens", str(model.max_len), "-o", str(folder),
+                       "--max-num-batched-tokens", str(model.max_len), "--bake-weights", "-o", str(folder),
                        *(["--quantize", self._quantize] if self._quantize else [])]  # fmt: skip
             subprocess.run(command, check=True)
 
@@ -112,16 +112,12 @@ class _Executor(Runner):
 
         from graphllm import artifact as files
         from graphllm.runtime.executor import Executor
-        from graphllm.weights.checkpoint import Checkpoint
-        from graphllm.weights.loader import load_weights
-        from graphllm.weights.plan import WeightPlan
+        from graphllm.weights import baked
 
         torch.set_num_threads(model.threads)
         manifest = files.verify(Path(opened.settings.artifact))
-        plan = WeightPlan.from_json((artifact / "weights.json").read_text())
-        weights = load_weights(plan, Checkpoint.open(model.checkpoint), "cpu")
         self._width = -(-model.max_len // manifest["factors"]["compile"]["page_size"])
-        self._executor = Executor(artifact, manifest, weights, model.batch * self._width + 1)
+        self._executor = Executor(artifact, manifest, baked.open_weights(artifact), model.batch * self._width + 1)
 
     def run(self, prompts: Sequence[list[int]], count: int) -> Times:
         steps, rows, start = Steps(len(prompts)), [list(p) for p in prompts], 0
