@@ -3,7 +3,8 @@
     python bench/quantized.py [accuracy] [logits] [speed]    # all of them without a name
 
 Prints Markdown. accuracy: held-out questions answered greedily by the compiled embedded model. logits: the shape of
-Qwen2.5-0.5B with random weights, the error against 16 bits. speed: the same shape, formats by turns in one run, two
+Qwen2.5-0.5B with random weights, the error against float32, also of quantized weights alone, with nothing else rounded.
+speed: the same shape, formats by turns in one run, two
 threads, and how it compares with reading the weights once a step at the speed that memory is read.
 """
 
@@ -22,6 +23,7 @@ from pathlib import Path
 import torch
 from cpu_kernels import POOL, huge, read_ceiling
 from real_size import SHAPES, Ours, cpu_name, make_checkpoint
+from transformers import AutoTokenizer
 
 from graphllm.embedded import MODEL_DIR
 from graphllm.embedded.evaluate import held_out
@@ -31,12 +33,14 @@ from graphllm.engine.params import SamplingParams
 from graphllm.weights.plan import WeightPlan
 
 FORMATS = ("bfloat16", "int8", "int4")
+EXACT = {"float32": [], "int8, x not rounded": ["--quantize", "int8"], "int4, x not rounded": ["--quantize", "int4"]}
 QUESTIONS, SEED, THREADS, ROUNDS = 40, 1, 2, 7
 KEEP = Path(tempfile.gettempdir()) / "graphllm-bench"
 
 
 def accuracy() -> None:
     """The same questions in each format; different answers than in 16 bits are counted too."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     samples = {name: held_out(name, QUESTIONS, SEED) for name in TASKS}
     print(f"\n## Accuracy of the embedded model, {sum(map(len, samples.values()))} held-out questions\n")
     print("| weights | right, mean over tasks | tasks all right | answers other than in bf16 |\n|---|---|---|---|")
@@ -45,9 +49,7 @@ def accuracy() -> None:
         llm = LLM(MODEL_DIR, quantize=None if fmt == "bfloat16" else fmt, target="cpu", artifact="build")
         flat = [s for of in samples.values() for s in of]
         prompts = [
-            llm.get_tokenizer().apply_chat_template(
-                s.messages, tools=s.tools or None, add_generation_prompt=True, tokenize=False
-            )
+            tokenizer.apply_chat_template(s.messages, tools=s.tools or None, add_generation_prompt=True, tokenize=False)
             for s in flat
         ]
         said = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=320), use_tqdm=False)
@@ -63,14 +65,16 @@ def accuracy() -> None:
         print(f"| {fmt} | {statistics.mean(shares):.2%} | {sum(s == 1 for s in shares)} of {len(shares)} | {other} |")
 
 
-def artifacts() -> tuple[Path, dict[str, Path]]:
-    """A checkpoint of random weights in the shape, and an artifact of it for each format."""
+def artifacts(exact: bool) -> tuple[Path, dict[str, Path]]:
+    """A checkpoint of random weights in the shape, and an artifact of it for each format. exact: float32 ones too."""
     folder = KEEP / "quantized"
     make_checkpoint(folder, SHAPES["qwen2.5-0.5b"])
-    places = {fmt: folder / fmt for fmt in FORMATS}
-    for fmt, place in places.items():
-        option = [] if fmt == "bfloat16" else ["--quantize", fmt]
-        command = ["compile", str(folder), "--max-model-len", "2048", "-o", str(place), *option]
+    options = {fmt: [] if fmt == "bfloat16" else ["--quantize", fmt] for fmt in FORMATS}
+    if exact:
+        options |= {name: ["--backend", "eager", "--dtype", "float32", *option] for name, option in EXACT.items()}
+    places = {name: folder / name.replace(", ", "-").replace(" ", "-") for name in options}
+    for name, place in places.items():
+        command = ["compile", str(folder), "--max-model-len", "2048", "-o", str(place), *options[name]]
         subprocess.run([sys.executable, "-m", "graphllm.cli", *command], check=True, stdout=subprocess.DEVNULL)
     return folder, places
 
@@ -102,16 +106,22 @@ def logits(ours: Ours, ids: list[int]) -> torch.Tensor:
 
 def shape(wanted: list[str]) -> None:
     """Error of logits, seconds of loading, tokens per second."""
-    folder, places = artifacts()
+    folder, places = artifacts("logits" in wanted)
     bandwidth = read_ceiling(huge(POOL))
     env = {"GOMP_SPINCOUNT": "20000", **os.environ}
-    workers = {
-        fmt: subprocess.Popen(
-            [sys.executable, __file__, "--worker", str(folder), str(place)],
+    workers: dict[str, subprocess.Popen[str]] = {}
+
+    def start(fmt: str) -> float:
+        workers[fmt] = subprocess.Popen(
+            [sys.executable, __file__, "--worker", str(folder), str(places[fmt])],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env,
-        )
-        for fmt, place in places.items()
-    }  # fmt: skip
+        )  # fmt: skip
+        return ask(fmt)
+
+    def stop(fmt: str) -> None:
+        process = workers.pop(fmt)
+        process.kill()
+        process.wait()
 
     def ask(fmt: str, *case: object) -> float:
         process = workers[fmt]
@@ -122,22 +132,26 @@ def shape(wanted: list[str]) -> None:
             process.stdin.flush()
         return float(json.loads(process.stdout.readline()))
 
-    loading = {fmt: ask(fmt) for fmt in FORMATS}
     if "logits" in wanted:
         print("\n## Logits of Qwen2.5-0.5B's shape with random weights, 8 prompts of 64 tokens\n")
         print("| weights | relative error of logits | same likeliest token |\n|---|---|---|")
         found = {}
-        for fmt, place in places.items():
+        for fmt in ("float32", *(f for f in places if f != "float32")):
+            start(fmt)
             ask(fmt, "logits", 1)
-            found[fmt] = torch.load(place / "logits.pt")
-            error = (found[fmt] - found["bfloat16"]).norm() / found["bfloat16"].norm()
-            same = (found[fmt].argmax(1) == found["bfloat16"].argmax(1)).sum()
-            print(f"| {fmt} | {error:.4f} | {same} of 8 |")
+            stop(fmt)
+            found[fmt] = torch.load(places[fmt] / "logits.pt")
+            error = (found[fmt] - found["float32"]).norm() / found["float32"].norm()
+            same = (found[fmt].argmax(1) == found["float32"].argmax(1)).sum()
+            print(f"| {fmt} | {error:.4f} | {same} of 8 |", flush=True)
     if "speed" in wanted:
-        plans = {fmt: WeightPlan.from_json((place / "weights.json").read_text()) for fmt, place in places.items()}
+        loading = {fmt: start(fmt) for fmt in FORMATS}
+        plans = {fmt: WeightPlan.from_json((places[fmt] / "weights.json").read_text()) for fmt in FORMATS}
         # A step reads all weights but the embedding, of which it reads a row, unless the head is the same memory.
-        streamed = {f: p.total_bytes - (0 if p["head.lm_head"].tie else p["embed.tokens"].nbytes) if f == "bfloat16"
-                    else p.total_bytes - p["embed.tokens"].nbytes for f, p in plans.items()}  # fmt: skip
+        streamed = {
+            fmt: plan.total_bytes - (0 if fmt == "bfloat16" else plan["embed.tokens"].nbytes)
+            for fmt, plan in plans.items()
+        }
         cases = {"decode batch 1": ("decode", 1), "decode batch 8": ("decode", 8), "prefill 1024": ("prefill", 1)}
         rates: dict[str, dict[str, list[float]]] = {name: {fmt: [] for fmt in FORMATS} for name in cases}
         for name, case in cases.items():
@@ -156,9 +170,8 @@ def shape(wanted: list[str]) -> None:
             share = statistics.median(rates["decode batch 1"][fmt]) / floor
             print(f"| {fmt} | {plans[fmt].total_bytes / 1e6:.0f} | {streamed[fmt] / 1e6:.0f} | {loading[fmt]:.2f} | "
                   + " | ".join(cells) + f" | {share:.0%} |")  # fmt: skip
-    for process in workers.values():
-        process.kill()
-        process.wait()
+        for fmt in FORMATS:
+            stop(fmt)
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-// quant_linear: out [M, N] = x [M, K] times quantized weights [N, K] transposed, plus bias [N]. See op.py for the layout.
+// quant_linear: out [M, N] = x [M, K] times quantized weights [N, K] transposed, plus bias [N]. op.py has the layout.
 //
-// The weights are one stream of 64-byte lines: of each, four inner entries (two times four for int4) of 16 rows. Rows of
-// x are quantized to int8 in the same groups of inner entries when the kernel begins, so that a line is one integer
-// product (vpdpbusd) for each row of x; products of a group add up exactly, and are scaled to float32 once a group.
+// The weights are one stream of 64-byte lines, each of four inner entries (int4: two times four) of 16 rows. Rows of x
+// are quantized to int8 in the same groups of inner entries when the kernel begins, so that a line is one integer
+// product (vpdpbusd), or two, for each row of x; products of a group add up exactly and are scaled in float32 once.
 #include "cpu_common.h"
 
 #if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
@@ -16,19 +16,20 @@
 namespace graphllm {
 namespace {
 
-constexpr i64 kRows = kLanes;          // weight rows a block
-constexpr i64 kLine = 64;              // bytes: four inner entries of 16 rows
+constexpr i64 kRows = kLanes;           // weight rows a block
+constexpr i64 kLine = 64;               // bytes: four or, of int4, eight inner entries of 16 rows
 constexpr i64 kMinBytes = 64 << 10;     // less weight than this is not worth waking another thread
 constexpr i64 kOwnBytes = 16 << 10;     // less x than this each thread quantizes for itself, which saves a barrier
 constexpr i64 kAhead = 2048;            // bytes of weights that are asked for ahead
 constexpr i64 kChunkBytes = 256 << 10;  // quantized rows of x that stay in the second-level cache
 #ifdef GRAPHLLM_VNNI
-constexpr int kTile = 12;  // rows of x side by side
+constexpr int kTile = 12;  // rows of x side by side at most: two registers each
 #else
 constexpr int kTile = 2;
 #endif
 
-// Two numbers of a format. group: inner entries that share a scale. zero: the zero point of what `Line` holds.
+// The formats. group: inner entries that share a scale. lines: of a group. parts: operands in a line, of four inner
+// entries each. zero: what is added to a weight to make the number that `Line` holds.
 struct Int8 {
   static constexpr i64 group = 64, lines = group / 4;
   static constexpr int parts = 1;
@@ -53,24 +54,18 @@ struct Args {
   i64 M, N, K, x_stride;
 };
 
-// Rows of x as int8, kTile rows at a time and in the order in which they are read: for each group of inner entries and
-// each row its scale and what corrects for the zero point of the weights, then four entries of each row by turns.
+// Rows of x as int8, a tile of rows at a time and in the order in which they are read: for each group of inner entries
+// the scale of each row and what corrects for the zero point of the weights, then four entries of each row by turns.
 template <typename F>
 struct Quantized {
   char* data;
-  i64 rows, groups;
+  i64 rows, groups, tile_rows = ceil_div(rows, ceil_div(rows, kTile));
 
   static i64 bytes(i64 rows, i64 groups) { return rows * groups * (8 + F::group); }
-  i64 width(i64 m0) const { return std::min<i64>(kTile, rows - m0); }
+  i64 width(i64 m0) const { return std::min(tile_rows, rows - m0); }
   const char* tile(i64 m0) const { return data + bytes(m0, groups); }
 };
 
-template <typename T>
-inline Vec load_vec(const T* from) {
-  Vec out;
-  for (int i = 0; i < kLanes; i++) out[i] = to_float(from[i]);
-  return out;
-}
 inline Vec load_vec(const float* from) {
   Vec out;
   std::memcpy(&out, from, sizeof(out));
@@ -83,13 +78,14 @@ inline Vec load_vec(const bf16* from) {
   return (Vec)(__builtin_convertvector(halves, Ints) << 16);
 }
 
-// The largest absolute value is found among the bits as integers, where a NaN is the largest of all: its group becomes NaN.
+// The largest absolute value is found among the bits as integers, where a NaN is the largest of all: its group becomes
+// NaN.
 template <typename F, typename T>
 void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
   using Bytes = std::int8_t __attribute__((vector_size(16)));
   constexpr i64 parts = F::group / kLanes;
   for (i64 m = rows.from; m < rows.to; m++) {
-    const i64 m0 = m / kTile * kTile, width = to.width(m0);
+    const i64 m0 = m / to.tile_rows * to.tile_rows, width = to.width(m0);
     char* at = to.data + Quantized<F>::bytes(m0, to.groups) + (m - m0) * 4;
     for (i64 g = 0; g < to.groups; g++, at += width * (8 + F::group)) {
       const T* x = a.x + m * a.x_stride + g * F::group;
@@ -265,13 +261,14 @@ void quant_linear(const Args<T>& a) {
 #pragma omp barrier
     }
     const Range mine = share(blocks);
-    const i64 chunk = std::max<i64>(1, kChunkBytes / Quantized<F>::bytes(kTile, groups)) * kTile;
+    const i64 chunk = std::max<i64>(1, kChunkBytes / x.bytes(x.tile_rows, groups)) * x.tile_rows;
     Vec totals[kTile];
     for (i64 first = 0; first < a.M; first += chunk)
       for (i64 block = mine.from; block < mine.to; block++)
-        for (i64 m0 = first; m0 < std::min(a.M, first + chunk); m0 += kTile) {
+        for (i64 m0 = first; m0 < std::min(a.M, first + chunk); m0 += x.tile_rows) {
           const i64 width = x.width(m0);
-          some_rows<F, kTile>(a.values + block * block_bytes, a.scales + block * groups * kRows, x.tile(m0), groups, totals, width);
+          some_rows<F, kTile>(a.values + block * block_bytes, a.scales + block * groups * kRows, x.tile(m0), groups,
+                              totals, width);
           for (i64 m = 0; m < width; m++) finish(a, m0 + m, block * kRows, totals[m]);
         }
   }

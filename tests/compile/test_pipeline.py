@@ -119,7 +119,9 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     files = sorted(p.name for p in (tmp_path / "dump").iterdir())
     units = ("adjust", "embed", "feed", "head", "layer.global", "logprobs", "sample", "sample_adjusted")
     assert [f for f in files if not f.startswith("piece.")] == [
-        f"{stage}.{unit}.txt" for stage in ("00-trace", "01-canonicalize", "02-fuse_attention") for unit in units
+        f"{stage}.{unit}.txt"
+        for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-fuse_attention")
+        for unit in units
     ]
     assert sum(f.startswith("piece.") for f in files) == 8
     for file in files:
@@ -196,7 +198,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
         (name, unit)
-        for name in ("canonicalize", "fuse_attention")
+        for name in ("canonicalize", "quantize_linear", "fuse_attention")
         for unit in ("feed", "embed", "layer.global", "head", "sample", "adjust", "sample_adjusted", "logprobs")
     ]
     assert list(manifest["seconds"]) == ["assemble", "build", "link", "package", "passes", "trace", "tune"]
