@@ -1,6 +1,6 @@
 """Time the C++ CPU kernels: linear against aten and oneDNN with packed weights, attention, sampling, parallel regions.
 
-    python bench/cpu_kernels.py [linear] [mm] [attention] [sample] [regions]    # all of them without a name
+    python bench/cpu_kernels.py [linear] [quant] [mm] [attention] [sample] [regions]    # all of them without a name
 
 Prints Markdown. Weights and caches rotate among 1.2 GB, in huge pages as an engine should hold them: every call reads
 memory. Implementations take turns of a millisecond or so; a figure is the best turn, with the median behind it, because
@@ -11,6 +11,7 @@ measured. Needs an x86-64 CPU with AVX-512 for the measure of memory.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import statistics
@@ -27,8 +28,10 @@ from graphllm.ir.cases import Maker
 from graphllm.ir.kernels import c_kernel, compiler_command
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.sample.cases import CASES as SAMPLE_CASES
 from graphllm.ops.sample.cpu import cpu_sample
+from graphllm.weights.formats import FORMATS
 
 POOL = 1200 << 20
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896))  # Qwen2.5-0.5B: N, K
@@ -109,6 +112,49 @@ def bench_linear(pool: torch.Tensor) -> None:
                 f"| {N} x {K} | {M} | {ours} | {rates[0][0] / ceiling:.0%} | " + " | ".join(others) + " |", flush=True
             )
             del packed
+
+
+def bench_quant(pool: torch.Tensor) -> None:
+    """quant_linear beside the bf16 linear of the same rows and shape: streaming up to 64 rows, aten from 128 on."""
+    ceiling = read_ceiling(pool)
+    print(f"\n## quant_linear, {torch.get_num_threads()} threads; memory is read at {ceiling:.1f} GB/s\n")
+    print("GB/s of weights and scales, best (median), share of the reading speed, and microseconds of the best.\n")
+    print("| N x K | rows | int8 | share | int4 | share | bf16 | share | µs int8 | int4 | bf16 |")
+    print("|---" * 11 + "|")
+    base = pool.data_ptr()
+    for N, K in SHAPES:
+        weights = [pool[i * N * K : (i + 1) * N * K].view(N, K) for i in range(POOL // 2 // (N * K))]
+        for M in (*ROWS, 1024):
+            x, out = torch.randn(M, K).bfloat16(), torch.empty(M, N, dtype=torch.bfloat16)
+            calls: list[Callable[[int], object]] = []
+            sizes = []
+            for name, fmt in FORMATS.items():
+                values, scales = fmt.values_shape(N, K), fmt.scales_shape(N, K)
+                split, nbytes = math.prod(values), math.prod(values) + 2 * math.prod(scales)
+                some = torch.zeros(values, dtype=getattr(torch, fmt.dtype))
+                streaming_quant_linear(x[:1], some, torch.zeros(scales, dtype=torch.bfloat16), N)  # builds the library
+                kernel = c_kernel(f"graphllm_quant_linear_{name}_bf16")._function
+                assert kernel is not None
+                places = [base + i * nbytes // 64 * 64 for i in range(POOL // nbytes)]
+                rest = (None, out.data_ptr(), M, N, K, K)
+
+                def call(i, kernel=kernel, x=x, places=places, split=split, rest=rest):  # type: ignore[no-untyped-def]
+                    at = places[i % len(places)]
+                    kernel(x.data_ptr(), at, at + split, *rest)
+
+                calls.append(call)
+                sizes.append(nbytes)
+            plain = streaming_linear if M < 128 else torch.nn.functional.linear
+            calls.append(lambda i, x=x, w=weights, plain=plain: plain(x, w[i % len(w)]))
+            sizes.append(2 * N * K)
+            few = 60 if M < 64 else 8
+            figures = turns(calls, max(1, (8 << 20) // (N * K) // max(1, M // 16)), few if N < 100000 else few // 4)
+            cells = []
+            for nbytes, pair in zip(sizes, figures, strict=True):
+                best, median = (nbytes / t / 1e9 for t in pair)
+                cells.append(f"{best:.1f} ({median:.1f}) | {best / ceiling:.0%}")
+            times = " | ".join(f"{best * 1e6:.0f}" for best, _ in figures)
+            print(f"| {N} x {K} | {M} | {' | '.join(cells)} | {times} |", flush=True)
 
 
 def bench_mm(pool: torch.Tensor) -> None:
@@ -207,17 +253,17 @@ def bench_regions() -> None:
 
 
 def main() -> None:
-    wanted = sys.argv[1:] or ["linear", "mm", "attention", "sample", "regions"]
+    wanted = sys.argv[1:] or ["linear", "quant", "mm", "attention", "sample", "regions"]
     model = next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("model name")), "")
     print(f"{model.split(':')[-1].strip()}, {os.cpu_count()} cores, torch {torch.__version__}, "
           f"{torch.get_num_threads()} threads, load average {os.getloadavg()[0]:.1f}")  # fmt: skip
     with torch.no_grad():
-        pool = huge(POOL) if {"linear", "mm", "attention"} & set(wanted) else torch.empty(0)
+        pool = huge(POOL) if {"linear", "quant", "mm", "attention"} & set(wanted) else torch.empty(0)
         for name in wanted:
             if name in ("sample", "regions"):
                 {"sample": bench_sample, "regions": bench_regions}[name]()
             else:
-                {"linear": bench_linear, "mm": bench_mm, "attention": bench_attention}[name](pool)
+                {"linear": bench_linear, "quant": bench_quant, "mm": bench_mm, "attention": bench_attention}[name](pool)
     print(f"\nLoad average at the end {os.getloadavg()[0]:.1f}.")
 
 

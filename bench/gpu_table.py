@@ -74,14 +74,18 @@ class Floor:
         return float(flops / ARITHMETIC + read / BANDWIDTH)
 
 
-def measure(shape: str, artifact: Path, folder: Path, runs: int) -> dict[str, Any]:
-    """Every row of a shape but start-up, from a finished artifact, in this process."""
+def load(artifact: Path, folder: Path) -> Any:
+    """An engine core with random weights."""
     from graphllm.engine.load import EngineArgs, open_model
     from graphllm.prepare import load_core
 
-    core = load_core(
-        open_model(EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True)).settings
-    )
+    args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True)
+    return load_core(open_model(args).settings)
+
+
+def measure(shape: str, artifact: Path, folder: Path, runs: int) -> dict[str, Any]:
+    """Every row of a shape but start-up, from a finished artifact, in this process."""
+    core = load(artifact, folder)
     rng, vocab, floor = np.random.default_rng(0), SHAPES[shape]["vocab_size"], Floor(SHAPES[shape])
 
     def prompts(lengths: Any) -> list[list[int]]:
@@ -122,7 +126,6 @@ def measure(shape: str, artifact: Path, folder: Path, runs: int) -> dict[str, An
                 continue
             found.setdefault(row, []).append(value)
             print(shape, turn, row, round(value, 3), file=sys.stderr, flush=True)
-    host["idle"] = {size: idle(core, prompts([128] * size)) for size in (1, 64, 256)}
     core.close()
     return {"rows": {row: {"runs": [round(v, 3) for v in values], "floor": round(floors[row], 3)}
                      for row, values in found.items()}, **host}  # fmt: skip
@@ -133,12 +136,13 @@ def padding(core: Any) -> dict[str, tuple[int, int]]:
     return {name: (b.tokens + b.padding, b.padding) for name, b in core.stats().buckets.items()}
 
 
-def idle(core: Any, prompts: list[list[int]]) -> dict[str, float]:
+def idle(artifact: Path, folder: Path, size: int) -> dict[str, float]:
     """Of decode steps: the share of time in which no kernel runs, and what the host does beside waiting, in ms."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    add(core, prompts, [200] * len(prompts), {"temperature": 0.0})
+    core = load(artifact, folder)
+    add(core, [[1] * 128] * size, [200] * size, {"temperature": 0.0})
     for _ in range(60):
         core.step()
     steps = 40
@@ -151,8 +155,6 @@ def idle(core: Any, prompts: list[list[int]]) -> dict[str, float]:
             torch.cuda.synchronize()
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    while core.unfinished:
-        core.step()
     spans = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )
@@ -188,16 +190,21 @@ def startup(folder: Path, options: list[str], runs: int) -> dict[str, Any]:
     write_checkpoint(folder)
     artifact = folder / "with-weights"
     subprocess.run([*COMPILE, str(folder), "-o", str(artifact), *options], check=True, stdout=subprocess.DEVNULL)
-    command = [sys.executable, __file__, "--first-token", str(folder), str(artifact)]
-    starts = []
-    for _ in range(runs):
-        done = subprocess.run([*command, str(time.time())], stdout=subprocess.PIPE, text=True, check=True)
-        starts.append(json.loads(done.stdout.splitlines()[-1]))
+    tried = [last_line("--first-token", str(folder), str(artifact), str(time.time())) for _ in range(runs)]
+    starts = [s for s in tried if s]
+    if not starts:
+        return {"rows": {}}
     return {
         "rows": {"startup": {"runs": [round(s["s"], 2) for s in starts], "floor": None}},
         "startup phases s": {k: round(v, 3) for k, v in starts[-1]["phases"].items()},
         "compiler modules": starts[-1]["compiler modules"],
     }
+
+
+def last_line(*words: str) -> dict[str, Any] | None:
+    """What this program prints in a process of its own, as JSON; None when it fails: its words are on stderr."""
+    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else None
 
 
 def table(shape: str, rows: dict[str, Any]) -> str:
@@ -226,6 +233,7 @@ def main() -> None:
     parser.add_argument("--compile", default="--max-model-len 8320", help="options of graphllm compile")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--idle", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--first-token", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.first_token:
@@ -235,6 +243,10 @@ def main() -> None:
     if args.worker:
         shape, artifact, folder = args.worker
         print(json.dumps(measure(shape, Path(artifact), Path(folder), args.runs)))
+        return
+    if args.idle:
+        artifact, folder, size = args.idle
+        print(json.dumps(idle(Path(artifact), Path(folder), int(size))))
         return
     import torch
 
@@ -250,16 +262,11 @@ def main() -> None:
         command = [*COMPILE, str(folder), "-o", str(artifact), "--load-format", "dummy"]
         subprocess.run([*command, *args.compile.split()], check=True, stdout=subprocess.DEVNULL)
         found: dict[str, Any] = {"compile s": round(time.perf_counter() - begin, 1), "rows": {}}
-        worker = [sys.executable, __file__, "--runs", str(args.runs), "--worker", shape, str(artifact), str(folder)]
-        done = subprocess.run(worker, stdout=subprocess.PIPE, text=True)
-        parts = [json.loads(done.stdout.splitlines()[-1])] if done.returncode == 0 else []
-        if done.returncode:
-            found["failed"] = done.returncode
+        part = last_line("--runs", str(args.runs), "--worker", shape, str(artifact), str(folder))
+        parts = [part] if part else []
+        found["idle"] = {size: last_line("--idle", str(artifact), str(folder), str(size)) for size in (1, 64, 256)}
         if args.startup and "startup" in TARGETS[shape]:
-            try:
-                parts.append(startup(folder, args.compile.split(), args.runs))
-            except subprocess.CalledProcessError as failure:
-                found["startup failed"] = failure.returncode
+            parts.append(startup(folder, args.compile.split(), args.runs))
         for part in parts:
             rows = part.pop("rows")
             found["rows"] |= {name: {"median": round(statistics.median(r["runs"]), 3), **r} for name, r in rows.items()}

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+Quantization = Literal["int8", "int4"]
+
 
 def not_key(reason: str) -> dict[str, str]:
     """Field metadata: leave the field out of the artifact key, because of ``reason``."""
@@ -80,6 +82,7 @@ class CompileConfig:
     max_logprobs: int = 20
     max_logit_bias: int = 1024
     tune: bool = False
+    quantize: Quantization | None = None
     dump: Path | None = field(
         default=None, metadata=not_key("where to write the readable IR; the artifact is the same")
     )

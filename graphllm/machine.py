@@ -15,6 +15,7 @@ from typing import Literal
 from graphllm.config import ConfigError, Target
 
 PLUGIN_GROUP = "graphllm.plugins"
+_CGROUP = Path("/sys/fs/cgroup")
 
 _CODEGEN_FLAGS = ("sse", "ssse3", "avx", "amx", "fma", "f16c", "bmi", "gfni", "vaes", "vpclmulqdq", "popcnt", "abm",
                   "movbe", "adx", "sha", "asimd", "sve", "bf16", "i8mm", "fphp")  # fmt: skip
@@ -45,21 +46,34 @@ def _cpu() -> Target:
 
 
 def _gpu() -> Target | None:
-    if version("torch").endswith("+cpu"):
-        return None  # this torch could not use it
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
+    driver = _driver()
+    if driver is None:
         return None
-    count, device = ctypes.c_int(), ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value:
-        return None
+    device = ctypes.c_int()
     driver.cuDeviceGet(ctypes.byref(device), 0)
     major, minor = (_attribute(driver, which, device) for which in (75, 76))
     label = ctypes.create_string_buffer(128)
     driver.cuDeviceGetName(label, 128, device)
     # The number of multiprocessors is part of what kernels were tuned for.
     return Target("cuda", (f"sm_{major}{minor}", f"sms_{_attribute(driver, 16, device)}"), label.value.decode())
+
+
+def gpu_memory() -> int:
+    """Bytes of the first GPU's memory; 0 when there is none."""
+    driver, total = _driver(), ctypes.c_size_t()
+    return 0 if driver is None or driver.cuDeviceTotalMem_v2(ctypes.byref(total), 0) else total.value
+
+
+def _driver() -> ctypes.CDLL | None:
+    """The CUDA driver, initialized, if there is a GPU and this torch can use it."""
+    if version("torch").endswith("+cpu"):
+        return None
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    count = ctypes.c_int()
+    return None if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) or not count.value else driver
 
 
 def _attribute(driver: ctypes.CDLL, which: int, device: ctypes.c_int) -> int:
@@ -106,11 +120,13 @@ def compiler_version() -> str:
         return "none"
 
 
-def free_cores() -> int:
-    """Cores this process may use, less what other processes keep busy right now; at least 1.
-
-    Kernels of one parallel region wait for each other, so a core that is taken makes all of them slow.
-    """
+def usable_cores() -> int:
+    """CPUs this process may use at once: those of its affinity, fewer where a control group limits their time."""
     cores = len(os.sched_getaffinity(0))
-    busy = Path("/proc/loadavg").read_text().split()[3].split("/")[0]
-    return max(1, min(cores, cores - (int(busy) - 1)))
+    for limits in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # version 2 and 1
+        files = [_CGROUP / name for name in limits]
+        if all(f.is_file() for f in files):
+            quota, period = " ".join(f.read_text() for f in files).split()
+            if quota not in ("max", "-1"):
+                return max(1, min(cores, int(quota) // int(period)))
+    return cores

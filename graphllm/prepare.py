@@ -18,18 +18,24 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import msgspec
 
 from graphllm import artifact
-from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Target, key_fields
+from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Quantization, Target, key_fields
 from graphllm.engine.options import EngineOptions
-from graphllm.machine import detect_target
+from graphllm.machine import detect_target, gpu_memory
 from graphllm.weights import baked
 from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, has_weights
 
 if TYPE_CHECKING:
     from graphllm.engine.core import EngineCore
     from graphllm.engine.options import LogitsProcessor
+    from graphllm.runtime.executor import Executor
 
 Policy = Literal["build", "use", "require", "rebuild"]
 POLICIES = get_args(Policy)
+# Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
+# bench/results/h200_proofs.json.
+_BESIDE = 300 * 10**6
+_REHEARSED = 128  # tokens of a prompt
+_LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 Progress = Callable[[str, int, int], None]
 
@@ -48,6 +54,7 @@ class Overrides:
     page_size: int | None = None
     tune: bool | None = None
     jobs: int = 0
+    quantize: Quantization | None = None
 
 
 @dataclass(frozen=True)
@@ -110,7 +117,8 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
     cuda = target.device == "cuda"
     usual = max((b.hi for b in wanted.buckets or () if b.kind == "mixed"), default=8192 if cuda else 2048)
     max_num_tokens = max(usual, wanted.max_num_seqs or 0) if wanted.max_num_tokens is None else wanted.max_num_tokens
-    max_num_seqs = min(256 if cuda else 64, max_num_tokens) if wanted.max_num_seqs is None else wanted.max_num_seqs
+    many = (1024 if gpu_memory() >= _LARGE_GPU else 256) if cuda else 64
+    max_num_seqs = min(many, max_num_tokens) if wanted.max_num_seqs is None else wanted.max_num_seqs
     config = CompileConfig(
         target=target,
         backend=wanted.backend,
@@ -122,6 +130,7 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
         page_size=16 if wanted.page_size is None else wanted.page_size,
         tune=cuda if wanted.tune is None else wanted.tune,
         jobs=wanted.jobs,
+        quantize=wanted.quantize,
     )
     check(config)
     return config
@@ -135,6 +144,14 @@ def check(config: CompileConfig) -> None:
             raise ConfigError(f"{name} is {found}: it must be at least {smallest}")
     if config.dtype not in ("bfloat16", "float16", "float32"):
         raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
+    if config.quantize not in (None, *get_args(Quantization)):
+        raise ConfigError(
+            f"quantize is {config.quantize!r}: use {' or '.join(get_args(Quantization))}, or leave it out"
+        )
+    if config.quantize and config.target.device != "cpu":
+        raise ConfigError(
+            f"quantize is {config.quantize}: there are kernels for it on a CPU only; leave it out, or use --target cpu"
+        )
     for b in config.buckets:
         if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
             raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")
@@ -296,15 +313,25 @@ def load_core(
     clock = _Phases(phases)
     import torch
 
+    from graphllm.runtime.stream import alone
+
+    clock("import torch")
+    threads = settings.threads or torch.get_num_threads()
+    with alone():
+        return _load(settings, processors, threads, clock)
+
+
+def _load(
+    settings: CoreSettings, processors: Sequence[LogitsProcessor], threads: int, clock: Callable[[str], None]
+) -> EngineCore:
+    import torch
+
     from graphllm.engine.core import EngineCore
     from graphllm.engine.grammar import GrammarCompiler
     from graphllm.runtime.executor import Executor
     from graphllm.weights.loader import load_weights, random_weights
     from graphllm.weights.plan import WeightPlan
 
-    clock("import torch")
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
     place = Path(settings.artifact)
     manifest = artifact.verify(place)
     source = open_source(settings.model, settings.random)
@@ -323,15 +350,37 @@ def load_core(
         torch.cuda.synchronize()
     clock("weights")
     pages = _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization, torch)
-    executor = Executor(place, manifest, weights, pages)
+    executor = Executor(place, manifest, weights, pages, threads)
     grammars = None
     if (source.folder / "tokenizer.json").is_file():
         grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(settings.stop_ids))
     clock("executor")
     if device == "cuda":
         executor.warm_up()
+        rehearse(executor, compiled["max_model_len"])
         clock("warm up")
     return EngineCore(executor, compiled["max_model_len"], settings.options, grammars, [*named, *processors])
+
+
+def rehearse(executor: Executor, max_model_len: int) -> None:
+    """Serve two short requests with an engine core that is thrown away: the first time, host code is slow too."""
+    from graphllm.engine.core import EngineCore
+    from graphllm.engine.params import SamplingParams
+    from graphllm.engine.request import EngineRequest
+
+    core = EngineCore(executor, max_model_len, EngineOptions())
+    length = min(_REHEARSED, max_model_len - 2)
+    for turn in range(2):
+        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
+        core.add(EngineRequest(id=f"{turn}", prompt=[turn] * length, params=params, stop_ids=[], limit=2, seed=0))
+        while core.unfinished:
+            core.step()
+
+
+def gpu_bytes(memory: Mapping[str, int], pages: int) -> int:
+    """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
+    parts = sum(memory[name] for name in ("weights", "arena", "state"))
+    return parts + 4 * memory["zeroed"] + pages * memory["kv page"] + _BESIDE
 
 
 def _named(name: str) -> LogitsProcessor:
@@ -352,7 +401,7 @@ def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: f
     most = None
     if kv_memory is None and compiled["target"]["device"] == "cuda":
         free, total = torch.cuda.mem_get_info()
-        kv_memory = int(free - (1 - utilization) * total) - memory["arena"] - memory["state"]
+        kv_memory = int(free - (1 - utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
     elif kv_memory is None:
         kv_memory = _available_memory() // 4
         # A full batch of the longest sequences, and room for the prefix cache.

@@ -1,7 +1,8 @@
-"""fuse_linear: what surrounds a linear layer joins it where steps are short, so that a layer is a few kernels.
+"""fuse_linear: what surrounds a linear layer joins it, so that a layer is a few kernels.
 
 A single row is normalized again by every program that reads it; more rows are normalized once, by the kernel that ends
-the residual branch before.
+the residual branch before. In long steps that also keeps Inductor from copying the residual to where the library adds
+the product to it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from graphllm.config import CompileConfig
 from graphllm.ir.graph import eliminate_dead
 from graphllm.ir.op import Op, op_of
 from graphllm.ops.fused_linear import fused_linear
-from graphllm.ops.fused_linear.op import MOST_ROWS
 from graphllm.ops.linear import linear
 from graphllm.ops.linear_add_norm import linear_add_norm
 from graphllm.ops.lm_head import lm_head
@@ -28,15 +28,13 @@ from graphllm.weights.plan import WeightPlan
 
 @register_pass(stage=Stage.SPECIALIZE, numerics="reorders")
 def fuse_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Turn linear layers of short GPU steps in half precision into `fused_linear` or `linear_add_norm`."""
-    bucket = unit.bucket
-    short = bucket is not None and bucket.hi <= MOST_ROWS
-    if not short or config.target.device != "cuda" or config.backend != "inductor" or config.dtype == "float32":
+    """Turn linear layers of GPU steps in half precision into `fused_linear` or `linear_add_norm`."""
+    if config.target.device != "cuda" or config.backend != "inductor" or config.dtype == "float32":
         return PassReport(0)
     fusion = _Fusion(unit)
     for node in list(unit.graph.nodes):
         if op_of(node.target) in (linear, lm_head):
-            fusion.fuse(node, one_row=bucket is not None and bucket.hi == 1)
+            fusion.fuse(node, one_row=unit.bucket is not None and unit.bucket.hi == 1)
     eliminate_dead(unit.graph, keep_inputs=True)
     return PassReport(len(fusion.notes), tuple(fusion.notes))
 

@@ -19,6 +19,8 @@ from graphllm.cli.options import (
     MaxTokens,
     PageSize,
     PrefixCaching,
+    Quantize,
+    Threads,
 )
 
 app = typer.Typer(
@@ -60,6 +62,7 @@ def compile_command(
     target: TargetName = "auto",
     backend: BackendName = "inductor",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     buckets: Buckets = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
@@ -78,8 +81,9 @@ def compile_command(
 
     parsed = parse_buckets(buckets) if buckets else None
     wanted = Overrides(
-        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs
-    )
+        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs,
+        quantize,
+    )  # fmt: skip
     build(model, wanted, output, dump, load_format == "dummy", bake_weights)
 
 
@@ -115,6 +119,7 @@ def run_command(
     target: TargetName = "auto",
     backend: BackendName = "inductor",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     buckets: Buckets = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
@@ -125,6 +130,7 @@ def run_command(
     artifact: Artifact = "build",
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     enable_prefix_caching: PrefixCaching = True,
     scheduling_policy: Policy = "fcfs",
     load_format: LoadFormat = "auto",
@@ -138,8 +144,9 @@ def run_command(
 
     parsed = parse_buckets(buckets) if buckets else None
     wanted = Overrides(
-        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs
-    )
+        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs,
+        quantize,
+    )  # fmt: skip
     schema = read_schema(json_schema) if json_schema is not None else None
     constraint = {"json": schema, "regex": regex} if json_schema or regex else None
     sampling = {
@@ -150,7 +157,7 @@ def run_command(
     }  # fmt: skip
     options = EngineOptions(enable_prefix_caching=enable_prefix_caching, scheduling_policy=scheduling_policy)
     inputs = Inputs(file, prompt or [], raw, system, output)
-    loading = Loading(artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", options)
+    loading = Loading(artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", options, threads)
     raise typer.Exit(run(model, inputs, sampling, wanted, loading, quiet))
 
 
@@ -185,6 +192,7 @@ def serve_command(
     target: TargetName = "auto",
     backend: BackendName = "inductor",
     dtype: Dtype = None,
+    quantize: Quantize = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
@@ -192,6 +200,7 @@ def serve_command(
     artifact: Artifact = "build",
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     enable_prefix_caching: PrefixCaching = True,
     long_prefill_token_threshold: Annotated[
         int, typer.Option(help="Tokens of one prompt in one step at most; 0: as many as fit.")
@@ -216,6 +225,7 @@ def serve_command(
         args = EngineArgs(
             model=model,
             dtype=dtype or "auto",
+            quantize=quantize,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -232,6 +242,7 @@ def serve_command(
             target=target,
             backend=backend,
             artifact=artifact,
+            threads=threads,
         )
         options = ServerOptions(
             host=host,

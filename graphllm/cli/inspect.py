@@ -32,8 +32,10 @@ def inspect(folder: Path, json: bool) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in factors["versions"].items())
     console.print(f"versions  graphllm {factors['graphllm']['version']} ({factors['graphllm']['source']}), {versions}")
     model = factors["model"]
+    weights = f", weights {compiled['quantize']}" if compiled["quantize"] else ""
     console.print(
-        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}, backend {compiled['backend']}"
+        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}{weights}, "
+        f"backend {compiled['backend']}"
     )
     console.print(
         f"limits    {compiled['max_model_len']} tokens of context, {compiled['max_num_seqs']} sequences and "

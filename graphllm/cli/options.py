@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -12,6 +12,10 @@ MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help=
 KvMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache, e.g. 2GiB.")]
 PrefixCaching = Annotated[bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")]
 Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")]
+Quantize = Annotated[
+    Literal["int8", "int4"] | None, typer.Option(help="Round the weights of linear layers to so few bits (CPU).")
+]
 BakeWeights = Annotated[bool, typer.Option("--bake-weights", help="Store the finished weights in the artifact, too.")]
 PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
 GpuShare = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
+Threads = Annotated[int | None, typer.Option(help="Threads of a CPU's kernels; default: all CPUs there are for it.")]

@@ -17,7 +17,7 @@ from graphllm.cli.batch import Inputs, Item, Items, JsonlSink
 from graphllm.cli.build import build_errors, compile_progress, console, embedded_or
 from graphllm.config import ConfigError
 from graphllm.engine.llm import Core
-from graphllm.engine.load import free_threads
+from graphllm.engine.load import kernel_threads
 from graphllm.engine.options import EngineOptions
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.params import RequestOutputKind, SamplingParams
@@ -32,13 +32,15 @@ _ADMITTED = 32  # lines read before each step at most, so that the device does n
 
 @dataclass(frozen=True)
 class Loading:
-    """How an engine is loaded. artifact: a policy or a folder. kv_cache_memory: such as "2GiB". random: weights."""
+    """How an engine is loaded. artifact: a policy or a folder. kv_cache_memory: such as "2GiB". random: weights.
+    threads: of a CPU's kernels."""
 
     artifact: str
     kv_cache_memory: str | None
     gpu_memory_utilization: float
     random: bool
     options: EngineOptions
+    threads: int | None = None
 
 
 def run(
@@ -144,7 +146,7 @@ def _load(
         random=loading.random,
         kv_memory=memory,
         gpu_memory_utilization=loading.gpu_memory_utilization,
-        threads=free_threads() if device == "cpu" else None,
+        threads=kernel_threads(loading.threads, device),
         stop_ids=stop_ids,
         options=loading.options,
     )

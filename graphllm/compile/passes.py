@@ -31,16 +31,27 @@ class Unit(NamedTuple):
     """The traced graph of one unit: "feed", "embed", "layer.<kind>", "head", or one of the sampling program's.
 
     inputs and outputs name the values in order: "w.<weight>", "step.<field>", "state.<field>", "x", "shared.<i>", "kv",
-    "logits", "adjusted", "tokens", "scores". At SPECIALIZE it is a piece, with inputs "p<i>" and outputs "o<i>", and
-    ``bucket`` says which sizes its fake values have.
+    "logits", "adjusted", "tokens", "scores". layers: the indices of the layers that a "layer.<kind>" stands for. At
+    SPECIALIZE it is a piece, with inputs "p<i>" and outputs "o<i>", and ``bucket`` says which sizes its fake values
+    have.
     """
 
     name: str
     graph: torch.fx.Graph
-    inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     shapes: Shapes
     bucket: Bucket | None = None
+    layers: tuple[int, ...] = ()
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the placeholders are, in order."""
+        return tuple(n.meta["label"] for n in self.graph.find_nodes(op="placeholder"))
+
+    def entries(self, weight: str) -> tuple[str, ...]:
+        """The names in the weight plan of what the unit takes as "w.<weight>": one, or one for each layer."""
+        owners = tuple(f"layers.{i}" for i in self.layers) or (self.name,)
+        return tuple(f"{owner}.{weight}" for owner in owners)
 
 
 def results_of(unit: Unit) -> list[torch.fx.Node]:

@@ -37,14 +37,13 @@ class Special(NamedTuple):
 def specialize(piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig) -> Special:
     """Rewrite a piece, given by its canonical JSON, for a bucket."""
     graph, shapes = from_json(piece), Shapes(config.target.device, bucket)
-    inputs = tuple(f"p{i}" for i in range(len(piece["inputs"])))
     name = f"piece {piece['nodes'][0][0]} for {bucket.name}"
-    unit = Unit(name, graph, inputs, tuple(f"o{i}" for i in range(len(piece["made"]))), shapes, bucket)
+    unit = Unit(name, graph, tuple(f"o{i}" for i in range(len(piece["made"]))), shapes, bucket)
     fakes = iter([shapes.tensor(spec) for spec in input_specs(piece)])
     with shapes.mode, torch.no_grad():
         for node in graph.nodes:
             if node.op == "placeholder":
-                node.meta["val"] = next(fakes)
+                node.meta.update(val=next(fakes), label=node.name)
             elif node.op == "call_function":
                 args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
                 node.meta["val"] = node.target(*args, **kwargs)

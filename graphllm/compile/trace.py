@@ -79,8 +79,9 @@ def trace_model(model: Model, c: Any, config: CompileConfig) -> list[Unit]:
         extra: dict[str, TensorSpec],
         fn: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]],
         output: str = "x",
+        layers: tuple[int, ...] = (),
     ) -> Unit:
-        return trace_unit(name, {**specs, **extra}, fn, shapes, output)
+        return trace_unit(name, {**specs, **extra}, fn, shapes, output, layers)
 
     def weights(declared: dict[str, Weight]) -> dict[str, TensorSpec]:
         dtypes = {"model": config.dtype, "float32": "float32"}
@@ -90,12 +91,15 @@ def trace_model(model: Model, c: Any, config: CompileConfig) -> list[Unit]:
     embed = trace("embed", weights(model.embed_weights(c)), lambda v: _flat(model.embed(c, _weights(v), _step(v))))
     carried = dict(zip(embed.outputs, output_specs(embed), strict=True))
     units = [feed, embed]
-    for kind in dict.fromkeys(model.kinds(c)):
+    kinds = model.kinds(c)
+    for kind in dict.fromkeys(kinds):
 
         def layer(v: dict[str, Any], kind: str = kind) -> tuple[torch.Tensor]:
             return (model.layer(c, kind, _weights(v), v["x"], _shared(v), _step(v), v["kv"]),)
 
-        units.append(trace(f"layer.{kind}", weights(model.layer_weights(c, kind)) | carried, layer))
+        layers = tuple(i for i, of in enumerate(kinds) if of == kind)
+        extra = weights(model.layer_weights(c, kind)) | carried
+        units.append(trace(f"layer.{kind}", extra, layer, layers=layers))
     head = trace(
         "head",
         weights(model.head_weights(c)) | {"x": carried["x"]},
@@ -147,10 +151,11 @@ def trace_unit(
     fn: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]],
     shapes: Shapes,
     output: str = "x",
+    layers: tuple[int, ...] = (),
 ) -> Unit:
     """Trace ``fn`` over named inputs. Inputs it does not read are left out of the unit.
 
-    output: name of the first result; further ones are "shared.<i>".
+    output: name of the first result; further ones are "shared.<i>". layers: see `Unit`.
     """
     names = list(inputs)
     fakes = [shapes.tensor(inputs[n]) for n in names]
@@ -160,8 +165,7 @@ def trace_unit(
     for node, label in zip(list(graph.find_nodes(op="placeholder")), names, strict=True):
         node.meta["label"] = label
     eliminate_dead(graph)
-    kept = tuple(n.meta["label"] for n in graph.find_nodes(op="placeholder"))
-    unit = Unit(name, graph, kept, (), shapes)
+    unit = Unit(name, graph, (), shapes, layers=layers)
     shared = tuple(f"shared.{i}" for i in range(len(results_of(unit)) - 1))
     return unit._replace(outputs=(output, *shared))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from graphllm import prepare
+from graphllm.config import ConfigError, Quantization
 from graphllm.engine.options import EngineOptions, LogitsProcessor
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.text import Tokenizer
@@ -22,16 +23,18 @@ class EngineArgs:
     """A model and how to run it. Names and meanings are vLLM's where it has them; None is the default for model and
     machine.
 
-    model: a checkpoint folder, None for the embedded model. max_model_len: tokens of prompt and output. max_num_seqs,
+    model: a checkpoint folder, None for the embedded model. quantize: "int8" or "int4" for the weights of linear
+    layers, on a CPU. max_model_len: tokens of prompt and output. max_num_seqs,
     max_num_batched_tokens: of one step. block_size: tokens of a cache page. kv_cache_memory_bytes, else
     gpu_memory_utilization of the whole device. max_num_queued_reqs: waiting requests above which new ones are refused.
     seed: of requests without one. load_format: "dummy" for random weights. skip_tokenizer_init: token ids in and out.
     logits_processors: functions, or "package.module:name". target, backend, artifact: as of `graphllm run`; artifact is
-    "build", "use", "require", "rebuild" or a folder.
+    "build", "use", "require", "rebuild" or a folder. threads: of a CPU's kernels; all CPUs the process may use.
     """
 
     model: str | Path | None = None
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    quantize: Quantization | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
     max_num_batched_tokens: int | None = None
@@ -49,6 +52,7 @@ class EngineArgs:
     target: Literal["auto", "cpu", "cuda"] = "auto"
     backend: Literal["inductor", "eager"] = "inductor"
     artifact: str | Path = "build"
+    threads: int | None = None
 
 
 class Opened(NamedTuple):
@@ -71,6 +75,7 @@ def open_model(args: EngineArgs) -> Opened:
         target=args.target,
         backend=args.backend,
         dtype=None if args.dtype == "auto" else args.dtype,
+        quantize=args.quantize,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_tokens=args.max_num_batched_tokens,
@@ -90,7 +95,7 @@ def open_model(args: EngineArgs) -> Opened:
         random=args.load_format == "dummy",
         kv_memory=args.kv_cache_memory_bytes,
         gpu_memory_utilization=args.gpu_memory_utilization,
-        threads=free_threads() if device == "cpu" else None,
+        threads=kernel_threads(args.threads, device),
         stop_ids=tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
         options=EngineOptions(
             enable_prefix_caching=args.enable_prefix_caching,
@@ -104,8 +109,19 @@ def open_model(args: EngineArgs) -> Opened:
     return Opened(settings, tokenizer, SamplingParams.from_checkpoint(source.folder), functions)
 
 
-def free_threads() -> int | None:
-    """Threads for a CPU's kernels: the cores that are free, unless the user has said how many."""
-    from graphllm.machine import free_cores
+def kernel_threads(threads: int | None, device: str) -> int | None:
+    """Threads for a CPU's kernels: as the user says, else as OMP_NUM_THREADS does (None), else one for each CPU that
+    this process may use. Raises ConfigError for more than those, and on a GPU."""
+    from graphllm.machine import usable_cores
 
-    return None if "OMP_NUM_THREADS" in os.environ else free_cores()
+    if device != "cpu":
+        if threads is not None:
+            raise ConfigError(
+                f"threads is {threads}: it is for kernels on a CPU, and this runs on {device}; leave it out"
+            )
+        return None
+    if threads is None:
+        return None if "OMP_NUM_THREADS" in os.environ else usable_cores()
+    if not 1 <= threads <= usable_cores():
+        raise ConfigError(f"threads is {threads}: give 1 to {usable_cores()}, the CPUs that this process may use")
+    return threads

@@ -75,12 +75,17 @@ class Executor:
 
     folder: the artifact, already verified. weights: finished parameters by name. kv_pages: pages of the paged cache,
     the same in every cache tensor; page 0 is never written by a request. windows: attention window of each cache
-    group, 0 for none. depends_on_length: cached keys depend on the context's length, so they cannot be shared. Raises
-    ConfigError when the memory cannot be allocated.
+    group, 0 for none. depends_on_length: cached keys depend on the context's length, so they cannot be shared. threads:
+    of a CPU's kernels, None for torch's choice. Raises ConfigError when the memory cannot be allocated.
     """
 
     def __init__(
-        self, folder: Path, manifest: Mapping[str, Any], weights: Mapping[str, torch.Tensor], kv_pages: int
+        self,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        kv_pages: int,
+        threads: int | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
@@ -104,7 +109,9 @@ class Executor:
         self._programs: dict[tuple[str, str], LinkedProgram] = {}
         self._outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
         self._arena = torch.empty(max(manifest["memory"]["arena"], 1), dtype=torch.uint8, device=self.device)
-        self._stream: Stream = CpuStream() if self.device.type == "cpu" else CudaStream()
+        self._stream: Stream = (
+            CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
+        )
         self._kernels = self._open_kernels()
         limits = [b.limits(self.max_num_seqs) for b in self.buckets]
         most = {n: max(limit[n] for limit in limits) for n in "TS"}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from graphllm.config import Bucket, ConfigError
 
 # Sizes that are captured on a GPU, relative to which a batch is padded: at most 25 % waste, few graphs.
-GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024)
+GRAPH_SIZES = (1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160, 192, *range(256, 1025, 64))
 MIXED_CAPTURED = 512  # tokens up to which mixed steps are captured too: longer ones hide their launches
 _MIXED_STEP = 64  # tokens to whose multiple longer ones are padded
 

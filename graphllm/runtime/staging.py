@@ -1,6 +1,7 @@
 """Staging: a step's arrays in one buffer, written on the host, copied to the device at once and read there in place.
 
-Two host buffers take turns, so that one step can be written while the copy of the one before it is still to come.
+Two host buffers take turns, so that one step can be written while the copy of the one before it is still to come. Large
+block tables, of many sequences that may be long, are copied only as far as the batch fills them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from graphllm.expr import value
 
 _ALIGN = 64
 _SIZES_KEPT = 256  # padded sizes whose views are remembered
+_TABLE, _MASK = "step.block_table.", "step.mask"
+_WHOLE_TABLES = 1 << 17  # bytes of block tables up to which one copy of all is the fastest
 
 
 class StepInput(NamedTuple):
@@ -64,14 +67,15 @@ class _Field(NamedTuple):
 class Staging:
     """The step's inputs.
 
-    specs: dtype, shape over T and S, and strides of every field, the mask last. limits: the largest T and S. slots:
+    specs: dtype, shape over T and S, and strides of every field. limits: the largest T and S. slots:
     requests that may run; the slot of that number is scrap. ``rings`` host buffers, numbered from 0.
     """
 
     rings = 2
 
     def __init__(self, specs: Mapping[str, Any], limits: Mapping[str, int], slots: int, device: torch.device) -> None:
-        self._specs, self._slots = specs, slots
+        order = sorted(specs, key=lambda name: (name == _MASK, name.startswith(_TABLE)))
+        self._specs, self._slots = {name: specs[name] for name in order}, slots
         self._layouts: dict[tuple[int, int], dict[str, _Field]] = {}
         self._views: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
         last = list(self._layout(limits["T"], limits["S"]).values())[-1]
@@ -79,6 +83,9 @@ class Staging:
         pin = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self.rings)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._filled = [(0, 0)] * self.rings  # rows and columns of the block tables
+        largest = max(f.bytes for n, f in self._layout(limits["T"], limits["S"]).items() if n.startswith(_TABLE))
+        self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
 
     def _layout(self, T: int, S: int) -> dict[str, _Field]:
         fields = self._layouts.get((T, S))
@@ -117,14 +124,16 @@ class Staging:
         """Write a batch, padded to T and S, into a host buffer. Padding sequences own no tokens."""
         given: dict[str, Any] = step._asdict()
         tables = given.pop("block_table")
+        rows, columns = self._filled[ring] = tables.shape[1:]
+        packed = self._table_bytes(T, S) > _WHOLE_TABLES
         if given["slot"] is None:
             given["slot"] = np.empty(0, dtype=np.int32)
         for name, field in self._arrays(ring, T, S).items():
             if name == "mask":
                 continue
             if name.startswith("block_table."):
-                table = tables[int(name[12:])]
-                field[: len(table), : table.shape[1]] = table
+                part = field.reshape(-1)[: rows * columns].reshape(rows, columns) if packed else field[:rows, :columns]
+                part[:] = tables[int(name[12:])]
                 continue
             values = given[name]
             count = 0 if values is None else len(values)
@@ -142,11 +151,29 @@ class Staging:
 
     def upload(self, ring: int, T: int, S: int) -> None:
         """Copy everything but the mask to the device, in the order of the current stream."""
-        self._copy(ring, 0, self._layout(T, S)["step.mask"].offset)
+        fields = self._layout(T, S)
+        end = fields[_MASK].offset
+        if self._table_bytes(T, S) <= _WHOLE_TABLES:
+            self._copy(ring, 0, end)
+            return
+        self._copy(ring, 0, end - self._table_bytes(T, S))
+        rows, columns = self._filled[ring]
+        used = rows * columns * 4
+        for name, f in fields.items():
+            if name.startswith(_TABLE):
+                packed = self._packed[:used]
+                packed.copy_(self._host[ring][f.offset : f.offset + used], non_blocking=True)
+                table = self._device[f.offset : f.offset + f.bytes].view(torch.int32).view(f.shape)
+                table[:rows, :columns].copy_(packed.view(torch.int32).view(rows, columns))
+
+    def _table_bytes(self, T: int, S: int) -> int:
+        """What the block tables take of the buffer; they end where the mask begins."""
+        fields = self._layout(T, S)
+        return fields[_MASK].offset - min(f.offset for name, f in fields.items() if name.startswith(_TABLE))
 
     def upload_mask(self, ring: int, rows: int, T: int, S: int) -> None:
         """Copy that many rows of the mask."""
-        field = self._layout(T, S)["step.mask"]
+        field = self._layout(T, S)[_MASK]
         self._copy(ring, field.offset, field.offset + rows * 4 * field.shape[1])
 
     def _copy(self, ring: int, start: int, end: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -26,10 +27,15 @@ class Stream(Protocol):
 
 
 class CpuStream:
-    """One thread. Kernels release the interpreter while they compute, so the host goes on."""
+    """One thread, whose kernels share their work with ``threads`` - 1 more. Kernels release the interpreter while they
+    compute, so the host goes on.
 
-    def __init__(self) -> None:
-        threads = torch.get_num_threads()
+    It should be the only thread of the process that runs torch operations on several threads, because each such thread
+    has OpenMP threads of its own: with more of them than CPUs, none spins for the next parallel region any more, and
+    waking them takes 70 microseconds instead of 1 (`bench/results/cpu_decode.md`). See `alone`.
+    """
+
+    def __init__(self, threads: int) -> None:
         # A thread has an OpenMP setting of its own.
         self._pool = concurrent.futures.ThreadPoolExecutor(
             1, "graphllm-cpu-stream", initializer=torch.set_num_threads, initargs=(threads,)
@@ -42,6 +48,17 @@ class CpuStream:
     def close(self) -> None:
         """Finish what is queued and end the thread."""
         self._pool.shutdown()
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Keep the calling thread's torch operations to that thread meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class CudaStream:

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 
 from graphllm.weights.checkpoint import Checkpoint, TensorInfo, WeightError
-from graphllm.weights.plan import Read, Tie, Values, WeightPlan
+from graphllm.weights.formats import BLOCK, FORMATS, Format
+from graphllm.weights.plan import Entry, Made, Quantize, Read, Tie, Values, WeightPlan
+from graphllm.weights.quantize import pack
 
 Progress = Callable[[int, int], None]
 
@@ -58,7 +60,7 @@ def load_weights(
     counter = _Counter(sum(p.nbytes for p in pieces), progress)
     with contextlib.ExitStack() as stack:
         fds = {f: _open(f, stack) for f in {p.info.file for p in pieces}}
-        chunks = [c for p in pieces for c in _chunks(p, tensors[p.name], fds[p.info.file])]
+        chunks = [c for p in pieces for c in _chunks(p, tensors, fds[p.info.file])]
         if device.type == "cuda":
             _read_to_cuda(chunks, device, counter)
         else:
@@ -96,6 +98,10 @@ def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: i
         tensor = tensors[e.name]
         if not isinstance(e.steps[0], Read):
             continue
+        if e.quantize:
+            start = int(torch.randint(_SHIFTS, (), generator=generator)) if on_cpu else 0
+            _fill_packed(e.quantize, tensors, e.name, noise[start:], generator)
+            continue
         if len(e.shape) == 1 and "norm" in e.name and "bias" not in e.name:
             tensor.fill_(1.0)
         elif on_cpu:
@@ -107,11 +113,28 @@ def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: i
     return tensors
 
 
+def _fill_packed(
+    step: Quantize, tensors: dict[str, Tensor], name: str, noise: Tensor, generator: torch.Generator
+) -> None:
+    """The first rows are random, at most as many as there is ``noise`` for, and the others repeat them."""
+    values, scales, (rows, inner) = tensors[name], tensors[step.scales], step.shape
+    some = min(rows, max(1, _BLOCK // inner // BLOCK) * BLOCK)
+    if values.device.type == "cpu" and some * inner <= len(noise):
+        numbers = noise[: some * inner].view(some, inner)
+    else:
+        numbers = torch.empty(some, inner, device=values.device).normal_(0.0, 0.02, generator=generator)
+    pack(numbers, FORMATS[step.format], values, scales)
+    for whole in (values, scales):
+        first, *others = whole.split(-(-some // BLOCK))
+        for part in others:
+            part.copy_(first[: len(part)])
+
+
 @dataclass(frozen=True)
 class _Piece:
     """One read of the plan with the checkpoint tensor that it found."""
 
-    name: str  # of the entry
+    entry: Entry
     read: Read
     info: TensorInfo
 
@@ -148,10 +171,10 @@ def _match(plan: WeightPlan, checkpoint: Checkpoint) -> list[_Piece]:
                 if problem := _misfit(s, info):
                     problems.append((name, problem))
                 else:
-                    pieces.append(_Piece(e.name, s, info))
-            elif not isinstance(s, (Values, Tie)):
+                    pieces.append(_Piece(e, s, info))
+            elif not isinstance(s, (Values, Tie, Quantize, Made)):
                 problems.append((e.name, f"step {s.op!r} is not known to this loader"))
-    tied = any(e.tie for e in plan)
+    tied = any(e.tie for e in plan) or len({p.read.key for p in pieces}) < len(pieces)
     for name in checkpoint.tensors:
         if name not in known and not _BUFFERS.search(name) and not (tied and name == _TIED):
             problems.append((name, "not used by the model; is the config.json of another one?"))
@@ -192,7 +215,9 @@ def _allocate(plan: WeightPlan, device: torch.device) -> dict[str, Tensor]:
             values = torch.tensor(first.values, dtype=torch.float64).to(getattr(torch, e.dtype))
             tensors[e.name] = values.view(e.shape).to(device)
         elif e.tie is None:
-            tensors[e.name] = torch.empty(e.shape, dtype=getattr(torch, e.dtype), device=device)
+            # What pads packed integers and their scales is never written.
+            make = torch.zeros if e.quantize or isinstance(first, Made) else torch.empty
+            tensors[e.name] = make(e.shape, dtype=getattr(torch, e.dtype), device=device)
     return {e.name: tensors[e.tie or e.name] for e in plan}
 
 
@@ -212,6 +237,13 @@ class _Chunk:
         """The bytes are the parameter's as they stand."""
         return self.dst.dtype == self.dtype and self.dst.is_contiguous()
 
+    def put(self, numbers: Tensor) -> None:
+        """Finish what was read, on the parameter's device."""
+        if self.dst.is_cuda:
+            self.dst.copy_(numbers, non_blocking=True)
+        else:
+            _copy_serially(self.dst, numbers)
+
     def read(self, into: Tensor) -> Tensor:
         """The numbers, read into the bytes of ``into`` and shaped as ``dst``."""
         buffer = into[: self.nbytes].numpy().data
@@ -224,11 +256,50 @@ class _Chunk:
         return into[: self.nbytes].view(self.dtype).view(self.dst.shape)
 
 
-def _chunks(piece: _Piece, tensor: Tensor, fd: int) -> Iterator[_Chunk]:
+@dataclass(frozen=True)
+class _Packed(_Chunk):
+    """A read that is quantized: ``dst`` is a shape without memory. row, inner: where the first number belongs in the
+    packed matrix of ``values`` and ``scales``. transpose: the checkpoint stores columns."""
+
+    format: Format
+    values: Tensor
+    scales: Tensor
+    row: int
+    inner: int
+    transpose: bool
+
+    @property
+    def direct(self) -> bool:
+        return False
+
+    def put(self, numbers: Tensor) -> None:
+        rows = numbers.T if self.transpose else numbers
+        pack(rows, self.format, self.values, self.scales, self.row, self.inner)
+
+
+def _packed_chunks(piece: _Piece, step: Quantize, tensors: dict[str, Tensor], fd: int) -> Iterator[_Chunk]:
+    """Reads of whole blocks of rows; of whole groups of inner entries where the checkpoint stores columns."""
+    read, fmt = piece.read, FORMATS[step.format]
+    row_bytes = piece.nbytes // read.shape[0]
+    unit = fmt.group if read.transpose else BLOCK
+    rows = max(1, _STAGE // row_bytes // unit) * unit
+    for i in range(0, read.shape[0], rows):
+        shape = (min(rows, read.shape[0] - i), *read.shape[1:])
+        yield _Packed(
+            piece.info.file, fd, piece.offset + i * row_bytes, shape[0] * row_bytes, piece.dtype,
+            torch.empty(shape, device="meta"), fmt, tensors[piece.entry.name], tensors[step.scales],
+            read.row + (0 if read.transpose else i), i if read.transpose else 0, read.transpose,
+        )  # fmt: skip
+
+
+def _chunks(piece: _Piece, tensors: dict[str, Tensor], fd: int) -> Iterator[_Chunk]:
     """The reads of one piece, each of whole rows of it as the checkpoint stores it."""
     if piece.nbytes == 0:
         return
-    read = piece.read
+    if piece.entry.quantize:
+        yield from _packed_chunks(piece, piece.entry.quantize, tensors, fd)
+        return
+    read, tensor = piece.read, tensors[piece.entry.name]
     dst = tensor.view(-1)[read.offset : read.offset + math.prod(read.shape)]
     if read.transpose:
         dst = dst.view(read.shape[1], read.shape[0]).T
@@ -283,7 +354,7 @@ def _read_on_cpu(chunks: list[_Chunk], counter: _Counter) -> None:
             if chunk.direct:
                 chunk.read(into=chunk.dst.view(-1).view(torch.uint8))
             else:
-                _copy_serially(chunk.dst, chunk.read(into=stage))
+                chunk.put(chunk.read(into=stage))
             counter.add(chunk.nbytes)
 
     _run(fill, min(_READERS, len(os.sched_getaffinity(0))), todo)
@@ -310,7 +381,7 @@ def _read_to_cuda(chunks: list[_Chunk], device: torch.device, counter: _Counter)
                 copied.synchronize()  # returns at once for an event that was never recorded
                 numbers = chunk.read(into=slot)
                 # Cast and transpose on the device: a copy that does both from the host would do them on the CPU.
-                chunk.dst.copy_(numbers if chunk.direct else numbers.to(device, non_blocking=True), non_blocking=True)
+                chunk.put(numbers if chunk.direct else numbers.to(device, non_blocking=True))
                 copied.record(stream)
                 counter.add(chunk.nbytes)
         stream.synchronize()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # ir.model imports torch; a plan is read without it
     from graphllm.ir.model import Model
 
 FORMAT = 1
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "uint8": 1}
 
 _steps: dict[str, type[Step]] = {}
 
@@ -60,6 +60,11 @@ class Read(Step):
     row: int = 0
 
     @property
+    def key(self) -> tuple[tuple[str, ...], tuple[int, int] | None]:
+        """Equal for reads of the same numbers."""
+        return (self.source, self.rows)
+
+    @property
     def offset(self) -> int:
         """The first element of the parameter, in row-major order, that this piece fills."""
         width = self.shape[:1] if self.transpose else self.shape[1:]
@@ -82,6 +87,25 @@ class Tie(Step):
     to: str
 
 
+@step("quantize")
+@dataclass(frozen=True)
+class Quantize(Step):
+    """What the steps before it read is a matrix of ``shape``, which is rounded and packed: the parameter takes the
+    integers, the entry ``scales`` the scales. format: a key of `formats.FORMATS`."""
+
+    format: str
+    shape: tuple[int, int]
+    scales: str
+
+
+@step("made")
+@dataclass(frozen=True)
+class Made(Step):
+    """The parameter is filled by the steps of the entry ``by``, from the same reads."""
+
+    by: str
+
+
 @dataclass(frozen=True)
 class Entry:
     """One finished parameter. dtype: a key of `ITEMSIZE`. steps: executed in order."""
@@ -98,6 +122,12 @@ class Entry:
         return first.to if isinstance(first, Tie) else None
 
     @property
+    def quantize(self) -> Quantize | None:
+        """How what is read becomes this parameter and another one, if it does."""
+        last = self.steps[-1]
+        return last if isinstance(last, Quantize) else None
+
+    @property
     def nbytes(self) -> int:
         """Memory of its own: zero for a tie."""
         return 0 if self.tie else math.prod(self.shape) * ITEMSIZE[self.dtype]
@@ -111,6 +141,35 @@ class WeightPlan:
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
+
+    def __getitem__(self, name: str) -> Entry:
+        """The entry of that name. Raises KeyError."""
+        for e in self.entries:
+            if e.name == name:
+                return e
+        raise KeyError(name)
+
+    def steps_of(self, name: str) -> tuple[Step, ...]:
+        """The steps that fill an entry's memory: for a tie, those of the entry that owns it."""
+        e = self[name]
+        return self[e.tie].steps if e.tie else e.steps
+
+    def replace(self, name: str, *by: Entry) -> WeightPlan:
+        """The plan with other entries in the place of one. What was tied to it then owns memory: the first such entry
+        takes its steps, the others are tied to that one."""
+        old, heir = self[name], None
+        entries: list[Entry] = []
+        for e in self.entries:
+            if e.name == name:
+                entries += by
+            elif e.tie != name:
+                entries.append(e)
+            elif heir is None:
+                heir = dataclasses.replace(e, steps=old.steps)
+                entries.append(heir)
+            else:
+                entries.append(dataclasses.replace(e, steps=(Tie(heir.name),)))
+        return WeightPlan(tuple(entries))
 
     @property
     def total_bytes(self) -> int:

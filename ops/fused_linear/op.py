@@ -9,7 +9,7 @@ from graphllm.ir import Cost, nbytes, op
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.swiglu import swiglu
 
-MOST_ROWS = 256  # beyond, products are bound by arithmetic, and what surrounds them fuses with itself
+MOST_ROWS = 256  # beyond, products are bound by arithmetic and left to the library
 
 
 def _cost(

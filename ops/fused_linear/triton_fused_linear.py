@@ -287,11 +287,16 @@ def _width(weight_OI: Tensor, gated: bool) -> int:
 
 
 def short(site: Site) -> bool:
-    """Whether the kernels of this file serve a site: few rows, one half-precision dtype, contiguous and aligned."""
+    """Whether the products of this file serve a site: few rows, and what `half` asks for."""
+    return site.bucket.hi <= MOST_ROWS and half(site)
+
+
+def half(site: Site) -> bool:
+    """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned."""
     tensors = [t for t in site.args.values() if isinstance(t, Tensor)]
     same = all(t.dtype == tensors[0].dtype and t.stride(-1) == 1 for t in tensors)
     wide = site.args["weight_OI"].shape[1] % 8 == 0
-    return site.bucket.hi <= MOST_ROWS and same and wide and tensors[0].dtype in (torch.bfloat16, torch.float16)
+    return same and wide and tensors[0].dtype in (torch.bfloat16, torch.float16)
 
 
 def row_configs(site: Site) -> list[Config]:
@@ -328,7 +333,7 @@ def triton_row(
     return out_TN
 
 
-@fused_linear.impl("cublas", device="cuda", supports=short)
+@fused_linear.impl("cublas", device="cuda", supports=half)
 def cublas(
     x_TI: Tensor,
     weight_OI: Tensor,

@@ -1,15 +1,19 @@
-// linear for few rows: out [M, N] = x [M, K] times weight [N, K] transposed, plus bias [N]; all bfloat16, float32 inside.
+// linear: out [M, N] = x [M, K] times weight [N, K] transposed, plus bias [N]; all bfloat16, float32 inside.
 //
-// At these row counts the time is that of reading the weights once, so everything here serves the memory stream: weights
-// stay in PyTorch's row-major layout (the same copy serves prefill through oneDNN), and each thread owns a contiguous
-// range of weight rows. One row of x: dot products, two weight rows at a time. More: AMX with 16 weight rows as the left
-// operand, loaded straight from memory, and x, which is small, packed once per thread as the right operand.
+// Weights stay in PyTorch's row-major layout, one copy for everything, and each thread owns a contiguous range of weight
+// rows. Few rows of x: the time is that of reading the weights once, so everything serves the memory stream: dot products,
+// two weight rows at a time, or AMX with 16 weight rows as the left operand, loaded straight from memory, and x, which is
+// small, packed once per thread as the right operand. Many rows without AMX: weights packed on the way, a panel at a time.
+#include <array>
+#include <utility>
+
 #include "cpu_common.h"
 
 namespace graphllm {
 namespace {
 
 constexpr i64 kRows = 16;              // weight rows a block
+constexpr int kDotRows = 8;            // rows of x that one pass of dot products serves
 constexpr i64 kGroup = 64;             // rows of x that one pass over a block serves: four tile accumulators
 constexpr i64 kPassBytes = 512 << 10;  // weight blocks that stay in the second-level cache between passes
 constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth waking another thread
@@ -28,65 +32,76 @@ inline void finish(const Args& a, i64 m, i64 n, __mmask16 valid, __m512 sum) {
   store16(a.out + m * a.N + n, sum, valid);
 }
 
-// Blocks of 16 weight rows times M rows of x by dot products. Two weight rows are read side by side, each line asked for
-// 28 lines ahead, past the row's end in the next two rows; loads stand before prefetches in every step. Of one to eight
-// rows, either cache level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches.
-template <int M>
-void dot_blocks(const Args& a, i64 m0, Range blocks) {
+// Up to eight rows of x against weight rows two at a time, each weight line asked for 28 lines ahead, past the row's end in
+// the next two rows; loads stand before prefetches in every step. Of one to eight weight rows side by side, either cache
+// level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches. cold: the weights come
+// from memory; else an earlier call has just had them.
+template <int M, bool kCold>
+inline void dot_pair(const Args& a, i64 m0, i64 n) {
   constexpr i64 ahead = 28 * 32;
-  const bf16* x = a.x + m0 * a.x_stride;
-  for (i64 block = blocks.from; block < blocks.to; block++) {
-    const i64 n0 = block * kRows, rows = std::min(kRows, a.N - n0);
-    alignas(64) float sums[M][kRows] = {};
-    for (i64 n = 0; n < rows; n += 2) {
-      const bf16* w = a.weight + (n0 + n) * a.weight_stride;
-      const i64 second = n + 1 < rows ? a.weight_stride : 0;
-      const bf16* next = w + 2 * a.weight_stride;
-      __m512 acc[2][M];
-      for (int m = 0; m < M; m++) acc[0][m] = acc[1][m] = _mm512_setzero_ps();
-      auto add = [&](i64 k, __m512bh w0, __m512bh w1, __mmask32 mask) __attribute__((always_inline)) {
-        for (int m = 0; m < M; m++) {
-          __m512bh v = load_pairs(x + m * a.x_stride + k, mask);
-          acc[0][m] = _mm512_dpbf16_ps(acc[0][m], w0, v);
-          acc[1][m] = _mm512_dpbf16_ps(acc[1][m], w1, v);
-        }
-      };
-      i64 k = 0;
-      for (; k + 32 <= a.K; k += 32) {
-        __m512bh w0 = load_pairs(w + k), w1 = load_pairs(w + second + k);
-        asm volatile("" ::: "memory");
-        const bf16* at = k + ahead < a.K ? w + (k + ahead) : next + (k + ahead - a.K);
-        _mm_prefetch(at, _MM_HINT_T0);
-        _mm_prefetch(at + a.weight_stride, _MM_HINT_T0);
-        asm volatile("" ::: "memory");
-        add(k, w0, w1, ~0u);
-      }
-      if (k < a.K) {
-        const __mmask32 inside = first32(a.K - k);
-        add(k, load_pairs(w + k, inside), load_pairs(w + second + k, inside), inside);
-      }
-      for (int m = 0; m < M; m++) {
-        sums[m][n] = _mm512_reduce_add_ps(acc[0][m]);
-        sums[m][n + 1] = _mm512_reduce_add_ps(acc[1][m]);
-      }
+  const bf16 *x = a.x + m0 * a.x_stride, *w = a.weight + n * a.weight_stride;
+  const bool two = n + 1 < a.N;
+  const i64 second = two ? a.weight_stride : 0;
+  const bf16* next = w + 2 * a.weight_stride;
+  __m512 acc[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+  auto add = [&](i64 k, __m512bh w0, __m512bh w1, __mmask32 mask) __attribute__((always_inline)) {
+#pragma GCC unroll 16
+    for (int m = 0; m < M; m++) {
+      __m512bh v = load_pairs(x + m * a.x_stride + k, mask);
+      acc[2 * m] = _mm512_dpbf16_ps(acc[2 * m], w0, v);
+      acc[2 * m + 1] = _mm512_dpbf16_ps(acc[2 * m + 1], w1, v);
     }
-    for (int m = 0; m < M; m++) finish(a, m0 + m, n0, first16(rows), _mm512_load_ps(sums[m]));
+  };
+  i64 k = 0;
+  for (; k + 32 <= a.K; k += 32) {
+    __m512bh w0 = load_pairs(w + k), w1 = load_pairs(w + second + k);
+    if constexpr (kCold) {
+      asm volatile("" ::: "memory");
+      const bf16* at = k + ahead < a.K ? w + (k + ahead) : next + (k + ahead - a.K);
+      _mm_prefetch(at, _MM_HINT_T0);
+      _mm_prefetch(at + a.weight_stride, _MM_HINT_T0);
+      asm volatile("" ::: "memory");
+    }
+    add(k, w0, w1, ~0u);
+  }
+  if (k < a.K) {
+    const __mmask32 inside = first32(a.K - k);
+    add(k, load_pairs(w + k, inside), load_pairs(w + second + k, inside), inside);
+  }
+  alignas(64) float sums[16];
+  if constexpr (M <= 2) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 2 * M; i++) sums[i] = _mm512_reduce_add_ps(acc[i]);
+  } else {
+    _mm512_store_ps(sums, add_lanes(acc));
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < M; m++) {
+    bf16* to = a.out + (m0 + m) * a.N + n;
+    store(to, a.bias ? sums[2 * m] + to_float(a.bias[n]) : sums[2 * m]);
+    if (two) store(to + 1, a.bias ? sums[2 * m + 1] + to_float(a.bias[n + 1]) : sums[2 * m + 1]);
   }
 }
 
-void dot(const Args& a, Range blocks) {
-  for (i64 block = blocks.from; block < blocks.to; block++) {
-    for (i64 m = 0; m < a.M; m += 4) {  // beyond four rows of x the block comes again, from the second-level cache
-      const Range one{block, block + 1}, all = a.M <= 4 ? blocks : one;
-      switch (std::min(i64(4), a.M - m)) {
-        case 1: dot_blocks<1>(a, m, all); break;
-        case 2: dot_blocks<2>(a, m, all); break;
-        case 3: dot_blocks<3>(a, m, all); break;
-        default: dot_blocks<4>(a, m, all);
-      }
+template <int M>
+void dot_rows(const Args& a, Range rows) {
+  for (i64 n = rows.from; n < rows.to; n += 2) {
+    if constexpr (M <= kDotRows) {
+      dot_pair<M, true>(a, 0, n);
+    } else {
+      dot_pair<kDotRows, true>(a, 0, n);
+      dot_pair<M - kDotRows, false>(a, kDotRows, n);
     }
-    if (a.M <= 4) return;
   }
+}
+
+template <int M = 1>
+void dot(const Args& a, Range rows) {
+  if constexpr (M < 2 * kDotRows)
+    if (a.M > M) return dot<M + 1>(a, rows);
+  dot_rows<M>(a, rows);
 }
 
 #endif  // GRAPHLLM_AVX512
@@ -199,6 +214,130 @@ void amx(const Args& a, Range blocks) {
 
 #endif  // GRAPHLLM_AMX
 
+#ifdef GRAPHLLM_AVX512
+
+// Many rows: weights are packed on the way, a panel of 32 of them at a time, as [k / 2][32] pairs, and a tile of 14 rows of
+// x takes 28 accumulators, two weight vectors and one pair of x at a time. Packing costs 40 cycles a kilobyte of weights, a
+// row of x eight.
+constexpr i64 kPanel = 32;
+constexpr int kTileRows = 14;
+constexpr i64 kDepth = 1280;             // k values of a panel: 14 rows of x stay in the first-level cache
+constexpr i64 kPanelBytes = 512 << 10;   // panels that stay in the second-level cache
+
+// Weight rows [n0, n0 + 32) for k in [k0, k0 + depth), zero where they end.
+void pack_panel(const Args& a, i64 n0, i64 k0, i64 depth, bf16* to) {
+  for (i64 k = 0; k < depth; k += 32) {
+    const __mmask32 inside = first32(std::max<i64>(0, a.K - k0 - k));
+    for (i64 half = 0; half < 2; half++) {
+      __m512i r[16];
+      for (i64 i = 0; i < 16; i++) {
+        const i64 n = n0 + half * 16 + i;
+        r[i] = n < a.N ? (__m512i)load_pairs(a.weight + n * a.weight_stride + k0 + k, inside) : _mm512_setzero_si512();
+      }
+      transpose16(r);
+      for (i64 p = 0; p < 16; p++) _mm512_store_si512(to + (k / 2 + p) * 2 * kPanel + half * 32, r[p]);
+    }
+  }
+}
+
+// `rows` rows of x from m times a panel. sums: [14][32] of an earlier part of k, or null; where the result goes as float
+// when more is to come, else null. next: weights of the panel that is packed after this one, to be asked for, or null.
+template <int kRowsOfX>
+void tile_rows(const Args& a, i64 m, i64 n0, i64 k0, i64 depth, const bf16* panel, const float* from, float* into,
+               const bf16* next) {
+  __m512 acc[kRowsOfX][2];
+#pragma GCC unroll 16
+  for (int i = 0; i < kRowsOfX; i++)
+#pragma GCC unroll 16
+    for (int h = 0; h < 2; h++) acc[i][h] = from ? _mm512_loadu_ps(from + i * kPanel + h * 16) : _mm512_setzero_ps();
+  const bf16* x = a.x + m * a.x_stride + k0;
+  const i64 stride = a.x_stride;
+  auto step = [&](const bf16* at, const bf16* w, std::int32_t keep) __attribute__((always_inline)) {
+    const __m512bh w0 = load_pairs(w), w1 = load_pairs(w + 32);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRowsOfX; i++) {
+      std::int32_t pair;
+      std::memcpy(&pair, at + i * stride, 4);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair & keep);
+      acc[i][0] = _mm512_dpbf16_ps(acc[i][0], w0, both);
+      acc[i][1] = _mm512_dpbf16_ps(acc[i][1], w1, both);
+    }
+  };
+  i64 k = 0;
+  if (next)
+    for (; k + 32 <= depth; k += 32)
+      for (i64 p = 0; p < 16; p++) {
+        _mm_prefetch(next + 2 * p * a.weight_stride + k, _MM_HINT_T1);
+        _mm_prefetch(next + (2 * p + 1) * a.weight_stride + k, _MM_HINT_T1);
+        step(x + k + 2 * p, panel + (k + 2 * p) * kPanel, -1);
+      }
+  for (; k + 2 <= depth; k += 2) step(x + k, panel + k * kPanel, -1);
+  if (k < depth) {  // the pair's second half lies behind the row: nobody knows what it is
+    std::int32_t last = 0;
+    __m512bh w0 = load_pairs(panel + k * kPanel), w1 = load_pairs(panel + k * kPanel + 32);
+#pragma GCC unroll 16
+    for (int i = 0; i < kRowsOfX; i++) {
+      std::memcpy(&last, x + i * stride + k, 2);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(last);
+      acc[i][0] = _mm512_dpbf16_ps(acc[i][0], w0, both);
+      acc[i][1] = _mm512_dpbf16_ps(acc[i][1], w1, both);
+    }
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < kRowsOfX; i++)
+#pragma GCC unroll 16
+    for (int h = 0; h < 2; h++) {
+      const i64 n = n0 + h * 16;
+      if (into) {
+        _mm512_storeu_ps(into + i * kPanel + h * 16, acc[i][h]);
+      } else if (n < a.N) {
+        finish(a, m + i, n, first16(a.N - n), acc[i][h]);
+      }
+    }
+}
+
+using TileRows = void (*)(const Args&, i64, i64, i64, i64, const bf16*, const float*, float*, const bf16*);
+template <int... kCounts>
+constexpr std::array<TileRows, sizeof...(kCounts)> tile_table(std::integer_sequence<int, kCounts...>) {
+  return {tile_rows<kCounts + 1>...};
+}
+
+// Rows `mine` of x times the panels [panels.from, panels.to).
+void panels(const Args& a, Range mine, Range panels) {
+  static constexpr auto table = tile_table(std::make_integer_sequence<int, kTileRows>());
+  static thread_local Scratch packed_scratch, sums_scratch;
+  const i64 M = mine.to - mine.from, tiles = ceil_div(M, kTileRows);
+  const i64 parts = ceil_div(a.K, kDepth), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
+  // Few rows of x stay in the second-level cache, so that panels can come and go one by one.
+  const i64 group = M * depth * 2 <= kPanelBytes / 2 ? 1 : std::max<i64>(1, kPanelBytes / (depth * kPanel * 2));
+  bf16* packed = packed_scratch.get<bf16>(group * depth * kPanel);
+  float* sums = parts > 1 ? sums_scratch.get<float>(group * tiles * kTileRows * kPanel) : nullptr;
+  for (i64 first = panels.from; first < panels.to; first += group) {
+    const i64 count = std::min(group, panels.to - first);
+    for (i64 k0 = 0; k0 < a.K; k0 += depth) {
+      const i64 inside = std::min(depth, a.K - k0);
+      for (i64 g = 0; g < count; g++)
+        pack_panel(a, (first + g) * kPanel, k0, ceil_div(inside, 32) * 32, packed + g * depth * kPanel);
+      // What is packed next: the next part of k of these panels, or the panels after them.
+      const bool more = k0 + depth < a.K;
+      for (i64 t = 0; t < tiles; t++) {
+        // Equal tiles: 16 rows are two of eight, not 14 and two.
+        const i64 from = M * t / tiles, rows = M * (t + 1) / tiles - from;
+        for (i64 g = 0; g < count; g++) {
+          const i64 follows = (first + g + (more ? 0 : group)) * kPanel;
+          const bool ask = t == 0 && follows + kPanel <= (more ? a.N : std::min(a.N, panels.to * kPanel));
+          const bf16* next = ask ? a.weight + follows * a.weight_stride + (more ? k0 + depth : 0) : nullptr;
+          float* held = sums ? sums + (g * tiles + t) * kTileRows * kPanel : nullptr;
+          table[rows - 1](a, mine.from + from, (first + g) * kPanel, k0, inside, packed + g * depth * kPanel,
+                          k0 ? held : nullptr, more ? held : nullptr, next);
+        }
+      }
+    }
+  }
+}
+
+#endif  // GRAPHLLM_AVX512
+
 #ifndef GRAPHLLM_AVX512
 
 void plain(const Args& a, Range blocks) {
@@ -223,17 +362,26 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   if (M <= 0 || N <= 0) return;
   const Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
                static_cast<bf16*>(out), M, N, K, x_stride, weight_stride};
-  const i64 blocks = ceil_div(N, kRows);
   const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, N * K * 2 / kMinBytes));
 #pragma omp parallel num_threads(int(threads))
   {
-    const Range mine = share(blocks);
 #if defined(GRAPHLLM_AMX)
-    M > 1 && amx_granted() ? amx(a, mine) : dot(a, mine);
-#elif defined(GRAPHLLM_AVX512)
-    dot(a, mine);
+    if (M > 1 && amx_granted())
+      amx(a, share(ceil_div(N, kRows)));
+    else
+#endif
+#if defined(GRAPHLLM_AVX512)
+    if (M <= 2 * kDotRows) {
+      const Range pairs = share(ceil_div(N, 2));
+      dot(a, {pairs.from * 2, std::min(N, pairs.to * 2)});
+    } else {
+      const i64 count = ceil_div(N, kPanel);
+      // With few panels a thread, the rows of x are divided instead.
+      const bool by_rows = count < 8 * omp_get_num_threads() && M >= 4 * kTileRows * omp_get_num_threads();
+      by_rows ? panels(a, share(M), {0, count}) : panels(a, {0, M}, share(count));
+    }
 #else
-    plain(a, mine);
+    plain(a, share(ceil_div(N, kRows)));
 #endif
   }
 }

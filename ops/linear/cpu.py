@@ -1,4 +1,5 @@
-"""linear on the CPU for decode: few rows, weights streamed once from memory in PyTorch's own layout."""
+"""linear on the CPU: weights in PyTorch's own layout, streamed once from memory for few rows, packed on the way for
+many."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import Site
 from graphllm.ops.linear.op import linear
 
-_MOST_ROWS = 128  # from here on aten's blocked product, which packs the weights on the fly, is as fast
+_MOST_ROWS = 128  # with AMX, from here on aten's blocked product, which packs the weights on the fly, is as fast
 
 _kernel = CKernel(
     "graphllm_linear",
@@ -25,14 +26,14 @@ def _supports(site: Site) -> bool:
     tensors = [t for t in site.args.values() if t is not None]
     return (
         "avx512_bf16" in site.target.arch
-        and site.bucket.hi <= _MOST_ROWS
+        and (site.bucket.hi <= _MOST_ROWS or "amx_bf16" not in site.target.arch)
         and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
     )
 
 
 @linear.impl("cpu_stream", device="cpu", supports=_supports)
 def streaming_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """bfloat16 products with float32 sums, reading the weights at memory speed for up to 16 rows of x."""
+    """bfloat16 products with float32 sums, reading the weights at memory speed for up to 8 rows of x, 16 with AMX."""
     out_TO = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))
     _kernel(x_TI, weight_OI, bias_O, out_TO, *out_TO.shape, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0))
     return out_TO

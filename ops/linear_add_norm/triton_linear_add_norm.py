@@ -1,4 +1,4 @@
-"""linear_add_norm for few rows, on the kernels of `fused_linear`: products in parts, then one kernel that sums them,
+"""linear_add_norm on the kernels of `fused_linear`: the product, for few rows in parts, then one kernel that sums them,
 adds the residual and normalizes. The sum over parts costs no launch of its own."""
 
 from __future__ import annotations
@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphllm.ops.fused_linear.triton_fused_linear import launch_norm, launch_tiles, short, tile_configs
+from graphllm.ops.fused_linear.triton_fused_linear import half, launch_norm, launch_tiles, short, tile_configs
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
 
-@linear_add_norm.impl("cublas", device="cuda", supports=short)
+@linear_add_norm.impl("cublas", device="cuda", supports=half)
 def cublas(
     x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

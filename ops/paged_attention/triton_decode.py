@@ -211,9 +211,9 @@ def _split_kernel(
 ):
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
-    split = tl.program_id(0)
-    head = tl.program_id(1)
-    s = tl.program_id(2)
+    head = tl.program_id(0)
+    s = tl.program_id(1)
+    split = tl.program_id(2)  # the programs without work are the last ones
     row = tl.load(query_start_ptr + s)
     queries = tl.load(query_start_ptr + s + 1) - row
     length = tl.load(seq_len_ptr + s)
@@ -406,7 +406,7 @@ def launch_decode(
     lines, splits_pad = max(1, E // 64), power_of_2(splits, 2)
     joined = min(power_of_2(H // K, 1), max(1, _JOINED // (splits_pad * power_of_2(E))))
     launch_triton(
-        _split_kernel, (splits, K, S),
+        _split_kernel, (K, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         block_table, query_start, seq_len, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
@@ -423,25 +423,23 @@ def plan_splits(S: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Con
     """Launch constants of decode from static facts: most sequences (0 beside prefill), KV heads, longest context.
 
     Few sequences: ranges of at least a tile or two until the chip holds about four programs a processor. Many: one
-    range each would do if lengths were equal; contexts that may be long get more, of at least 512 tokens, so that one
-    long sequence does not run alone at the end. Measured on an H200, see bench/results/triton_h200.md.
+    range each would do if lengths were equal; contexts that may be long get more, of at least 2,048 tokens, so that one
+    long sequence does not run alone at the end. Two stages: with three, the programs take so much shared memory that
+    they and those of the kernels around them do not run side by side. Measured on an H200, see
+    bench/results/h200_decode.md.
     """
     rows = S * K
     if not rows:  # mixed steps are long, so the ranges suit many sequences
-        splits, least = 8, 512
+        splits, least = 8, 2048
     elif rows < 512:
         splits = min(16 if longest <= 16384 else 32, -(-512 // rows))
         least = 64 if splits >= 16 else 128 if splits >= 8 else 256
     else:
-        splits = 1 if longest <= 1024 else 2 if longest <= 8192 else 4 if longest <= 32768 else 8
-        least = 256 if rows < 1024 else 512
-    if dtype == torch.float32:
-        block_n, stages = 32, 2
-    else:
-        # Programs that are alone on their processor keep more tiles in flight.
-        block_n, stages = 64 if E <= 128 else 32, 3 if 0 < rows <= 16 else 2
+        splits = 1 if longest <= 2048 else 2 if longest <= 16384 else 4
+        least = 512 if rows < 1024 else 2048
+    block_n = 32 if dtype == torch.float32 or E > 128 else 64
     splits = max(1, min(splits, -(-longest // least)))
-    return {"splits": splits, "min_tiles": max(1, least // block_n), "block_n": block_n, "warps": 4, "stages": stages}
+    return {"splits": splits, "min_tiles": max(1, least // block_n), "block_n": block_n, "warps": 4, "stages": 2}
 
 
 def is_decode(site: Site) -> bool:

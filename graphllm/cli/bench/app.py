@@ -17,6 +17,8 @@ from graphllm.cli.options import (
     MaxTokens,
     PageSize,
     PrefixCaching,
+    Quantize,
+    Threads,
 )
 
 if TYPE_CHECKING:
@@ -95,12 +97,14 @@ def throughput_command(
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
     block_size: PageSize = None,
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     enable_prefix_caching: PrefixCaching = True,
     load_format: LoadFormat = "auto",
     target: TargetName = "auto",
@@ -113,10 +117,10 @@ def throughput_command(
     from graphllm.cli.bench.offline import Throughput, bench_throughput
 
     args = _engine_args(
-        model, kv_cache_memory, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching,
-        load_format=load_format, target=target, backend=backend, artifact=artifact,
+        load_format=load_format, target=target, backend=backend, artifact=artifact, threads=threads,
     )  # fmt: skip
     work = Throughput(num_prompts, input_len, output_len, prefix_len, n, temperature, seed)
     bench_throughput(args, work, output, quiet)
@@ -132,12 +136,14 @@ def latency_command(
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before those that are measured.")] = 10,
     seed: Seed = 0,
     dtype: Dtype = "auto",
+    quantize: Quantize = None,
     max_model_len: MaxLen = None,
     max_num_seqs: MaxSeqs = None,
     max_num_batched_tokens: MaxTokens = None,
     block_size: PageSize = None,
     kv_cache_memory: KvMemory = None,
     gpu_memory_utilization: GpuShare = 0.9,
+    threads: Threads = None,
     load_format: LoadFormat = "auto",
     target: TargetName = "auto",
     backend: Backend = "inductor",
@@ -149,10 +155,10 @@ def latency_command(
     from graphllm.cli.bench.offline import Latency, bench_latency
 
     args = _engine_args(
-        model, kv_cache_memory, dtype=dtype, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
+        model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
         gpu_memory_utilization=gpu_memory_utilization,
-        load_format=load_format, target=target, backend=backend, artifact=artifact,
+        load_format=load_format, target=target, backend=backend, artifact=artifact, threads=threads,
     )  # fmt: skip
     bench_latency(args, Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed), output, quiet)
 

@@ -1,0 +1,151 @@
+"""Where the time of a step goes on a CPU: the whole step, then every call in it, added up by kernel.
+
+    python bench/cpu_step.py ARTIFACT [--threads N] [--steps N] [--context N] [--cases decode-1 decode-8 prefill-1024]
+
+ARTIFACT is a compiled folder (`graphllm compile DIR --load-format dummy -o ARTIFACT`); weights are random. The step as
+it runs, a step whose calls are timed one by one, and a plain read of 256 MB take turns; the sum of the calls is less
+than the step by what the host does outside of kernels. Medians, and best in brackets. Prints Markdown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line sets it, before the OpenMP runtime loads
+
+import numpy as np
+import torch
+from cpu_kernels import huge, probe
+
+from graphllm import artifact as files
+from graphllm.runtime.executor import Executor
+from graphllm.runtime.staging import StepInput
+from graphllm.runtime.stream import alone
+from graphllm.weights.loader import random_weights
+from graphllm.weights.plan import WeightPlan
+
+POOL, READ = 1 << 30, 256 << 20
+
+
+def batch(executor: Executor, kind: str, count: int, context: int) -> StepInput:
+    """decode: ``count`` sequences of that context. prefill: one prompt of ``count`` tokens."""
+    S, n = (count, 1) if kind == "decode" else (1, count)
+    length = context + 1 if kind == "decode" else count
+    positions = np.tile(np.arange(length - n, length, dtype=np.int32), S)
+    width = -(-length // executor.page_size)
+    pages = np.random.default_rng(0).permutation(S * width).astype(np.int32)
+    ends = np.arange(1, S + 1, dtype=np.int32) * n
+    return StepInput(
+        token_ids=np.random.default_rng(1).integers(0, executor.vocab, S * n).astype(np.int32), positions=positions,
+        context_len=np.full(S * n, length, np.int32), logit_rows=ends - 1,
+        query_start=np.concatenate([np.zeros(1, np.int32), ends]), seq_len=np.full(S, length, np.int32),
+        block_table=pages.reshape(1, S, width),
+    )  # fmt: skip
+
+
+def label(launch: Callable[[], Any], weights: dict[int, tuple[int, ...]]) -> str:
+    """The kernel's name; for products also the shape of the weight."""
+    function = launch.func if isinstance(launch, functools.partial) else launch
+    name = getattr(function, "__name__", str(function))
+    for argument in getattr(launch, "args", ()):
+        at = argument.data_ptr() if isinstance(argument, torch.Tensor) else getattr(argument, "value", None)
+        if len(weights.get(at, ())) == 2:
+            return f"{name} {'x'.join(map(str, weights[at]))}"
+    return name
+
+
+class Timer:
+    """One kind of step of an executor, measured again and again."""
+
+    def __init__(self, executor: Executor, weights: dict[str, torch.Tensor], kind: str, context: int) -> None:
+        name, count = kind.split("-")
+        self.executor, self.input = executor, batch(executor, name, int(count), context)
+        rows = len(self.input.seq_len)
+        for _ in range(3):
+            executor.run(self.input)
+        runner = executor._runner("plain", *executor.pick(len(self.input.token_ids), rows, name == "decode"))
+        self.launches = runner._launches[""]
+        shapes = {w.data_ptr(): tuple(w.shape) for w in weights.values()}
+        self.labels = [label(x, shapes) for x in self.launches]
+        self.steps: list[float] = []
+        self.inner: list[float] = []
+        self.calls: dict[str, list[float]] = defaultdict(list)
+
+    def measure(self) -> None:
+        start = time.perf_counter()
+        self.executor.run(self.input)
+        self.steps.append(time.perf_counter() - start)
+        self.executor._stream.submit(self._timed).result()
+
+    def _timed(self) -> None:
+        sums: dict[str, float] = defaultdict(float)
+        first = last = time.perf_counter()
+        for x, what in zip(self.launches, self.labels, strict=True):
+            x()
+            now = time.perf_counter()
+            sums[what] += now - last
+            last = now
+        self.inner.append(last - first)
+        for what, seconds in sums.items():
+            self.calls[what].append(seconds)
+
+    def table(self) -> str:
+        rest = statistics.median(a - b for a, b in zip(self.steps, self.inner, strict=True))
+        rows = sorted(
+            ((statistics.median(v) * 1e6, min(v) * 1e6, self.labels.count(k), k) for k, v in self.calls.items()),
+            reverse=True,
+        )
+        return (
+            f"step {statistics.median(self.steps) * 1e3:.2f} ms ({min(self.steps) * 1e3:.2f}), {len(self.launches)} "
+            f"calls {statistics.median(self.inner) * 1e3:.2f} ms ({min(self.inner) * 1e3:.2f}), the rest "
+            f"{rest * 1e3:.2f} ms\n\n| call | times | µs a step | µs each |\n|---|---|---|---|\n"
+        ) + "\n".join(f"| {k} | {n} | {us:.0f} ({best:.0f}) | {us / n:.1f} |" for us, best, n, k in rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--context", type=int, default=128)
+    parser.add_argument("--cases", nargs="+", default=["decode-1", "decode-8", "prefill-1024"])
+    args = parser.parse_args()
+    library = probe()
+    with alone():
+        pool = huge(POOL)
+        manifest = files.verify(args.artifact)
+        weights = random_weights(WeightPlan.from_json((args.artifact / "weights.json").read_text()), "cpu")
+        executor = Executor(args.artifact, manifest, weights, 8192, args.threads)
+        timers = {kind: Timer(executor, weights, kind, args.context) for kind in args.cases}
+        reads: list[float] = []
+
+        def read() -> None:
+            start = time.perf_counter()
+            library.probe_read(pool.data_ptr() + len(reads) * READ % POOL, READ)
+            reads.append(READ / (time.perf_counter() - start) / 1e9)
+
+        for kind, timer in timers.items():
+            for _ in range(args.steps if kind.startswith("decode") else -(-args.steps // 4)):
+                executor._stream.submit(read).result()
+                timer.measure()
+        held = sum({w.data_ptr(): w.nbytes for w in weights.values()}.values())
+        middle, best = statistics.median(reads), max(reads)
+        print(
+            f"{args.threads} threads; memory is read at {middle:.1f} GB/s ({best:.1f}), so {held / 1e9:.3f} GB of "
+            f"weights take {held / middle / 1e6:.1f} ms ({held / best / 1e6:.1f})"
+        )
+        for kind, timer in timers.items():
+            print(f"\n## {kind}\n\n{timer.table()}", flush=True)
+        executor.close()
+
+
+if __name__ == "__main__":
+    main()

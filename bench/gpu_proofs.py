@@ -1,0 +1,336 @@
+"""What the table of targets does not show, on one GPU, each part in processes of its own:
+
+    python bench/gpu_proofs.py [--parts fuzz,memory,logits,attention] [--out FILE.json]
+
+fuzz: after start-up nothing compiles. 2,000 requests of random shapes and sampling with every compiler's entry watched,
+the caches of Triton and Inductor unwritable and no program on PATH; the first request's time to its first token beside
+the median of the following ones. memory: the planned memory against what is used at most, over 20 configurations.
+logits: the 8B shape's, prefill and decode, beside transformers in float32 and bfloat16 on the same weights. attention:
+the paged kernels against scaled_dot_product_attention and flex_attention on contiguous keys and values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gpu_engine import add
+from gpu_step import COMPILERS, SHAPES, write_checkpoint
+from gpu_table import BANDWIDTH, COMPILE
+
+GIB = 2**30
+# Shape, then --kv-cache-memory or --gpu-memory-utilization.
+MEMORY: list[tuple[str, dict[str, Any]]] = [
+    *(("qwen3-0.6b", {"kv_cache_memory_bytes": n * GIB}) for n in (1, 2, 4, 8, 16, 32, 64)),
+    *(("qwen3-0.6b", {"gpu_memory_utilization": u}) for u in (0.2, 0.4, 0.6, 0.8, 0.9, 0.95)),
+    *(("llama3.1-8b", {"kv_cache_memory_bytes": n * GIB}) for n in (2, 8, 32)),
+    *(("llama3.1-8b", {"gpu_memory_utilization": u}) for u in (0.3, 0.6, 0.9, 0.95)),
+]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
+    {"temperature": 0.0, "repetition_penalty": 1.1}, {"temperature": 0.0, "logprobs": 3},
+    {"temperature": 1.0, "min_p": 0.1, "logit_bias": {3: 1.0}},
+]  # fmt: skip
+
+
+def prepared(shape: str, weights: bool = False) -> tuple[Path, Path]:
+    """The folder of a shape with its config, or a checkpoint too, and its artifact."""
+    folder = Path(tempfile.gettempdir()) / f"graphllm-{shape}{'-weights' if weights else ''}"
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    if weights and not (folder / "model.safetensors").exists():
+        write_checkpoint(folder)
+    artifact = folder / "artifact"
+    if not artifact.exists():
+        options = ["--max-model-len", "4096", *([] if weights else ["--load-format", "dummy", "--no-tune"])]
+        subprocess.run([*COMPILE, str(folder), "-o", str(artifact), *options], check=True, stdout=subprocess.DEVNULL)
+    return folder, artifact
+
+
+def load(shape: str, **options: Any) -> Any:
+    """An engine core with random weights."""
+    from graphllm.engine.load import EngineArgs, open_model
+    from graphllm.prepare import load_core
+
+    folder, artifact = prepared(shape)
+    args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True, **options)
+    return load_core(open_model(args).settings)
+
+
+def finish(core: Any) -> None:
+    while core.unfinished:
+        core.step()
+
+
+def fuzz() -> dict[str, Any]:
+    """In this process, which is spoilt for anything else."""
+    prepared("qwen3-0.6b")
+    nowhere = "/proc/graphllm-nowhere"  # neither there nor to be made
+    os.environ |= {"PATH": nowhere, "TRITON_CACHE_DIR": nowhere, "TORCHINDUCTOR_CACHE_DIR": nowhere}
+    events: list[str] = []
+    ready = False
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        started = event in ("subprocess.Popen", "os.posix_spawn", "os.exec", "os.system", "os.fork")
+        compiler = event == "import" and str(args[0]).startswith(COMPILERS)
+        if ready and (started or compiler):
+            events.append(f"{event} {args[0]}")
+
+    sys.addaudithook(watch)
+    core = load("qwen3-0.6b")
+    ready = True
+    rng = np.random.default_rng(0)
+
+    def prompt(n: int) -> list[int]:
+        return rng.integers(0, 151936, n).tolist()
+
+    def first_token() -> float:
+        start = time.perf_counter()
+        add(core, [prompt(128)], [4], {"temperature": 0.0})
+        while not core.step():
+            pass
+        taken = time.perf_counter() - start
+        finish(core)
+        return 1e3 * taken
+
+    first = first_token()
+    steady = statistics.median(first_token() for _ in range(50))
+    before, added = time.perf_counter(), 0
+    while added < 2000 or core.unfinished:
+        if added < 2000 and rng.random() < 0.5:
+            for _ in range(int(rng.integers(1, min(41, 2001 - added)))):
+                # Ids must differ among the requests that run.
+                add_one(core, added, prompt(int(rng.integers(1, 1500))), int(rng.integers(1, 60)))
+                added += 1
+        core.step()
+    return {
+        "first request, ms to its first token": round(first, 2), "median of 50 after it": round(steady, 2),
+        "ratio": round(first / steady, 2), "requests": added, "seconds": round(time.perf_counter() - before, 1),
+        "compiler modules loaded": [m for m in COMPILERS if m in sys.modules], "processes or compilers started": events,
+    }  # fmt: skip
+
+
+def add_one(core: Any, number: int, prompt: list[int], limit: int) -> None:
+    """Queue one request with the sampling of its turn."""
+    from graphllm.engine.params import SamplingParams
+    from graphllm.engine.request import EngineRequest
+
+    params = SamplingParams(max_tokens=limit, ignore_eos=True, seed=number, **SAMPLING[number % len(SAMPLING)])
+    core.add(EngineRequest(id=f"r{number}", prompt=prompt, params=params, stop_ids=[], limit=limit, seed=number))
+
+
+def memory(index: int) -> dict[str, Any]:
+    """Of one configuration: full steps of every kind, so that everything is loaded, captured and allocated."""
+    import torch
+
+    from graphllm import artifact as files
+    from graphllm.prepare import gpu_bytes
+
+    shape, options = MEMORY[index]
+    _, artifact = prepared(shape)
+    torch.zeros(1, device="cuda")
+    before, _ = torch.cuda.mem_get_info()
+    core = load(shape, **options)
+    table = files.verify(artifact)["memory"]
+    planned = gpu_bytes(table, core.info.kv_pages)
+    started = before - torch.cuda.mem_get_info()[0]
+    rng = np.random.default_rng(0)
+    for count in (1, 3, 9, 17, 40, 100, 300, 700):
+        add(core, rng.integers(0, 1000, (count, 100)).tolist(), [6] * count, SAMPLING[count % len(SAMPLING)])
+        finish(core)
+    used = before - torch.cuda.mem_get_info()[0]
+    return {
+        "shape": shape, **options, "planned MB": round(planned / 1e6, 1), "after start MB": round(started / 1e6, 1),
+        "most MB": round(used / 1e6, 1), "most / planned": round(used / planned, 4),
+        "torch reserved MB": round(torch.cuda.memory_reserved() / 1e6, 1),
+    }  # fmt: skip
+
+
+def logits() -> dict[str, Any]:
+    """Relative errors against float32, of the last prompt token's and 16 decode steps' logits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from graphllm import artifact as files
+    from graphllm.prepare import open_source
+    from graphllm.runtime.executor import Executor
+    from graphllm.runtime.staging import StepInput
+    from graphllm.weights.loader import load_weights
+    from graphllm.weights.plan import WeightPlan
+
+    folder, artifact = prepared("llama3.1-8b", weights=True)
+    manifest, source = files.verify(artifact), open_source(folder)
+    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    assert source.checkpoint is not None
+    executor = Executor(artifact, manifest, load_weights(plan, source.checkpoint, "cuda"), 512)
+    ids = np.random.default_rng(0).integers(0, 128256, 600).astype(np.int32)
+    pages = np.arange(1, 40, dtype=np.int32)[None, None]
+
+    def step(start: int, end: int) -> Any:
+        length, n = np.array([end], np.int32), end - start
+        found = executor.run(
+            StepInput(ids[start:end], np.arange(start, end, dtype=np.int32), np.full(n, end, np.int32),
+                      np.array([n - 1], np.int32), np.array([0, n], np.int32), length, pages[..., : -(-end // 16)])
+        )  # fmt: skip
+        return found.logits[0].float().clone()
+
+    ours = torch.stack([step(0, 584), *(step(i, i + 1) for i in range(584, 600))])
+    errors: dict[str, Any] = {}
+    exact = None
+    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+        with torch.no_grad():
+            found = model(torch.tensor(ids[None], device="cuda", dtype=torch.long)).logits[0, 583:].float()
+        del model
+        torch.cuda.empty_cache()
+        if exact is None:
+            exact = found
+        else:
+            errors[f"transformers {name}"] = ((found - exact).norm(dim=1) / exact.norm(dim=1)).tolist()
+    assert exact is not None
+    errors["graphllm"] = ((ours - exact).norm(dim=1) / exact.norm(dim=1)).tolist()
+    same = int((ours.argmax(1) == exact.argmax(1)).sum())
+    return {
+        **{f"{n}: mean, largest": [round(float(np.mean(e)), 5), round(max(e), 5)] for n, e in errors.items()},
+        "prefill": {n: round(e[0], 5) for n, e in errors.items()},
+        "same first choice as float32, of 17": same,
+    }
+
+
+def microseconds(call: Callable[[], Any]) -> float:
+    """Of one call, the median of replays of a graph of several."""
+    import torch
+
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph, calls = torch.cuda.CUDAGraph(), 8
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    taken = []
+    for _ in range(9):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        taken.append(1e3 * begin.elapsed_time(end) / calls)
+    return statistics.median(taken)
+
+
+def attention() -> dict[str, Any]:
+    """8B heads: 32 query and 8 key and value heads of 128; ours from shuffled pages of 16, and storing the new keys."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from graphllm.config import Bucket
+    from graphllm.ir.op import Site
+    from graphllm.machine import detect_target
+    from graphllm.ops.paged_attention import paged_attention
+
+    H, K, E, P = 32, 8, 128, 16
+    made: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    flex = torch.compile(flex_attention, dynamic=False)
+    result = {}
+    for name, S, new, context in (
+        ("decode, 1 x 1,024", 1, 1, 1024), ("decode, 1 x 8,192", 1, 1, 8192), ("decode, 32 x 1,024", 32, 1, 1024),
+        ("decode, 256 x 1,024", 256, 1, 1024), ("prefill, 1 x 8,192", 1, 8192, 8192),
+        ("prefill, 8 x 1,024", 8, 1024, 1024),
+    ):  # fmt: skip
+        width, T = context // P, S * new
+        q, k, v = (torch.randn(T, heads, E, **made) for heads in (H, K, K))
+        table = torch.randperm(S * width, device="cuda").int().view(S, width)
+        args = {
+            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": torch.randn(S * width, 2, K, P, E, **made),
+            "block_table": table, "query_start": torch.arange(S + 1, device="cuda", dtype=torch.int32) * new,
+            "seq_len": torch.full((S,), context, device="cuda", dtype=torch.int32), "scale": E**-0.5,
+        }  # fmt: skip
+        bucket = Bucket("decode" if new == 1 else "mixed", T if new == 1 else 2, max(T, 2) if new > 1 else T)
+        impl = paged_attention.impls["triton_decode" if new == 1 else "triton_prefill"]
+        ours = functools.partial(impl.at(Site(paged_attention.bind((), args), detect_target("cuda"), bucket)), **args)
+        row = {"graphllm, paged": microseconds(ours)}
+        q4, k4, v4 = (torch.randn(S, heads, n, E, **made) for heads, n in ((H, new), (K, context), (K, context)))
+        causal = new > 1
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
+            try:
+                with sdpa_kernel(backend):
+                    row[f"SDPA, {backend.name.lower()}"] = microseconds(
+                        lambda q=q4, k=k4, v=v4, c=causal: scaled_dot_product_attention(
+                            q, k, v, is_causal=c, enable_gqa=True
+                        )
+                    )
+            except RuntimeError as refused:
+                print(name, backend.name, str(refused).splitlines()[0], file=sys.stderr)
+        try:
+            mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, new, context) if causal else None
+            row["flex_attention, compiled"] = microseconds(
+                lambda q=q4, k=k4, v=v4, m=mask: flex(q, k, v, block_mask=m, enable_gqa=True)
+            )
+        except Exception as failed:
+            print(name, "flex_attention", repr(failed)[:300], file=sys.stderr)
+        row = {n: round(t, 1) for n, t in row.items()}
+        if causal:
+            row["TFLOP/s"] = {n: round(4 * S * H * E * (new * (new + 1) / 2) / t / 1e6) for n, t in row.items()}
+        else:
+            least = S * context * 2 * K * E * 2 / BANDWIDTH * 1e6
+            row["share of the floor"] = {n: round(least / t, 2) for n, t in row.items()}
+        result[name] = row
+        del q, k, v, args, ours, q4, k4, v4
+        torch.cuda.empty_cache()
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", default="fuzz,memory,logits,attention")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--part", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.part:
+        name, *index = args.part
+        print(
+            json.dumps(
+                {"fuzz": fuzz, "memory": memory, "logits": logits, "attention": attention}[name](*map(int, index))
+            )
+        )
+        return
+    import torch
+
+    result: dict[str, Any] = {
+        "machine": torch.cuda.get_device_name(), "versions": {p: version(p) for p in ("torch", "triton")},
+        "command": " ".join(sys.argv),
+    }  # fmt: skip
+
+    def part(*words: str) -> Any:
+        done = subprocess.run([sys.executable, __file__, "--part", *words], stdout=subprocess.PIPE, text=True)
+        found = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else {"failed": done.returncode}
+        print(*words, json.dumps(found), file=sys.stderr, flush=True)
+        return found
+
+    for name in args.parts.split(","):
+        if name == "memory":
+            for shape in {shape for shape, _ in MEMORY}:
+                prepared(shape)
+        result[name] = [part(name, str(i)) for i in range(len(MEMORY))] if name == "memory" else part(name)
+        print(name, json.dumps(result[name], indent=1), flush=True)
+        if args.out:
+            args.out.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

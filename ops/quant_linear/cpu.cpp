@@ -1,0 +1,296 @@
+// quant_linear: out [M, N] = x [M, K] times quantized weights [N, K] transposed, plus bias [N]. See op.py for the layout.
+//
+// The weights are one stream of 64-byte lines: of each, four inner entries (two times four for int4) of 16 rows. Rows of
+// x are quantized to int8 in the same groups of inner entries when the kernel begins, so that a line is one integer
+// product (vpdpbusd) for each row of x; products of a group add up exactly, and are scaled to float32 once a group.
+#include "cpu_common.h"
+
+#if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
+#define GRAPHLLM_VNNI 1
+#include <immintrin.h>
+#elif !defined(GRAPHLLM_GENERIC) && defined(__AVX2__)
+#define GRAPHLLM_AVX2 1
+#include <immintrin.h>
+#endif
+
+namespace graphllm {
+namespace {
+
+constexpr i64 kRows = kLanes;          // weight rows a block
+constexpr i64 kLine = 64;              // bytes: four inner entries of 16 rows
+constexpr i64 kMinBytes = 64 << 10;     // less weight than this is not worth waking another thread
+constexpr i64 kOwnBytes = 16 << 10;     // less x than this each thread quantizes for itself, which saves a barrier
+constexpr i64 kAhead = 2048;            // bytes of weights that are asked for ahead
+constexpr i64 kChunkBytes = 256 << 10;  // quantized rows of x that stay in the second-level cache
+#ifdef GRAPHLLM_VNNI
+constexpr int kTile = 12;  // rows of x side by side
+#else
+constexpr int kTile = 2;
+#endif
+
+// Two numbers of a format. group: inner entries that share a scale. zero: the zero point of what `Line` holds.
+struct Int8 {
+  static constexpr i64 group = 64, lines = group / 4;
+  static constexpr int parts = 1;
+#ifdef GRAPHLLM_VNNI
+  static constexpr int zero = 128;
+#else
+  static constexpr int zero = 0;
+#endif
+};
+struct Int4 {
+  static constexpr i64 group = 32, lines = group / 8;
+  static constexpr int parts = 2, zero = 8;
+};
+
+template <typename T>
+struct Args {
+  const T* x;
+  const std::uint8_t* values;
+  const bf16* scales;
+  const T* bias;
+  T* out;
+  i64 M, N, K, x_stride;
+};
+
+// Rows of x as int8, kTile rows at a time and in the order in which they are read: for each group of inner entries and
+// each row its scale and what corrects for the zero point of the weights, then four entries of each row by turns.
+template <typename F>
+struct Quantized {
+  char* data;
+  i64 rows, groups;
+
+  static i64 bytes(i64 rows, i64 groups) { return rows * groups * (8 + F::group); }
+  i64 width(i64 m0) const { return std::min<i64>(kTile, rows - m0); }
+  const char* tile(i64 m0) const { return data + bytes(m0, groups); }
+};
+
+template <typename T>
+inline Vec load_vec(const T* from) {
+  Vec out;
+  for (int i = 0; i < kLanes; i++) out[i] = to_float(from[i]);
+  return out;
+}
+inline Vec load_vec(const float* from) {
+  Vec out;
+  std::memcpy(&out, from, sizeof(out));
+  return out;
+}
+inline Vec load_vec(const bf16* from) {
+  using Halves = std::uint16_t __attribute__((vector_size(32)));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  return (Vec)(__builtin_convertvector(halves, Ints) << 16);
+}
+
+// The largest absolute value is found among the bits as integers, where a NaN is the largest of all: its group becomes NaN.
+template <typename F, typename T>
+void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
+  using Bytes = std::int8_t __attribute__((vector_size(16)));
+  constexpr i64 parts = F::group / kLanes;
+  for (i64 m = rows.from; m < rows.to; m++) {
+    const i64 m0 = m / kTile * kTile, width = to.width(m0);
+    char* at = to.data + Quantized<F>::bytes(m0, to.groups) + (m - m0) * 4;
+    for (i64 g = 0; g < to.groups; g++, at += width * (8 + F::group)) {
+      const T* x = a.x + m * a.x_stride + g * F::group;
+      T padded[F::group] = {};
+      if (const i64 inside = a.K - g * F::group; inside < F::group) {
+        std::memcpy(padded, x, inside * sizeof(T));
+        x = padded;
+      }
+      Vec numbers[parts];
+      Ints most = {};
+      for (i64 i = 0; i < parts; i++) {
+        numbers[i] = load_vec(x + i * kLanes);
+        const Ints bits = (Ints)numbers[i] & 0x7FFFFFFF;
+        most = bits > most ? bits : most;
+      }
+      std::int32_t largest_bits = 0, sum = 0;
+      for (int i = 0; i < kLanes; i++) largest_bits = std::max(largest_bits, most[i]);
+      float largest;
+      std::memcpy(&largest, &largest_bits, 4);
+      const float inverse = largest > 0 ? 127.0f / largest : 0, scale = largest / 127.0f;
+      Ints sums = {};
+      for (i64 i = 0; i < parts; i++) {
+        const Vec scaled = numbers[i] * inverse, half = (Vec)(((Ints)scaled & INT32_MIN) | 0x3F000000);
+        const Ints rounded = __builtin_convertvector(scaled + half, Ints);
+        sums += rounded;
+        const Bytes bytes = __builtin_convertvector(rounded, Bytes);
+        for (int quad = 0; quad < 4; quad++)
+          std::memcpy(at + width * (8 + (i * 4 + quad) * 4), reinterpret_cast<const char*>(&bytes) + quad * 4, 4);
+      }
+      for (int i = 0; i < kLanes; i++) sum += sums[i];
+      const std::int32_t correction = -F::zero * sum;
+      std::memcpy(at, &scale, 4);
+      std::memcpy(at + width * 4, &correction, 4);
+    }
+  }
+}
+
+// A line of weights as operands: one of int8, two of int4.
+#if defined(GRAPHLLM_VNNI)
+template <typename F>
+struct Line {
+  __m512i part[2];
+  explicit Line(const std::uint8_t* at) {
+    const __m512i line = _mm512_loadu_si512(at);
+    if constexpr (F::parts == 1) {
+      part[0] = _mm512_xor_si512(line, _mm512_set1_epi8(char(0x80)));
+    } else {
+      const __m512i low = _mm512_set1_epi8(15);
+      part[0] = _mm512_and_si512(line, low);
+      part[1] = _mm512_and_si512(_mm512_srli_epi16(line, 4), low);
+    }
+  }
+  Ints add(Ints sum, int p, const char* x) const {
+    std::int32_t four;
+    std::memcpy(&four, x, 4);
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, part[p], _mm512_set1_epi32(four));
+  }
+};
+#elif defined(GRAPHLLM_AVX2)
+template <typename F>
+struct Line {
+  __m256i part[2][2];
+  explicit Line(const std::uint8_t* at) {
+    const __m256i low = _mm256_set1_epi8(15);
+    for (int half = 0; half < 2; half++) {
+      const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at) + half);
+      part[0][half] = F::parts == 1 ? line : _mm256_and_si256(line, low);
+      if constexpr (F::parts == 2) part[1][half] = _mm256_and_si256(_mm256_srli_epi16(line, 4), low);
+    }
+  }
+  // The product of unsigned and signed bytes adds pairs in 16 bits: |w| up to 127 (a weight is never -128) or 15 times
+  // 127 twice fits.
+  Ints add(Ints sum, int p, const char* x) const {
+    std::int32_t four;
+    std::memcpy(&four, x, 4);
+    const __m256i row = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+    union {
+      Ints ints;
+      __m256i halves[2];
+    } out{sum};
+    for (int half = 0; half < 2; half++) {
+      const __m256i w = part[p][half];
+      const __m256i pairs = F::parts == 1 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(row, w))
+                                   : _mm256_maddubs_epi16(w, row);
+      out.halves[half] = _mm256_add_epi32(out.halves[half], _mm256_madd_epi16(pairs, ones));
+    }
+    return out.ints;
+  }
+};
+#else
+template <typename F>
+struct Line {
+  Ints part[2][4];
+  explicit Line(const std::uint8_t* at) {
+    for (int i = 0; i < kLanes; i++)
+      for (int j = 0; j < 4; j++) {
+        const std::uint8_t byte = at[4 * i + j];
+        part[0][j][i] = F::parts == 1 ? std::int8_t(byte) : byte & 15;
+        if constexpr (F::parts == 2) part[1][j][i] = byte >> 4;
+      }
+  }
+  Ints add(Ints sum, int p, const char* x) const {
+    for (int j = 0; j < 4; j++) sum += part[p][j] * ints(static_cast<signed char>(x[j]));
+    return sum;
+  }
+};
+#endif
+
+// One block of 16 weight rows times kM rows of x: totals [kM, 16].
+template <typename F, int kM>
+void block_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals) {
+  Vec total[kM] = {};
+  for (i64 g = 0; g < groups; g++, scales += kRows) {
+    Ints sums[kM];
+    for (int m = 0; m < kM; m++) {
+      std::int32_t correction;
+      std::memcpy(&correction, x + (kM + m) * 4, 4);
+      sums[m] = ints(correction);
+    }
+    const char* q = x + kM * 8;
+#pragma GCC unroll 16
+    for (i64 l = 0; l < F::lines; l++, w += kLine) {
+#ifdef GRAPHLLM_VNNI
+      _mm_prefetch(w + kAhead, _MM_HINT_T0);
+#endif
+      const Line<F> line(w);
+      for (int p = 0; p < F::parts; p++, q += kM * 4)
+        for (int m = 0; m < kM; m++) sums[m] = line.add(sums[m], p, q + m * 4);
+    }
+    const Vec scale = load_vec(scales);
+    for (int m = 0; m < kM; m++) {
+      float of_x;
+      std::memcpy(&of_x, x + m * 4, 4);
+      total[m] += __builtin_convertvector(sums[m], Vec) * (scale * of_x);
+    }
+    x = q;
+  }
+  for (int m = 0; m < kM; m++) totals[m] = total[m];
+}
+
+template <typename F, int kM>
+void some_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals, i64 rows) {
+  if constexpr (kM > 0) {
+    if (rows == kM)
+      block_rows<F, kM>(w, scales, x, groups, totals);
+    else
+      some_rows<F, kM - 1>(w, scales, x, groups, totals, rows);
+  }
+}
+
+template <typename T>
+void finish(const Args<T>& a, i64 m, i64 n, Vec sum) {
+  const i64 valid = std::min(kRows, a.N - n);
+  for (i64 i = 0; i < valid; i++) store(a.out + m * a.N + n + i, a.bias ? sum[i] + to_float(a.bias[n + i]) : sum[i]);
+}
+
+template <typename F, typename T>
+void quant_linear(const Args<T>& a) {
+  if (a.M <= 0 || a.N <= 0) return;
+  static thread_local Scratch shared, own;
+  const i64 groups = ceil_div(a.K, F::group), bytes = Quantized<F>::bytes(a.M, groups);
+  const i64 blocks = ceil_div(a.N, kRows), block_bytes = groups * F::lines * kLine;
+  const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, blocks * block_bytes / kMinBytes));
+  const bool each = bytes <= kOwnBytes;
+  char* together = each ? nullptr : shared.get<char>(bytes);
+#pragma omp parallel num_threads(int(threads))
+  {
+    const Quantized<F> x{each ? own.get<char>(bytes) : together, a.M, groups};
+    if (each) {
+      quantize_rows(a, x, {0, a.M});
+    } else {
+      quantize_rows(a, x, share(a.M));
+#pragma omp barrier
+    }
+    const Range mine = share(blocks);
+    const i64 chunk = std::max<i64>(1, kChunkBytes / Quantized<F>::bytes(kTile, groups)) * kTile;
+    Vec totals[kTile];
+    for (i64 first = 0; first < a.M; first += chunk)
+      for (i64 block = mine.from; block < mine.to; block++)
+        for (i64 m0 = first; m0 < std::min(a.M, first + chunk); m0 += kTile) {
+          const i64 width = x.width(m0);
+          some_rows<F, kTile>(a.values + block * block_bytes, a.scales + block * groups * kRows, x.tile(m0), groups, totals, width);
+          for (i64 m = 0; m < width; m++) finish(a, m0 + m, block * kRows, totals[m]);
+        }
+  }
+}
+
+}  // namespace
+}  // namespace graphllm
+
+#define GRAPHLLM_QUANT_LINEAR(name, bytes, T)                                                                       \
+  extern "C" void graphllm_quant_linear_##name(                                                                     \
+      const void* x, const void* values, const void* scales, const void* bias, void* out, std::int64_t M,           \
+      std::int64_t N, std::int64_t K, std::int64_t x_stride) {                                  \
+    using namespace graphllm;                                                                                       \
+    quant_linear<bytes, T>({static_cast<const T*>(x), static_cast<const std::uint8_t*>(values),                     \
+                            static_cast<const bf16*>(scales), static_cast<const T*>(bias), static_cast<T*>(out), M, \
+                            N, K, x_stride});                                                                \
+  }
+
+GRAPHLLM_QUANT_LINEAR(int8_bf16, Int8, bf16)
+GRAPHLLM_QUANT_LINEAR(int8_f32, Int8, f32)
+GRAPHLLM_QUANT_LINEAR(int4_bf16, Int4, bf16)
+GRAPHLLM_QUANT_LINEAR(int4_f32, Int4, f32)

@@ -1,0 +1,62 @@
+"""quant_linear on the CPU: the weights are read once as a stream, and rows of x are rounded to int8 on the way.
+
+Integer products of int8 rows were chosen by measurement over bfloat16 products of weights that are widened on the fly:
+see bench/results/cpu_quantized.md for their speed and for what the rounding of x costs in accuracy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.ir.kernels import CKernel
+from graphllm.ir.op import Site
+from graphllm.ops.quant_linear.op import quant_linear
+
+_DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
+_LINES = {torch.int8: 16, torch.uint8: 4}  # of the groups that the kernels are compiled for
+
+_kernels = {
+    (values, x): CKernel(
+        f"graphllm_quant_linear_{name}_{kind}",
+        "(Tensor x, Tensor values, Tensor scales, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K,"
+        " SymInt x_stride) -> ()",
+        Path(__file__).with_name("cpu.cpp"),
+    )
+    for values, name in ((torch.int8, "int8"), (torch.uint8, "int4"))
+    for x, kind in _DTYPES.items()
+}
+
+
+def _supports(site: Site) -> bool:
+    x_TI, values, scales = site.args["x_TI"], site.args["values_BGLRQ"], site.args["scales_BGR"]
+    return (
+        x_TI.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        and scales.dtype == torch.bfloat16
+        and values.shape[2] == _LINES.get(values.dtype)
+        and x_TI.stride(-1) == 1
+        and values.is_contiguous()
+        and scales.is_contiguous()
+    )
+
+
+@quant_linear.impl("cpu_stream", device="cpu", supports=_supports)
+def streaming_quant_linear(
+    x_TI: Tensor,
+    values_BGLRQ: Tensor,
+    scales_BGR: Tensor,
+    rows: int,
+    bias_O: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Each group of x's entries is rounded to multiples of a 127th of its largest; integer products of a group are
+    exact, and its sum is scaled and added in float32. float16 goes through float32."""
+    taken = torch.float32 if x_TI.dtype == torch.float16 else x_TI.dtype
+    x, bias = x_TI.to(taken), None if bias_O is None else bias_O.to(taken)
+    out = x.new_empty((x.shape[0], rows))
+    kernel = _kernels[values_BGLRQ.dtype, taken]
+    kernel(x, values_BGLRQ, scales_BGR, bias, out, *out.shape, x.shape[1], x.stride(0))
+    out_TO = out.to(x_TI.dtype)
+    return torch.tanh(out_TO / softcap) * softcap if softcap > 0 else out_TO

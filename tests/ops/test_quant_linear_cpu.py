@@ -1,0 +1,148 @@
+"""The C++ kernels of quant_linear at every instruction level, against what they say they compute, in numpy."""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from graphllm.ir.kernels import bind_symbol, c_kernel, compiler_command
+from graphllm.ops.quant_linear.cpu import streaming_quant_linear
+from graphllm.ops.quant_linear.op import dequantize
+from graphllm.weights.formats import FORMATS
+from graphllm.weights.quantize import pack
+
+KERNELS = [c_kernel(f"graphllm_quant_linear_{f}_{t}") for f in FORMATS for t in ("bf16", "f32")]
+X86 = platform.machine() == "x86_64"
+LEVELS = {
+    "native": [],
+    "avx2": ["-march=x86-64-v3"],
+    "generic": [*(["-march=x86-64"] if X86 else []), "-DGRAPHLLM_GENERIC"],
+}
+
+
+@pytest.fixture(scope="module", params=LEVELS)
+def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Binds the kernels to a library compiled for the level."""
+    info = Path("/proc/cpuinfo")
+    if request.param == "avx2" and not (X86 and info.exists() and " avx2 " in info.read_text()):
+        pytest.skip("needs AVX2")
+    output = tmp_path_factory.mktemp("kernels") / f"{request.param}.so"
+    command = compiler_command([KERNELS[0].source], output)
+    subprocess.run([*command, *LEVELS[request.param]], check=True)  # the last -march counts
+    library = ctypes.CDLL(str(output))
+    before = [k._function for k in KERNELS]
+    for k in KERNELS:
+        k._function = bind_symbol(library, k.symbol, k.argument_types)
+    yield request.param
+    for k, function in zip(KERNELS, before, strict=True):
+        k._function = function
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def _packed(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    fmt = FORMATS[name]
+    values = torch.zeros(fmt.values_shape(rows, inner), dtype=getattr(torch, fmt.dtype))
+    scales = torch.zeros(fmt.scales_shape(rows, inner), dtype=torch.bfloat16)
+    pack(torch.randn(rows, inner) * inner**-0.5, fmt, values, scales)
+    return values, scales
+
+
+def _rounded_x(x: torch.Tensor, group: int) -> np.ndarray:
+    """x with every group of its entries rounded to multiples of a 127th of the largest."""
+    numbers = x.float().numpy()
+    out = np.empty(numbers.shape)
+    for start in range(0, numbers.shape[1], group):
+        part = numbers[:, start : start + group]
+        largest = np.abs(part).max(1, keepdims=True)
+        inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
+        scaled = (part * inverse).astype(np.float64)
+        out[:, start : start + group] = np.sign(scaled) * np.floor(np.abs(scaled) + 0.5) * (largest / 127.0)
+    return out
+
+
+TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-3, torch.float16: 5e-4}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 12, 13, 24, 31, 130])
+def test_any_size(level: str, threads: int, rows: int, name: str) -> None:
+    """Rows in every tile size, outputs that end inside a block, entries inside a group, strided x, with a bias."""
+    torch.manual_seed(rows)
+    for out, inner in ((1, 1), (33, 72), (48, 64), (130, 61), (40, 4864), (700, 896)):
+        values, scales = _packed(out, inner, name)
+        weight = dequantize(values, scales.double(), out, inner).numpy()
+        for dtype, tolerance in TOLERANCE.items():
+            if dtype != torch.bfloat16 and (out > 48 or threads == 5):
+                continue
+            x = torch.randn(rows, inner + 8).to(dtype)[:, :inner]
+            bias = torch.randn(out).to(dtype) if out % 2 else None
+            truth = _rounded_x(x, FORMATS[name].group) @ weight.T + (0 if bias is None else bias.double().numpy())
+            found = streaming_quant_linear(x, values, scales, out, bias)
+            assert found.dtype == dtype
+            error = np.linalg.norm(found.double().numpy() - truth) / np.linalg.norm(truth)
+            assert error < tolerance, (out, inner, dtype)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_extremes(level: str, name: str) -> None:
+    """All integers at their limits and of one sign: nothing saturates or overflows."""
+    fmt = FORMATS[name]
+    shape, scales = fmt.values_shape(16, 4864), torch.ones(fmt.scales_shape(16, 4864), dtype=torch.bfloat16)
+    limits = (-127, 127) if name == "int8" else (0, 255)
+    x = torch.ones(3, 4864)
+    x[1] = -1
+    x[2, ::2] = -1
+    for limit in limits:
+        values = torch.full(shape, limit, dtype=getattr(torch, fmt.dtype))
+        number = limit if name == "int8" else limit // 16 - 8
+        found = streaming_quant_linear(x, values, scales, 16)
+        expected = torch.tensor([[4864.0 * number], [-4864.0 * number], [0.0]]).expand(3, 16)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_zeros_and_what_is_not_finite(level: str, name: str) -> None:
+    values, scales = _packed(16, 128, name)
+    x = torch.zeros(4, 128)
+    x[1, 100] = torch.nan
+    x[2, 5] = torch.inf
+    x[3, 64:] = 1e-30
+    found = streaming_quant_linear(x, values, scales, 16)
+    assert torch.equal(found[0], torch.zeros(16))
+    assert found[1].isnan().all()
+    assert not found[2].isfinite().any()
+    assert found[3].isfinite().all()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, name: str) -> None:
+    """A row's result depends neither on the threads nor on the rows beside it."""
+    values, scales = _packed(1000, 896, name)
+    x = torch.randn(40, 896).bfloat16()
+    before, results = torch.get_num_threads(), []
+    for n in (1, 2, 3):
+        torch.set_num_threads(n)
+        results.append(streaming_quant_linear(x, values, scales, 1000))
+    torch.set_num_threads(before)
+    assert all(torch.equal(r, results[0]) for r in results)
+    for count in (1, 2, 7, 13):
+        assert torch.equal(streaming_quant_linear(x[:count], values, scales, 1000), results[0][:count])
+
+
+def test_without_rows(level: str) -> None:
+    values, scales = _packed(16, 64, "int8")
+    assert streaming_quant_linear(torch.empty(0, 64).bfloat16(), values, scales, 16).shape == (0, 16)
