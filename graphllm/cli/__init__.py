@@ -6,8 +6,8 @@ import os
 import sys
 
 
-def main() -> None:
-    """Entry point of the ``graphllm`` command. User mistakes end with one line on stderr and exit status 2."""
+def set_environment() -> None:
+    """What the libraries read when they are loaded, where the user has not said it."""
     # Kernels of one parallel region wait for each other by spinning; unbounded spinning collapses as soon as another
     # process takes one of the cores, so it is bounded before the OpenMP runtime is loaded. A user's own setting wins.
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
@@ -17,6 +17,11 @@ def main() -> None:
     # shapes: a gigabyte after some hours of serving.
     os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
     os.environ.setdefault("LRU_CACHE_CAPACITY", "128")
+
+
+def main() -> None:
+    """Entry point of the ``graphllm`` command. User mistakes end with one line on stderr and exit status 2."""
+    set_environment()
     from graphllm.cli.app import app
     from graphllm.config import ConfigError
 

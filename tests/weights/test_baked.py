@@ -109,6 +109,23 @@ def test_read_in_chunks(tmp_path: Path) -> None:
     assert told[-1] == (172, 172)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_quantized_weights_are_baked_packed(kind: Any, checkpoint: Path, cli: Any, tmp_path: Path) -> None:
+    place = tmp_path / "artifact"
+    assert cli("compile", checkpoint, *SMALL, "--quantize", kind, "--bake-weights", "-o", place).code == 0
+    plan = WeightPlan.from_json((place / "weights.json").read_text())
+    packed = [e for e in plan if e.quantize]
+    assert packed
+    found, made = baked.open_weights(place), loader.load_weights(plan, Checkpoint.open(checkpoint))
+    assert found.keys() == made.keys()
+    for name, tensor in made.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+    done = cli("run", "--model", checkpoint, "--artifact", place, *ASK)
+    assert done.code == 0, done.err
+    assert done.out == cli("run", "--model", checkpoint, *SMALL, "--quantize", kind, *ASK).out
+
+
 def test_same_tokens_without_the_checkpoints_weights(
     cli: Any, checkpoint: Path, baked_artifact: Path, eager_artifact: Path, tmp_path: Path
 ) -> None:

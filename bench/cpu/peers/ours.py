@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 import time
@@ -55,8 +54,9 @@ class _Ours(Peer):
 
 
 def _open(model: Workload, artifact: Path) -> Any:
-    # What the graphllm command sets for itself, before torch is loaded.
-    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    from graphllm.cli import set_environment
+
+    set_environment()  # before torch is loaded
     from graphllm.engine.load import EngineArgs, open_model
 
     return open_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu"))
@@ -108,16 +108,15 @@ class _Executor(Runner):
 
     def __init__(self, model: Workload, artifact: Path) -> None:
         opened = _open(model, artifact)
-        import torch
-
         from graphllm import artifact as files
         from graphllm.runtime.executor import Executor
         from graphllm.weights import baked
 
-        torch.set_num_threads(model.threads)
         manifest = files.verify(Path(opened.settings.artifact))
         self._width = -(-model.max_len // manifest["factors"]["compile"]["page_size"])
-        self._executor = Executor(artifact, manifest, baked.open_weights(artifact), model.batch * self._width + 1)
+        self._executor = Executor(
+            artifact, manifest, baked.open_weights(artifact), model.batch * self._width + 1, model.threads
+        )
 
     def run(self, prompts: Sequence[list[int]], count: int) -> Times:
         steps, rows, start = Steps(len(prompts)), [list(p) for p in prompts], 0
