@@ -85,6 +85,29 @@ inline void dot_pair(const Args& a, i64 m0, i64 n) {
   }
 }
 
+// One row of x where there is no AMX: one weight row after the other, each line asked for 28 lines ahead, wherever that is.
+// On an EPYC of the fifth generation this reads as fast as a plain read of memory; two rows side by side take 20 % more.
+void dot_row(const Args& a, Range rows) {
+  constexpr i64 ahead = 28 * 32;
+  for (i64 n = rows.from; n < rows.to; n++) {
+    const bf16* w = a.weight + n * a.weight_stride;
+    __m512 even = _mm512_setzero_ps(), odd = even;
+    i64 k = 0;
+    for (; k + 64 <= a.K; k += 64) {
+      _mm_prefetch(w + k + ahead, _MM_HINT_T0);
+      _mm_prefetch(w + k + ahead + 32, _MM_HINT_T0);
+      even = _mm512_dpbf16_ps(even, load_pairs(w + k), load_pairs(a.x + k));
+      odd = _mm512_dpbf16_ps(odd, load_pairs(w + k + 32), load_pairs(a.x + k + 32));
+    }
+    for (; k < a.K; k += 32) {
+      const __mmask32 inside = first32(a.K - k);
+      even = _mm512_dpbf16_ps(even, load_pairs(w + k, inside), load_pairs(a.x + k, inside));
+    }
+    const float sum = _mm512_reduce_add_ps(_mm512_add_ps(even, odd));
+    store(a.out + n, a.bias ? sum + to_float(a.bias[n]) : sum);
+  }
+}
+
 template <int M>
 void dot_rows(const Args& a, Range rows) {
   for (i64 n = rows.from; n < rows.to; n += 2) {
@@ -373,7 +396,12 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
 #if defined(GRAPHLLM_AVX512)
     if (M <= 2 * kDotRows) {
       const Range pairs = share(ceil_div(N, 2));
-      dot(a, {pairs.from * 2, std::min(N, pairs.to * 2)});
+      const Range mine{pairs.from * 2, std::min(N, pairs.to * 2)};
+#ifdef GRAPHLLM_AMX
+      dot(a, mine);
+#else
+      M == 1 ? dot_row(a, mine) : dot(a, mine);
+#endif
     } else {
       const i64 count = ceil_div(N, kPanel);
       // With few panels a thread, the rows of x are divided instead.
