@@ -114,12 +114,15 @@ struct Floats {
   // c[row] (+)= sum over k of left[row * row_stride + k * k_stride] * right[k], for kRound rows.
   static void block(const float* left, i64 row_stride, i64 k_stride, const float* right, i64 depth, Vec* c, bool add) {
     Vec sum[kRound];
+#pragma GCC unroll 8
     for (i64 r = 0; r < kRound; r++) sum[r] = add ? c[r] : Vec{};
     for (i64 k = 0; k < depth; k++) {
       Vec column;
       std::memcpy(&column, right + k * kLanes, sizeof column);
+#pragma GCC unroll 8
       for (i64 r = 0; r < kRound; r++) sum[r] += left[r * row_stride + k * k_stride] * column;
     }
+#pragma GCC unroll 8
     for (i64 r = 0; r < kRound; r++) c[r] = sum[r];
   }
 };
@@ -178,7 +181,8 @@ struct Pairs {
       for (i64 e = 0; e < a.E; e += 32) {
         const __mmask32 inside = first32(a.E - e);
         __m512i first[16], second[16];
-        for (i64 i = 0; i < 16; i++) {
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) {
           const i64 t = j + 2 * i;
           const __m512i even = load_value(rows, t, count, a.cache_kind + e, inside);
           const __m512i odd = load_value(rows, t + 1, count, a.cache_kind + e, inside);
@@ -186,10 +190,12 @@ struct Pairs {
           second[i] = _mm512_permutex2var_epi16(even, high, odd);
         }
         transpose16(first);
-        for (i64 i = 0; i < 16; i++) _mm512_store_si512(to + (e + i) * kChunk + j, first[i]);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) _mm512_store_si512(to + (e + i) * kChunk + j, first[i]);
         if (e + 16 >= a.E) break;
         transpose16(second);
-        for (i64 i = 0; i < 16; i++) _mm512_store_si512(to + (e + 16 + i) * kChunk + j, second[i]);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; i++) _mm512_store_si512(to + (e + 16 + i) * kChunk + j, second[i]);
       }
     }
   }
@@ -224,17 +230,21 @@ struct Pairs {
   }
   // c[row] (+)= sum over k of left[row][k] * right[k], for eight rows.
   static void block(const bf16* left, i64 stride, const bf16* right, i64 depth, Vec* c, bool add) {
+    // Unrolled by hand: gcc 12 keeps sums that it indexes in a loop in memory, and stores them after every product.
     __m512 sum[8];
-    for (i64 r = 0; r < 8; r++) sum[r] = add ? (__m512)c[r] : _mm512_setzero_ps();
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++) sum[r] = add ? (__m512)c[r] : _mm512_setzero_ps();
     for (i64 k = 0; k < depth; k += 2) {
       const __m512bh column = load_pairs(right + k * kLanes);
-      for (i64 r = 0; r < 8; r++) {
+#pragma GCC unroll 8
+      for (int r = 0; r < 8; r++) {
         std::int32_t pair;
         std::memcpy(&pair, left + r * stride + k, 4);
         sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(pair), column);
       }
     }
-    for (i64 r = 0; r < 8; r++) c[r] = (Vec)sum[r];
+#pragma GCC unroll 8
+    for (int r = 0; r < 8; r++) c[r] = (Vec)sum[r];
   }
 
 #ifdef GRAPHLLM_AMX
