@@ -342,6 +342,8 @@ def _load(
     device = compiled["target"]["device"]
     if baked.is_baked(place):
         weights = baked.open_weights(place, device)
+    elif source.absent is not None:
+        raise source.absent
     elif source.checkpoint is not None:
         weights = load_weights(plan, source.checkpoint, device)
     else:

@@ -117,7 +117,7 @@ def test_folders_that_are_no_checkpoint(content: str | None, message: str, tmp_p
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
-        prepare.open_source(tmp_path)
+        _ = prepare.open_source(tmp_path).tensors
 
 
 def test_missing_folder() -> None:

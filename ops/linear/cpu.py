@@ -1,5 +1,5 @@
 """linear on the CPU: weights in PyTorch's own layout, streamed once from memory for few rows, packed on the way for
-many."""
+many. CPUs with AVX2 but no bfloat16 instructions widen the weights on the way."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import Site
 from graphllm.ops.linear.op import linear
 
-_MOST_ROWS = 128  # with AMX, from here on aten's blocked product, which packs the weights on the fly, is as fast
+# With AMX, and without bfloat16 instructions, from here on aten's blocked product is as fast: it packs the weights on the
+# way.
+_MOST_ROWS = 128
 
 _kernel = CKernel(
     "graphllm_linear",
@@ -24,9 +26,11 @@ _kernel = CKernel(
 
 def _supports(site: Site) -> bool:
     tensors = [t for t in site.args.values() if t is not None]
+    arch = site.target.arch
+    any_rows = "avx512_bf16" in arch and "amx_bf16" not in arch
     return (
-        "avx512_bf16" in site.target.arch
-        and (site.bucket.hi <= _MOST_ROWS or "amx_bf16" not in site.target.arch)
+        "avx2" in arch
+        and (any_rows or site.bucket.hi <= _MOST_ROWS)
         and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
     )
 

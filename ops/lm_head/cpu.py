@@ -12,7 +12,7 @@ from graphllm.ops.lm_head.op import lm_head
 
 def _supports(site: Site) -> bool:
     tensors = (site.args["x_SD"], site.args["weight_VD"])
-    return "avx512_bf16" in site.target.arch and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
+    return "avx2" in site.target.arch and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
 
 
 @lm_head.impl("cpu_stream", device="cpu", supports=_supports)

@@ -212,8 +212,7 @@ struct Pairs {
 #ifdef GRAPHLLM_AMX
     if (amx_granted()) return amx_scores(keys, query, depth, count, to);
 #endif
-    for (i64 j = 0; j < count; j += 8)
-      block(keys.tile[j / 16] + j % 16 * keys.stride, keys.stride, query, depth, to + j, false);
+    for (i64 j = 0; j < count; j += 16) block(keys.tile[j / 16], keys.stride, query, depth, to + j, false);
   }
   static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums) {
     const i64 depth = ceil_div(count, 32) * 32;
@@ -221,30 +220,32 @@ struct Pairs {
 #ifdef GRAPHLLM_AMX
     if (amx_granted()) return amx_accumulate(values, weights, height(E), depth, sums);
 #endif
-    for (i64 e = 0; e < height(E); e += 8) block(values + e * kChunk, kChunk, weights, depth, sums + e, true);
+    for (i64 e = 0; e < height(E); e += 16) block(values + e * kChunk, kChunk, weights, depth, sums + e, true);
   }
 
  private:
   static __m512i load_value(bf16* const* rows, i64 t, i64 count, i64 offset, __mmask32 inside) {
     return t < count ? (__m512i)load_pairs(rows[t] + offset, inside) : _mm512_setzero_si512();
   }
-  // c[row] (+)= sum over k of left[row][k] * right[k], for eight rows.
+  // c[row] (+)= sum over k of left[row][k] * right[k], for 16 rows: so many sums in flight hide the latency of a product.
+  // Unrolled by hand: gcc 12 keeps sums that it indexes in a loop in memory, and stores them after every product. Four
+  // pointers to four rows each leave registers for everything.
   static void block(const bf16* left, i64 stride, const bf16* right, i64 depth, Vec* c, bool add) {
-    // Unrolled by hand: gcc 12 keeps sums that it indexes in a loop in memory, and stores them after every product.
-    __m512 sum[8];
-#pragma GCC unroll 8
-    for (int r = 0; r < 8; r++) sum[r] = add ? (__m512)c[r] : _mm512_setzero_ps();
+    __m512 sum[16];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) sum[r] = add ? (__m512)c[r] : _mm512_setzero_ps();
+    const bf16* rows[4] = {left, left + 4 * stride, left + 8 * stride, left + 12 * stride};
     for (i64 k = 0; k < depth; k += 2) {
       const __m512bh column = load_pairs(right + k * kLanes);
-#pragma GCC unroll 8
-      for (int r = 0; r < 8; r++) {
+#pragma GCC unroll 16
+      for (int r = 0; r < 16; r++) {
         std::int32_t pair;
-        std::memcpy(&pair, left + r * stride + k, 4);
+        std::memcpy(&pair, rows[r / 4] + r % 4 * stride + k, 4);
         sum[r] = _mm512_dpbf16_ps(sum[r], (__m512bh)_mm512_set1_epi32(pair), column);
       }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < 8; r++) c[r] = (Vec)sum[r];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) c[r] = (Vec)sum[r];
   }
 
 #ifdef GRAPHLLM_AMX
