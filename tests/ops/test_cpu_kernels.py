@@ -6,10 +6,9 @@ whatever else the machine is). The shared suite covers the ops' cases; here is w
 
 from __future__ import annotations
 
-import ctypes
 import platform
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphllm.config import Bucket, Target
-from graphllm.ir.kernels import CKernel, bind_symbol, c_kernel, compiler_command
+from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import Site
 from graphllm.ops.adjust_logits import adjust_logits
 from graphllm.ops.adjust_logits.cpu import cpu_adjust_logits
@@ -34,6 +33,7 @@ from graphllm.ops.sample.op import uniform_bits
 from graphllm.ops.token_logprobs import token_logprobs
 from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 
+CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[None]]
 TYPED = ("paged_attention", "sample", "adjust_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_record_tokens"),
@@ -50,28 +50,12 @@ def _host_has(flag: str) -> bool:
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def level(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[str]:
     """Binds the kernels to a library compiled for the level."""
     if request.param == "no-amx" and not _host_has("amx_bf16"):
         pytest.skip("the native level is the same here")
-    sources = sorted({k.source for k in KERNELS})
-    output = tmp_path_factory.mktemp("kernels") / f"{request.param}.so"
-    subprocess.run([*compiler_command(sources, output), *LEVELS[request.param]], check=True)  # the last -march counts
-    library = ctypes.CDLL(str(output))
-    before = [k._function for k in KERNELS]
-    for k in KERNELS:
-        k._function = bind_symbol(library, k.symbol, k.argument_types)
-    yield request.param
-    for k, function in zip(KERNELS, before, strict=True):
-        k._function = function
-
-
-@pytest.fixture(params=[1, 2, 5])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with compiled_for(KERNELS, LEVELS[request.param]):
+        yield request.param
 
 
 def _error(out: torch.Tensor, reference: torch.Tensor) -> float:

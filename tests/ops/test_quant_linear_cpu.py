@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import ctypes
 import platform
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from graphllm.ir.kernels import bind_symbol, c_kernel, compiler_command
+from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.quant_linear.op import dequantize
 from graphllm.weights.formats import FORMATS
 from graphllm.weights.quantize import pack
 
+CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[None]]
 KERNELS = [c_kernel(f"graphllm_quant_linear_{f}_{t}") for f in FORMATS for t in ("bf16", "f32")]
 X86 = platform.machine() == "x86_64"
 LEVELS = {
@@ -28,29 +28,13 @@ LEVELS = {
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def level(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def level(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[str]:
     """Binds the kernels to a library compiled for the level."""
     info = Path("/proc/cpuinfo")
     if request.param == "avx2" and not (X86 and info.exists() and " avx2 " in info.read_text()):
         pytest.skip("needs AVX2")
-    output = tmp_path_factory.mktemp("kernels") / f"{request.param}.so"
-    command = compiler_command([KERNELS[0].source], output)
-    subprocess.run([*command, *LEVELS[request.param]], check=True)  # the last -march counts
-    library = ctypes.CDLL(str(output))
-    before = [k._function for k in KERNELS]
-    for k in KERNELS:
-        k._function = bind_symbol(library, k.symbol, k.argument_types)
-    yield request.param
-    for k, function in zip(KERNELS, before, strict=True):
-        k._function = function
-
-
-@pytest.fixture(params=[1, 2, 5])
-def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
+    with compiled_for(KERNELS, LEVELS[request.param]):
+        yield request.param
 
 
 def _packed(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,44 @@
+"""Fixtures for tests of C++ kernels: compiled for another instruction level, and run by some threads."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import subprocess
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+
+import pytest
+import torch
+
+from graphllm.ir.kernels import CKernel, bind_symbol, compiler_command
+
+
+@pytest.fixture(scope="module")
+def compiled_for(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[None]]:
+    """Binds kernels to a library that is compiled with further flags."""
+
+    @contextlib.contextmanager
+    def bound(kernels: Sequence[CKernel], flags: Sequence[str]) -> Iterator[None]:
+        sources = sorted({k.source for k in kernels})
+        output = tmp_path_factory.mktemp("kernels") / "kernels.so"
+        subprocess.run([*compiler_command(sources, output), *flags], check=True)  # the last -march counts
+        library = ctypes.CDLL(str(output))
+        before = [k._function for k in kernels]
+        for k in kernels:
+            k._function = bind_symbol(library, k.symbol, k.argument_types)
+        yield
+        for k, function in zip(kernels, before, strict=True):
+            k._function = function
+
+    return bound
+
+
+@pytest.fixture(params=[1, 2, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
