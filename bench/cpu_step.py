@@ -21,34 +21,17 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line sets it, before the OpenMP runtime loads
 
-import numpy as np
 import torch
 from cpu_kernels import huge, probe
+from gpu_step import batch
 
 from graphllm import artifact as files
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.staging import StepInput
 from graphllm.runtime.stream import alone
 from graphllm.weights.loader import random_weights
 from graphllm.weights.plan import WeightPlan
 
 POOL, READ = 1 << 30, 256 << 20
-
-
-def batch(executor: Executor, kind: str, count: int, context: int) -> StepInput:
-    """decode: ``count`` sequences of that context. prefill: one prompt of ``count`` tokens."""
-    S, n = (count, 1) if kind == "decode" else (1, count)
-    length = context + 1 if kind == "decode" else count
-    positions = np.tile(np.arange(length - n, length, dtype=np.int32), S)
-    width = -(-length // executor.page_size)
-    pages = np.random.default_rng(0).permutation(S * width).astype(np.int32)
-    ends = np.arange(1, S + 1, dtype=np.int32) * n
-    return StepInput(
-        token_ids=np.random.default_rng(1).integers(0, executor.vocab, S * n).astype(np.int32), positions=positions,
-        context_len=np.full(S * n, length, np.int32), logit_rows=ends - 1,
-        query_start=np.concatenate([np.zeros(1, np.int32), ends]), seq_len=np.full(S, length, np.int32),
-        block_table=pages.reshape(1, S, width),
-    )  # fmt: skip
 
 
 def label(launch: Callable[[], Any], weights: dict[int, tuple[int, ...]]) -> str:
@@ -67,7 +50,10 @@ class Timer:
 
     def __init__(self, executor: Executor, weights: dict[str, torch.Tensor], kind: str, context: int) -> None:
         name, count = kind.split("-")
-        self.executor, self.input = executor, batch(executor, name, int(count), context)
+        self.executor, self.input = (
+            executor,
+            batch(int(count), 1, context, executor) if name == "decode" else batch(1, int(count), 0, executor),
+        )
         rows = len(self.input.seq_len)
         for _ in range(3):
             executor.run(self.input)

@@ -35,12 +35,12 @@ FEATURES = {
 }
 
 
-def add(core, prompts: list[list[int]], limits: list[int], sampling: dict) -> None:
-    """Queue requests that end at their limits."""
+def add(core, prompts: list[list[int]], limits: list[int], sampling: dict, first: int = 0) -> None:
+    """Queue requests that end at their limits, numbered from ``first``: ids of requests that run must differ."""
     from graphllm.engine.params import SamplingParams
     from graphllm.engine.request import EngineRequest
 
-    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):
+    for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True), first):
         params = SamplingParams(max_tokens=limit, ignore_eos=True, seed=i, **sampling)
         core.add(EngineRequest(id=str(i), prompt=prompt, params=params, stop_ids=[], limit=limit, seed=i))
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from typing import Any
 import numpy as np
 from gpu_engine import add
 from gpu_step import COMPILERS, SHAPES, write_checkpoint
-from gpu_table import BANDWIDTH, COMPILE
+from gpu_table import BANDWIDTH, COMPILE, load
 
 GIB = 2**30
+_CALLS = 8  # in one graph
 # Shape, then --kv-cache-memory or --gpu-memory-utilization.
 MEMORY: list[tuple[str, dict[str, Any]]] = [
     *(("qwen3-0.6b", {"kv_cache_memory_bytes": n * GIB}) for n in (1, 2, 4, 8, 16, 32, 64)),
@@ -59,16 +59,6 @@ def prepared(shape: str, weights: bool = False) -> tuple[Path, Path]:
     return folder, artifact
 
 
-def load(shape: str, **options: Any) -> Any:
-    """An engine core with random weights."""
-    from graphllm.engine.load import EngineArgs, open_model
-    from graphllm.prepare import load_core
-
-    folder, artifact = prepared(shape)
-    args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True, **options)
-    return load_core(open_model(args).settings)
-
-
 def finish(core: Any) -> None:
     while core.unfinished:
         core.step()
@@ -76,7 +66,7 @@ def finish(core: Any) -> None:
 
 def fuzz() -> dict[str, Any]:
     """In this process, which is spoilt for anything else."""
-    prepared("qwen3-0.6b")
+    folder, artifact = prepared("qwen3-0.6b")
     nowhere = "/proc/graphllm-nowhere"  # neither there nor to be made
     os.environ |= {"PATH": nowhere, "TRITON_CACHE_DIR": nowhere, "TORCHINDUCTOR_CACHE_DIR": nowhere}
     events: list[str] = []
@@ -89,7 +79,7 @@ def fuzz() -> dict[str, Any]:
             events.append(f"{event} {args[0]}")
 
     sys.addaudithook(watch)
-    core = load("qwen3-0.6b")
+    core = load(artifact, folder)
     ready = True
     rng = np.random.default_rng(0)
 
@@ -111,8 +101,8 @@ def fuzz() -> dict[str, Any]:
     while added < 2000 or core.unfinished:
         if added < 2000 and rng.random() < 0.5:
             for _ in range(int(rng.integers(1, min(41, 2001 - added)))):
-                # Ids must differ among the requests that run.
-                add_one(core, added, prompt(int(rng.integers(1, 1500))), int(rng.integers(1, 60)))
+                length, limit = int(rng.integers(1, 1500)), int(rng.integers(1, 60))
+                add(core, [prompt(length)], [limit], SAMPLING[added % len(SAMPLING)], added)
                 added += 1
         core.step()
     return {
@@ -120,15 +110,6 @@ def fuzz() -> dict[str, Any]:
         "ratio": round(first / steady, 2), "requests": added, "seconds": round(time.perf_counter() - before, 1),
         "compiler modules loaded": [m for m in COMPILERS if m in sys.modules], "processes or compilers started": events,
     }  # fmt: skip
-
-
-def add_one(core: Any, number: int, prompt: list[int], limit: int) -> None:
-    """Queue one request with the sampling of its turn."""
-    from graphllm.engine.params import SamplingParams
-    from graphllm.engine.request import EngineRequest
-
-    params = SamplingParams(max_tokens=limit, ignore_eos=True, seed=number, **SAMPLING[number % len(SAMPLING)])
-    core.add(EngineRequest(id=f"r{number}", prompt=prompt, params=params, stop_ids=[], limit=limit, seed=number))
 
 
 def memory(index: int) -> dict[str, Any]:
@@ -139,10 +120,10 @@ def memory(index: int) -> dict[str, Any]:
     from graphllm.prepare import gpu_bytes
 
     shape, options = MEMORY[index]
-    _, artifact = prepared(shape)
+    folder, artifact = prepared(shape)
     torch.zeros(1, device="cuda")
     before, _ = torch.cuda.mem_get_info()
-    core = load(shape, **options)
+    core = load(artifact, folder, **options)
     table = files.verify(artifact)["memory"]
     planned = gpu_bytes(table, core.info.kv_pages)
     started = before - torch.cuda.mem_get_info()[0]
@@ -209,28 +190,6 @@ def logits() -> dict[str, Any]:
     }
 
 
-def microseconds(call: Callable[[], Any]) -> float:
-    """Of one call, the median of replays of a graph of several."""
-    import torch
-
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    graph, calls = torch.cuda.CUDAGraph(), 8
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            call()
-    taken = []
-    for _ in range(9):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        taken.append(1e3 * begin.elapsed_time(end) / calls)
-    return statistics.median(taken)
-
-
 def attention() -> dict[str, Any]:
     """8B heads: 32 query and 8 key and value heads of 128; ours from shuffled pages of 16, and storing the new keys."""
     import torch
@@ -238,6 +197,7 @@ def attention() -> dict[str, Any]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
     from torch.nn.functional import scaled_dot_product_attention
 
+    from graphllm.compile.tune import microseconds
     from graphllm.config import Bucket
     from graphllm.ir.op import Site
     from graphllm.machine import detect_target
@@ -263,23 +223,22 @@ def attention() -> dict[str, Any]:
         bucket = Bucket("decode" if new == 1 else "mixed", T if new == 1 else 2, max(T, 2) if new > 1 else T)
         impl = paged_attention.impls["triton_decode" if new == 1 else "triton_prefill"]
         ours = functools.partial(impl.at(Site(paged_attention.bind((), args), detect_target("cuda"), bucket)), **args)
-        row = {"graphllm, paged": microseconds(ours)}
+        row = {"graphllm, paged": microseconds([ours] * _CALLS)}
         q4, k4, v4 = (torch.randn(S, heads, n, E, **made) for heads, n in ((H, new), (K, context), (K, context)))
         causal = new > 1
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION):
             try:
                 with sdpa_kernel(backend):
                     row[f"SDPA, {backend.name.lower()}"] = microseconds(
-                        lambda q=q4, k=k4, v=v4, c=causal: scaled_dot_product_attention(
-                            q, k, v, is_causal=c, enable_gqa=True
-                        )
+                        [functools.partial(scaled_dot_product_attention, q4, k4, v4, is_causal=causal, enable_gqa=True)]
+                        * _CALLS
                     )
             except RuntimeError as refused:
                 print(name, backend.name, str(refused).splitlines()[0], file=sys.stderr)
         try:
             mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, new, context) if causal else None
             row["flex_attention, compiled"] = microseconds(
-                lambda q=q4, k=k4, v=v4, m=mask: flex(q, k, v, block_mask=m, enable_gqa=True)
+                [functools.partial(flex, q4, k4, v4, block_mask=mask, enable_gqa=True)] * _CALLS
             )
         except Exception as failed:
             print(name, "flex_attention", repr(failed)[:300], file=sys.stderr)

@@ -74,12 +74,12 @@ class Floor:
         return float(flops / ARITHMETIC + read / BANDWIDTH)
 
 
-def load(artifact: Path, folder: Path) -> Any:
+def load(artifact: Path, folder: Path, **options: Any) -> Any:
     """An engine core with random weights."""
     from graphllm.engine.load import EngineArgs, open_model
     from graphllm.prepare import load_core
 
-    args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True)
+    args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True, **options)
     return load_core(open_model(args).settings)
 
 

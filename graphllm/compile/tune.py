@@ -142,9 +142,9 @@ def measure(tunable: Tunable, candidates: Sequence[Choice]) -> Measured:
     largest = max(_bytes(s, tunable.sizes) for s in tunable.args.values() if isinstance(s, TensorSpec))
     inputs = _inputs(tunable, max(3, min(_MOST_COPIES, -(-_COLD_BYTES // largest))))
     short = _short_kernel(tunable.sizes["T"])
-    alone = _microseconds([short] * len(inputs))
+    alone = microseconds([short] * len(inputs))
     taken = [
-        _microseconds([c for call in _calls(tunable, choice, inputs) for c in (call, short)]) for choice in candidates
+        microseconds([c for call in _calls(tunable, choice, inputs) for c in (call, short)]) for choice in candidates
     ]
     taken = [2 * each - alone for each in taken]
     named = {f"{c.impl} {json.dumps(dict(c.config))}": round(t, 2) for c, t in zip(candidates, taken, strict=True)}
@@ -177,7 +177,7 @@ def _short_kernel(T: int) -> Callable[[], Any]:
     return functools.partial(launch_norm, x, x[0], 1e-6, out)
 
 
-def _microseconds(calls: Sequence[Callable[[], Any]]) -> float:
+def microseconds(calls: Sequence[Callable[[], Any]]) -> float:
     """Of one call among calls back to back, replayed as one graph."""
     for call in calls[:2]:
         call()

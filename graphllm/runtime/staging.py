@@ -76,15 +76,16 @@ class Staging:
     def __init__(self, specs: Mapping[str, Any], limits: Mapping[str, int], slots: int, device: torch.device) -> None:
         order = sorted(specs, key=lambda name: (name == _MASK, name.startswith(_TABLE)))
         self._specs, self._slots = {name: specs[name] for name in order}, slots
+        self._tables = [name for name in order if name.startswith(_TABLE)]
         self._layouts: dict[tuple[int, int], dict[str, _Field]] = {}
         self._views: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
-        last = list(self._layout(limits["T"], limits["S"]).values())[-1]
-        size = last.offset + last.bytes
+        most = self._layout(limits["T"], limits["S"])
+        size = most[_MASK].offset + most[_MASK].bytes
         pin = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self.rings)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._filled = [(0, 0)] * self.rings  # rows and columns of the block tables
-        largest = max(f.bytes for n, f in self._layout(limits["T"], limits["S"]).items() if n.startswith(_TABLE))
+        largest = max(most[name].bytes for name in self._tables)
         self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
 
     def _layout(self, T: int, S: int) -> dict[str, _Field]:
@@ -152,24 +153,22 @@ class Staging:
     def upload(self, ring: int, T: int, S: int) -> None:
         """Copy everything but the mask to the device, in the order of the current stream."""
         fields = self._layout(T, S)
-        end = fields[_MASK].offset
-        if self._table_bytes(T, S) <= _WHOLE_TABLES:
-            self._copy(ring, 0, end)
+        size = self._table_bytes(T, S)
+        if size <= _WHOLE_TABLES:
+            self._copy(ring, 0, fields[_MASK].offset)
             return
-        self._copy(ring, 0, end - self._table_bytes(T, S))
+        self._copy(ring, 0, fields[_MASK].offset - size)
         rows, columns = self._filled[ring]
-        used = rows * columns * 4
-        for name, f in fields.items():
-            if name.startswith(_TABLE):
-                packed = self._packed[:used]
-                packed.copy_(self._host[ring][f.offset : f.offset + used], non_blocking=True)
-                table = self._device[f.offset : f.offset + f.bytes].view(torch.int32).view(f.shape)
-                table[:rows, :columns].copy_(packed.view(torch.int32).view(rows, columns))
+        packed = self._packed[: rows * columns * 4]
+        for f in (fields[name] for name in self._tables):
+            packed.copy_(self._host[ring][f.offset : f.offset + len(packed)], non_blocking=True)
+            table = self._device[f.offset : f.offset + f.bytes].view(torch.int32).view(f.shape)
+            table[:rows, :columns].copy_(packed.view(torch.int32).view(rows, columns))
 
     def _table_bytes(self, T: int, S: int) -> int:
         """What the block tables take of the buffer; they end where the mask begins."""
         fields = self._layout(T, S)
-        return fields[_MASK].offset - min(f.offset for name, f in fields.items() if name.startswith(_TABLE))
+        return fields[_MASK].offset - fields[self._tables[0]].offset
 
     def upload_mask(self, ring: int, rows: int, T: int, S: int) -> None:
         """Copy that many rows of the mask."""

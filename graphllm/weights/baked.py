@@ -134,8 +134,8 @@ def sample(checkpoint: Checkpoint) -> str:
     return found.hexdigest()
 
 
-def check(artifact: Path) -> None:
-    """Raise BakedError unless the data file is there, whole, and the one that the table describes."""
+def check(artifact: Path) -> dict[str, Any]:
+    """The table. Raises BakedError unless the data file is there, whole, and the one that the table describes."""
     table, file = _table(artifact), artifact / DATA
     try:
         with file.open("rb") as opened:
@@ -146,6 +146,7 @@ def check(artifact: Path) -> None:
         raise BakedError(f"{file} has {size} bytes, {TABLE} says {table['size']}: truncated or replaced; {_AGAIN}")
     if stamp != _stamp(table):
         raise BakedError(f"{file} is not the file that {TABLE} describes: replaced or damaged; {_AGAIN}")
+    return table
 
 
 def check_source(artifact: Path, checkpoint: Checkpoint) -> None:
@@ -181,8 +182,7 @@ def open_weights(
     """
     import torch
 
-    check(artifact)
-    table = _table(artifact)
+    table = check(artifact)
     if torch.device(device).type == "cuda":
         from graphllm.weights.loader import read_tensors
 

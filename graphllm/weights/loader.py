@@ -61,10 +61,7 @@ def load_weights(
     with contextlib.ExitStack() as stack:
         fds = {f: _open(f, stack) for f in {p.info.file for p in pieces}}
         chunks = [c for p in pieces for c in _chunks(p, tensors, fds[p.info.file])]
-        if device.type == "cuda":
-            _read_to_cuda(chunks, device, counter)
-        else:
-            _read_on_cpu(chunks, counter)
+        _read(chunks, device, counter)
     return tensors
 
 
@@ -81,10 +78,7 @@ def read_tensors(file: Path, tensors: Mapping[int, Tensor], progress: Progress |
             if part.nbytes
         ]
         device = next(iter(tensors.values())).device
-        if device.type == "cuda":
-            _read_to_cuda(chunks, device, counter)
-        else:
-            _read_on_cpu(chunks, counter)
+        _read(chunks, device, counter)
 
 
 def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Tensor]:
@@ -342,6 +336,13 @@ class _Todo:
     def stop(self) -> None:
         with self._lock:
             self._chunks = iter(())
+
+
+def _read(chunks: list[_Chunk], device: torch.device, counter: _Counter) -> None:
+    if device.type == "cuda":
+        _read_to_cuda(chunks, device, counter)
+    else:
+        _read_on_cpu(chunks, counter)
 
 
 def _read_on_cpu(chunks: list[_Chunk], counter: _Counter) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import json
 import subprocess
 import sys
@@ -27,13 +26,6 @@ class _Ours(Peer):
         self._quantize = _FORMATS[bits]
         kind = self._quantize or "bf16"
         self.name = f"graphllm {kind}" if way == "LLM" else f"graphllm {kind}, {way}"
-
-    def missing(self) -> str | None:
-        from graphllm.engine.load import EngineArgs
-
-        if self._quantize and "quantize" not in {f.name for f in dataclasses.fields(EngineArgs)}:
-            return "this graphllm has no --quantize"
-        return super().missing()
 
     def prepare(self, model: Workload) -> None:
         folder = self._artifact(model)
