@@ -29,6 +29,7 @@ from graphllm.ops.paged_attention.op import paged_attention
 
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
+_FEW = 8  # ranges
 
 
 @triton.jit
@@ -160,6 +161,32 @@ def load_turned(
 
 
 @triton.jit
+def _join_ranges(
+    partial_ptr, lse_ptr, out_ptr, base, ranges, row, head,
+    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, RANGES: tl.constexpr, JOINED: tl.constexpr,
+):  # fmt: skip
+    """The output of a sequence and KV head from its ranges, at most RANGES: all ranges of JOINED query heads at once,
+    because a loop over ranges or heads would wait for memory in each turn."""
+    e = tl.arange(0, E_PAD)
+    in_e = e < E
+    part = tl.arange(0, RANGES)[:, None]
+    used = part < ranges
+    for i in tl.static_range(0, G, JOINED):
+        some = i + tl.arange(0, JOINED)
+        at = (base + part) * H + head * G + some[None, :]
+        known = used & (some < G)[None, :]
+        mask = known[:, :, None] & in_e[None, None, :]
+        cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
+        parts = tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
+        lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
+        most = tl.max(lse, axis=0)[None, :]
+        weight = tl.where(known, tl.exp2(lse - most), 0.0)
+        joined = tl.sum(parts * weight[:, :, None], axis=0) / tl.sum(weight, axis=0)[:, None]
+        out = out_ptr + (row * H + head * G + some)[:, None] * E + e[None, :]
+        tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < G)[:, None] & in_e[None, :])
+
+
+@triton.jit
 def _split_kernel(
     q_ptr,
     k_ptr,
@@ -199,11 +226,13 @@ def _split_kernel(
     E_PAD: tl.constexpr,
     P: tl.constexpr,
     SPLITS: tl.constexpr,
-    SPLITS_PAD: tl.constexpr,
+    RANGES: tl.constexpr,  # at least SPLITS, a power of two
+    FEW: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
     LINES: tl.constexpr,  # cache lines of 128 bytes that a head's entries surely fill
     JOINED: tl.constexpr,  # heads whose ranges are joined at once
+    FEW_JOINED: tl.constexpr,
     F: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
@@ -316,22 +345,15 @@ def _split_kernel(
             before = tl.atomic_add(arrived_ptr + s * K + head, 1, sem="acq_rel")
             if before == ranges - 1:
                 tl.store(arrived_ptr + s * K + head, 0)
-                # All ranges of some heads at once: a loop over ranges or heads would wait for memory in each turn.
-                part = tl.arange(0, SPLITS_PAD)[:, None]
-                used = part < ranges
-                for i in tl.static_range(0, G, JOINED):
-                    some = i + tl.arange(0, JOINED)
-                    at = (base + part) * H + head * G + some[None, :]
-                    known = used & (some < G)[None, :]
-                    mask = known[:, :, None] & in_e[None, None, :]
-                    cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
-                    parts = tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
-                    lse = tl.load(lse_ptr + at, mask=known, other=float("-inf"), cache_modifier=".cg")
-                    most = tl.max(lse, axis=0)[None, :]
-                    weight = tl.where(known, tl.exp2(lse - most), 0.0)
-                    joined = tl.sum(parts * weight[:, :, None], axis=0) / tl.sum(weight, axis=0)[:, None]
-                    out = out_ptr + (row64 * H + head * G + some)[:, None] * E + e[None, :]
-                    tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < G)[:, None] & in_e[None, :])
+                if RANGES <= FEW:
+                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, head,
+                                 H, G, E, E_PAD, RANGES, JOINED)  # fmt: skip
+                elif ranges <= FEW:  # loads that are masked off take time too
+                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, head,
+                                 H, G, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
+                else:
+                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, head,
+                                 H, G, E, E_PAD, RANGES, JOINED)  # fmt: skip
 
 
 class Turn(NamedTuple):
@@ -373,6 +395,12 @@ def attends(site: Site) -> bool:
     return same and half and E <= 256 and P % 16 == 0 and P & (P - 1) == 0 and table.dtype == torch.int32
 
 
+def _joined(group: int, E: int, ranges: int) -> int:
+    """Query heads whose ranges are joined at once: with few ranges, which are long, one, so that the join takes no
+    registers from the loop before it."""
+    return 1 if ranges < _FEW else min(power_of_2(group, 1), max(1, _JOINED // (ranges * power_of_2(E))))
+
+
 def launch_decode(
     q_THE: Tensor,
     k_TKE: Tensor,
@@ -403,8 +431,7 @@ def launch_decode(
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scale, softcap)
     pointers, turning = turn_arguments(turn, q_THE)
-    lines, splits_pad = max(1, E // 64), power_of_2(splits, 2)
-    joined = min(power_of_2(H // K, 1), max(1, _JOINED // (splits_pad * power_of_2(E))))
+    lines, ranges = max(1, E // 64), power_of_2(splits, 2)
     launch_triton(
         _split_kernel, (K, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
@@ -413,8 +440,9 @@ def launch_decode(
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_PAGE=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, K=K, G=H // K,
-        G_PAD=power_of_2(H // K), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, SPLITS_PAD=splits_pad,
-        MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined, LINES=1 << (lines.bit_length() - 1),
+        G_PAD=power_of_2(H // K), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges, FEW=_FEW,
+        MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=_joined(H // K, E, ranges),
+        FEW_JOINED=_joined(H // K, E, _FEW), LINES=1 << (lines.bit_length() - 1),
         EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **turning,
     )  # fmt: skip
 
@@ -422,7 +450,7 @@ def launch_decode(
 def plan_splits(S: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
     """Launch constants of decode from static facts: most sequences (0 beside prefill), KV heads, longest context.
 
-    Few sequences: ranges of at least a tile or two until the chip holds about four programs a processor. Many: one
+    Few sequences: ranges of at least two or four tiles until the chip holds about four programs a processor. Many: one
     range each would do if lengths were equal; contexts that may be long get more, of at least 2,048 tokens, so that one
     long sequence does not run alone at the end. Two stages: with three, the programs take so much shared memory that
     they and those of the kernels around them do not run side by side. Measured on an H200, see
@@ -432,8 +460,8 @@ def plan_splits(S: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Con
     if not rows:  # mixed steps are long, so the ranges suit many sequences
         splits, least = 8, 2048
     elif rows < 512:
-        splits = min(16 if longest <= 16384 else 32, -(-512 // rows))
-        least = 64 if splits >= 16 else 128 if splits >= 8 else 256
+        splits = min(32, -(-512 // rows))
+        least = 128 if splits >= 8 else 256
     else:
         splits = 1 if longest <= 2048 else 2 if longest <= 16384 else 4
         least = 512 if rows < 1024 else 2048
