@@ -191,12 +191,12 @@ def test_killed_compile_leaves_no_artifact(checkpoint: Path, cache: Path, tmp_pa
 def test_failed_compile_leaves_nothing(
     checkpoint: Path, cache: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphllm.compile import backends
+    from graphllm.compile import objects
 
     def fail(command: list[str]) -> None:
-        raise backends.BuildError("g++ said no")
+        raise objects.BuildError("g++ said no")
 
-    monkeypatch.setattr(backends, "_run", fail)
+    monkeypatch.setattr(objects, "_checked", fail)
     limits = ("--max-num-seqs", 1, "--buckets", "mixed-2-16", "--max-num-batched-tokens", 16)
     done = cli("compile", checkpoint, "--target", "cpu", *limits)
     assert (done.code, done.err.strip()) == (2, "graphllm: compile failed: g++ said no")

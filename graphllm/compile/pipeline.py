@@ -22,6 +22,7 @@ from graphllm import artifact
 from graphllm.compile.backends import Backend, Built, Cpu, Eager
 from graphllm.compile.link import Linked, link
 from graphllm.compile.lower import Choice
+from graphllm.compile.objects import Objects
 from graphllm.compile.passes import Stage, Unit, ordered_passes
 from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
 from graphllm.compile.tune import Measured, tune
@@ -47,15 +48,22 @@ class Traced(NamedTuple):
     texts: dict[str, str]
 
 
-def backend_for(config: CompileConfig) -> Backend:
-    """The backend a config asks for."""
+@contextlib.contextmanager
+def open_backend(config: CompileConfig, scratch: Path, kept: Path | None) -> Iterator[Backend]:
+    """The backend a config asks for. scratch, kept: see `Objects`."""
     if config.backend == "eager":
-        return Eager()
-    if config.target.device == "cpu":
-        return Cpu()
-    from graphllm.compile.cuda import Cuda
+        yield Eager()
+    elif config.target.device == "cpu":
+        objects = Objects(scratch, kept)
+        try:
+            objects.begin()
+            yield Cpu(objects)
+        finally:
+            objects.close()
+    else:
+        from graphllm.compile.cuda import Cuda
 
-    return Cuda()
+        yield Cuda()
 
 
 def find_model(model_config: Mapping[str, Any]) -> Model:
@@ -77,13 +85,13 @@ def compile_model(
     config: CompileConfig,
     folder: Path,
     progress: Progress = lambda stage, done, total: None,
-    tuned: Path | None = None,
+    cache: Path | None = None,
     complete: Callable[[Path], None] | None = None,
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
 
-    tuned: folder that keeps what tuning found, for later compiles. complete: adds to the files of the artifact, which
-    are all there but the manifest.
+    cache: folder that keeps what later compiles can use, what tuning found and objects. complete: adds to the files of
+    the artifact, which are all there but the manifest.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -98,27 +106,30 @@ def compile_model(
     def timed(stage: str) -> None:
         seconds[stage] = round(time.perf_counter() - started - sum(seconds.values()), 3)
 
-    progress("trace", 0, 1)
-    units = trace_model(model, c, config)
-    timed("trace")
-    traced = run_passes(units, make_plan(model, c, config.dtype), config)
-    timed("passes")
-    linked = link(traced.units, model.kinds(c), config.max_model_len)
-    timed("link")
-    with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
-        measured: Mapping[str, Measured] = {}
-        if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
-            pieces = [p.json for p in linked.pieces.values()]
-            measured = tune(pieces, config, workers, functools.partial(progress, "tune"), tuned)
-        choices = {key: m.choice for key, m in measured.items()}
-        timed("tune")
-        built = build_pieces(linked, config, choices, workers, progress)
-    timed("build")
-
     building = artifact.begin(folder)
     try:
-        backend_for(config).assemble(built.values(), _made(building / "pieces"))
-        timed("assemble")
+        pieces = _made(building / "pieces")
+        with open_backend(config, pieces / "objects", cache and cache / "objects") as backend:
+            progress("trace", 0, 1)
+            units = trace_model(model, c, config)
+            timed("trace")
+            traced = run_passes(units, make_plan(model, c, config.dtype), config)
+            timed("passes")
+            linked = link(traced.units, model.kinds(c), config.max_model_len)
+            timed("link")
+            with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
+                measured: Mapping[str, Measured] = {}
+                if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
+                    texts = [p.json for p in linked.pieces.values()]
+                    measured = tune(
+                        texts, config, workers, functools.partial(progress, "tune"), cache and cache / "tuned"
+                    )
+                choices = {key: m.choice for key, m in measured.items()}
+                timed("tune")
+                built = build_pieces(linked, config, backend, choices, workers, progress)
+            timed("build")
+            backend.assemble(built.values(), pieces)
+            timed("assemble")
         memory = write_program(building, linked, built, traced, c, config)
         write_graphs(building / "graph", traced, linked, built)
         if measured:
@@ -202,19 +213,20 @@ def _begin_worker() -> None:
 def build_pieces(
     linked: Linked,
     config: CompileConfig,
+    backend: Backend,
     choices: Mapping[str, Choice],
     workers: concurrent.futures.Executor | None,
     progress: Progress,
 ) -> dict[tuple[str, Bucket], Built]:
-    """Every distinct piece for every bucket."""
-    jobs = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
-    backend = backend_for(config)
+    """Every distinct piece for every bucket; first those that are one op, whose kernels compile beside the others."""
+    wanted = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
+    jobs = sorted(wanted, key=lambda job: not linked.pieces[job[0]].boundary)
     done: dict[tuple[str, Bucket], Built] = {}
     if workers is None:
         for i, (piece, bucket) in enumerate(jobs):
             progress("build", i, len(jobs))
             done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config, choices)
-        return done
+        return {job: done[job] for job in wanted}
     futures = {
         workers.submit(backend.build, linked.pieces[piece].json, bucket, config, choices): (piece, bucket)
         for piece, bucket in jobs
@@ -222,7 +234,7 @@ def build_pieces(
     for i, future in enumerate(concurrent.futures.as_completed(futures)):
         progress("build", i, len(jobs))
         done[futures[future]] = future.result()
-    return {job: done[job] for job in jobs}
+    return {job: done[job] for job in wanted}
 
 
 def write_program(
