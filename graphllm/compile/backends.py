@@ -7,7 +7,7 @@ whole artifact. cuda: Inductor's Triton and our own kernels as cubins (`compile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ from graphllm.compile.objects import Objects
 from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import from_json, input_specs
+from graphllm.ir.graph import digest, from_json, input_specs
 from graphllm.ir.kernels import c_kernel
 
 
@@ -62,16 +62,26 @@ class Generated(NamedTuple):
 
 
 def generate(
-    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+    piece: Mapping[str, Any],
+    bucket: Bucket,
+    config: CompileConfig,
+    choices: Mapping[str, Choice],
+    known: MutableMapping[str, Generated],
 ) -> Generated | None:
-    """Specialize, lower and generate; None for a piece that must be interpreted."""
+    """Specialize, lower and generate; None for a piece that must be interpreted.
+
+    known: what was generated so far. Buckets for which a piece is lowered to the same graph share what is generated.
+    """
     if needs_reference(from_json(piece), input_specs(piece), config.target, bucket):
         return None
     lowered, reports = lower_piece(piece, bucket, config, choices)
     text = lowered.graph.print_readable(print_output=False)  # before Inductor rewrites the graph
-    source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
-    bundle = translate(source, lowered.inputs, lowered.shapes)
-    return Generated(source, bundle, lowered.chosen, text, reports)
+    key = digest(piece) + text
+    if key not in known:
+        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
+        bundle = translate(source, lowered.inputs, lowered.shapes)
+        known[key] = Generated(source, bundle, lowered.chosen, text, reports)
+    return known[key]._replace(chosen=lowered.chosen, reports=reports)
 
 
 class Eager:
@@ -98,20 +108,22 @@ class Cpu:
 
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
+        self._known: dict[str, Generated] = {}
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
     ) -> Built:
         """Compilers of the hand-written kernels that a piece calls start at once, beside the next piece."""
-        made = generate(piece, bucket, config, choices)
+        made = generate(piece, bucket, config, choices, self._known)
         if made is None:
             return Eager().build(piece, bucket, config, choices)
         kernels = made.bundle.kernels
         for kernel in kernels.values():
             if "c" in kernel:
                 self._objects.add(c_kernel(kernel["c"]).source)
-        sources = {name: k.pop("cpp") for name, k in kernels.items() if "cpp" in k}
-        return made.built(kernels, sources, {})
+        sources = {name: k["cpp"] for name, k in kernels.items() if "cpp" in k}
+        described = {name: {part: v for part, v in k.items() if part != "cpp"} for name, k in kernels.items()}
+        return made.built(described, sources, {})
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Compile the generated kernels and link ``kernels.so``."""

@@ -120,10 +120,8 @@ def compile_model(
             with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
                 measured: Mapping[str, Measured] = {}
                 if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
-                    texts = [p.json for p in linked.pieces.values()]
-                    measured = tune(
-                        texts, config, workers, functools.partial(progress, "tune"), cache and cache / "tuned"
-                    )
+                    texts, kept = [p.json for p in linked.pieces.values()], cache and cache / "tuned"
+                    measured = tune(texts, config, workers, functools.partial(progress, "tune"), kept)
                 choices = {key: m.choice for key, m in measured.items()}
                 timed("tune")
                 built = build_pieces(linked, config, backend, choices, workers, progress)
