@@ -118,14 +118,23 @@ class Cpu:
         if made is None:
             return Eager().build(piece, bucket, config, choices)
         kernels = made.bundle.kernels
-        for kernel in kernels.values():
-            if "c" in kernel:
-                self._objects.add(c_kernel(kernel["c"]).source)
+        for source in _own(kernels):
+            self._objects.add(source)
         sources = {name: k["cpp"] for name, k in kernels.items() if "cpp" in k}
         described = {name: {part: v for part, v in k.items() if part != "cpp"} for name, k in kernels.items()}
         return made.built(described, sources, {})
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Compile the generated kernels and link ``kernels.so``."""
-        sources = {name: text for b in built for name, text in b.sources.items()}
-        self._objects.link(list(sources.values()), folder / "kernels.so")
+        bodies: dict[str, str] = {}
+        own: set[Path] = set()
+        for b in built:
+            bodies |= {name: text.replace(inductor.CPP_HEADER, "") for name, text in b.sources.items()}
+            own |= _own(b.bundle["kernels"])
+        library, header = folder / "kernels.so", inductor.CPP_HEADER
+        self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, library)
+
+
+def _own(kernels: Mapping[str, Any]) -> set[Path]:
+    """The sources of the hand-written ones among a bundle's kernels."""
+    return {c_kernel(k["c"]).source for k in kernels.values() if "c" in k}

@@ -134,11 +134,6 @@ def _kind(triton_type: str) -> str | None:
     return {"i1": "i8", "u1": "u8", "fp32": "f32", "fp64": "f64"}.get(triton_type, triton_type)
 
 
-def join_cpp(kernels: Sequence[str]) -> str:
-    """Several generated kernels as the text that follows `CPP_HEADER`, once, in one translation unit."""
-    return "\n".join(k.replace(CPP_HEADER, "") for k in kernels)
-
-
 def cpp_compile_command(source: Path, output: Path) -> list[str]:
     """The g++ command for generated C++, with the flags Inductor itself would use on this machine."""
     with inductor_config.patch({"cpp.vec_isa_ok": True}):

@@ -1,4 +1,7 @@
-"""C++ compiled in the background while Python goes on, and objects kept by content for later compiles."""
+"""C++ compiled in the background while Python goes on, and objects kept by content for later compiles.
+
+Imports nothing heavy: the first compilers run while torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import hashlib
 import json
 import os
 import subprocess
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from graphllm.compile import inductor
-from graphllm.ir.kernels import HEADERS, compiler_command
+from graphllm.cpp import OPS, compiler_command, headers
 from graphllm.machine import compiler_version, detect_target, usable_cores, versions
 
-_MOST_UNITS = 4  # of generated kernels; each reads the large header
+_KERNELS_A_UNIT = 24  # generated ones: their header takes a compiler as long as so many of them
 
 
 class BuildError(RuntimeError):
@@ -23,134 +28,106 @@ class BuildError(RuntimeError):
 
 
 class Objects:
-    """The objects of one library, compiled by g++ for this machine.
+    """The objects of one library, compiled by g++ for this machine. A context manager: its end stops what still runs.
 
-    Hand-written kernels are compiled from the moment they are asked for. The compilers of generated ones are started
-    before there is any: they read torch's header, which takes longer than the kernels do, and wait.
-
-    scratch: a folder for sources, and for objects unless ``kept`` is the folder where they stay for later compiles,
-    named by a digest of everything they depend on. seconds: of each compiler that has run, by its source.
+    folder: where objects stay for later compiles, named by a digest of everything they depend on; None keeps none.
+    seconds: of each compiler that has run, by its source; they run beside each other and beside Python.
     """
 
-    def __init__(self, scratch: Path, kept: Path | None = None) -> None:
-        scratch.mkdir(parents=True, exist_ok=True)
-        self._scratch, self._folder = scratch, kept or scratch
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._pool = concurrent.futures.ThreadPoolExecutor(usable_cores())
-        self._own: dict[Path, concurrent.futures.Future[Path]] = {}
-        self._waiting: list[_Waiting] = []
+    def __init__(self, folder: Path | None = None) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="graphllm-objects-")
+        self._folder = folder or Path(self._scratch.name)
+        for partial in self._folder.glob(".*.o"):
+            if not Path(f"/proc/{partial.name[1:].split('-')[0]}").exists():
+                partial.unlink(missing_ok=True)
         target = detect_target("cpu")
-        self._machine = [compiler_version(), target.name, target.arch, versions(target)]
-        self._headers = b"".join(h.read_bytes() for h in sorted(HEADERS.glob("*.h")))
+        self._known = [compiler_version(), target.name, target.arch, versions(target)]
+        self._headers = headers()
+        self._cores = usable_cores()
+        self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self._cores - 1))  # Python needs a core, too
+        self._own: dict[Path, concurrent.futures.Future[Path]] = {}
         self.seconds: dict[str, float] = {}
 
-    def begin(self) -> None:
-        """Start the compilers of generated kernels: one for each core beside the one that generates."""
-        for i in range(max(1, min(usable_cores() - 1, _MOST_UNITS))):
-            unit = self._scratch / f"generated{i}.cpp"
-            self._waiting.append(_Waiting(unit, self._partial(unit.stem)))
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._scratch.cleanup()
+
+    def guess(self) -> None:
+        """Compile the kernels of the ops that come with graphllm, the longest first: most models need most of them."""
+        for source in sorted(OPS.glob("*/*.cpp"), key=lambda s: (-s.stat().st_size, s)):
+            self.add(source)
+
+    def expect(self, sources: Collection[Path]) -> None:
+        """Compile these, and none of the others that have not begun."""
+        for source in [s for s, future in self._own.items() if s not in sources and future.cancel()]:
+            del self._own[source]
+        for source in sources:
+            self.add(source)
 
     def add(self, source: Path) -> None:
         """Compile a hand-written source, unless that was asked for before."""
         if source not in self._own:
             self._own[source] = self._pool.submit(self._compile, source)
 
-    def link(self, kernels: Sequence[str], output: Path) -> None:
-        """The library of what was added and of the generated ``kernels``. Raises BuildError when a compiler fails."""
-        if not self._waiting:
-            self.begin()
+    def link(
+        self,
+        sources: Collection[Path],
+        kernels: Collection[str],
+        header: str,
+        command: Callable[[Path, Path], list[str]],
+        output: Path,
+    ) -> None:
+        """The library of hand-written ``sources`` and generated ``kernels``. Raises BuildError when a compiler fails.
+
+        header: what stands above generated kernels. command: how to compile a source of them to an object.
+        """
+        for source in sources:
+            self.add(source)
         texts = sorted(kernels)
-        shares = [inductor.join_cpp(texts[i :: len(self._waiting)]) for i in range(len(self._waiting))]
-        generated = list(self._pool.map(self._finish, self._waiting, shares))
-        own = [future.result() for future in self._own.values()]
+        count = max(1, min(self._cores, len(texts) // _KERNELS_A_UNIT))
+        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+            units = [(f"generated{i}", "\n".join([header, *texts[i::count]])) for i in range(count)]
+            generated = [pool.submit(self._compile_text, name, text, command) for name, text in units]
+        objects = [future.result() for future in (*generated, *(self._own[s] for s in sources))]
         start = time.perf_counter()
-        _checked(compiler_command([*sorted(own), *generated], output))
+        _run(compiler_command(sorted(objects), output))
         self._took("link", start)
 
-    def close(self) -> None:
-        """Stop what still runs and remove the scratch folder's files."""
-        for waiting in self._waiting:
-            waiting.stop()
-        self._pool.shutdown(cancel_futures=True)
-        for file in self._scratch.iterdir():
-            file.unlink()
-        self._scratch.rmdir()
-
     def _compile(self, source: Path) -> Path:
-        made = self._place(source, compiler_command([source], source, link=False), self._headers + source.read_bytes())
+        def command(to: Path) -> list[str]:
+            return compiler_command([source], to, link=False)
+
+        return self._made(f"{source.parent.name}/{source.name}", self._headers + source.read_bytes(), command)
+
+    def _compile_text(self, name: str, text: str, command: Callable[[Path, Path], list[str]]) -> Path:
+        unit = Path(self._scratch.name) / f"{name}.cpp"
+        unit.write_text(text)
+        return self._made(unit.name, text.encode(), lambda to: command(unit, to))
+
+    def _made(self, name: str, content: bytes, command: Callable[[Path], list[str]]) -> Path:
+        """The object of a source, compiled unless it is there. Where files lie is not part of its name."""
+        words = [w for w in command(Path("/")) if not w.startswith(("/", "-I"))]
+        known = json.dumps([*self._known, name, words]).encode()
+        made = self._folder / f"{hashlib.sha256(known + content).hexdigest()[:32]}.o"
         if not made.exists():
-            start, partial = time.perf_counter(), self._partial(made.stem)
-            _checked(compiler_command([source], partial, link=False))
+            self._folder.mkdir(parents=True, exist_ok=True)
+            start, partial = time.perf_counter(), self._folder / f".{os.getpid()}-{made.name}"
+            _run(command(partial))
             partial.replace(made)
-            self._took(f"{source.parent.name}/{source.name}", start)
+            self._took(name, start)
         return made
-
-    def _finish(self, waiting: _Waiting, text: str) -> Path:
-        made = self._place(waiting.unit, waiting.command, text.encode())
-        if made.exists():
-            waiting.stop()
-        else:
-            start = time.perf_counter()
-            waiting.finish(text).replace(made)
-            self._took(waiting.unit.name, start)
-        return made
-
-    def _place(self, source: Path, command: Sequence[str], content: bytes) -> Path:
-        """Where the object of a source is kept. Where files lie does not matter, but objects hold the source's name."""
-        words = [w for w in command if not w.startswith(("-I", "/"))]
-        known = json.dumps([*self._machine, source.name, words]).encode()
-        return self._folder / f"{hashlib.sha256(known + content).hexdigest()[:32]}.o"
-
-    def _partial(self, name: str) -> Path:
-        return self._folder / f".{os.getpid()}-{name}.o"
 
     def _took(self, name: str, start: float) -> None:
         self.seconds[name] = round(time.perf_counter() - start, 3)
 
 
-class _Waiting:
-    """A compiler that reads the header of generated kernels and then waits on its standard input for their text."""
-
-    def __init__(self, unit: Path, output: Path) -> None:
-        unit.write_text(f'{inductor.CPP_HEADER}\n#include "/dev/stdin"\n')
-        command = inductor.cpp_compile_command(unit, output)
-        self.unit, self.command, self._output = unit, command, output
-        try:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-        except FileNotFoundError as missing:
-            raise _not_installed(command) from missing
-
-    def finish(self, text: str) -> Path:
-        """Give the text; the object, when it is done."""
-        _, problem = self._process.communicate(text)
-        if self._process.returncode:
-            raise _failed(self.command, problem)
-        return self._output
-
-    def stop(self) -> None:
-        """It is not needed, or no longer: it removes its own temporary files."""
-        self._process.terminate()
-        for stream in (self._process.stdin, self._process.stderr):
-            if stream is not None:
-                stream.close()
-        self._process.wait()
-        self._output.unlink(missing_ok=True)
-
-
-def _checked(command: list[str]) -> None:
+def _run(command: Sequence[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except FileNotFoundError as missing:
-        raise _not_installed(command) from missing
+        raise BuildError(f"{command[0]} is not installed; compiling for a CPU needs it (running does not)") from missing
     if done.returncode:
-        raise _failed(command, done.stderr)
-
-
-def _not_installed(command: list[str]) -> BuildError:
-    return BuildError(f"{command[0]} is not installed; compiling for a CPU needs it (running does not)")
-
-
-def _failed(command: list[str], printed: str) -> BuildError:
-    return BuildError(f"{' '.join(command)}\n{printed[-4000:]}")
+        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")

@@ -16,23 +16,27 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
-from graphllm.compile.backends import Backend, Built, Cpu, Eager
 from graphllm.compile.link import Linked, link
-from graphllm.compile.lower import Choice
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import Stage, Unit, ordered_passes
 from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
-from graphllm.compile.tune import Measured, tune
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
+from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model
+from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.machine import compiler_version
 from graphllm.runtime.program import RESULTS, Call, LinkedProgram
 from graphllm.weights.plan import WeightPlan, make_plan
+
+if TYPE_CHECKING:
+    from graphllm.compile.backends import Backend, Built
+    from graphllm.compile.lower import Choice
+    from graphllm.compile.tune import Measured
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
@@ -48,22 +52,19 @@ class Traced(NamedTuple):
     texts: dict[str, str]
 
 
-@contextlib.contextmanager
-def open_backend(config: CompileConfig, scratch: Path, kept: Path | None) -> Iterator[Backend]:
-    """The backend a config asks for. scratch, kept: see `Objects`."""
+def open_backend(config: CompileConfig, objects: Objects) -> Backend:
+    """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++."""
     if config.backend == "eager":
-        yield Eager()
-    elif config.target.device == "cpu":
-        objects = Objects(scratch, kept)
-        try:
-            objects.begin()
-            yield Cpu(objects)
-        finally:
-            objects.close()
-    else:
-        from graphllm.compile.cuda import Cuda
+        from graphllm.compile.backends import Eager
 
-        yield Cuda()
+        return Eager()
+    if config.target.device == "cpu":
+        from graphllm.compile.backends import Cpu
+
+        return Cpu(objects)
+    from graphllm.compile.cuda import Cuda
+
+    return Cuda()
 
 
 def find_model(model_config: Mapping[str, Any]) -> Model:
@@ -85,13 +86,14 @@ def compile_model(
     config: CompileConfig,
     folder: Path,
     progress: Progress = lambda stage, done, total: None,
-    cache: Path | None = None,
+    tuned: Path | None = None,
     complete: Callable[[Path], None] | None = None,
+    objects: Objects | None = None,
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
 
-    cache: folder that keeps what later compiles can use, what tuning found and objects. complete: adds to the files of
-    the artifact, which are all there but the manifest.
+    tuned: folder that keeps what tuning found, for later compiles. complete: adds to the files of the artifact, which
+    are all there but the manifest. objects: of C++; without them none is kept for later compiles.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -109,19 +111,25 @@ def compile_model(
     building = artifact.begin(folder)
     try:
         pieces = _made(building / "pieces")
-        with open_backend(config, pieces / "objects", cache and cache / "objects") as backend:
-            progress("trace", 0, 1)
-            units = trace_model(model, c, config)
-            timed("trace")
-            traced = run_passes(units, make_plan(model, c, config.dtype), config)
-            timed("passes")
-            linked = link(traced.units, model.kinds(c), config.max_model_len)
-            timed("link")
+        progress("trace", 0, 1)
+        units = trace_model(model, c, config)
+        timed("trace")
+        traced = run_passes(units, make_plan(model, c, config.dtype), config)
+        timed("passes")
+        linked = link(traced.units, model.kinds(c), config.max_model_len)
+        timed("link")
+        with objects or Objects() as objects:
+            if config.target.device == "cpu" and config.backend == "inductor":
+                objects.expect(sources_beside(linked))
+            backend = open_backend(config, objects)
+            timed("import backend")
             with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
                 measured: Mapping[str, Measured] = {}
                 if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
-                    texts, kept = [p.json for p in linked.pieces.values()], cache and cache / "tuned"
-                    measured = tune(texts, config, workers, functools.partial(progress, "tune"), kept)
+                    from graphllm.compile.tune import tune
+
+                    texts = [p.json for p in linked.pieces.values()]
+                    measured = tune(texts, config, workers, functools.partial(progress, "tune"), tuned)
                 choices = {key: m.choice for key, m in measured.items()}
                 timed("tune")
                 built = build_pieces(linked, config, backend, choices, workers, progress)
@@ -159,6 +167,7 @@ def compile_model(
         "memory": memory,
         "groups": len(linked.layout.windows),
         "seconds": seconds,
+        "compilers": objects.seconds,
         "made_with": {"g++": compiler_version(), "machine": config.target.name},
     }
     return artifact.write(folder, building, manifest)
@@ -206,6 +215,12 @@ def _begin_worker() -> None:
     os.dup2(sink, 2)
     load_ops()
     load_passes()
+
+
+def sources_beside(linked: Linked) -> list[Path]:
+    """The C++ kernels that lie beside the model's ops. Most will be called; which, is known when pieces are lowered."""
+    ops = (op_of(node.target) for piece in linked.pieces.values() for node in piece.graph.nodes)
+    return sources_in({op.folder for op in ops if op is not None})
 
 
 def build_pieces(

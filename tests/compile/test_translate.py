@@ -163,7 +163,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, Buc
     """All graphs for both buckets, their kernels in one library."""
     config = CompileConfig(Target("cpu", ()))
     folder = tmp_path_factory.mktemp("pieces")
-    backend = Cpu(Objects(folder / "objects"))
+    backend = Cpu(Objects())
     found = {}
     for name, (fn, extra) in GRAPHS.items():
         shapes = Shapes("cpu")
