@@ -2,9 +2,9 @@
 
     python bench/compile_time.py [--runs N] [--depth] [--out FILE.json]
 
-Each compile is a process of its own; the models take turns. "first": with an empty cache, "again": after it, with another
---max-model-len, "int8" and "int4": the same after it. Prints medians of the whole process and of its stages. What is
-listed under g++ runs beside them. --depth: only the same widths with 4 and with 24 layers, and their ratio.
+Each compile is a process of its own; the models take turns. "first": with an empty cache, "again": after it, with
+another --max-model-len, "int8" and "int4": the same after it. Prints medians of the whole process and of its stages.
+What is listed under g++ runs beside them. --depth: only the same widths with 4 and with 24 layers, and their ratio.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+from real_size import SHAPES
+
 from graphllm import artifact
 from graphllm.embedded import MODEL_DIR
 from graphllm.machine import compiler_version, detect_target, usable_cores
-from real_size import SHAPES
 
 DUMMY = ("--load-format", "dummy")
 KINDS: dict[str, tuple[str, ...]] = {
