@@ -161,11 +161,13 @@ def test_two_compiles_of_one_key(checkpoint: Path, cache: Path) -> None:
 
 
 def test_killed_compile_leaves_no_artifact(checkpoint: Path, cache: Path, tmp_path: Path, cli: Any) -> None:
-    """Killed while the C++ compiler runs, which is when the build folder exists."""
+    """Killed while the C++ compiler runs and the build folder exists."""
     compiler = tmp_path / "bin" / "g++"
     compiler.parent.mkdir()
     real = shutil.which("g++")
-    compiler.write_text(f'#!/bin/sh\ncase "$*" in */objects/*) exec sleep 300;; *) exec {real} "$@";; esac\n')
+    reached = tmp_path / "reached"
+    hang = f"touch {reached}; exec sleep 300"
+    compiler.write_text(f'#!/bin/sh\ncase "$*" in *generated0.cpp*) {hang};; *) exec {real} "$@";; esac\n')
     compiler.chmod(0o755)
     command = [sys.executable, "-c", "from graphllm.cli import main; main()", "compile", str(checkpoint)]
     command += ["--target", "cpu", "--max-num-seqs", "1", "--buckets", "mixed-2-16", "--max-num-batched-tokens", "16"]
@@ -173,7 +175,7 @@ def test_killed_compile_leaves_no_artifact(checkpoint: Path, cache: Path, tmp_pa
     compiling = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, start_new_session=True)
     try:
         until = time.monotonic() + 300
-        while not list(cache.glob("artifacts/.building-*/pieces/objects/*.cpp")):
+        while not reached.exists():
             assert compiling.poll() is None, compiling.stderr and compiling.stderr.read()
             assert time.monotonic() < until
             time.sleep(0.02)
@@ -191,12 +193,12 @@ def test_killed_compile_leaves_no_artifact(checkpoint: Path, cache: Path, tmp_pa
 def test_failed_compile_leaves_nothing(
     checkpoint: Path, cache: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from graphllm.compile import backends
+    from graphllm.compile import objects
 
     def fail(command: list[str]) -> None:
-        raise backends.BuildError("g++ said no")
+        raise objects.BuildError("g++ said no")
 
-    monkeypatch.setattr(backends, "_run", fail)
+    monkeypatch.setattr(objects, "_run", fail)
     limits = ("--max-num-seqs", 1, "--buckets", "mixed-2-16", "--max-num-batched-tokens", 16)
     done = cli("compile", checkpoint, "--target", "cpu", *limits)
     assert (done.code, done.err.strip()) == (2, "graphllm: compile failed: g++ said no")

@@ -137,6 +137,7 @@ def test_source_digest_of_a_copy_is_the_same(monkeypatch: pytest.MonkeyPatch, tr
 @pytest.mark.parametrize(
     "file",
     [
+        "cpp.py",
         "ir/op.py",
         "compile/lower.py",
         "ops/linear/op.py",

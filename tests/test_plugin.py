@@ -19,6 +19,7 @@ import sys, tempfile
 from pathlib import Path
 import torch
 from graphllm.compile.backends import Cpu
+from graphllm.compile.objects import Objects
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
@@ -32,9 +33,10 @@ spec = TensorSpec.contiguous("float32", "T", 48)
 unit = trace_unit("ffn", {"x": spec}, lambda v: (ops["squared_relu"](v["x"] + 1) * 2,), shapes)
 out = unit.graph.output_node()
 out.meta["val"] = tuple(n.meta["val"] for n in out.args[0])
-built = Cpu().build(to_json(unit.graph, shapes), bucket, CompileConfig(Target("cpu", ())), {})
 folder = Path(tempfile.mkdtemp())
-Cpu().assemble([built], folder)
+backend = Cpu(Objects())
+built = backend.build(to_json(unit.graph, shapes), bucket, CompileConfig(Target("cpu", ())), {})
+backend.assemble([built], folder)
 program = LinkedProgram([Call(built.bundle, ["x"], ["y"])], ["y"], bucket.limits(4))
 x = torch.randn(7, 48)
 arena = torch.zeros(program.arena_bytes, dtype=torch.uint8)

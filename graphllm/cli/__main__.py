@@ -1,5 +1,5 @@
 """`python -m graphllm.cli` is the graphllm command."""
 
-from graphllm.cli import main
+from graphllm.cli import command
 
-main()
+command()

@@ -62,6 +62,8 @@ def inspect(folder: Path, json: bool) -> None:
     files = sum(size for size, _ in manifest["files"].values())
     stages = ", ".join(f"{k} {v:.1f}" for k, v in manifest["seconds"].items())
     console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")
+    if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.get("compilers", {}).items()):
+        console.print(f"C++ compilers beside them, in seconds: {compilers}")
 
 
 def _kernels(chosen: list[str]) -> str:

@@ -7,25 +7,18 @@ whole artifact. cuda: Inductor's Triton and our own kernels as cubins (`compile.
 
 from __future__ import annotations
 
-import concurrent.futures
-import subprocess
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-import torch
-
 from graphllm.compile import inductor
 from graphllm.compile.lower import Choice, needs_reference
+from graphllm.compile.objects import Objects
 from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import from_json, input_specs
-from graphllm.ir.kernels import c_kernel, compiler_command
-
-
-class BuildError(RuntimeError):
-    """A compiler failed. The message holds the end of what it printed."""
+from graphllm.ir.graph import digest, from_json, input_specs
+from graphllm.ir.kernels import c_kernel
 
 
 class Built(NamedTuple):
@@ -69,16 +62,26 @@ class Generated(NamedTuple):
 
 
 def generate(
-    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+    piece: Mapping[str, Any],
+    bucket: Bucket,
+    config: CompileConfig,
+    choices: Mapping[str, Choice],
+    known: MutableMapping[str, Generated],
 ) -> Generated | None:
-    """Specialize, lower and generate; None for a piece that must be interpreted."""
+    """Specialize, lower and generate; None for a piece that must be interpreted.
+
+    known: what was generated so far. Buckets for which a piece is lowered to the same graph share what is generated.
+    """
     if needs_reference(from_json(piece), input_specs(piece), config.target, bucket):
         return None
     lowered, reports = lower_piece(piece, bucket, config, choices)
     text = lowered.graph.print_readable(print_output=False)  # before Inductor rewrites the graph
-    source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
-    bundle = translate(source, lowered.inputs, lowered.shapes)
-    return Generated(source, bundle, lowered.chosen, text, reports)
+    key = digest(piece) + text
+    if key not in known:
+        source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
+        bundle = translate(source, lowered.inputs, lowered.shapes)
+        known[key] = Generated(source, bundle, lowered.chosen, text, reports)
+    return known[key]._replace(chosen=lowered.chosen, reports=reports)
 
 
 class Eager:
@@ -103,43 +106,35 @@ class Eager:
 class Cpu:
     """Inductor's generated C++ and the hand-written kernels, in one library compiled by g++ for this machine."""
 
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._known: dict[str, Generated] = {}
+
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
     ) -> Built:
-        made = generate(piece, bucket, config, choices)
+        """Compilers of the hand-written kernels that a piece calls start at once, beside the next piece."""
+        made = generate(piece, bucket, config, choices, self._known)
         if made is None:
             return Eager().build(piece, bucket, config, choices)
         kernels = made.bundle.kernels
-        sources = {name: k.pop("cpp") for name, k in kernels.items() if "cpp" in k}
-        return made.built(kernels, sources, {})
+        for source in _own(kernels):
+            self._objects.add(source)
+        sources = {name: k["cpp"] for name, k in kernels.items() if "cpp" in k}
+        described = {name: {part: v for part, v in k.items() if part != "cpp"} for name, k in kernels.items()}
+        return made.built(described, sources, {})
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
-        """Compile the generated kernels, in one unit per core, and the hand-written ones, and link ``kernels.so``."""
-        sources = {name: text for b in built for name, text in b.sources.items()}
-        own = {c_kernel(k["c"]).source for b in built for k in b.bundle["kernels"].values() if "c" in k}
-        objects = folder / "objects"
-        objects.mkdir()
-        jobs = []
-        texts = sorted(sources.values())
-        units = max(1, min(torch.get_num_threads(), len(texts) // 4))
-        for i in range(units):
-            unit = objects / f"generated{i}.cpp"
-            unit.write_text(inductor.join_cpp(texts[i::units]))
-            jobs.append(inductor.cpp_compile_command(unit, unit.with_suffix(".o")))
-        for i, source in enumerate(sorted(own)):  # plugins may have files of the same name
-            jobs.append(compiler_command([source], objects / f"own{i}.{source.stem}.o", link=False))
-        with concurrent.futures.ThreadPoolExecutor(max_workers=torch.get_num_threads()) as pool:
-            list(pool.map(_run, jobs))
-        _run(compiler_command(sorted(objects.glob("*.o")), folder / "kernels.so"))
-        for file in objects.iterdir():
-            file.unlink()
-        objects.rmdir()
+        """Compile the generated kernels and link ``kernels.so``."""
+        bodies: dict[str, str] = {}
+        own: set[Path] = set()
+        for b in built:
+            bodies |= {name: text.replace(inductor.CPP_HEADER, "") for name, text in b.sources.items()}
+            own |= _own(b.bundle["kernels"])
+        library, header = folder / "kernels.so", inductor.CPP_HEADER
+        self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, library)
 
 
-def _run(command: list[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError as missing:
-        raise BuildError(f"{command[0]} is not installed; compiling for a CPU needs it (running does not)") from missing
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+def _own(kernels: Mapping[str, Any]) -> set[Path]:
+    """The sources of the hand-written ones among a bundle's kernels."""
+    return {c_kernel(k["c"]).source for k in kernels.values() if "c" in k}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from graphllm.compile import inductor
-from graphllm.compile.backends import Built, Eager, generate
+from graphllm.compile.backends import Built, Eager, Generated, generate
 from graphllm.compile.lower import Choice
 from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
@@ -25,7 +25,8 @@ class Cuda:
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
     ) -> Built:
-        generated = generate(piece, bucket, config, choices)
+        known: dict[str, Generated] = {}  # what Triton kernels look like depends on the bucket's size too
+        generated = generate(piece, bucket, config, choices, known)
         if generated is None:
             return Eager().build(piece, bucket, config, choices)
         tokens = bucket.lo if bucket.static else min(bucket.hi, _TUNING_TOKENS)

@@ -27,6 +27,8 @@ from torch._inductor.virtualized import V
 
 from graphllm.ir.graph import Shapes
 
+CPP_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"  # what every generated C++ kernel begins with
+
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The decompositions Inductor's lowerings expect to have been applied."""
@@ -130,12 +132,6 @@ def _kind(triton_type: str) -> str | None:
     if triton_type.startswith("*"):
         return "ptr"
     return {"i1": "i8", "u1": "u8", "fp32": "f32", "fp64": "f64"}.get(triton_type, triton_type)
-
-
-def join_cpp(kernels: Sequence[str]) -> str:
-    """One translation unit of several generated kernels: the large header is read once."""
-    header = "#include <torch/csrc/inductor/cpp_prefix.h>"
-    return "\n".join([header, *(k.replace(header, "") for k in kernels)])
 
 
 def cpp_compile_command(source: Path, output: Path) -> list[str]:

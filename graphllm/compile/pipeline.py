@@ -16,22 +16,27 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
-from graphllm.compile.backends import Backend, Built, Cpu, Eager
 from graphllm.compile.link import Linked, link
-from graphllm.compile.lower import Choice
+from graphllm.compile.objects import Objects
 from graphllm.compile.passes import Stage, Unit, ordered_passes
 from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
-from graphllm.compile.tune import Measured, tune
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
+from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model
+from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.machine import compiler_version
 from graphllm.runtime.program import RESULTS, Call, LinkedProgram
 from graphllm.weights.plan import WeightPlan, make_plan
+
+if TYPE_CHECKING:
+    from graphllm.compile.backends import Backend, Built
+    from graphllm.compile.lower import Choice
+    from graphllm.compile.tune import Measured
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
@@ -47,12 +52,16 @@ class Traced(NamedTuple):
     texts: dict[str, str]
 
 
-def backend_for(config: CompileConfig) -> Backend:
-    """The backend a config asks for."""
+def open_backend(config: CompileConfig, objects: Objects) -> Backend:
+    """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++."""
     if config.backend == "eager":
+        from graphllm.compile.backends import Eager
+
         return Eager()
     if config.target.device == "cpu":
-        return Cpu()
+        from graphllm.compile.backends import Cpu
+
+        return Cpu(objects)
     from graphllm.compile.cuda import Cuda
 
     return Cuda()
@@ -79,11 +88,12 @@ def compile_model(
     progress: Progress = lambda stage, done, total: None,
     tuned: Path | None = None,
     complete: Callable[[Path], None] | None = None,
+    objects: Objects | None = None,
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
 
     tuned: folder that keeps what tuning found, for later compiles. complete: adds to the files of the artifact, which
-    are all there but the manifest.
+    are all there but the manifest. objects: of C++; without them none is kept for later compiles.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -98,27 +108,34 @@ def compile_model(
     def timed(stage: str) -> None:
         seconds[stage] = round(time.perf_counter() - started - sum(seconds.values()), 3)
 
-    progress("trace", 0, 1)
-    units = trace_model(model, c, config)
-    timed("trace")
-    traced = run_passes(units, make_plan(model, c, config.dtype), config)
-    timed("passes")
-    linked = link(traced.units, model.kinds(c), config.max_model_len)
-    timed("link")
-    with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
-        measured: Mapping[str, Measured] = {}
-        if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
-            pieces = [p.json for p in linked.pieces.values()]
-            measured = tune(pieces, config, workers, functools.partial(progress, "tune"), tuned)
-        choices = {key: m.choice for key, m in measured.items()}
-        timed("tune")
-        built = build_pieces(linked, config, choices, workers, progress)
-    timed("build")
-
     building = artifact.begin(folder)
     try:
-        backend_for(config).assemble(built.values(), _made(building / "pieces"))
-        timed("assemble")
+        pieces = _made(building / "pieces")
+        progress("trace", 0, 1)
+        units = trace_model(model, c, config)
+        timed("trace")
+        traced = run_passes(units, make_plan(model, c, config.dtype), config)
+        timed("passes")
+        linked = link(traced.units, model.kinds(c), config.max_model_len)
+        timed("link")
+        with objects or Objects() as objects:
+            if config.target.device == "cpu" and config.backend == "inductor":
+                objects.expect(sources_beside(linked))
+            backend = open_backend(config, objects)
+            timed("import backend")
+            with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
+                measured: Mapping[str, Measured] = {}
+                if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
+                    from graphllm.compile.tune import tune
+
+                    texts = [p.json for p in linked.pieces.values()]
+                    measured = tune(texts, config, workers, functools.partial(progress, "tune"), tuned)
+                choices = {key: m.choice for key, m in measured.items()}
+                timed("tune")
+                built = build_pieces(linked, config, backend, choices, workers, progress)
+            timed("build")
+            backend.assemble(built.values(), pieces)
+            timed("assemble")
         memory = write_program(building, linked, built, traced, c, config)
         write_graphs(building / "graph", traced, linked, built)
         if measured:
@@ -150,6 +167,7 @@ def compile_model(
         "memory": memory,
         "groups": len(linked.layout.windows),
         "seconds": seconds,
+        "compilers": objects.seconds,
         "made_with": {"g++": compiler_version(), "machine": config.target.name},
     }
     return artifact.write(folder, building, manifest)
@@ -199,22 +217,29 @@ def _begin_worker() -> None:
     load_passes()
 
 
+def sources_beside(linked: Linked) -> list[Path]:
+    """The C++ kernels that lie beside the model's ops. Most will be called; which, is known when pieces are lowered."""
+    ops = (op_of(node.target) for piece in linked.pieces.values() for node in piece.graph.nodes)
+    return sources_in({op.folder for op in ops if op is not None})
+
+
 def build_pieces(
     linked: Linked,
     config: CompileConfig,
+    backend: Backend,
     choices: Mapping[str, Choice],
     workers: concurrent.futures.Executor | None,
     progress: Progress,
 ) -> dict[tuple[str, Bucket], Built]:
-    """Every distinct piece for every bucket."""
-    jobs = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
-    backend = backend_for(config)
+    """Every distinct piece for every bucket; first those that are one op, whose kernels compile beside the others."""
+    wanted = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
+    jobs = sorted(wanted, key=lambda job: not linked.pieces[job[0]].boundary)
     done: dict[tuple[str, Bucket], Built] = {}
     if workers is None:
         for i, (piece, bucket) in enumerate(jobs):
             progress("build", i, len(jobs))
             done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config, choices)
-        return done
+        return {job: done[job] for job in wanted}
     futures = {
         workers.submit(backend.build, linked.pieces[piece].json, bucket, config, choices): (piece, bucket)
         for piece, bucket in jobs
@@ -222,7 +247,7 @@ def build_pieces(
     for i, future in enumerate(concurrent.futures.as_completed(futures)):
         progress("build", i, len(jobs))
         done[futures[future]] = future.result()
-    return {job: done[job] for job in jobs}
+    return {job: done[job] for job in wanted}
 
 
 def write_program(

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphllm.compile.backends import BuildError
 from graphllm.compile.cuda import example
 from graphllm.compile.lower import Choice, site_key, site_of
+from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec

@@ -13,15 +13,16 @@ import hashlib
 import os
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphllm.cpp import compiler_command, headers
+
 C_NAMESPACE = "graphllm_c"
-HEADERS = Path(__file__).parents[1] / "ops"  # what several kernels include
 _library = torch.library.Library(C_NAMESPACE, "FRAGMENT")
 _kernels: dict[str, CKernel] = {}
 
@@ -63,6 +64,11 @@ def c_kernel(symbol: str) -> CKernel:
     return _kernels[symbol]
 
 
+def sources_in(folders: Collection[Path]) -> list[Path]:
+    """The sources of declared kernels that lie in one of these folders."""
+    return sorted({k.source for k in _kernels.values() if k.source.parent in folders})
+
+
 def bind_symbol(library: ctypes.CDLL, symbol: str, argument_types: Sequence[str]) -> Callable[..., None]:
     """The C function behind ``symbol`` with its ctypes signature set from torch schema types."""
     function = getattr(library, symbol)
@@ -78,29 +84,10 @@ def c_type(schema_type: str) -> type:
     return ctypes.c_double if schema_type == "float" else ctypes.c_int64
 
 
-def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -> list[str]:
-    """The g++ command that makes one shared library (or, without ``link``, one object) of C++ kernels for this machine.
-
-    OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
-    The relaxations of arithmetic are those of -ffast-math but for finite math; that flag would, before gcc 13, link in
-    code that makes the loading thread, and all it starts, flush denormals.
-    """
-    torch_lib = Path(torch.__file__).parent / "lib"
-    gomp = sorted(torch_lib.glob("libgomp*.so*"))
-    openmp = [f"-L{torch_lib}", f"-l:{gomp[0].name}"] if gomp else ["-lgomp"]
-    relaxed = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"]
-    flags = ["-std=c++17", "-O3", "-march=native", *relaxed, "-fPIC", f"-I{HEADERS}"]
-    command = ["g++", *flags, "-fopenmp", "-Wno-psabi", *map(str, sources), "-o", str(output)]
-    if not link:
-        return [*command, "-c"]
-    # Generated kernels call into c10; without --as-needed the libraries stay listed even when only named for it.
-    return [*command, "-shared", *openmp, f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
-
-
 def build_library(sources: Sequence[Path]) -> Path:
     """Compile kernels for direct calls outside an artifact (tests, `graphllm op bench`); cached by content."""
-    inputs = [*sources, *sorted(HEADERS.glob("*.h"))]
-    digest = hashlib.sha256(b"".join(s.read_bytes() for s in inputs) + torch.__version__.encode()).hexdigest()[:16]
+    inputs = [s.read_bytes() for s in sources]
+    digest = hashlib.sha256(b"".join([*inputs, headers(), torch.__version__.encode()])).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"graphllm-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest}.so"

@@ -11,6 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -81,6 +82,11 @@ class Op:
         self.signature = inspect.signature(self.reference)
         self.__doc__ = self.reference.__doc__
         self.__wrapped__ = self.reference
+
+    @property
+    def folder(self) -> Path:
+        """Where the op is defined, and its kernels beside it."""
+        return Path(self.reference.__code__.co_filename).parent
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)

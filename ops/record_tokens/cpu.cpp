@@ -1,5 +1,6 @@
 // record_tokens: each row's token into its slot's state.
-#include "cpu_common.h"
+#include <algorithm>
+#include <cstdint>
 
 extern "C" void graphllm_record_tokens(const void* tokens, const void* slot, const void* counted, void* last_token,
                                        void* counts, void* out, std::int64_t S, std::int64_t counts_stride) {

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphllm.compile.backends import Built, Cpu
+from graphllm.compile.objects import Objects
 from graphllm.compile.trace import trace_unit
 from graphllm.compile.translate import Bundle, TranslateError, translate
 from graphllm.config import Bucket, CompileConfig, Target
@@ -161,6 +162,8 @@ BUCKETS = (Bucket("mixed", 2, 33), Bucket("decode", 1, 1))
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, Bucket], Built], Path]:
     """All graphs for both buckets, their kernels in one library."""
     config = CompileConfig(Target("cpu", ()))
+    folder = tmp_path_factory.mktemp("pieces")
+    backend = Cpu(Objects())
     found = {}
     for name, (fn, extra) in GRAPHS.items():
         shapes = Shapes("cpu")
@@ -168,9 +171,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[tuple[str, Buc
         output = unit.graph.output_node()
         output.meta["val"] = tuple(n.meta["val"] for n in output.args[0])
         for bucket in BUCKETS:
-            found[name, bucket] = Cpu().build(to_json(unit.graph, shapes), bucket, config, {})
-    folder = tmp_path_factory.mktemp("pieces")
-    Cpu().assemble(found.values(), folder)
+            found[name, bucket] = backend.build(to_json(unit.graph, shapes), bucket, config, {})
+    backend.assemble(found.values(), folder)
     return found, folder / "kernels.so"
 
 

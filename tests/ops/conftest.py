@@ -11,7 +11,8 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from graphllm.ir.kernels import CKernel, bind_symbol, compiler_command
+from graphllm.cpp import compiler_command
+from graphllm.ir.kernels import CKernel, bind_symbol
 
 
 @pytest.fixture(scope="module")

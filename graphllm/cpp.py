@@ -1,0 +1,37 @@
+"""How C++ kernels are compiled: g++'s command for this machine. Imports nothing heavy: compilers start before torch is
+imported."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from pathlib import Path
+
+OPS = Path(__file__).parent / "ops"  # kernels lie in its folders, and what several of them include in itself
+
+
+def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -> list[str]:
+    """The g++ command that makes one shared library (or, without ``link``, one object) of C++ kernels for this machine.
+
+    OpenMP is torch's own copy, by its file name, so that the process has one thread pool and needs no libgomp package.
+    The relaxations of arithmetic are those of -ffast-math but for finite math; that flag would, before gcc 13, link in
+    code that makes the loading thread, and all it starts, flush denormals.
+    """
+    relaxed = ["-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math", "-freciprocal-math"]
+    flags = ["-std=c++17", "-O3", "-march=native", *relaxed, "-fPIC", f"-I{OPS}"]
+    command = ["g++", *flags, "-fopenmp", "-Wno-psabi", *map(str, sources), "-o", str(output)]
+    if not link:
+        return [*command, "-c"]
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    torch_lib = Path(spec.origin).parent / "lib"
+    gomp = sorted(torch_lib.glob("libgomp*.so*"))
+    openmp = [f"-L{torch_lib}", f"-l:{gomp[0].name}"] if gomp else ["-lgomp"]
+    # Generated kernels call into c10; without --as-needed the libraries stay listed even when only named for it.
+    return [*command, "-shared", *openmp, f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
+
+
+def headers() -> bytes:
+    """What the sources of kernels may include beside the standard library."""
+    return b"".join(h.read_bytes() for h in sorted(OPS.glob("*.h")))
