@@ -232,8 +232,11 @@ def find_or_build(
         complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
     from graphllm.compile.objects import Objects
 
-    with _no_collections(), Objects(env.cache_dir / "objects") as objects:
-        if config.target.device == "cpu" and config.backend == "inductor":
+    native = config.target.device == "cpu" and config.backend == "inductor"
+    # On a GPU, garbage may hold memory that tuning needs.
+    collections = _no_collections() if native else contextlib.nullcontext()
+    with collections, Objects(env.cache_dir / "objects") as objects:
+        if native:
             objects.guess()
         from graphllm.compile.pipeline import compile_model, find_model
 
