@@ -33,8 +33,8 @@ class CKernel:
     ()``;
     it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
-    source: the C++ file; it may include only the headers in the ops folder, the standard library, OpenMP and the
-    compiler's intrinsics.
+    source: the C++ file; it may include only the headers beside it and in the ops folder, the standard library, OpenMP
+    and the compiler's intrinsics.
     """
 
     def __init__(self, symbol: str, schema: str, source: Path) -> None:
@@ -99,7 +99,7 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
 
 def build_library(sources: Sequence[Path]) -> Path:
     """Compile kernels for direct calls outside an artifact (tests, `graphllm op bench`); cached by content."""
-    inputs = [*sources, *sorted(HEADERS.glob("*.h"))]
+    inputs = [*sources, *(h for folder in (HEADERS, *(s.parent for s in sources)) for h in sorted(folder.glob("*.h")))]
     digest = hashlib.sha256(b"".join(s.read_bytes() for s in inputs) + torch.__version__.encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"graphllm-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
