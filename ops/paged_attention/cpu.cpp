@@ -72,6 +72,7 @@ struct Floats {
   using Cell = float;
   using Keys = const float*;
   static constexpr bool kPrecise = std::is_same_v<T, float>;
+  static constexpr float kSlack = 0;  // how far above `top` a score may be before `top` follows: weights are at most 2^slack
   static constexpr i64 kRound = 8;  // tokens, and rows of a product, at a time: enough sums in flight to hide latency
   static i64 query_depth(i64 E) { return E; }
   static i64 height(i64 E) { return ceil_div(E, kRound) * kRound; }
@@ -92,15 +93,17 @@ struct Floats {
     gather(a, rows, a.cache_kind, count, to);
   }
 
-  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to) {
-    for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
+  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to, i64 tiles) {
+    for (i64 tile = 0; tile < tiles; tile++, query += kLanes * E, to += kChunk)
+      for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
   }
   static void put_weights(float* weights, i64 j, Vec p0, Vec p1) {
     std::memcpy(weights + j * kLanes, &p0, sizeof p0);
     std::memcpy(weights + (j + 1) * kLanes, &p1, sizeof p1);
   }
-  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums) {
-    for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true);
+  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums, i64 tiles) {
+    for (i64 tile = 0; tile < tiles; tile++, weights += kChunk * kLanes, sums += 2 + height(E))
+      for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true);
   }
 
  private:
@@ -139,6 +142,7 @@ struct Pairs {
     i64 stride;
   };
   static constexpr bool kPrecise = false;  // the weights are rounded to 8 bits next
+  static constexpr float kSlack = 8;  // rarely fades the sums, and loses nothing: weights have 8 bits whatever their size
   static constexpr i64 kRound = 16;
   static i64 query_depth(i64 E) { return ceil_div(E, 32) * 32; }
   static i64 height(i64 E) { return ceil_div(E, 16) * 16; }
@@ -209,19 +213,37 @@ struct Pairs {
     _mm512_store_si512(weights + j * kLanes, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
   }
 
-  static void scores(const Keys& keys, const bf16* query, i64 E, i64 count, Vec* to) {
+  static void scores(const Keys& keys, const bf16* query, i64 E, i64 count, Vec* to, i64 tiles) {
     const i64 depth = query_depth(E);
 #ifdef GRAPHLLM_AMX
-    if (amx_granted()) return amx_scores(keys, query, depth, count, to);
+    if (amx_granted()) {
+      for (i64 tile = 0; tile < tiles; tile++) amx_scores(keys, query + tile * kLanes * depth, depth, count, to + tile * kChunk);
+      return;
+    }
 #endif
+    if (tiles == 2) {
+      for (i64 j = 0; j < count; j += 8)
+        wide(keys.tile[j / 16] + j % 16 * keys.stride, keys.stride, query, kLanes * depth, depth, to + j, kChunk, false);
+      return;
+    }
     for (i64 j = 0; j < count; j += 16) block(keys.tile[j / 16], keys.stride, query, depth, to + j, false);
   }
-  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums) {
-    const i64 depth = ceil_div(count, 32) * 32;
-    for (i64 j = count; j < depth; j += 2) put_weights(weights, j, Vec{}, Vec{});
+  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums, i64 tiles) {
+    const i64 depth = ceil_div(count, 32) * 32, state = 2 + height(E);
+    for (i64 tile = 0; tile < tiles; tile++)
+      for (i64 j = count; j < depth; j += 2) put_weights(weights + tile * kChunk * kLanes, j, Vec{}, Vec{});
 #ifdef GRAPHLLM_AMX
-    if (amx_granted()) return amx_accumulate(values, weights, height(E), depth, sums);
+    if (amx_granted()) {
+      for (i64 tile = 0; tile < tiles; tile++)
+        amx_accumulate(values, weights + tile * kChunk * kLanes, height(E), depth, sums + tile * state);
+      return;
+    }
 #endif
+    if (tiles == 2) {
+      for (i64 e = 0; e < height(E); e += 8)
+        wide(values + e * kChunk, kChunk, weights, kChunk * kLanes, depth, sums + e, state, true);
+      return;
+    }
     for (i64 e = 0; e < height(E); e += 16) block(values + e * kChunk, kChunk, weights, depth, sums + e, true);
   }
 
@@ -248,6 +270,27 @@ struct Pairs {
     }
 #pragma GCC unroll 16
     for (int r = 0; r < 16; r++) c[r] = (Vec)sum[r];
+  }
+
+  // The same for 8 rows and two right operands, `apart` and c `apart_c` from each other: what is broadcast serves both.
+  static void wide(const bf16* left, i64 stride, const bf16* right, i64 apart, i64 depth, Vec* c, i64 apart_c, bool add) {
+    __m512 sum[16];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) sum[r] = add ? (__m512)c[r / 2 + r % 2 * apart_c] : _mm512_setzero_ps();
+    const bf16* rows[2] = {left, left + 4 * stride};
+    for (i64 k = 0; k < depth; k += 2) {
+      const __m512bh x = load_pairs(right + k * kLanes), y = load_pairs(right + apart + k * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < 8; r++) {
+        std::int32_t pair;
+        std::memcpy(&pair, rows[r / 4] + r % 4 * stride + k, 4);
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+        sum[2 * r] = _mm512_dpbf16_ps(sum[2 * r], row, x);
+        sum[2 * r + 1] = _mm512_dpbf16_ps(sum[2 * r + 1], row, y);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) c[r / 2 + r % 2 * apart_c] = (Vec)sum[r];
   }
 
 #ifdef GRAPHLLM_AMX
@@ -325,7 +368,7 @@ class Worker {
     const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
     static thread_local Scratch cells, states, rows;
     const i64 packed = std::max(tiles * kLanes * depth, heads * few_query(most_rows));
-    query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) + kLanes * std::max(kChunk, heads * kFewRows));
+    query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) + kLanes * std::max(2 * kChunk, heads * kFewRows));
     keys_ = query_ + packed;
     values_ = keys_ + kChunk * std::max(depth, height_);
     weights_ = values_ + kChunk * (height_ + 16);
@@ -395,11 +438,11 @@ class Worker {
       a_.locate(item.s, item.head, j, held, places);
       const auto keys = Math::keys(a_, places, held, keys_);
       Math::values(a_, places, held, values_);
-      for (i64 tile = 0; tile < tiles; tile++) {
-        const Rows& rows = rows_[tile];
-        const i64 seen = std::min(held, rows.last + 1 - j);
-        if (seen <= 0 || (a_.window > 0 && j + held <= rows.first - a_.window + 1)) continue;
-        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows,
+      for (i64 tile = 0, together; tile < tiles; tile += together) {
+        together = std::min(i64(2), tiles - tile);
+        const i64 seen = std::min(held, rows_[tile + together - 1].last + 1 - j);
+        if (seen <= 0 || (a_.window > 0 && j + held <= rows_[tile].first - a_.window + 1)) continue;
+        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows_ + tile, together,
              states + tile * (2 + height_));
       }
     }
@@ -561,12 +604,18 @@ class Worker {
       }
   }
 
-  // One chunk of `count` tokens from position j for one tile of rows.
-  void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, const Rows& rows,
-            Vec* state) {
-    alignas(64) Vec scores[kChunk];
+  // One chunk of `count` tokens from position j for one or two tiles of rows.
+  void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, const Rows* rows, i64 tiles, Vec* states) {
+    alignas(64) Vec scores[2 * kChunk];
+    Math::scores(keys, query, a_.E, count, scores, tiles);
+    for (i64 tile = 0; tile < tiles; tile++)
+      soften(j, count, rows[tile], scores + tile * kChunk, weights_ + tile * kChunk * kLanes, states + tile * (2 + height_));
+    Math::accumulate(values_, weights_, a_.E, count, states + 2, tiles);
+  }
+
+  // Turn a tile's scores into weights; fade the sums where a score is the largest so far.
+  void soften(i64 j, i64 count, const Rows& rows, Vec* scores, Cell* weights, Vec* state) {
     const float scale = log2_scale();
-    Math::scores(keys, query, a_.E, count, scores);
     if (a_.softcap > 0) {
       const float before = std::fabs(a_.scale);
       for (i64 t = 0; t < count; t++) scores[t] = cap_scores(scores[t] * before, a_.softcap);
@@ -575,29 +624,31 @@ class Worker {
     if (!whole) {
       const Vec hidden = vec(kHidden);
       const Ints oldest = a_.window > 0 ? rows.position - std::int32_t(a_.window) : ints(-1);
-      for (i64 t = 0; t < count; t++) {
+      const i64 seen = a_.window > 0 ? 0 : std::max(i64(0), rows.first + 1 - j);  // by every row
+      for (i64 t = seen; t < count; t++) {
         const Ints at = ints(std::int32_t(j + t));
         scores[t] = ((at <= rows.position) & (at > oldest)) ? scores[t] : hidden;
       }
     }
-    Vec top0 = scores[0], top1 = scores[1];
-    for (i64 t = 2; t < count; t += 2) top0 = larger(top0, scores[t]), top1 = larger(top1, scores[t + 1]);
-    const Vec top = larger(state[0], larger(top0, top1) * scale);
+    Vec most[4] = {scores[0], scores[1], scores[2], scores[3]};
+    for (i64 t = 4; t < count; t += 4)
+#pragma GCC unroll 4
+      for (i64 i = 0; i < 4; i++) most[i] = larger(most[i], scores[t + i]);
+    const Vec found = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
+    if (bits(found > state[0] + Math::kSlack)) {
+      const Vec top = larger(state[0], found), fade = exp2_vec<Math::kPrecise>(state[0] - top);
+      for (i64 i = 1; i < 2 + height_; i++) state[i] *= fade;
+      state[0] = top;
+    }
+    const Vec top = state[0];
     Vec sum0{}, sum1{};
     for (i64 t = 0; t < count; t += 2) {
       const Vec p0 = exp2_vec<Math::kPrecise>(scores[t] * scale - top);
       const Vec p1 = exp2_vec<Math::kPrecise>(scores[t + 1] * scale - top);
-      Math::put_weights(weights_, t, p0, p1);
+      Math::put_weights(weights, t, p0, p1);
       sum0 += p0, sum1 += p1;
     }
-    const Ints rose = top > state[0];
-    if (bits(rose)) {
-      const Vec fade = rose ? exp2_vec<Math::kPrecise>(state[0] - top) : vec(1.0f);
-      for (i64 i = 1; i < 2 + height_; i++) state[i] *= fade;
-      state[0] = top;
-    }
     state[1] += sum0 + sum1;
-    Math::accumulate(values_, weights_, a_.E, count, state + 2);
   }
 
   const Args<T>& a_;
