@@ -256,11 +256,12 @@ def attention_row(memory: torch.Tensor, sequences: list[tuple[int, int]], H: int
     median, best = statistics.median(seconds), min(seconds)
     bandwidth, speed = READ / statistics.median(plain), library.probe_products(20000) / statistics.median(products)
     by_page = listed * page_bytes / statistics.median(paged)
-    floor = max(held / bandwidth, flops / speed if dtype == torch.bfloat16 else 0)
+    floor = max(held / bandwidth, flops / speed)
+    share = f"{floor * 1e6:.1f} | {median / floor:.2f}" if dtype == torch.bfloat16 or len(sequences) == T else "- | -"
     return (
         f"{median * 1e6:.1f} ({best * 1e6:.1f}) | {flops / median / 1e9:.0f} | {held / median / 1e9:.1f} "
-        f"| {bandwidth / 1e9:.1f} | {by_page / bandwidth:.0%} | {floor * 1e6:.1f} | {median / floor:.2f} "
-    ).rstrip()
+        f"| {bandwidth / 1e9:.1f} | {by_page / bandwidth:.0%} | {share}"
+    )
 
 
 def bench_sample() -> None:

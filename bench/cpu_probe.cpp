@@ -28,8 +28,8 @@ extern "C" std::int64_t probe_read(const char* from, std::int64_t bytes) {
   return total;
 }
 
-// Sums `count` pieces of memory of `bytes` each, at multiples of `bytes` in the given order, as a paged cache would be read at
-// best: line after line, each line asked for 8 KB ahead.
+// Sums `count` pieces of memory of `bytes` each, at multiples of `bytes` in the given order, as a paged cache would be read
+// at best: line after line, each line asked for 8 KB ahead.
 extern "C" std::int64_t probe_pages(const char* from, const std::int32_t* order, std::int64_t count, std::int64_t bytes) {
   std::int64_t total = 0;
 #pragma omp parallel reduction(+ : total)
@@ -52,8 +52,8 @@ extern "C" std::int64_t probe_pages(const char* from, const std::int32_t* order,
   return total;
 }
 
-// bfloat16 products of pairs from the first-level cache, 14 rows of one operand times 32 columns of the other, as the inner
-// loop of a product of matrices does them. Returns how many floating-point operations all threads did.
+// bfloat16 products of pairs from the first-level cache, 14 rows of one operand times 32 columns of the other, as the
+// inner loop of a product of matrices does them. Returns how many floating-point operations all threads did.
 extern "C" double probe_products(std::int64_t rounds) {
   double total = 0;
 #pragma omp parallel reduction(+ : total)
@@ -64,7 +64,8 @@ extern "C" double probe_products(std::int64_t rounds) {
     __m512 sum[28];
 #pragma GCC unroll 28
     for (int i = 0; i < 28; i++) sum[i] = _mm512_setzero_ps();
-    for (std::int64_t round = 0; round < rounds; round++)
+    for (std::int64_t round = 0; round < rounds; round++) {
+      asm volatile("" ::"r"(left), "r"(right) : "memory");  // they are what no compiler knows
       for (int k = 0; k < kDepth; k++) {
         const __m512bh a = (__m512bh)_mm512_load_si512(right[k][0]), b = (__m512bh)_mm512_load_si512(right[k][1]);
 #pragma GCC unroll 14
@@ -74,6 +75,7 @@ extern "C" double probe_products(std::int64_t rounds) {
           sum[2 * r + 1] = _mm512_dpbf16_ps(sum[2 * r + 1], x, b);
         }
       }
+    }
 #pragma GCC unroll 28
     for (int i = 0; i < 28; i++) asm volatile("" ::"v"(sum[i]));
     total += double(rounds) * kDepth * 28 * 64;

@@ -19,7 +19,7 @@ constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax
 constexpr i64 kMaxRows = 448;  // query rows an item: enough to make the transposition of values cheap
 constexpr i64 kMinRows = 64;   // but no fewer, when smaller items would keep all threads busy
 constexpr i64 kMinWork = 16 << 10;  // query-key pairs times heads below which a second thread is not worth waking
-constexpr i64 kMinBytes = 64 << 10;  // in decode: bytes of the cache
+constexpr i64 kMinBytes = 64 << 10;  // the same in decode, in bytes of the cache
 constexpr i64 kAheadBytes = 8 << 10;  // in decode: how far ahead the cache is asked for
 constexpr float kLowest = -1e30f;   // "no score yet": finite, so that differences from it are no NaN
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
@@ -72,7 +72,7 @@ struct Floats {
   using Cell = float;
   using Keys = const float*;
   static constexpr bool kPrecise = std::is_same_v<T, float>;
-  static constexpr float kSlack = 0;  // how far above `top` a score may be before `top` follows: weights are at most 2^slack
+  static constexpr float kSlack = 0;  // how far above `top` a score may be before `top` follows
   static constexpr i64 kRound = 8;  // tokens, and rows of a product, at a time: enough sums in flight to hide latency
   static i64 query_depth(i64 E) { return E; }
   static i64 height(i64 E) { return ceil_div(E, kRound) * kRound; }
@@ -217,7 +217,8 @@ struct Pairs {
     const i64 depth = query_depth(E);
 #ifdef GRAPHLLM_AMX
     if (amx_granted()) {
-      for (i64 tile = 0; tile < tiles; tile++) amx_scores(keys, query + tile * kLanes * depth, depth, count, to + tile * kChunk);
+      for (i64 tile = 0; tile < tiles; tile++, query += kLanes * depth, to += kChunk)
+        amx_scores(keys, query, depth, count, to);
       return;
     }
 #endif
@@ -356,8 +357,8 @@ struct Item {
 };
 
 // Attends for one item after the other. What an item leaves are states, head after head, of tiles of 16 rows or, where rows
-// are few, of single rows: the largest score so far, the sum of 2^(score - top), scores in units of log2, and the weighted sums of values. States
-// of parts of a context merge element by element.
+// are few, of single rows: the largest score so far, the sum of 2^(score - top), scores in units of log2, and the weighted
+// sums of values. States of parts of a context merge element by element.
 template <typename T>
 class Worker {
   using Math = typename MathOf<T>::type;
@@ -368,7 +369,8 @@ class Worker {
     const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
     static thread_local Scratch cells, states, rows;
     const i64 packed = std::max(tiles * kLanes * depth, heads * few_query(most_rows));
-    query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) + kLanes * std::max(2 * kChunk, heads * kFewRows));
+    query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) +
+                             kLanes * std::max(2 * kChunk, heads * kFewRows));
     keys_ = query_ + packed;
     values_ = keys_ + kChunk * std::max(depth, height_);
     weights_ = values_ + kChunk * (height_ + 16);
@@ -378,7 +380,8 @@ class Worker {
 
   // The most that the states of so many rows and heads take.
   static i64 room(const Args<T>& a, i64 rows, i64 heads) {
-    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few_state(a, ceil_div(std::min(rows, kFewRows), 8) * 8));
+    const i64 few = ceil_div(std::min(rows, kFewRows), 8) * 8;
+    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few_state(a, few));
   }
 
   // Attend; afterwards states() are those of the item. What `next` reads first, if given, is asked for on the way.
@@ -537,7 +540,8 @@ class Worker {
 
   // What is done with a piece, for up to eight rows of one head.
   struct Steps {
-    void (*weigh)(const Worker&, const T* keys, const T* ask, const T* query, i64 from, const FewRows::Span*, T* weights, Vec*);
+    void (*weigh)(const Worker&, const T* keys, const T* ask, const T* query, i64 from, const FewRows::Span*, T* weights,
+                  Vec* states);
     void (*accumulate)(const bf16* values, const bf16* ask, i64 slot, i64 count, const bf16* weights, i64 E, Vec* states);
   };
   static Steps steps_of(i64 rows) {
