@@ -11,6 +11,7 @@ measured. Needs an x86-64 CPU with AVX-512 for the measure of memory.
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -35,11 +36,13 @@ from graphllm.ops.sample.cpu import cpu_sample
 from graphllm.weights.formats import FORMATS
 
 POOL = 1200 << 20
+READ = 64 << 20
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896))  # Qwen2.5-0.5B: N, K
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 POLICIES = ("", "OMP_WAIT_POLICY=passive", "GOMP_SPINCOUNT=1000", "GOMP_SPINCOUNT=2000", "GOMP_SPINCOUNT=10000")
 
 
+@functools.cache
 def probe() -> ctypes.CDLL:
     """The library of cpu_probe.cpp."""
     library = Path(tempfile.mkdtemp()) / "probe.so"
@@ -47,6 +50,10 @@ def probe() -> ctypes.CDLL:
     out = ctypes.CDLL(str(library))
     out.probe_read.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     out.probe_read.restype = ctypes.c_int64
+    out.probe_pages.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
+    out.probe_pages.restype = ctypes.c_int64
+    out.probe_products.argtypes = [ctypes.c_int64]
+    out.probe_products.restype = ctypes.c_double
     out.probe_region.argtypes = [ctypes.c_int64, ctypes.c_int64]
     out.probe_region.restype = ctypes.c_double
     return out
@@ -171,50 +178,91 @@ def bench_mm(pool: torch.Tensor) -> None:
 
 
 def bench_attention(pool: torch.Tensor) -> None:
-    print("\n## paged_attention, page size 16, pages in random order\n")
-    print("H/K/E are query heads, key/value heads, head size. KV GB/s counts the cache once.\n")
-    print("| batch | H/K/E | dtype | µs, best (median) | GFLOP/s | KV GB/s |\n|---|---|---|---|---|---|")
-    batches = {
-        "prefill 1,024": [(1024, 1024)],
-        "prefill 128": [(128, 128)],
-        "256 more after 3,840": [(256, 4096)],
-        "decode 1, context 512": [(1, 512)],
-        "decode 1, context 4,096": [(1, 4096)],
-        "decode 8, context 512": [(1, 512)] * 8,
-        "decode 64, context 512": [(1, 512)] * 64,
-        "decode 8 + prefill 248": [(1, 512)] * 8 + [(248, 248)],
-    }
-    for dtype in (torch.bfloat16, torch.float32):
-        memory = pool if dtype == torch.bfloat16 else pool.view(torch.float32)
-        for H, K, E in ((14, 2, 64), (16, 8, 128)):
-            for name, sequences in batches.items():
-                T, page = sum(n for n, _ in sequences), 2 * K * 16 * E
-                pages = [-(-length // 16) for _, length in sequences]
-                copies = max(1, min(64, memory.numel() // page // sum(pages)))
-                order = torch.randperm(memory.numel() // page).int()
-                cache = memory[: len(order) * page].view(-1, 2, K, 16, E)
-                tables = []
-                for c in range(copies):
-                    table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
-                    at = c * sum(pages)
-                    for s, n in enumerate(pages):
-                        table[s, :n] = order[at : at + n]
-                        at += n
-                    tables.append(table)
-                qkv = torch.randn(T, (H + 2 * K) * E).to(dtype)
-                q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], 1))
-                starts = torch.tensor([sum(n for n, _ in sequences[:i]) for i in range(len(sequences) + 1)]).int()
-                lengths = torch.tensor([length for _, length in sequences]).int()
+    print("""
+## paged_attention, page size 16
 
-                def call(i: int, *rest: torch.Tensor, tables: list[torch.Tensor] = tables) -> None:
-                    cpu_paged_attention(*rest[:4], tables[i % len(tables)], *rest[4:], 0.1)
+H/K/E are query heads, key/value heads, head size. The floor is what takes longer: a plain read of the bytes of keys
+and values, or (bf16) their products at the speed of products from the first-level cache; both take turns with the op.
+Pages read: the speed of reading the cache's pages whole in the order they have, over that of the plain read. Medians
+(best).
 
-                inputs = (q, k, v, cache, starts, lengths)
-                ((best, median),) = turns([lambda i, inputs=inputs, call=call: call(i, *inputs)], copies, 7)
-                pairs = sum(sum(range(length - n + 1, length + 1)) for n, length in sequences)
-                held = sum(length for _, length in sequences) * 2 * K * E * dtype.itemsize
-                print(f"| {name} | {H}/{K}/{E} | {str(dtype)[6:]} | {best * 1e6:.0f} ({median * 1e6:.0f}) "
-                      f"| {4 * H * E * pairs / best / 1e9:.0f} | {held / best / 1e9:.1f} |", flush=True)  # fmt: skip
+| batch | H/K/E | dtype | pages | µs | GFLOP/s | KV GB/s | plain read GB/s | pages read | floor, µs | over floor |
+|---|---|---|---|---|---|---|---|---|---|---|""")
+    decode = {f"decode {S}, context {n:,}": [(1, n)] * S for S in (1, 8) for n in (128, 129, 1024, 8192)}
+    prefill = {f"prefill {n:,}": [(n, n)] for n in (128, 1024, 8192)}
+    others = {"256 more after 3,840": [(256, 4096)], "decode 8 + prefill 248": [(1, 512)] * 8 + [(248, 248)]}
+    for dtype, H, K, E in (
+        *((torch.bfloat16, *heads) for heads in ((14, 2, 64), (16, 8, 128), (32, 8, 128))),
+        (torch.float32, 14, 2, 64),
+    ):
+        for name, sequences in (decode | prefill | others).items():
+            for ordered in (True, False) if name in decode else (False,):
+                row = attention_row(pool.view(dtype), sequences, H, K, E, ordered)
+                order = "rising" if ordered else "random"
+                print(f"| {name} | {H}/{K}/{E} | {str(dtype)[6:]} | {order} | {row} |", flush=True)
+
+
+def attention_row(memory: torch.Tensor, sequences: list[tuple[int, int]], H: int, K: int, E: int, ordered: bool) -> str:
+    """One batch of (query tokens, length) with its cache in memory; the row's figures."""
+    library, dtype = probe(), memory.dtype
+    T, page = sum(n for n, _ in sequences), 2 * K * 16 * E
+    pages = [-(-length // 16) for _, length in sequences]
+    page_bytes = page * dtype.itemsize
+    copies = max(1, min(4096, memory.numel() // page // sum(pages)))
+    numbers = torch.arange(memory.numel() // page) if ordered else torch.randperm(memory.numel() // page)
+    order = numbers[: copies * sum(pages)].int()
+    cache = memory[: memory.numel() // page * page].view(-1, 2, K, 16, E)
+    tables = torch.zeros(copies, len(pages), max(pages), dtype=torch.int32)
+    for c, part in enumerate(order.view(copies, -1)):
+        for s, mine in enumerate(part.split(pages)):
+            tables[c, s, : len(mine)] = mine
+    qkv = torch.randn(T, (H + 2 * K) * E).to(dtype)
+    q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], 1))
+    starts = torch.tensor([sum(n for n, _ in sequences[:i]) for i in range(len(sequences) + 1)]).int()
+    lengths = torch.tensor([length for _, length in sequences]).int()
+    out = cpu_paged_attention(q, k, v, cache, tables[0], starts, lengths, 0.1)  # builds the library
+    kernel = c_kernel(f"graphllm_paged_attention_{'bf16' if dtype == torch.bfloat16 else 'f32'}")._function
+    assert kernel is not None
+    first = [t.data_ptr() for t in (q, k, v, cache)]
+    rest = [t.data_ptr() for t in (starts, lengths, out)] + [T, len(sequences), H, K, E, 16]
+    rest += [stride for t in (q, k, v) for stride in t.stride()[:2]]
+    rest += [*cache.stride()[:4], tables.stride(1), 0.1, 0, 0.0]
+    places = [t.data_ptr() for t in tables]
+
+    flops = 4 * H * E * sum(sum(range(length - n + 1, length + 1)) for n, length in sequences)
+    held = sum(length for _, length in sequences) * 2 * K * E * dtype.itemsize
+    count = max(1, min(64, int(4e-3 / max(held / 25e9, flops / 4e11, 1e-5))))
+    listed = min(len(order), READ // page_bytes)
+    seconds: list[float] = []
+    plain: list[float] = []
+    paged: list[float] = []
+    products: list[float] = []
+    at = read = 0
+    for _ in range(9 if count > 1 else 5):
+        for i in range(at, at + count):
+            start = time.perf_counter()
+            kernel(*first, places[i % copies], *rest)
+            seconds.append(time.perf_counter() - start)
+        at += count
+        measures: tuple[tuple[list[float], Callable[[], float]], ...] = (
+            (plain, functools.partial(library.probe_read, memory.data_ptr() + read, READ)),
+            (paged, functools.partial(library.probe_pages, first[3], order.data_ptr(), listed, page_bytes)),
+            (products, functools.partial(library.probe_products, 20000)),
+        )
+        for times, measure in measures:
+            start = time.perf_counter()
+            measure()
+            times.append(time.perf_counter() - start)
+        read = (read + READ) % (POOL // READ * READ)
+    median, best = statistics.median(seconds), min(seconds)
+    bandwidth, speed = READ / statistics.median(plain), library.probe_products(20000) / statistics.median(products)
+    by_page = listed * page_bytes / statistics.median(paged)
+    floor = max(held / bandwidth, flops / speed)
+    share = f"{floor * 1e6:.1f} | {median / floor:.2f}" if dtype == torch.bfloat16 or len(sequences) == T else "- | -"
+    return (
+        f"{median * 1e6:.1f} ({best * 1e6:.1f}) | {flops / median / 1e9:.0f} | {held / median / 1e9:.1f} "
+        f"| {bandwidth / 1e9:.1f} | {by_page / bandwidth:.0%} | {share}"
+    )
 
 
 def bench_sample() -> None:

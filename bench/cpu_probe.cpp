@@ -1,4 +1,5 @@
-// What bench/cpu_kernels.py measures the machine with: how fast memory is read, what an empty parallel region costs.
+// What bench/cpu_kernels.py measures the machine with: how fast memory is read, how fast bfloat16 products are, what an
+// empty parallel region costs.
 #include <immintrin.h>
 #include <omp.h>
 
@@ -23,6 +24,61 @@ extern "C" std::int64_t probe_read(const char* from, std::int64_t bytes) {
         sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at + 64));
       }
     total += _mm512_reduce_add_epi64(sum);
+  }
+  return total;
+}
+
+// Sums `count` pieces of memory of `bytes` each, at multiples of `bytes` in the given order, as a paged cache would be read
+// at best: line after line, each line asked for 8 KB ahead.
+extern "C" std::int64_t probe_pages(const char* from, const std::int32_t* order, std::int64_t count, std::int64_t bytes) {
+  std::int64_t total = 0;
+#pragma omp parallel reduction(+ : total)
+  {
+    const std::int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    const std::int64_t first = count * me / threads, last = count * (me + 1) / threads;
+    const std::int64_t pages = 8192 / bytes, rest = 8192 % bytes;  // ahead
+    __m512i sum = _mm512_setzero_si512();
+    for (std::int64_t i = first; i < last; i++) {
+      const char* at = from + order[i] * bytes;
+      const char* next = from + order[std::min(last - 1, i + pages)] * bytes + rest;
+      const char* after = from + order[std::min(last - 1, i + pages + 1)] * bytes + rest - bytes;
+      for (std::int64_t o = 0; o < bytes; o += 64) {
+        _mm_prefetch((o + rest < bytes ? next : after) + o, _MM_HINT_T0);
+        sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at + o));
+      }
+    }
+    total += _mm512_reduce_add_epi64(sum);
+  }
+  return total;
+}
+
+// bfloat16 products of pairs from the first-level cache, 14 rows of one operand times 32 columns of the other, as the
+// inner loop of a product of matrices does them. Returns how many floating-point operations all threads did.
+extern "C" double probe_products(std::int64_t rounds) {
+  double total = 0;
+#pragma omp parallel reduction(+ : total)
+  {
+    constexpr int kDepth = 64;
+    alignas(64) static thread_local std::int32_t left[14][kDepth];
+    alignas(64) static thread_local std::int32_t right[kDepth][2][16];
+    __m512 sum[28];
+#pragma GCC unroll 28
+    for (int i = 0; i < 28; i++) sum[i] = _mm512_setzero_ps();
+    for (std::int64_t round = 0; round < rounds; round++) {
+      asm volatile("" ::"r"(left), "r"(right) : "memory");  // they are what no compiler knows
+      for (int k = 0; k < kDepth; k++) {
+        const __m512bh a = (__m512bh)_mm512_load_si512(right[k][0]), b = (__m512bh)_mm512_load_si512(right[k][1]);
+#pragma GCC unroll 14
+        for (int r = 0; r < 14; r++) {
+          const __m512bh x = (__m512bh)_mm512_set1_epi32(left[r][k]);
+          sum[2 * r] = _mm512_dpbf16_ps(sum[2 * r], x, a);
+          sum[2 * r + 1] = _mm512_dpbf16_ps(sum[2 * r + 1], x, b);
+        }
+      }
+    }
+#pragma GCC unroll 28
+    for (int i = 0; i < 28; i++) asm volatile("" ::"v"(sum[i]));
+    total += double(rounds) * kDepth * 28 * 64;
   }
   return total;
 }

@@ -32,6 +32,8 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
     return [*command, "-shared", *openmp, f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
 
 
-def headers() -> bytes:
-    """What the sources of kernels may include beside the standard library."""
-    return b"".join(h.read_bytes() for h in sorted(OPS.glob("*.h")))
+def content(source: Path) -> bytes:
+    """A source of kernels with all that it may include beside the standard library: headers of `OPS` and of its own
+    folder."""
+    headers = (h for folder in (OPS, source.parent) for h in sorted(folder.glob("*.h")))
+    return b"".join(file.read_bytes() for file in (source, *headers))

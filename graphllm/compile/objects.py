@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from graphllm.cpp import OPS, compiler_command, headers
+from graphllm.cpp import OPS, compiler_command, content
 from graphllm.machine import compiler_version, detect_target, usable_cores, versions
 
 _KERNELS_A_UNIT = 24  # generated ones: their header takes a compiler as long as so many of them
@@ -42,7 +42,6 @@ class Objects:
                 partial.unlink(missing_ok=True)
         target = detect_target("cpu")
         self._known = [compiler_version(), target.name, target.arch, versions(target)]
-        self._headers = headers()
         self._cores = usable_cores()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self._cores - 1))  # Python needs a core, too
         self._own: dict[Path, concurrent.futures.Future[Path]] = {}
@@ -100,7 +99,7 @@ class Objects:
         def command(to: Path) -> list[str]:
             return compiler_command([source], to, link=False)
 
-        return self._made(f"{source.parent.name}/{source.name}", self._headers + source.read_bytes(), command)
+        return self._made(f"{source.parent.name}/{source.name}", content(source), command)
 
     def _compile_text(self, name: str, text: str, command: Callable[[Path, Path], list[str]]) -> Path:
         unit = Path(self._scratch.name) / f"{name}.cpp"

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from graphllm.cpp import compiler_command, headers
+from graphllm.cpp import compiler_command, content
 
 C_NAMESPACE = "graphllm_c"
 _library = torch.library.Library(C_NAMESPACE, "FRAGMENT")
@@ -34,8 +34,8 @@ class CKernel:
     ()``;
     it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
-    source: the C++ file; it may include only the headers in the ops folder, the standard library, OpenMP and the
-    compiler's intrinsics.
+    source: the C++ file; it may include only the headers beside it and in the ops folder, the standard library, OpenMP
+    and the compiler's intrinsics.
     """
 
     def __init__(self, symbol: str, schema: str, source: Path) -> None:
@@ -86,8 +86,8 @@ def c_type(schema_type: str) -> type:
 
 def build_library(sources: Sequence[Path]) -> Path:
     """Compile kernels for direct calls outside an artifact (tests, `graphllm op bench`); cached by content."""
-    inputs = [s.read_bytes() for s in sources]
-    digest = hashlib.sha256(b"".join([*inputs, headers(), torch.__version__.encode()])).hexdigest()[:16]
+    inputs = [*map(content, sources), torch.__version__.encode()]
+    digest = hashlib.sha256(b"".join(inputs)).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"graphllm-kernels-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     library = folder / f"{digest}.so"

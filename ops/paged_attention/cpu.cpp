@@ -3,13 +3,14 @@
 // One work item is a block of query tokens of one sequence for one key/value head: its rows are (token, query head of the
 // group), 16 of them side by side as the lanes of a vector. Scores are computed transposed, [tokens][16 lanes], so that
 // the running maximum and sum of the online softmax are plain vector operations and keys are used as they lie in the
-// cache; values are transposed once a chunk and item. The same code serves decode, where an item is a single token.
+// cache; values are transposed once a chunk and item. Items of few rows, as in decode, go another way: few_rows.h.
 //
 // Two kinds of arithmetic: Floats (float32, and bfloat16 without AVX-512) and Pairs (bfloat16 dot products, AMX or
 // AVX-512). Left operands are row-major; right operands have 16 columns, pairs of consecutive rows interleaved for Pairs.
 #include <optional>
 
 #include "cpu_common.h"
+#include "few_rows.h"
 
 namespace graphllm {
 namespace {
@@ -17,8 +18,9 @@ namespace {
 constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax; a multiple of 32
 constexpr i64 kMaxRows = 448;  // query rows an item: enough to make the transposition of values cheap
 constexpr i64 kMinRows = 64;   // but no fewer, when smaller items would keep all threads busy
-constexpr i64 kMinSplit = 512;     // tokens of context that are worth an item of their own
 constexpr i64 kMinWork = 16 << 10;  // query-key pairs times heads below which a second thread is not worth waking
+constexpr i64 kMinBytes = 64 << 10;  // the same in decode, in bytes of the cache
+constexpr i64 kAheadBytes = 8 << 10;  // in decode: how far ahead the cache is asked for
 constexpr float kLowest = -1e30f;   // "no score yet": finite, so that differences from it are no NaN
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504088896341f;
@@ -70,6 +72,7 @@ struct Floats {
   using Cell = float;
   using Keys = const float*;
   static constexpr bool kPrecise = std::is_same_v<T, float>;
+  static constexpr float kSlack = 0;  // how far above `top` a score may be before `top` follows
   static constexpr i64 kRound = 8;  // tokens, and rows of a product, at a time: enough sums in flight to hide latency
   static i64 query_depth(i64 E) { return E; }
   static i64 height(i64 E) { return ceil_div(E, kRound) * kRound; }
@@ -90,15 +93,17 @@ struct Floats {
     gather(a, rows, a.cache_kind, count, to);
   }
 
-  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to) {
-    for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
+  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to, i64 tiles) {
+    for (i64 tile = 0; tile < tiles; tile++, query += kLanes * E, to += kChunk)
+      for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
   }
   static void put_weights(float* weights, i64 j, Vec p0, Vec p1) {
     std::memcpy(weights + j * kLanes, &p0, sizeof p0);
     std::memcpy(weights + (j + 1) * kLanes, &p1, sizeof p1);
   }
-  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums) {
-    for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true);
+  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums, i64 tiles) {
+    for (i64 tile = 0; tile < tiles; tile++, weights += kChunk * kLanes, sums += 2 + height(E))
+      for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true);
   }
 
  private:
@@ -137,6 +142,7 @@ struct Pairs {
     i64 stride;
   };
   static constexpr bool kPrecise = false;  // the weights are rounded to 8 bits next
+  static constexpr float kSlack = 8;  // rarely fades the sums, and loses nothing: weights have 8 bits whatever their size
   static constexpr i64 kRound = 16;
   static i64 query_depth(i64 E) { return ceil_div(E, 32) * 32; }
   static i64 height(i64 E) { return ceil_div(E, 16) * 16; }
@@ -207,19 +213,38 @@ struct Pairs {
     _mm512_store_si512(weights + j * kLanes, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
   }
 
-  static void scores(const Keys& keys, const bf16* query, i64 E, i64 count, Vec* to) {
+  static void scores(const Keys& keys, const bf16* query, i64 E, i64 count, Vec* to, i64 tiles) {
     const i64 depth = query_depth(E);
 #ifdef GRAPHLLM_AMX
-    if (amx_granted()) return amx_scores(keys, query, depth, count, to);
+    if (amx_granted()) {
+      for (i64 tile = 0; tile < tiles; tile++, query += kLanes * depth, to += kChunk)
+        amx_scores(keys, query, depth, count, to);
+      return;
+    }
 #endif
+    if (tiles == 2) {
+      for (i64 j = 0; j < count; j += 8)
+        wide(keys.tile[j / 16] + j % 16 * keys.stride, keys.stride, query, kLanes * depth, depth, to + j, kChunk, false);
+      return;
+    }
     for (i64 j = 0; j < count; j += 16) block(keys.tile[j / 16], keys.stride, query, depth, to + j, false);
   }
-  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums) {
-    const i64 depth = ceil_div(count, 32) * 32;
-    for (i64 j = count; j < depth; j += 2) put_weights(weights, j, Vec{}, Vec{});
+  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums, i64 tiles) {
+    const i64 depth = ceil_div(count, 32) * 32, state = 2 + height(E);
+    for (i64 tile = 0; tile < tiles; tile++)
+      for (i64 j = count; j < depth; j += 2) put_weights(weights + tile * kChunk * kLanes, j, Vec{}, Vec{});
 #ifdef GRAPHLLM_AMX
-    if (amx_granted()) return amx_accumulate(values, weights, height(E), depth, sums);
+    if (amx_granted()) {
+      for (i64 tile = 0; tile < tiles; tile++)
+        amx_accumulate(values, weights + tile * kChunk * kLanes, height(E), depth, sums + tile * state);
+      return;
+    }
 #endif
+    if (tiles == 2) {
+      for (i64 e = 0; e < height(E); e += 8)
+        wide(values + e * kChunk, kChunk, weights, kChunk * kLanes, depth, sums + e, state, true);
+      return;
+    }
     for (i64 e = 0; e < height(E); e += 16) block(values + e * kChunk, kChunk, weights, depth, sums + e, true);
   }
 
@@ -246,6 +271,27 @@ struct Pairs {
     }
 #pragma GCC unroll 16
     for (int r = 0; r < 16; r++) c[r] = (Vec)sum[r];
+  }
+
+  // The same for 8 rows and two right operands, `apart` and c `apart_c` from each other: what is broadcast serves both.
+  static void wide(const bf16* left, i64 stride, const bf16* right, i64 apart, i64 depth, Vec* c, i64 apart_c, bool add) {
+    __m512 sum[16];
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) sum[r] = add ? (__m512)c[r / 2 + r % 2 * apart_c] : _mm512_setzero_ps();
+    const bf16* rows[2] = {left, left + 4 * stride};
+    for (i64 k = 0; k < depth; k += 2) {
+      const __m512bh x = load_pairs(right + k * kLanes), y = load_pairs(right + apart + k * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < 8; r++) {
+        std::int32_t pair;
+        std::memcpy(&pair, rows[r / 4] + r % 4 * stride + k, 4);
+        const __m512bh row = (__m512bh)_mm512_set1_epi32(pair);
+        sum[2 * r] = _mm512_dpbf16_ps(sum[2 * r], row, x);
+        sum[2 * r + 1] = _mm512_dpbf16_ps(sum[2 * r + 1], row, y);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < 16; r++) c[r / 2 + r % 2 * apart_c] = (Vec)sum[r];
   }
 
 #ifdef GRAPHLLM_AMX
@@ -299,52 +345,94 @@ struct MathOf<bf16> {
 };
 #endif
 
-// The running softmax of 16 rows.
+// Where 16 rows stand.
 struct Rows {
   Ints position;  // of each lane's query
   i64 first, last;  // the lowest and the highest of them
-  Vec top, sum;   // the largest score so far and the sum of 2^(score - top), scores in units of log2
 };
 
-// One item: `tokens` query tokens of sequence s from its row `row`, one key/value head, context [from, to).
+// One item: `tokens` query tokens of sequence s from its row `row`, key/value heads from `head`, context [from, to).
 struct Item {
-  i64 s, head, row, tokens, position, from, to;
+  i64 s, head, heads, row, tokens, position, from, to;
 };
 
+// Attends for one item after the other. What an item leaves are states, head after head, of tiles of 16 rows or, where rows
+// are few, of single rows: the largest score so far, the sum of 2^(score - top), scores in units of log2, and the weighted
+// sums of values. States of parts of a context merge element by element.
 template <typename T>
 class Worker {
   using Math = typename MathOf<T>::type;
   using Cell = typename Math::Cell;
 
  public:
-  Worker(const Args<T>& a, i64 most_rows) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
+  Worker(const Args<T>& a, i64 most_rows, i64 heads) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
     const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
-    static thread_local Scratch cells, sums, rows;
-    query_ = cells.get<Cell>(tiles * kLanes * depth + kChunk * (std::max(depth, height_) + height_ + 16 + kLanes));
-    keys_ = query_ + tiles * kLanes * depth;
+    static thread_local Scratch cells, states, rows;
+    const i64 packed = std::max(tiles * kLanes * depth, heads * few_query(most_rows));
+    query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) +
+                             kLanes * std::max(2 * kChunk, heads * kFewRows));
+    keys_ = query_ + packed;
     values_ = keys_ + kChunk * std::max(depth, height_);
     weights_ = values_ + kChunk * (height_ + 16);
-    sums_ = sums.get<Vec>(tiles * height_);
+    states_ = states.get<Vec>(room(a, most_rows, heads));
     rows_ = rows.get<Rows>(tiles);
   }
 
-  // Attend; afterwards rows() and sums() hold the unnormalized result.
-  void run(const Item& item) {
+  // The most that the states of so many rows and heads take.
+  static i64 room(const Args<T>& a, i64 rows, i64 heads) {
+    const i64 few = ceil_div(std::min(rows, kFewRows), 8) * 8;
+    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few_state(a, few));
+  }
+
+  // Attend; afterwards states() are those of the item. What `next` reads first, if given, is asked for on the way.
+  void run(const Item& item, const Item* next) {
+    if (few(item)) return run_few(item, next);
+    Item one = item;
+    one.heads = 1;
+    for (i64 head = 0; head < item.heads; head++, one.head++) run_tiles(one, states_ + head * head_size(item));
+  }
+
+  Vec* states() { return states_; }
+  // Vectors of a state and of all states of a head.
+  i64 unit_size(const Item& item) const { return few(item) ? few_state(a_, 1) : 2 + height_; }
+  i64 head_size(const Item& item) const {
+    const i64 rows = item.tokens * group_;
+    return few(item) ? few_state(a_, ceil_div(rows, 8) * 8) : ceil_div(rows, kLanes) * (2 + height_);
+  }
+
+  // Write the rows of an item whose states are given.
+  void finish(const Item& item, const Vec* states) const {
+    Item one = item;
+    for (i64 head = 0; head < item.heads; head++, one.head++) {
+      const Vec* state = states + head * head_size(item);
+#ifdef GRAPHLLM_AVX512
+      if constexpr (kFew)
+        if (few(item)) {
+          for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item))
+            FewRows::store_row(state, a_.E, result(one, r));
+          continue;
+        }
+#endif
+      for (i64 r = 0; r < item.tokens * group_; r += kLanes, state += unit_size(item))
+        store_tile(one, r / kLanes, state[1], state + 2);
+    }
+  }
+
+ private:
+  void run_tiles(const Item& item, Vec* states) {
     const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
-    const float scale = a_.softcap > 0 ? kLog2e : std::fabs(a_.scale) * kLog2e;
     for (i64 tile = 0; tile < tiles; tile++) {
       const T* from[kLanes];
       Rows& rows = rows_[tile];
       const i64 used = std::min(kLanes, count - tile * kLanes);
       for (i64 i = 0; i < kLanes; i++) {
         const i64 r = tile * kLanes + std::min(i, used - 1);
-        from[i] = a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
+        from[i] = query(item, r);
         rows.position[i] = std::int32_t(item.position + r / group_);
       }
       rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
-      rows.top = vec(kLowest), rows.sum = Vec{};
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
-      std::fill(sums_ + tile * height_, sums_ + (tile + 1) * height_, Vec{});
+      clear(states + tile * (2 + height_), 2 + height_);
     }
     for (i64 j = item.from; j < item.to; j += kChunk) {
       const i64 held = std::min(kChunk, item.to - j);
@@ -353,29 +441,146 @@ class Worker {
       a_.locate(item.s, item.head, j, held, places);
       const auto keys = Math::keys(a_, places, held, keys_);
       Math::values(a_, places, held, values_);
-      for (i64 tile = 0; tile < tiles; tile++) {
-        Rows& rows = rows_[tile];
-        const i64 seen = std::min(held, rows.last + 1 - j);
-        if (seen <= 0 || (a_.window > 0 && j + held <= rows.first - a_.window + 1)) continue;
-        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, scale, rows,
-             sums_ + tile * height_);
+      for (i64 tile = 0, together; tile < tiles; tile += together) {
+        together = std::min(i64(2), tiles - tile);
+        const i64 seen = std::min(held, rows_[tile + together - 1].last + 1 - j);
+        if (seen <= 0 || (a_.window > 0 && j + held <= rows_[tile].first - a_.window + 1)) continue;
+        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows_ + tile, together,
+             states + tile * (2 + height_));
       }
     }
   }
 
-  const Rows& rows(i64 tile) const { return rows_[tile]; }
-  const Vec* sums(i64 tile) const { return sums_ + tile * height_; }
-  i64 height() const { return height_; }
+  static constexpr i64 kFewRows = 16;
+#ifdef GRAPHLLM_AVX512
+  static constexpr bool kFew = std::is_same_v<T, bf16>;
+#else
+  static constexpr bool kFew = false;
+#endif
 
-  // Write row r of an item whose 16-lane tile is given by its weight sums and weighted sums of values.
+  // Whether an item takes the way of few rows, for which pieces of pages and rows must be whole.
+  bool few(const Item& item) const {
+    return kFew && item.tokens * group_ <= kFewRows && a_.P % 16 == 0 && a_.E % 32 == 0;
+  }
+  static i64 few_state(const Args<T>& a, i64 rows) { return rows * (2 + a.E / kLanes); }
+  i64 few_query(i64 rows) const { return kFew ? ceil_div(std::min(rows, kFewRows), 8) * 8 * a_.E : 0; }
+
+  const T* query(const Item& item, i64 r) const {
+    return a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
+  }
+  T* result(const Item& item, i64 r) const {
+    return a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.E;
+  }
+  static void clear(Vec* state, i64 size) {
+    std::fill(state, state + size, Vec{});
+    state[0] = vec(kLowest);
+  }
+
+#ifdef GRAPHLLM_AVX512
+  void run_few(const Item& item, const Item* next) {
+    if constexpr (kFew) {
+      using Few = FewRows;
+      const i64 count = item.tokens * group_, size = Few::state_size(a_.E), heads = item.heads;
+      const i64 padded = ceil_div(count, Few::kRows) * Few::kRows;
+      Item one = item;
+      for (i64 head = 0; head < heads; head++, one.head++)
+        for (i64 r = 0; r < padded; r++) {
+          Cell* to = query_ + (head * padded + r) * a_.E;
+          if (r >= count) {
+            std::fill(to, to + a_.E, bf16{0});
+          } else {
+            std::copy(query(one, r), query(one, r) + a_.E, to);
+          }
+          clear(states_ + (head * padded + r) * size, size);
+        }
+      Few::Span spans[kFewRows];
+      for (i64 r = 0; r < padded; r++) {
+        spans[r].newest = std::int32_t(item.position + std::min(r, count - 1) / group_);
+        spans[r].oldest = a_.window > 0 ? spans[r].newest - std::int32_t(a_.window) : -1;
+      }
+      const Steps steps = steps_of(std::min(Few::kRows, count));
+      const i64 ahead = std::max(i64(1), kAheadBytes / (Few::kPiece * a_.E * i64(sizeof(T))));
+      static thread_local Scratch lists;
+      const T** order = lists.get<const T*>(4 * heads * (kChunk / Few::kPiece) + ahead);
+      i64 listed = list(item, item.from, order);
+      for (i64 j = item.from; j < item.to; j += kChunk) {
+        const i64 end = std::min(item.to, j + kChunk);
+        const T** later = order + listed;
+        const i64 upcoming = end < item.to ? list(item, end, later) : next ? list(*next, next->from, later) : 0;
+        std::fill(later + upcoming, later + upcoming + ahead, later[upcoming - 1]);
+        const T** at = order;
+        for (i64 from = j; from < end; from += Few::kPiece, at += 2 * heads) {
+          const bool whole = from + Few::kPiece <= spans[0].newest + 1 && spans[padded - 1].oldest < from;
+          const i64 used = std::min(Few::kPiece, end - from);
+          for (i64 r = 0; r < heads * padded; r += Few::kRows)
+            steps.weigh(*this, at[r / padded], at[r / padded + ahead], query_ + r * a_.E, from,
+                        whole ? nullptr : spans + r % padded, weights_ + r * Few::kPiece, states_ + r * size);
+          for (i64 r = 0; r < heads * padded; r += Few::kRows)
+            steps.accumulate(at[heads + r / padded], at[heads + r / padded + ahead], a_.cache_slot, used,
+                             weights_ + r * Few::kPiece, a_.E, states_ + r * size);
+        }
+        std::copy(later, later + upcoming, order);
+        listed = upcoming;
+      }
+    }
+  }
+
+  // The pieces of a chunk in the order of their use, which should be that of their addresses: page after page, the keys of
+  // all heads, then the values. Returns their count.
+  i64 list(const Item& item, i64 from, const T** to) const {
+    const std::int32_t* table = a_.table + item.s * a_.table_stride;
+    const T** const first = to;
+    for (i64 at = from; at < std::min(item.to, from + kChunk); at += FewRows::kPiece, to += item.heads) {
+      const T* keys = a_.cache + table[at / a_.P] * a_.cache_page + item.head * a_.cache_head + at % a_.P * a_.cache_slot;
+      for (i64 head = 0; head < item.heads; head++, to++, keys += a_.cache_head)
+        to[0] = keys, to[item.heads] = keys + a_.cache_kind;
+    }
+    return to - first;
+  }
+
+  // What is done with a piece, for up to eight rows of one head.
+  struct Steps {
+    void (*weigh)(const Worker&, const T* keys, const T* ask, const T* query, i64 from, const FewRows::Span*, T* weights,
+                  Vec* states);
+    void (*accumulate)(const bf16* values, const bf16* ask, i64 slot, i64 count, const bf16* weights, i64 E, Vec* states);
+  };
+  static Steps steps_of(i64 rows) {
+    return rows == 1   ? Steps{weigh<1>, FewRows::accumulate<1>}
+           : rows == 2 ? Steps{weigh<2>, FewRows::accumulate<2>}
+           : rows <= 4 ? Steps{weigh<4>, FewRows::accumulate<4>}
+           : rows == 7 ? Steps{weigh<7>, FewRows::accumulate<7>}
+                       : Steps{weigh<8>, FewRows::accumulate<8>};
+  }
+  template <int R>
+  static void weigh(const Worker& w, const T* keys, const T* ask, const T* query, i64 from, const FewRows::Span* spans,
+                    T* weights, Vec* states) {
+    const Args<T>& a = w.a_;
+    Vec scores[R];
+    FewRows::scores<R>(keys, ask, a.cache_slot, query, a.E, scores);
+    const auto soften = [&](auto adjust) {
+      FewRows::soften<R>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
+    };
+    if (a.softcap > 0) {
+      soften([&](Vec x) { return cap_scores(x * std::fabs(a.scale), a.softcap); });
+    } else if (a.scale < 0) {
+      soften([](Vec x) { return -x; });
+    } else {
+      soften([](Vec x) { return x; });
+    }
+  }
+#else
+  void run_few(const Item&, const Item*) {}
+#endif
+
+  // What scores, after the soft cap if there is one, are multiplied by.
+  float log2_scale() const { return a_.softcap > 0 ? kLog2e : std::fabs(a_.scale) * kLog2e; }
+
+  // A tile is given by its weight sums and weighted sums of values.
   void store_tile(const Item& item, i64 tile, Vec sum, const Vec* sums) const {
     const Vec factor = 1.0f / sum;
     const i64 count = std::min(kLanes, item.tokens * group_ - tile * kLanes);
     T* to[kLanes];
-    for (i64 i = 0; i < count; i++) {
-      const i64 r = tile * kLanes + i;
-      to[i] = a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.E;
-    }
+    for (i64 i = 0; i < count; i++) to[i] = result(item, tile * kLanes + i);
     for (i64 e = 0; e < a_.E; e += 16) {
 #ifdef GRAPHLLM_AVX512
       __m512i r[16];
@@ -391,7 +596,6 @@ class Worker {
     }
   }
 
- private:
   // Ask for a chunk's pages: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes a
   // function that only prefetches for one without effect and drops the call.
   __attribute__((always_inline)) void prefetch(const Item& item, i64 from, T** places) const {
@@ -404,10 +608,18 @@ class Worker {
       }
   }
 
-  // One chunk of `count` tokens from position j for one tile of rows.
-  void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, float scale, Rows& rows, Vec* sums) {
-    alignas(64) Vec scores[kChunk];
-    Math::scores(keys, query, a_.E, count, scores);
+  // One chunk of `count` tokens from position j for one or two tiles of rows.
+  void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, const Rows* rows, i64 tiles, Vec* states) {
+    alignas(64) Vec scores[2 * kChunk];
+    Math::scores(keys, query, a_.E, count, scores, tiles);
+    for (i64 tile = 0; tile < tiles; tile++)
+      soften(j, count, rows[tile], scores + tile * kChunk, weights_ + tile * kChunk * kLanes, states + tile * (2 + height_));
+    Math::accumulate(values_, weights_, a_.E, count, states + 2, tiles);
+  }
+
+  // Turn a tile's scores into weights; fade the sums where a score is the largest so far.
+  void soften(i64 j, i64 count, const Rows& rows, Vec* scores, Cell* weights, Vec* state) {
+    const float scale = log2_scale();
     if (a_.softcap > 0) {
       const float before = std::fabs(a_.scale);
       for (i64 t = 0; t < count; t++) scores[t] = cap_scores(scores[t] * before, a_.softcap);
@@ -416,68 +628,66 @@ class Worker {
     if (!whole) {
       const Vec hidden = vec(kHidden);
       const Ints oldest = a_.window > 0 ? rows.position - std::int32_t(a_.window) : ints(-1);
-      for (i64 t = 0; t < count; t++) {
+      const i64 seen = a_.window > 0 ? 0 : std::max(i64(0), rows.first + 1 - j);  // by every row
+      for (i64 t = seen; t < count; t++) {
         const Ints at = ints(std::int32_t(j + t));
         scores[t] = ((at <= rows.position) & (at > oldest)) ? scores[t] : hidden;
       }
     }
-    Vec top0 = scores[0], top1 = scores[1];
-    for (i64 t = 2; t < count; t += 2) top0 = larger(top0, scores[t]), top1 = larger(top1, scores[t + 1]);
-    const Vec top = larger(rows.top, larger(top0, top1) * scale);
+    Vec most[4] = {scores[0], scores[1], scores[2], scores[3]};
+    for (i64 t = 4; t < count; t += 4)
+#pragma GCC unroll 4
+      for (i64 i = 0; i < 4; i++) most[i] = larger(most[i], scores[t + i]);
+    const Vec found = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
+    if (bits(found > state[0] + Math::kSlack)) {
+      const Vec top = larger(state[0], found), fade = exp2_vec<Math::kPrecise>(state[0] - top);
+      for (i64 i = 1; i < 2 + height_; i++) state[i] *= fade;
+      state[0] = top;
+    }
+    const Vec top = state[0];
     Vec sum0{}, sum1{};
     for (i64 t = 0; t < count; t += 2) {
       const Vec p0 = exp2_vec<Math::kPrecise>(scores[t] * scale - top);
       const Vec p1 = exp2_vec<Math::kPrecise>(scores[t + 1] * scale - top);
-      Math::put_weights(weights_, t, p0, p1);
+      Math::put_weights(weights, t, p0, p1);
       sum0 += p0, sum1 += p1;
     }
-    const Ints rose = top > rows.top;
-    if (bits(rose)) {
-      const Vec fade = rose ? exp2_vec<Math::kPrecise>(rows.top - top) : vec(1.0f);
-      rows.sum *= fade;
-      for (i64 e = 0; e < height_; e++) sums[e] *= fade;
-      rows.top = top;
-    }
-    rows.sum += sum0 + sum1;
-    Math::accumulate(values_, weights_, a_.E, count, sums);
+    state[1] += sum0 + sum1;
   }
 
   const Args<T>& a_;
   i64 group_, height_;
   Cell *query_, *keys_, *values_, *weights_;
-  Vec* sums_;
+  Vec* states_;
   Rows* rows_;
 };
 
-// The items of a batch. With pure decode and too few of them for the threads, each is split along its context and the
-// parts are combined at the end.
+// The items of a batch. In pure decode every thread takes the same share of the tokens of all contexts, one stretch of them,
+// so that it knows what comes next; where a share ends inside of an item the parts are merged at the end. Otherwise whole
+// items are handed out as threads get free.
 template <typename T>
 class Batch {
  public:
   explicit Batch(const Args<T>& a) : a_(a), group_(a.H / a.K) {
-    i64 longest = 0, work = 0, rows = kMaxRows;
+    i64 work = 0, read = 0, rows = kMaxRows;
     for (i64 s = 0; s < a.S; s++) {
       const i64 n = queries(s);
       most_ = std::max(most_, n);
-      if (n > 0) longest = std::max(longest, i64(a.lengths[s]));
       work += n * a.lengths[s] * a.H;
+      if (n > 0) read += (a.lengths[s] - first_seen(a.lengths[s] - n)) * a.K * 2 * a.E * i64(sizeof(T));
     }
-    const i64 available = omp_get_max_threads();
-    threads_ = std::min(available, std::max(i64(1), work / kMinWork));
+    const i64 wanted = decode() ? read / kMinBytes : work / kMinWork;
+    threads_ = std::min(i64(omp_get_max_threads()), std::max(i64(1), wanted));
     static thread_local Scratch first, parts;
     first_ = first.get<i64>(a.S + 1);
-    for (;; rows = std::max(kMinRows, rows / 2)) {
-      block_ = std::max(i64(1), rows / group_);
-      first_[0] = 0;
-      for (i64 s = 0; s < a.S; s++) first_[s + 1] = first_[s] + ceil_div(queries(s), block_);
-      if (items() >= 4 * threads_ || rows <= kMinRows) break;
+    first_[0] = 0;
+    for (; decode() || rows >= kMinRows; rows /= 2) {
+      block_ = decode() ? 1 : std::min(std::max(i64(1), rows / group_), most_);
+      for (i64 s = 0; s < a.S; s++) first_[s + 1] = first_[s] + (decode() ? units(s) : a.K * ceil_div(queries(s), block_));
+      if (decode() || first_[a.S] >= 4 * threads_) break;
     }
-    block_ = std::min(block_, std::max(i64(1), most_));
-    if (decode() && items() > 0 && items() < 4 * threads_ && items() % threads_ != 0)
-      splits_ = std::max(i64(1), std::min(ceil_div(4 * threads_, items()), longest / kMinSplit));
-    tiles_ = ceil_div(block_ * group_, kLanes);
-    part_size_ = tiles_ * (Math::height(a.E) + 2);
-    if (splits_ > 1) parts_ = parts.get<Vec>(items() * splits_ * part_size_);
+    part_size_ = Worker<T>::room(a, block_ * group_, heads());
+    if (decode() && threads_ > 1) parts_ = parts.get<Vec>(2 * threads_ * part_size_);
   }
 
   int threads() const { return int(threads_); }
@@ -488,36 +698,32 @@ class Batch {
       write(share(a_.starts[a_.S]));
 #pragma omp barrier
     }
-    Worker<T> worker(a_, block_ * group_);
+    Worker<T> worker(a_, block_ * group_, heads());
 #ifdef GRAPHLLM_AMX
     std::optional<Tiles> configured;
     if (std::is_same_v<T, bf16> && amx_granted()) configured.emplace();
 #endif
+    if (decode()) return run_share(worker);
 #pragma omp for schedule(dynamic, 1)
-    for (i64 n = 0; n < items() * splits_; n++) {
-      const Item item = at(n / splits_, n % splits_);
-      if (decode() && item.to == item.position + 1) a_.write(item.s, item.row, item.position, item.head);
-      worker.run(item);
-      for (i64 tile = 0; tile < ceil_div(item.tokens * group_, kLanes); tile++)
-        if (splits_ == 1) {
-          worker.store_tile(item, tile, worker.rows(tile).sum, worker.sums(tile));
-        } else {
-          Vec* to = parts_ + n * part_size_ + tile * (worker.height() + 2);
-          to[0] = worker.rows(tile).top, to[1] = worker.rows(tile).sum;
-          std::copy(worker.sums(tile), worker.sums(tile) + worker.height(), to + 2);
-        }
+    for (i64 n = 0; n < first_[a_.S]; n++) {
+      const Item item = at(n);
+      worker.run(item, nullptr);
+      worker.finish(item, worker.states());
     }
-    if (splits_ == 1) return;
-#pragma omp for schedule(static)
-    for (i64 n = 0; n < items(); n++) combine(worker, n);
   }
 
  private:
   using Math = typename MathOf<T>::type;
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
-  i64 items() const { return first_[a_.S] * a_.K; }
   bool decode() const { return most_ <= 1; }
+  i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in a page
+
+  // Where the context of a token at `position` begins: at a multiple of 16, so that 16 tokens never straddle two pages of
+  // such a size.
+  i64 first_seen(i64 position) const {
+    return a_.window > 0 ? std::max(i64(0), position - a_.window + 1) / 16 * 16 : 0;
+  }
 
   void write(Range rows) const {
     for (i64 s = 0; s < a_.S; s++)
@@ -525,37 +731,84 @@ class Batch {
         for (i64 head = 0; head < a_.K; head++) a_.write(s, t, a_.lengths[s] - (a_.starts[s + 1] - t), head);
   }
 
+  i64 sequence(i64 number) const { return std::upper_bound(first_, first_ + a_.S + 1, number) - first_ - 1; }
+
   // The item of that number; the last block of a sequence, which sees most context, comes first.
-  Item at(i64 number, i64 split) const {
-    const i64 block = number / a_.K, s = std::upper_bound(first_, first_ + a_.S + 1, block) - first_ - 1;
-    const i64 n = queries(s), start = (first_[s + 1] - 1 - block) * block_;
-    Item item{s, number % a_.K, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
-    // From a multiple of 16, so that 16 tokens never straddle two pages of such a size.
-    const i64 from = a_.window > 0 ? std::max(i64(0), item.position - a_.window + 1) / 16 * 16 : 0;
-    const i64 to = item.position + item.tokens, chunks = ceil_div(to - from, kChunk);
-    item.from = from + chunks * split / splits_ * kChunk;
-    item.to = std::min(to, from + chunks * (split + 1) / splits_ * kChunk);
+  Item at(i64 number) const {
+    const i64 s = sequence(number), n = queries(s), start = ((first_[s + 1] - 1 - number) / a_.K) * block_;
+    Item item{s, number % a_.K, 1, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
+    item.from = first_seen(item.position), item.to = item.position + item.tokens;
     return item;
   }
 
-  void combine(const Worker<T>& worker, i64 number) const {
-    const Item item = at(number, 0);
-    const i64 height = worker.height();
-    for (i64 tile = 0; tile < tiles_; tile++) {
-      Vec* whole = parts_ + number * splits_ * part_size_ + tile * (height + 2);
-      for (i64 split = 1; split < splits_; split++) {
-        const Vec* part = whole + split * part_size_;
-        const Vec top = larger(whole[0], part[0]);
-        const Vec keep = exp2_vec<true>(whole[0] - top), add = exp2_vec<true>(part[0] - top);
-        for (i64 i = 1; i < height + 2; i++) whole[i] = whole[i] * keep + part[i] * add;
-        whole[0] = top;
+  // ---- Decode. first_ counts units of work: every 16 tokens of a context, and two for the rest.
+
+  static constexpr i64 kUnit = 16, kRest = 2;
+  i64 units(i64 s) const {
+    const i64 length = a_.lengths[s];
+    return queries(s) == 0 ? 0 : kRest + ceil_div(length - first_seen(length - 1), kUnit);
+  }
+  // Where the share of a thread begins.
+  i64 begin(i64 thread, i64 threads) const { return first_[a_.S] * thread / threads; }
+
+  // The part of an item from `unit` on, before `end`.
+  struct Part {
+    Item item;
+    i64 next;
+    bool starts, ends;  // the item
+  };
+  Part part(i64 unit, i64 end) const {
+    const i64 s = sequence(unit), position = a_.lengths[s] - 1, seen = first_seen(position);
+    const auto at = [&](i64 u) { return seen + std::max(i64(0), u - first_[s] - kRest) * kUnit; };
+    end = std::min(end, first_[s + 1]);
+    return {{s, 0, a_.K, a_.starts[s], 1, position, at(unit), std::min(position + 1, at(end))}, end,
+            unit == first_[s], end == first_[s + 1]};
+  }
+
+  void run_share(Worker<T>& worker) {
+    const i64 threads = omp_get_num_threads(), me = omp_get_thread_num(), end = begin(me + 1, threads);
+    for (i64 unit = begin(me, threads); unit < end;) {
+      const Part now = part(unit, end);
+      unit = now.next;
+      const Item& item = now.item;
+      if (now.ends)
+        for (i64 head = 0; head < a_.K; head++) a_.write(item.s, item.row, item.position, head);
+      const Item next = unit < end ? part(unit, end).item : item;
+      worker.run(item, unit < end ? &next : nullptr);
+      if (now.starts && now.ends) {
+        worker.finish(item, worker.states());
+      } else {
+        Vec* to = parts_ + (2 * me + now.starts) * part_size_;
+        std::copy(worker.states(), worker.states() + a_.K * worker.head_size(item), to);
       }
-      worker.store_tile(item, tile, whole[1], whole + 2);
     }
+    if (threads == 1) return;
+#pragma omp barrier
+    if (begin(me, threads) < end) merge(worker, me, threads);
+  }
+
+  // Who began an item that others end merges their parts.
+  void merge(const Worker<T>& worker, i64 me, i64 threads) const {
+    const i64 end = begin(me + 1, threads), s = sequence(end - 1), from = first_[s], to = first_[s + 1];
+    if (from < begin(me, threads) || to == end) return;
+    const Item item = part(from, to).item;
+    const i64 unit = worker.unit_size(item);
+    Vec* whole = parts_ + (2 * me + 1) * part_size_;
+    for (i64 other = me + 1; other < threads && begin(other, threads) < to; other++) {
+      if (begin(other, threads) == begin(other + 1, threads)) continue;
+      const Vec* part = parts_ + 2 * other * part_size_;
+      for (i64 at = 0; at < a_.K * worker.head_size(item); at += unit) {
+        const Vec top = larger(whole[at], part[at]);
+        const Vec keep = exp2_vec<true>(whole[at] - top), add = exp2_vec<true>(part[at] - top);
+        for (i64 i = at + 1; i < at + unit; i++) whole[i] = whole[i] * keep + part[i] * add;
+        whole[at] = top;
+      }
+    }
+    worker.finish(item, whole);
   }
 
   const Args<T>& a_;
-  i64 group_, most_ = 0, threads_, block_, tiles_, part_size_, splits_ = 1;
+  i64 group_, most_ = 0, threads_, block_ = 1, part_size_;
   i64* first_;
   Vec* parts_ = nullptr;
 };

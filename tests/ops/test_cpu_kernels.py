@@ -157,6 +157,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
 RAGGED = {
     "decode": [(1, 1), (1, 64), (1, 65), (0, 0), (1, 130)],
     "decode-long": [(1, 1700)],
+    "decode-uneven": [(1, 2100), (1, 3), (0, 0), (1, 700), (1, 64)],  # a thread ends inside of a sequence
     "prompt": [(150, 150)],
     "mixed": [(1, 77), (30, 95), (0, 0), (130, 130), (1, 1), (9, 200)],
 }
