@@ -28,7 +28,7 @@ from graphllm.ops.swiglu import swiglu
 from graphllm.weights.plan import WeightPlan
 
 
-@register_pass(stage=Stage.SPECIALIZE, numerics="reorders")
+@register_pass(stage=Stage.SPECIALIZE, numerics="reorders", after=("select_early",))
 def fuse_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Turn linear layers of GPU steps in half precision into `fused_linear` or `linear_add_norm`; on a CPU those whose
     result is gated."""
