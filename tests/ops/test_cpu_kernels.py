@@ -35,7 +35,7 @@ from graphllm.ops.sample.op import uniform_bits
 from graphllm.ops.token_logprobs import token_logprobs
 from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 
-CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[None]]
+CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 TYPED = ("paged_attention", "sample", "adjust_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_record_tokens"),
