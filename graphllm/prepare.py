@@ -358,6 +358,7 @@ def _load(
     from graphllm.runtime.executor import Executor
     from graphllm.weights.loader import load_weights, random_weights
     from graphllm.weights.plan import WeightPlan
+    from graphllm.weights.quantize import KERNELS
 
     place = Path(settings.artifact)
     manifest = artifact.verify(place)
@@ -372,9 +373,9 @@ def _load(
     elif source.absent is not None:
         raise source.absent
     elif source.checkpoint is not None:
-        weights = load_weights(plan, source.checkpoint, device)
+        weights = load_weights(plan, source.checkpoint, device, kernels=place / KERNELS)
     else:
-        weights = random_weights(plan, device)
+        weights = random_weights(plan, device, kernels=place / KERNELS)
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")

@@ -37,7 +37,7 @@ def list_ops() -> None:
 
 
 def _facts(op: Op) -> str:
-    facts = [name for name in ("boundary", "collective") if getattr(op, name)]
+    facts = [name for name in ("boundary", "collective", "rowwise") if getattr(op, name)]
     return "\n".join([*facts, *(f"writes {name}" for name in op.mutates)])
 
 

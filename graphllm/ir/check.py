@@ -90,7 +90,8 @@ def check_specification(op: Op, cases: Sequence[Case]) -> list[Result]:
                 results.append(result(name, dtype, problem, error, tolerance))
             if i == 0:
                 args = _inputs(op, case, dtype)
-                results.append(result(case.name, dtype, _cost_problem(op, args) or _opcheck_problem(op, args)))
+                problem = _cost_problem(op, args) or _opcheck_problem(op, args) or _rowwise_problem(op, case, args)
+                results.append(result(case.name, dtype, problem))
     return results
 
 
@@ -216,6 +217,25 @@ def relative_error(found: Tensor, truth: Tensor) -> float:
         return float("inf")
     norm = float(truth[finite].norm())
     return float((found[finite] - truth[finite]).norm()) / (norm or 1.0)
+
+
+def _rowwise_problem(op: Op, case: Case, args: dict[str, Any]) -> str:
+    """Whether some rows of an op that calls itself row-wise are not what those rows of the arguments give."""
+    T = case.bucket.lo
+    if not op.rowwise or T < 2:
+        return ""
+    rows = [T - 1, 0]
+    some = {name: a[rows] if isinstance(a, Tensor) and _has_row_each(name, a, T) else a for name, a in args.items()}
+    for found, whole in zip(_tensors(op(**some)), _tensors(op(**args)), strict=True):
+        if not relative_error(found, whole[rows]) <= max(case.tolerance.values()):
+            return "the op calls itself rowwise, but rows alone give something else"
+    return ""
+
+
+def _has_row_each(name: str, value: Tensor, T: int) -> bool:
+    """Whether an argument has a row for each token: its name's dimensions begin with T or S if it has any (`x_TD`)."""
+    suffix = name.rpartition("_")[2]
+    return value.dim() > 0 and value.shape[0] == T and (suffix[0] in "TS" or suffix.islower())
 
 
 def _fake_problem(op: Op, args: dict[str, Any], found: Any) -> str:

@@ -72,6 +72,7 @@ class Op:
     mutates: tuple[str, ...]
     collective: bool
     cost: Callable[..., Cost]
+    rowwise: bool = False
     impls: dict[str, Impl] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -127,17 +128,20 @@ def op(
     boundary: bool = False,
     mutates: tuple[str, ...] = (),
     collective: bool = False,
+    rowwise: bool = False,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Declare an op; the decorated function's signature is the schema and its body the specification.
 
     boundary: a graph may be cut here (attention, collectives). mutates: the tensor parameters written in place.
+    rowwise: the result's row t depends on row t of the arguments that have a row for each token, and on all of the
+    others.
     cost: bytes and flops from the op's own arguments, for rooflines. Raises ValueError when the name is taken.
     """
 
     def register(fn: Callable[..., Any]) -> Op:
         if fn.__name__ in _ops:
             raise ValueError(f"an op named {fn.__name__!r} is already registered; op names are global, choose another")
-        made = Op(fn.__name__, fn, boundary, mutates, collective, cost)
+        made = Op(fn.__name__, fn, boundary, mutates, collective, cost, rowwise)
         _ops[fn.__name__] = made
         return made
 

@@ -50,9 +50,10 @@ def bake(artifact: Path, checkpoint: Checkpoint) -> None:
     """
     from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
+    from graphllm.weights.quantize import KERNELS
 
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
-    tensors = load_weights(plan, checkpoint, "cpu")
+    tensors = load_weights(plan, checkpoint, "cpu", kernels=artifact / KERNELS)
     places, size = _lay_out(tensors)
     try:
         digest = _write(artifact / DATA, places, tensors, size)

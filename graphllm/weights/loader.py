@@ -23,7 +23,7 @@ from torch import Tensor
 from graphllm.weights.checkpoint import Checkpoint, TensorInfo, WeightError
 from graphllm.weights.formats import BLOCK, FORMATS, Format
 from graphllm.weights.plan import Entry, Made, Quantize, Read, Tie, Values, WeightPlan
-from graphllm.weights.quantize import pack
+from graphllm.weights.quantize import Packer
 
 Progress = Callable[[int, int], None]
 
@@ -47,12 +47,17 @@ _TIED = "lm_head.weight"  # saved by some although it is tied
 
 
 def load_weights(
-    plan: WeightPlan, checkpoint: Checkpoint, device: str | torch.device = "cpu", progress: Progress | None = None
+    plan: WeightPlan,
+    checkpoint: Checkpoint,
+    device: str | torch.device = "cpu",
+    progress: Progress | None = None,
+    kernels: Path | None = None,
 ) -> dict[str, Tensor]:
     """The finished parameters by name, on ``device``. Tied ones are the same tensor.
 
-    progress(done, total): bytes read so far; called from reader threads, one call at a time. Raises WeightError before
-    anything big is allocated, naming everything about the checkpoint that does not fit the plan.
+    kernels: the artifact's library, which makes quantizing fast; see `Packer`. progress(done, total): bytes read so
+    far; called from reader threads, one call at a time. Raises WeightError before anything big is allocated, naming
+    everything about the checkpoint that does not fit the plan.
     """
     device = torch.device(device)
     pieces = _match(plan, checkpoint)
@@ -60,7 +65,8 @@ def load_weights(
     counter = _Counter(sum(p.nbytes for p in pieces), progress)
     with contextlib.ExitStack() as stack:
         fds = {f: _open(f, stack) for f in {p.info.file for p in pieces}}
-        chunks = [c for p in pieces for c in _chunks(p, tensors, fds[p.info.file])]
+        packer = Packer(kernels)
+        chunks = [c for p in pieces for c in _chunks(p, tensors, fds[p.info.file], packer)]
         _read(chunks, device, counter)
     return tensors
 
@@ -81,9 +87,14 @@ def read_tensors(file: Path, tensors: Mapping[int, Tensor], progress: Progress |
         _read(chunks, device, counter)
 
 
-def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0) -> dict[str, Tensor]:
-    """Parameters for benchmarks: normal with deviation 0.02, norms are ones, computed ones are what the plan says."""
-    device = torch.device(device)
+def random_weights(
+    plan: WeightPlan, device: str | torch.device = "cpu", seed: int = 0, kernels: Path | None = None
+) -> dict[str, Tensor]:
+    """Parameters for benchmarks: normal with deviation 0.02, norms are ones, computed ones are what the plan says.
+
+    kernels: see `load_weights`.
+    """
+    device, packer = torch.device(device), Packer(kernels)
     generator = torch.Generator(device).manual_seed(seed)
     tensors = _allocate(plan, device)
     on_cpu = device.type == "cpu"
@@ -94,7 +105,7 @@ def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: i
             continue
         if e.quantize:
             start = int(torch.randint(_SHIFTS, (), generator=generator)) if on_cpu else 0
-            _fill_packed(e.quantize, tensors, e.name, noise[start:], generator)
+            _fill_packed(e.quantize, tensors, e.name, noise[start:], generator, packer)
             continue
         if len(e.shape) == 1 and "norm" in e.name and "bias" not in e.name:
             tensor.fill_(1.0)
@@ -108,7 +119,12 @@ def random_weights(plan: WeightPlan, device: str | torch.device = "cpu", seed: i
 
 
 def _fill_packed(
-    step: Quantize, tensors: dict[str, Tensor], name: str, noise: Tensor, generator: torch.Generator
+    step: Quantize,
+    tensors: dict[str, Tensor],
+    name: str,
+    noise: Tensor,
+    generator: torch.Generator,
+    packer: Packer,
 ) -> None:
     """The first rows are random, at most as many as there is ``noise`` for, and the others repeat them."""
     values, scales, (rows, inner) = tensors[name], tensors[step.scales], step.shape
@@ -117,7 +133,7 @@ def _fill_packed(
         numbers = noise[: some * inner].view(some, inner)
     else:
         numbers = torch.empty(some, inner, device=values.device).normal_(0.0, 0.02, generator=generator)
-    pack(numbers, FORMATS[step.format], values, scales)
+    packer.pack(numbers, FORMATS[step.format], values, scales)
     for whole in (values, scales):
         first, *others = whole.split(-(-some // BLOCK))
         for part in others:
@@ -261,6 +277,7 @@ class _Packed(_Chunk):
     row: int
     inner: int
     transpose: bool
+    packer: Packer
 
     @property
     def direct(self) -> bool:
@@ -268,10 +285,12 @@ class _Packed(_Chunk):
 
     def put(self, numbers: Tensor) -> None:
         rows = numbers.T if self.transpose else numbers
-        pack(rows, self.format, self.values, self.scales, self.row, self.inner)
+        self.packer.pack(rows, self.format, self.values, self.scales, self.row, self.inner)
 
 
-def _packed_chunks(piece: _Piece, step: Quantize, tensors: dict[str, Tensor], fd: int) -> Iterator[_Chunk]:
+def _packed_chunks(
+    piece: _Piece, step: Quantize, tensors: dict[str, Tensor], fd: int, packer: Packer
+) -> Iterator[_Chunk]:
     """Reads of whole blocks of rows; of whole groups of inner entries where the checkpoint stores columns."""
     read, fmt = piece.read, FORMATS[step.format]
     row_bytes = piece.nbytes // read.shape[0]
@@ -282,16 +301,16 @@ def _packed_chunks(piece: _Piece, step: Quantize, tensors: dict[str, Tensor], fd
         yield _Packed(
             piece.info.file, fd, piece.offset + i * row_bytes, shape[0] * row_bytes, piece.dtype,
             torch.empty(shape, device="meta"), fmt, tensors[piece.entry.name], tensors[step.scales],
-            read.row + (0 if read.transpose else i), i if read.transpose else 0, read.transpose,
+            read.row + (0 if read.transpose else i), i if read.transpose else 0, read.transpose, packer,
         )  # fmt: skip
 
 
-def _chunks(piece: _Piece, tensors: dict[str, Tensor], fd: int) -> Iterator[_Chunk]:
+def _chunks(piece: _Piece, tensors: dict[str, Tensor], fd: int, packer: Packer) -> Iterator[_Chunk]:
     """The reads of one piece, each of whole rows of it as the checkpoint stores it."""
     if piece.nbytes == 0:
         return
     if piece.entry.quantize:
-        yield from _packed_chunks(piece, piece.entry.quantize, tensors, fd)
+        yield from _packed_chunks(piece, piece.entry.quantize, tensors, fd, packer)
         return
     read, tensor = piece.read, tensors[piece.entry.name]
     dst = tensor.view(-1)[read.offset : read.offset + math.prod(read.shape)]

@@ -22,7 +22,7 @@ def _cost(token_ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Cost:
     return Cost(nbytes(token_ids_T) + 2 * out * table_VD.element_size(), out if scale != 1.0 else 0)
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def embedding(token_ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
     """table_VD[token_ids_T] * scale: [T, D] in the table's dtype.
 

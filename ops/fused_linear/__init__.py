@@ -2,6 +2,7 @@
 
 import importlib.util
 
+from graphllm.ops.fused_linear import cpu  # noqa: F401
 from graphllm.ops.fused_linear.op import fused_linear
 
 if importlib.util.find_spec("triton"):

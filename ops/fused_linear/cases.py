@@ -44,5 +44,7 @@ CASES = (
     _case(17, 80, 256, "norm_gate"),
     _case(5, 72, 520, "norm_bias_gate_residual"),
     _case(33, 33, 72, "norm"),
+    _case(1, 72, 88, "gate"),
+    _case(21, 104, 96, "bias_gate"),
     *(_case(T, *layer[1:], size="real") for T in (1, 16, 64, 256) for layers in LAYERS.values() for layer in layers),
 )

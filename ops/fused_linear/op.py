@@ -26,7 +26,7 @@ def _cost(
     return Cost(nbytes(x_TI, weight_OI, bias_O, norm_I, residual_TN) + written, 2 * products * x_TI.shape[1])
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def fused_linear(
     x_TI: Tensor,
     weight_OI: Tensor,

@@ -12,7 +12,7 @@ def _cost(gate_up_T2F: Tensor, approximate: str = "tanh") -> Cost:
     return Cost(nbytes(gate_up_T2F) * 3 // 2, 10 * gate_up_T2F.numel() // 2)
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def geglu(gate_up_T2F: Tensor, approximate: str = "tanh") -> Tensor:
     """gelu(gate) * up: [T, F] in the input's dtype, contiguous.
 

@@ -12,7 +12,7 @@ def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
     return Cost(2 * nbytes(x) + nbytes(weight, bias), 7 * x.numel())
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias over the last dimension, in x's dtype and shape, contiguous.
 

@@ -21,7 +21,8 @@ constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth wak
 struct Args {
   const bf16 *x, *weight, *bias;
   bf16* out;
-  i64 M, N, K, x_stride, weight_stride;
+  i64 M, N, K, x_stride, weight_stride, out_stride;
+  bool gated;  // the weight's halves are a gate and a value, and out has N / 2 columns
 };
 
 #ifdef GRAPHLLM_AVX512
@@ -29,7 +30,7 @@ struct Args {
 // Add the bias to 16 outputs of one row of x and store the valid ones.
 inline void finish(const Args& a, i64 m, i64 n, __mmask16 valid, __m512 sum) {
   if (a.bias) sum = _mm512_add_ps(sum, load16(a.bias + n, valid));
-  store16(a.out + m * a.N + n, sum, valid);
+  store16(a.out + m * a.out_stride + n, sum, valid);
 }
 
 // Up to eight rows of x against weight rows two at a time, each weight line asked for 28 lines ahead, past the row's end in
@@ -37,10 +38,10 @@ inline void finish(const Args& a, i64 m, i64 n, __mmask16 valid, __m512 sum) {
 // level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches. cold: the weights come
 // from memory; else an earlier call has just had them.
 template <int M, bool kCold>
-inline void dot_pair(const Args& a, i64 m0, i64 n) {
+inline void dot_pair(const Args& a, i64 m0, i64 n, i64 end) {
   constexpr i64 ahead = 28 * 32;
   const bf16 *x = a.x + m0 * a.x_stride, *w = a.weight + n * a.weight_stride;
-  const bool two = n + 1 < a.N;
+  const bool two = n + 1 < end;
   const i64 second = two ? a.weight_stride : 0;
   const bf16* next = w + 2 * a.weight_stride;
   __m512 acc[16];
@@ -79,7 +80,7 @@ inline void dot_pair(const Args& a, i64 m0, i64 n) {
   }
 #pragma GCC unroll 16
   for (int m = 0; m < M; m++) {
-    bf16* to = a.out + (m0 + m) * a.N + n;
+    bf16* to = a.out + (m0 + m) * a.out_stride + n;
     store(to, a.bias ? sums[2 * m] + to_float(a.bias[n]) : sums[2 * m]);
     if (two) store(to + 1, a.bias ? sums[2 * m + 1] + to_float(a.bias[n + 1]) : sums[2 * m + 1]);
   }
@@ -112,10 +113,10 @@ template <int M>
 void dot_rows(const Args& a, Range rows) {
   for (i64 n = rows.from; n < rows.to; n += 2) {
     if constexpr (M <= kDotRows) {
-      dot_pair<M, true>(a, 0, n);
+      dot_pair<M, true>(a, 0, n, rows.to);
     } else {
-      dot_pair<kDotRows, true>(a, 0, n);
-      dot_pair<M - kDotRows, false>(a, kDotRows, n);
+      dot_pair<kDotRows, true>(a, 0, n, rows.to);
+      dot_pair<M - kDotRows, false>(a, kDotRows, n, rows.to);
     }
   }
 }
@@ -125,6 +126,14 @@ void dot(const Args& a, Range rows) {
   if constexpr (M < 2 * kDotRows)
     if (a.M > M) return dot<M + 1>(a, rows);
   dot_rows<M>(a, rows);
+}
+
+// Up to 16 rows of x.
+void dot_some(const Args& a, Range rows) {
+#ifndef GRAPHLLM_AMX
+  if (a.M == 1) return dot_row(a, rows);
+#endif
+  dot(a, rows);
 }
 
 #endif  // GRAPHLLM_AVX512
@@ -241,20 +250,21 @@ void amx(const Args& a, Range blocks) {
 
 // Many rows: weights are packed on the way, a panel of 32 of them at a time, as [k / 2][32] pairs, and a tile of 14 rows of
 // x takes 28 accumulators, two weight vectors and one pair of x at a time. Packing costs 40 cycles a kilobyte of weights, a
-// row of x eight.
+// row of x eight. What a tile reads next is asked for while the one before it is computed.
 constexpr i64 kPanel = 32;
 constexpr int kTileRows = 14;
-constexpr i64 kDepth = 1280;             // k values of a panel: 14 rows of x stay in the first-level cache
-constexpr i64 kPanelBytes = 512 << 10;   // panels that stay in the second-level cache
+constexpr i64 kTile = kTileRows * kPanel;
+constexpr i64 kDepth = 1280;             // k values of a panel: 14 rows of x stay near the first-level cache
+constexpr i64 kPanelBytes = 384 << 10;   // panels that stay in the second-level cache, beside the rows of x
 
-// Weight rows [n0, n0 + 32) for k in [k0, k0 + depth), zero where they end.
-void pack_panel(const Args& a, i64 n0, i64 k0, i64 depth, bf16* to) {
+// Weight rows [n0, n0 + 16) and, from `second` on, 16 more, for k in [k0, k0 + depth), zero where they end.
+void pack_panel(const Args& a, i64 n0, i64 second, i64 k0, i64 depth, bf16* to) {
   for (i64 k = 0; k < depth; k += 32) {
     const __mmask32 inside = first32(std::max<i64>(0, a.K - k0 - k));
     for (i64 half = 0; half < 2; half++) {
       __m512i r[16];
       for (i64 i = 0; i < 16; i++) {
-        const i64 n = n0 + half * 16 + i;
+        const i64 n = (half ? second : n0) + i;
         r[i] = n < a.N ? (__m512i)load_pairs(a.weight + n * a.weight_stride + k0 + k, inside) : _mm512_setzero_si512();
       }
       transpose16(r);
@@ -263,100 +273,161 @@ void pack_panel(const Args& a, i64 n0, i64 k0, i64 depth, bf16* to) {
   }
 }
 
-// `rows` rows of x from m times a panel. sums: [14][32] of an earlier part of k, or null; where the result goes as float
-// when more is to come, else null. next: weights of the panel that is packed after this one, to be asked for, or null.
+// The weight rows of a panel: two runs of 16, of which `valid` exist each. With a gate, one run is of each half of the weight.
+struct Panel {
+  i64 row[2], valid[2];
+};
+Panel panel_at(const Args& a, i64 index) {
+  const i64 first = index * (a.gated ? 16 : kPanel), half = a.gated ? a.N / 2 : a.N;
+  const i64 second = a.gated ? half + first : first + 16;
+  return {{first, second}, {std::min<i64>(16, half - first), std::clamp<i64>(a.N - second, 0, 16)}};
+}
+
+// A panel for k in [k0, k0 + depth), zero where its rows end.
+void pack_panel(const Args& a, const Panel& panel, i64 k0, i64 depth, bf16* to) {
+  for (i64 k = 0; k < depth; k += 32) {
+    const __mmask32 inside = first32(std::max<i64>(0, a.K - k0 - k));
+    for (i64 half = 0; half < 2; half++) {
+      const bf16* from = a.weight + panel.row[half] * a.weight_stride + k0 + k;
+      __m512i r[16];
+      for (i64 i = 0; i < 16; i++)
+        r[i] = i < panel.valid[half] ? (__m512i)load_pairs(from + i * a.weight_stride, inside) : _mm512_setzero_si512();
+      transpose16(r);
+      for (i64 p = 0; p < 16; p++) _mm512_store_si512(to + (k / 2 + p) * 2 * kPanel + half * 32, r[p]);
+    }
+  }
+}
+
+// `depth` values of k of `kRowsOfX` rows of x times a panel: sums [rows][32], which begin where `begin` is, else from
+// zero. weights, next_x: rows that a later tile needs, 16 of each are asked for; null for none.
 template <int kRowsOfX>
-void tile_rows(const Args& a, i64 m, i64 n0, i64 k0, i64 depth, const bf16* panel, const float* from, float* into,
-               const bf16* next) {
+void tile_rows(const bf16* x, i64 stride, i64 depth, const bf16* panel, bool begin, float* sums, const bf16* weights,
+               i64 weight_stride, const bf16* next_x) {
   __m512 acc[kRowsOfX][2];
 #pragma GCC unroll 16
   for (int i = 0; i < kRowsOfX; i++)
 #pragma GCC unroll 16
-    for (int h = 0; h < 2; h++) acc[i][h] = from ? _mm512_loadu_ps(from + i * kPanel + h * 16) : _mm512_setzero_ps();
-  const bf16* x = a.x + m * a.x_stride + k0;
-  const i64 stride = a.x_stride;
-  auto step = [&](const bf16* at, const bf16* w, std::int32_t keep) __attribute__((always_inline)) {
-    const __m512bh w0 = load_pairs(w), w1 = load_pairs(w + 32);
+    for (int h = 0; h < 2; h++) acc[i][h] = begin ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * kPanel + h * 16);
+  auto add = [&](i64 k, auto pair_at) __attribute__((always_inline)) {
+    const __m512bh w0 = load_pairs(panel + k * kPanel), w1 = load_pairs(panel + k * kPanel + 32);
 #pragma GCC unroll 16
     for (int i = 0; i < kRowsOfX; i++) {
-      std::int32_t pair;
-      std::memcpy(&pair, at + i * stride, 4);
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair & keep);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair_at(x + i * stride + k));
       acc[i][0] = _mm512_dpbf16_ps(acc[i][0], w0, both);
       acc[i][1] = _mm512_dpbf16_ps(acc[i][1], w1, both);
     }
   };
+  auto pair = [](const bf16* at) __attribute__((always_inline)) {
+    std::int32_t out;
+    std::memcpy(&out, at, 4);
+    return out;
+  };
   i64 k = 0;
-  if (next)
+  if (weights || next_x)
     for (; k + 32 <= depth; k += 32)
       for (i64 p = 0; p < 16; p++) {
-        _mm_prefetch(next + 2 * p * a.weight_stride + k, _MM_HINT_T1);
-        _mm_prefetch(next + (2 * p + 1) * a.weight_stride + k, _MM_HINT_T1);
-        step(x + k + 2 * p, panel + (k + 2 * p) * kPanel, -1);
+        if (weights) _mm_prefetch(weights + p * weight_stride + k, _MM_HINT_T1);
+        if (next_x) _mm_prefetch(next_x + p * stride + k, _MM_HINT_T1);
+        add(k + 2 * p, pair);
       }
-  for (; k + 2 <= depth; k += 2) step(x + k, panel + k * kPanel, -1);
-  if (k < depth) {  // the pair's second half lies behind the row: nobody knows what it is
-    std::int32_t last = 0;
-    __m512bh w0 = load_pairs(panel + k * kPanel), w1 = load_pairs(panel + k * kPanel + 32);
-#pragma GCC unroll 16
-    for (int i = 0; i < kRowsOfX; i++) {
-      std::memcpy(&last, x + i * stride + k, 2);
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(last);
-      acc[i][0] = _mm512_dpbf16_ps(acc[i][0], w0, both);
-      acc[i][1] = _mm512_dpbf16_ps(acc[i][1], w1, both);
-    }
-  }
+  for (; k + 2 <= depth; k += 2) add(k, pair);
+  // The last pair's second half lies behind the row: nobody knows what it is.
+  if (k < depth) add(k, [](const bf16* at) { return std::int32_t(at->bits); });
 #pragma GCC unroll 16
   for (int i = 0; i < kRowsOfX; i++)
 #pragma GCC unroll 16
-    for (int h = 0; h < 2; h++) {
-      const i64 n = n0 + h * 16;
-      if (into) {
-        _mm512_storeu_ps(into + i * kPanel + h * 16, acc[i][h]);
-      } else if (n < a.N) {
-        finish(a, m + i, n, first16(a.N - n), acc[i][h]);
-      }
-    }
+    for (int h = 0; h < 2; h++) _mm512_storeu_ps(sums + i * kPanel + h * 16, acc[i][h]);
 }
 
-using TileRows = void (*)(const Args&, i64, i64, i64, i64, const bf16*, const float*, float*, const bf16*);
+using TileRows = void (*)(const bf16*, i64, i64, const bf16*, bool, float*, const bf16*, i64, const bf16*);
 template <int... kCounts>
 constexpr std::array<TileRows, sizeof...(kCounts)> tile_table(std::integer_sequence<int, kCounts...>) {
   return {tile_rows<kCounts + 1>...};
 }
 
-// Rows `mine` of x times the panels [panels.from, panels.to).
-void panels(const Args& a, Range mine, Range panels) {
+// x / (1 + exp(-x)), to 2e-4.
+inline __m512 silu(__m512 x) {
+  const Vec e = exp2_vec<false>(-1.442695041f * (Vec)_mm512_abs_ps(x));
+  const __m512 part = _mm512_rcp14_ps((__m512)(1.0f + e)), large = _mm512_mul_ps(x, part);
+  return _mm512_mask_mul_ps(large, _mm512_movepi32_mask(_mm512_castps_si512(x)), large, (__m512)e);
+}
+
+// Sums [rows][32] of a panel as outputs of the rows of x from m on.
+void finish_tile(const Args& a, i64 m, i64 rows, const Panel& panel, const float* sums) {
+  const __mmask16 valid[2] = {first16(panel.valid[0]), first16(panel.valid[1])};
+  __m512 bias[2];
+  for (int h = 0; h < 2; h++)
+    bias[h] = a.bias ? load16(a.bias + panel.row[h], valid[h]) : _mm512_setzero_ps();
+  bf16* to = a.out + m * a.out_stride + panel.row[0];
+  for (i64 i = 0; i < rows; i++, to += a.out_stride, sums += kPanel) {
+    const __m512 first = _mm512_add_ps(_mm512_load_ps(sums), bias[0]);
+    const __m512 second = _mm512_add_ps(_mm512_load_ps(sums + 16), bias[1]);
+    if (a.gated) {
+      store16(to, _mm512_mul_ps(silu(first), second), valid[0]);
+    } else if (panel.valid[1] == 16) {
+      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    } else {
+      store16(to, first, valid[0]);
+      store16(to + 16, second, valid[1]);
+    }
+  }
+}
+
+// Rows `mine` of x times the panels of that range.
+void panels(const Args& a, Range mine, Range range) {
   static constexpr auto table = tile_table(std::make_integer_sequence<int, kTileRows>());
   static thread_local Scratch packed_scratch, sums_scratch;
-  const i64 M = mine.to - mine.from, tiles = ceil_div(M, kTileRows);
+  const i64 M = mine.to - mine.from, tiles = ceil_div(M, kTileRows), all = range.to - range.from;
   const i64 parts = ceil_div(a.K, kDepth), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
   // Few rows of x stay in the second-level cache, so that panels can come and go one by one.
-  const i64 group = M * depth * 2 <= kPanelBytes / 2 ? 1 : std::max<i64>(1, kPanelBytes / (depth * kPanel * 2));
+  const bool few = M * depth * 2 <= kPanelBytes / 2;
+  const i64 most = std::max<i64>(1, kPanelBytes / (depth * kPanel * 2));
+  const i64 group = few ? 1 : ceil_div(all, ceil_div(all, most));
   bf16* packed = packed_scratch.get<bf16>(group * depth * kPanel);
-  float* sums = parts > 1 ? sums_scratch.get<float>(group * tiles * kTileRows * kPanel) : nullptr;
-  for (i64 first = panels.from; first < panels.to; first += group) {
-    const i64 count = std::min(group, panels.to - first);
+  float* sums = sums_scratch.get<float>((parts > 1 ? group * tiles : 1) * kTile);
+  for (i64 first = range.from; first < range.to; first += group) {
+    const i64 count = std::min(group, range.to - first);
     for (i64 k0 = 0; k0 < a.K; k0 += depth) {
       const i64 inside = std::min(depth, a.K - k0);
       for (i64 g = 0; g < count; g++)
-        pack_panel(a, (first + g) * kPanel, k0, ceil_div(inside, 32) * 32, packed + g * depth * kPanel);
-      // What is packed next: the next part of k of these panels, or the panels after them.
+        pack_panel(a, panel_at(a, first + g), k0, ceil_div(inside, 32) * 32, packed + g * depth * kPanel);
       const bool more = k0 + depth < a.K;
       for (i64 t = 0; t < tiles; t++) {
         // Equal tiles: 16 rows are two of eight, not 14 and two.
-        const i64 from = M * t / tiles, rows = M * (t + 1) / tiles - from;
+        const i64 from = mine.from + M * t / tiles, rows = mine.from + M * (t + 1) / tiles - from;
+        const bf16* x = a.x + from * a.x_stride + k0;
         for (i64 g = 0; g < count; g++) {
-          const i64 follows = (first + g + (more ? 0 : group)) * kPanel;
-          const bool ask = t == 0 && follows + kPanel <= (more ? a.N : std::min(a.N, panels.to * kPanel));
-          const bf16* next = ask ? a.weight + follows * a.weight_stride + (more ? k0 + depth : 0) : nullptr;
-          float* held = sums ? sums + (g * tiles + t) * kTileRows * kPanel : nullptr;
-          table[rows - 1](a, mine.from + from, (first + g) * kPanel, k0, inside, packed + g * depth * kPanel,
-                          k0 ? held : nullptr, more ? held : nullptr, next);
+          const Panel panel = panel_at(a, first + g);
+          // The last two tiles ask for what is packed next: the next part of k, or the panels after these.
+          const i64 follows = more ? first + g : first + g + group;
+          const bf16* weights = nullptr;
+          if (t >= tiles - 2 && follows < range.to)
+            weights = a.weight + panel_at(a, follows).row[t == tiles - 1] * a.weight_stride + (more ? k0 + depth : 0);
+          const bf16* next_x = g == 0 && !few && t + 1 < tiles ? x + rows * a.x_stride : nullptr;
+          float* held = sums + (parts > 1 ? (t * group + g) * kTile : 0);
+          if (!more)
+            for (i64 i = 0; i < rows; i++) __builtin_prefetch(a.out + (from + i) * a.out_stride + panel.row[0], 1);
+          table[rows - 1](x, a.x_stride, inside, packed + g * depth * kPanel, k0 == 0, held, weights, a.weight_stride,
+                          next_x);
+          if (!more) finish_tile(a, from, rows, panel, held);
         }
       }
     }
   }
+}
+
+// Few rows of x, with a gate: the outputs `mine` of both halves of the weight go to `halves` [M, N] first.
+void gated_dot(const Args& a, Range mine, bf16* halves) {
+  Args both = a;
+  both.out = halves, both.out_stride = a.N, both.gated = false;
+  const i64 half = a.N / 2;
+  for (i64 start : {i64(0), half}) dot_some(both, {start + mine.from, start + mine.to});
+  for (i64 m = 0; m < a.M; m++)
+    for (i64 n = mine.from; n < mine.to; n += 16) {
+      const __mmask16 valid = first16(mine.to - n);
+      const bf16* from = halves + m * a.N + n;
+      store16(a.out + m * a.out_stride + n, _mm512_mul_ps(silu(load16(from, valid)), load16(from + half, valid)), valid);
+    }
 }
 
 #endif  // GRAPHLLM_AVX512
@@ -451,6 +522,22 @@ void plain(const Args& a, Range rows) {
 
 #endif
 
+// Threads that this much weight is worth waking.
+int threads_for(const Args& a) {
+  return int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, a.N * a.K * 2 / kMinBytes)));
+}
+
+#ifdef GRAPHLLM_AVX512
+
+void panels_by_thread(const Args& a) {
+  const i64 count = a.gated ? ceil_div(a.N / 2, 16) : ceil_div(a.N, kPanel), threads = omp_get_num_threads();
+  // With few panels a thread, the rows of x are divided instead.
+  const bool by_rows = count < 8 * threads && a.M >= 4 * kTileRows * threads;
+  by_rows ? panels(a, share(a.M), {0, count}) : panels(a, {0, a.M}, share(count));
+}
+
+#endif
+
 }  // namespace
 }  // namespace graphllm
 
@@ -459,9 +546,8 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   using namespace graphllm;
   if (M <= 0 || N <= 0) return;
   const Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
-               static_cast<bf16*>(out), M, N, K, x_stride, weight_stride};
-  const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, N * K * 2 / kMinBytes));
-#pragma omp parallel num_threads(int(threads))
+               static_cast<bf16*>(out), M, N, K, x_stride, weight_stride, N, false};
+#pragma omp parallel num_threads(threads_for(a))
   {
 #if defined(GRAPHLLM_AMX)
     if (M > 1 && amx_granted())
@@ -471,20 +557,31 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
 #if defined(GRAPHLLM_AVX512)
     if (M <= 2 * kDotRows) {
       const Range pairs = share(ceil_div(N, 2));
-      const Range mine{pairs.from * 2, std::min(N, pairs.to * 2)};
-#ifdef GRAPHLLM_AMX
-      dot(a, mine);
-#else
-      M == 1 ? dot_row(a, mine) : dot(a, mine);
-#endif
+      dot_some(a, {pairs.from * 2, std::min(N, pairs.to * 2)});
     } else {
-      const i64 count = ceil_div(N, kPanel);
-      // With few panels a thread, the rows of x are divided instead.
-      const bool by_rows = count < 8 * omp_get_num_threads() && M >= 4 * kTileRows * omp_get_num_threads();
-      by_rows ? panels(a, share(M), {0, count}) : panels(a, {0, M}, share(count));
+      panels_by_thread(a);
     }
 #else
     plain(a, share(N));
 #endif
   }
 }
+
+#ifdef GRAPHLLM_AVX512
+
+// The same with a weight [2 N, K] whose halves are a gate and a value: out [M, N] = silu(gate) * value.
+extern "C" void graphllm_linear_gated(const void* x, const void* weight, const void* bias, void* out, std::int64_t M,
+                                      std::int64_t N, std::int64_t K, std::int64_t x_stride,
+                                      std::int64_t weight_stride) {
+  using namespace graphllm;
+  if (M <= 0 || N <= 0) return;
+  static thread_local Scratch scratch;
+  const Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
+               static_cast<bf16*>(out), M, 2 * N, K, x_stride, weight_stride, N, true};
+  const bool few = M <= 2 * kDotRows;
+  bf16* halves = few ? scratch.get<bf16>(M * a.N) : nullptr;
+#pragma omp parallel num_threads(threads_for(a))
+  few ? gated_dot(a, share(N), halves) : panels_by_thread(a);
+}
+
+#endif

@@ -13,7 +13,7 @@ def _cost(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Cost
     return Cost(nbytes(x_TI, weight_OI, bias_O) + out * x_TI.element_size(), 2 * out * x_TI.shape[1])
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """x_TI [T, I] times weight_OI [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype.
 

@@ -16,7 +16,7 @@ def _cost(
     return Cost(read + 2 * nbytes(residual_TO), 2 * residual_TO.numel() * x_TI.shape[1])
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def linear_add_norm(
     x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

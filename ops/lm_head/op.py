@@ -14,7 +14,7 @@ def _cost(x_SD: Tensor, weight_VD: Tensor, softcap: float = 0.0) -> Cost:
     return Cost(nbytes(x_SD, weight_VD) + out * x_SD.element_size(), flops * out)
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def lm_head(x_SD: Tensor, weight_VD: Tensor, softcap: float = 0.0) -> Tensor:
     """x_SD [S, D] times weight_VD [V, D] transposed: logits [S, V] in x's dtype.
 

@@ -21,7 +21,7 @@ def _cost(
     return Cost(read + out * x_TI.element_size(), out * (2 * x_TI.shape[1] + (3 if softcap else 0)))
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def quant_linear(
     x_TI: Tensor,
     values_BGLRQ: Tensor,

@@ -12,7 +12,7 @@ def _cost(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Cost:
     return Cost(2 * nbytes(x) + nbytes(weight), 4 * x.numel())
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2, last) + eps) * (offset + weight), in x's dtype and shape.
 

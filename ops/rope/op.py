@@ -12,7 +12,7 @@ def _cost(x_THE: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Cost:
     return Cost(2 * nbytes(x_THE) + nbytes(cos_TF, sin_TF), 6 * x_THE.shape[0] * x_THE.shape[1] * cos_TF.shape[1])
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def rope(x_THE: Tensor, cos_TF: Tensor, sin_TF: Tensor) -> Tensor:
     """Rotate the first 2F entries of each head; the others pass. Returns [T, H, E] in x's dtype, contiguous.
 

@@ -12,7 +12,7 @@ def _cost(gate_up_T2F: Tensor) -> Cost:
     return Cost(nbytes(gate_up_T2F) * 3 // 2, 5 * gate_up_T2F.numel() // 2)
 
 
-@op(cost=_cost)
+@op(cost=_cost, rowwise=True)
 def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """silu(gate) * up: [T, F] in the input's dtype, contiguous.
 

@@ -200,7 +200,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
         (name, unit)
         for name in ("canonicalize", "quantize_linear", "fuse_attention")
         for unit in ("feed", "embed", "layer.global", "head", "sample", "adjust", "sample_adjusted", "logprobs")
-    ]
+    ] + [("select_early", "layer.global + head mixed-2-32")]
     assert list(manifest["seconds"]) == [
         "assemble", "build", "import backend", "link", "package", "passes", "trace", "tune"
     ]  # fmt: skip

@@ -7,6 +7,7 @@ import ctypes
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +19,11 @@ from graphllm.ir.kernels import CKernel, bind_symbol
 @pytest.fixture(scope="module")
 def compiled_for(
     tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[None]]:
-    """Binds kernels to a library that is compiled with further flags."""
+) -> Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]:
+    """Binds kernels to a library that is compiled with further flags, and says where it is."""
 
     @contextlib.contextmanager
-    def bound(kernels: Sequence[CKernel], flags: Sequence[str]) -> Iterator[None]:
+    def bound(kernels: Sequence[CKernel], flags: Sequence[str]) -> Iterator[Path]:
         sources = sorted({k.source for k in kernels})
         output = tmp_path_factory.mktemp("kernels") / "kernels.so"
         subprocess.run([*compiler_command(sources, output), *flags], check=True)  # the last -march counts
@@ -30,7 +31,7 @@ def compiled_for(
         before = [k._function for k in kernels]
         for k in kernels:
             k._function = bind_symbol(library, k.symbol, k.argument_types)
-        yield
+        yield output
         for k, function in zip(kernels, before, strict=True):
             k._function = function
 

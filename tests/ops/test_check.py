@@ -67,6 +67,18 @@ def test_wrong_declarations(name: str, changes: dict[str, Any], message: str) ->
     assert message in _problems(_op(name, **changes))
 
 
+def test_rows_that_depend_on_others_are_found() -> None:
+    def total(x: Tensor, state: Tensor) -> Tensor:
+        """x plus the sum of its rows."""
+        state += 0
+        return x + x.sum(0)
+
+    made = _op("rowwise", total)
+    assert _problems(made) == ""
+    made.rowwise = True
+    assert "rows alone give something else" in _problems(made)
+
+
 def test_undeclared_write() -> None:
     def writes(x: Tensor, state: Tensor) -> Tensor:
         """Writes x, which is not declared."""

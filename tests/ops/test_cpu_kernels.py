@@ -22,6 +22,8 @@ from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import Site
 from graphllm.ops.adjust_logits import adjust_logits
 from graphllm.ops.adjust_logits.cpu import cpu_adjust_logits
+from graphllm.ops.fused_linear import fused_linear
+from graphllm.ops.fused_linear.cpu import gated_linear
 from graphllm.ops.linear import linear
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.paged_attention import paged_attention
@@ -33,7 +35,7 @@ from graphllm.ops.sample.op import uniform_bits
 from graphllm.ops.token_logprobs import token_logprobs
 from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 
-CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[None]]
+CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 TYPED = ("paged_attention", "sample", "adjust_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_record_tokens"),
@@ -75,6 +77,23 @@ def test_linear_any_size(level: str, threads: int, rows: int) -> None:
         for bias in (None, torch.randn(out).bfloat16()):
             reference = linear(x.double(), weight.double(), None if bias is None else bias.double())
             assert _error(streaming_linear(x, weight, bias), reference) < 4e-3, (out, inner)
+
+
+@pytest.mark.skipif(not _host_has("avx512_bf16"), reason="the gate has a kernel for AVX-512 with bfloat16 only")
+@pytest.mark.parametrize("rows", [0, 1, 2, 9, 16, 17, 33, 130])
+def test_gated_linear_any_size(threads: int, rows: int) -> None:
+    """Halves that end inside a block, rows on both sides of the two ways to compute."""
+    torch.manual_seed(rows)
+    for out, inner in ((1, 8), (17, 72), (48, 64), (31, 33), (300, 896), (40, 2600)):
+        x = torch.randn(rows, inner + 8).bfloat16()[:, :inner]
+        weight = (torch.randn(2 * out, inner + 4) * inner**-0.5).bfloat16()[:, :inner]
+        for bias in (None, torch.randn(2 * out).bfloat16()):
+            given = {"x_TI": x, "weight_OI": weight, "bias_O": bias, "gated": True}
+            wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            found = gated_linear(**given)  # type: ignore[arg-type]
+            assert found.shape == (rows, out)
+            if rows:
+                assert _error(found, fused_linear.reference(**wide)) < 1e-2, (out, inner)
 
 
 def test_linear_without_rows(level: str) -> None:

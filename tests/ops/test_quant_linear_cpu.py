@@ -15,9 +15,9 @@ from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.quant_linear.op import dequantize
 from graphllm.weights.formats import FORMATS
-from graphllm.weights.quantize import pack
+from graphllm.weights.quantize import Packer, pack
 
-CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[None]]
+CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 KERNELS = [c_kernel(f"graphllm_quant_linear_{f}_{t}") for f in FORMATS for t in ("bf16", "f32")]
 X86 = platform.machine() == "x86_64"
 LEVELS = {
@@ -28,13 +28,19 @@ LEVELS = {
 
 
 @pytest.fixture(scope="module", params=LEVELS)
-def level(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[str]:
+def library(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[Path]:
     """Binds the kernels to a library compiled for the level."""
     info = Path("/proc/cpuinfo")
     if request.param == "avx2" and not (X86 and info.exists() and " avx2 " in info.read_text()):
         pytest.skip("needs AVX2")
-    with compiled_for(KERNELS, LEVELS[request.param]):
-        yield request.param
+    with compiled_for(KERNELS, LEVELS[request.param]) as built:
+        yield built
+
+
+@pytest.fixture
+def level(library: Path, request: pytest.FixtureRequest) -> str:
+    """The level that the kernels are bound to."""
+    return str(request.node.callspec.params["library"])
 
 
 def _packed(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,3 +136,64 @@ def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, name: str) 
 def test_without_rows(level: str) -> None:
     values, scales = _packed(16, 64, "int8")
     assert streaming_quant_linear(torch.empty(0, 64).bfloat16(), values, scales, 16).shape == (0, 16)
+
+
+# ---- rounding and packing
+
+
+def _parts(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A packed matrix of what nobody may overwrite with anything but its own."""
+    fmt = FORMATS[name]
+    values = torch.full(fmt.values_shape(rows, inner), 90, dtype=getattr(torch, fmt.dtype))
+    return values, torch.full(fmt.scales_shape(rows, inner), 5.0, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.float64], ids=str)
+def test_packing_is_bit_by_bit_the_specification(library: Path, name: str, dtype: torch.dtype) -> None:
+    """Any size, from any row and group on; strided and transposed; zeros of both signs, subnormal and huge groups."""
+    fmt, packer = FORMATS[name], Packer(library)
+    assert hasattr(packer._library, f"graphllm_pack_{name}_f32")
+    torch.manual_seed(0)
+    for rows, inner, row, entry in (
+        *((1, 1, 0, 0), (16, 64, 0, 0), (5, 31, 13, 64), (33, 133, 7, 0), (70, 640, 16, 128), (3, 4864, 2, 0)),
+    ):
+        numbers = torch.randn(rows + 1, inner + 3)
+        numbers[::4] *= 0.02
+        numbers[1::5, : inner // 2] = 0.0
+        numbers[2::5] *= -0.0
+        numbers[3::5, ::2] *= 1e-37
+        numbers[4::5] *= 1e-40
+        numbers[6::7] = numbers[6::7].abs() * 1e34
+        numbers = numbers.to(dtype)
+        for given in (numbers[:rows, :inner], numbers[1:, 3:], numbers.T.contiguous().T[:rows, :inner]):
+            found, said = (_parts(row + rows + 5, entry + inner + 70, name) for _ in range(2))
+            packer.pack(given, fmt, *found, row, entry)
+            pack(given, fmt, *said, row, entry)
+            finite = said[1].isfinite()
+            assert torch.equal(found[0], said[0]) or not finite.all()
+            assert torch.equal(found[1].view(torch.int16)[finite], said[1].view(torch.int16)[finite])
+            assert torch.equal(found[1].isfinite(), finite)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_packing_what_is_not_finite(library: Path, name: str, bad: float) -> None:
+    """One number makes its group what the specification makes of it, and no other."""
+    numbers = torch.ones(16, 192)
+    numbers[3, 70] = bad
+    found, said = (_parts(16, 192, name) for _ in range(2))
+    Packer(library).pack(numbers, FORMATS[name], *found)
+    pack(numbers, FORMATS[name], *said)
+    one, other = (dequantize(*packed, 16, 192) for packed in (found, said))
+    assert not one.isfinite().all()
+    torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_packing_without_a_library(tmp_path: Path) -> None:
+    numbers, fmt = torch.randn(20, 96), FORMATS["int8"]
+    found, said = _parts(20, 96, "int8"), _parts(20, 96, "int8")
+    Packer(tmp_path / "kernels.so").pack(numbers, fmt, *found)
+    pack(numbers, fmt, *said)
+    assert torch.equal(found[0], said[0])
+    assert torch.equal(found[1], said[1])

@@ -81,6 +81,24 @@ def test_more_rows_are_normalized_where_the_branch_ends(bucket: Bucket) -> None:
 
 
 @pytest.mark.parametrize("bucket", [ONE, SOME, MANY])
+def test_on_a_cpu_the_gate_joins_where_there_is_a_kernel_for_it(bucket: Bucket) -> None:
+    unit, report, targets = _run(_layer, bucket, CompileConfig(Target("cpu", ("avx2", "avx512_bf16"))))
+    ops = [t for t in targets if t.startswith("graphllm::")]
+    assert ops == ["graphllm::linear", "graphllm::rms_norm", "graphllm::fused_linear", "graphllm::linear",
+                   "graphllm::rms_norm", "graphllm::linear"]  # fmt: skip
+    assert [n.partition(": ")[2] for n in report.notes] == ["linear, gate"]
+    _same_result(_layer, unit, bucket.lo)
+
+
+def test_on_a_cpu_a_gate_that_is_not_alone_stays() -> None:
+    def fn(v: Values) -> tuple[Tensor, ...]:
+        return swiglu(y := linear(v["x"], v["up"])), y
+
+    _, report, _ = _run(fn, SOME, CompileConfig(Target("cpu", ("avx2", "avx512_bf16"))))
+    assert report.changed == 0
+
+
+@pytest.mark.parametrize("bucket", [ONE, SOME, MANY])
 def test_head(bucket: Bucket) -> None:
     def head(v: Values) -> tuple[Tensor, ...]:
         return (OPS["lm_head"](_norm(v, v["x"]), v["up"]),)
