@@ -20,6 +20,7 @@ import torch
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.runtime import sizes
+from graphllm.runtime.fresh import FreshPages
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
 from graphllm.runtime.program import RESULTS, ZEROED, Bound, Call, LinkedProgram
 from graphllm.runtime.staging import Staging, StepInput
@@ -99,6 +100,7 @@ class Executor:
         self.depends_on_length = program["kv"]["depends on length"]
         self.state = {n.removeprefix("state."): self._zeros(s, d) for n, (d, s) in program["state"].items()}
         self._kv = self._allocate_kv(program["kv"])
+        self._fresh = FreshPages(self._kv) if self.device.type == "cpu" else None
         self._outside = (
             dict(weights)
             | {f"state.{n}": t for n, t in self.state.items()}
@@ -188,8 +190,11 @@ class Executor:
         self._staging.fill(ring, step, T, S)
         runner = self._runner("full" if full else "plain", bucket, T, S)
         frame = Frame(rows, ring, bucket.name, (T, S), runner)
+        highest = int(step.block_table.max(initial=0)) if self._fresh else 0
 
         def work() -> None:
+            if self._fresh:
+                self._fresh.reach(highest)
             self._staging.upload(ring, T, S)
             runner.run("")
             if not full:
