@@ -127,15 +127,22 @@ def check_replaceable(folder: Path) -> None:
 
 
 def begin(folder: Path) -> Path:
-    """A fresh build folder beside ``folder``. Build folders whose process is gone are removed."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    """A fresh build folder beside ``folder``. Build folders whose process is gone are removed. Raises ArtifactError
+    where nothing can be written."""
+    made = folder.parent / f".building-{os.getpid()}-{folder.name}"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(made, ignore_errors=True)
+        made.mkdir()
+    except OSError as failure:
+        raise ArtifactError(
+            f"output: cannot write to {folder.parent} ({failure.strerror}); give another folder, or for the cache set "
+            "GRAPHLLM_CACHE"
+        ) from failure
     for stale in folder.parent.glob(".building-*"):
         owner = stale.name.split("-")[1]
         if not Path(f"/proc/{owner}").exists():
             shutil.rmtree(stale, ignore_errors=True)
-    made = folder.parent / f".building-{os.getpid()}-{folder.name}"
-    shutil.rmtree(made, ignore_errors=True)
-    made.mkdir()
     return made
 
 

@@ -235,7 +235,7 @@ def find_or_build(
     native = config.target.device == "cpu" and config.backend == "inductor"
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _no_collections() if native else contextlib.nullcontext()
-    with collections, Objects(env.cache_dir / "objects") as objects:
+    with collections, Objects(env.cache_dir / "objects" if native else None) as objects:
         if native:
             objects.guess()
         from graphllm.compile.pipeline import compile_model, find_model

@@ -244,6 +244,20 @@ def test_build_folders_of_running_processes_stay(tmp_path: Path) -> None:
     assert not gone.exists()
 
 
+def test_a_folder_that_cannot_be_written_to_is_named(
+    checkpoint: Path, tmp_path: Path, cli: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("GRAPHLLM_CACHE", str(tmp_path / "file" / "cache"))
+    done = cli("compile", checkpoint, "--backend", "eager", "--target", "cpu", "--max-num-seqs", 2)
+    assert done.code == 2
+    assert f"cannot write to {tmp_path}/file/cache/artifacts" in done.err
+    assert "GRAPHLLM_CACHE" in done.err
+    elsewhere = tmp_path / "made"
+    done = cli("compile", checkpoint, "--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "-o", elsewhere)
+    assert done.code == 0
+
+
 def test_manifest_is_readable_json(compiled_artifact: Path) -> None:
     whole = json.loads((compiled_artifact / "manifest.json").read_text())
     manifest = json.loads(whole["manifest"])

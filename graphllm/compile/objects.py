@@ -30,13 +30,14 @@ class BuildError(RuntimeError):
 class Objects:
     """The objects of one library, compiled by g++ for this machine. A context manager: its end stops what still runs.
 
-    folder: where objects stay for later compiles, named by a digest of everything they depend on; None keeps none.
+    folder: where objects stay for later compiles, named by a digest of everything they depend on; None, or one that
+    cannot be written to, keeps none.
     seconds: of each compiler that has run, by its source; they run beside each other and beside Python.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="graphllm-objects-")
-        self._folder = folder or Path(self._scratch.name)
+        self._folder = folder if folder and _writable(folder) else Path(self._scratch.name)
         for partial in self._folder.glob(".*.o"):
             if not Path(f"/proc/{partial.name[1:].split('-')[0]}").exists():
                 partial.unlink(missing_ok=True)
@@ -112,7 +113,6 @@ class Objects:
         known = json.dumps([*self._known, name, words]).encode()
         made = self._folder / f"{hashlib.sha256(known + content).hexdigest()[:32]}.o"
         if not made.exists():
-            self._folder.mkdir(parents=True, exist_ok=True)
             start, partial = time.perf_counter(), self._folder / f".{os.getpid()}-{made.name}"
             _run(command(partial))
             partial.replace(made)
@@ -121,6 +121,14 @@ class Objects:
 
     def _took(self, name: str, start: float) -> None:
         self.seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def _writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
 
 
 def _run(command: Sequence[str]) -> None:

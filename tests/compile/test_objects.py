@@ -65,9 +65,11 @@ def test_kept_objects_are_used_until_something_changes(tmp_path: Path, own: Path
     assert (flags.own, flags.generated, flags.compiled) == (63, 12, ["generated0.cpp"])
 
 
-def test_without_a_folder_nothing_is_kept(tmp_path: Path, own: Path) -> None:
+@pytest.mark.parametrize("where", [None, "a file/kept"])
+def test_without_a_folder_nothing_is_kept(tmp_path: Path, own: Path, where: str | None) -> None:
+    (tmp_path / "a file").touch()
     for turn in range(2):
-        made = Made(None, tmp_path / f"{turn}.so", own, GENERATED)
+        made = Made(tmp_path / where if where else None, tmp_path / f"{turn}.so", own, GENERATED)
         assert (made.own, made.generated, len(made.compiled)) == (42, 6, 2)
 
 
