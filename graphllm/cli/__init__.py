@@ -30,7 +30,7 @@ def command() -> None:
     status = 1
 
     def leave() -> None:
-        if "torch._inductor" in sys.modules:
+        if "graphllm.compile.inductor" in sys.modules:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()
