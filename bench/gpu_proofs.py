@@ -87,8 +87,9 @@ def fuzz() -> dict[str, Any]:
         return rng.integers(0, 151936, n).tolist()
 
     def first_token() -> float:
+        tokens = prompt(128)
         start = time.perf_counter()
-        add(core, [prompt(128)], [4], {"temperature": 0.0})
+        add(core, [tokens], [4], {"temperature": 0.0})
         while not core.step():
             pass
         taken = time.perf_counter() - start

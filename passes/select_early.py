@@ -27,11 +27,10 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops
 @register_pass(stage=Stage.SPECIALIZE, numerics="reorders")
 def select_early(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Move an `index_select` of rows to before the row-wise nodes that make what it selects from, in steps whose number
-    of tokens is dynamic and may exceed that of sampled rows. Nothing in it is particular to CPUs, but it has not run on
-    a GPU yet."""
+    of tokens is dynamic and may exceed that of sampled rows."""
     notes: list[str] = []
     mixed = unit.bucket is not None and unit.bucket.kind == "mixed" and not unit.bucket.static
-    if mixed and config.target.device == "cpu":
+    if mixed:
         for node in unit.graph.find_nodes(op="call_function", target=_SELECT):
             x, dim, rows = cast(tuple[Node, int, Node], node.args)
             if dim == 0 and rows.op == "placeholder" and _has_tokens(unit, x):

@@ -31,11 +31,12 @@ def _case(
     softcap: float = 0.0,
     fused: bool = False,
     pad: int = 0,
+    most: int = 0,
     size: str = "small",
 ) -> Case:
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
-    pad: rows after the last sequence's, whose output is not specified.
+    pad: rows after the last sequence's, whose output is not specified. most: of the bucket, if it holds larger batches.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
@@ -66,7 +67,7 @@ def _case(
             "scale": E**-0.5, "window": window, "softcap": softcap,
         }  # fmt: skip
 
-    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, T, T), size, _owned_rows)  # type: ignore[arg-type]
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, T, max(T, most)), size, _owned_rows)  # type: ignore[arg-type]
 
 
 _8B, _06B = (32, 8, 128), (16, 8, 128)
@@ -87,6 +88,10 @@ CASES = (
     _case("decode_page32_fused", [(1, 31), (1, 32), (1, 33), (1, 150)], (8, 1, 128), page=32, fused=True),
     _case("decode_page128_head96", [(1, 127), (1, 128), (1, 300)], (4, 4, 96), page=128),
     _case("decode_nothing", [(0, 0)]),
+    _case("decode_two_heads", [(1, 1), (0, 0), (1, 2100), (1, 33)], (16, 8, 32), most=128, fused=True),
+    _case("decode_four_heads", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, fused=True),
+    _case("decode_four_heads_group4", [(1, 130), (1, 1), (1, 65)], (32, 8, 16), most=256, page=64),
+    _case("decode_four_heads_window", [(1, 90), (1, 17)], (4, 4, 32), most=512, window=20),
     _case("prompt_one_token", [(1, 1), (2, 2)]),
     _case("prompt", [(70, 70)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),

@@ -1,10 +1,11 @@
 """Triton kernels for steps in which a sequence has at most one query token: split-KV decode with packed query groups.
 
-One program attends for one sequence, one KV head (all of its query heads packed into the rows of a tile) and one range
-of the context. The number of ranges is a launch constant; the ranges follow from seq_len on the device, so a captured
-launch serves every length. The step's own token is taken from k and v directly, by the program of range 0, which also
-stores it into the cache: no program reads a position that another one writes. The last program of a sequence and head
-to finish joins the ranges, always in the same order.
+One program attends for one sequence, one range of the context and one or more KV heads: all of their query heads are
+packed into the rows of a tile, the heads' keys into its columns, and scores between different heads are masked. The
+number of ranges is a launch constant; the ranges follow from seq_len on the device, so a captured launch serves every
+length. The step's own token is taken from k and v directly, by the program of range 0, which also stores it into the
+cache: no program reads a position that another one writes. The last program of a sequence and its heads to finish joins
+the ranges, always in the same order.
 
 Queries and keys may come as projected: they are then normalized and rotated on the way in (`Turn`). Programs start
 while the kernel before theirs still runs; only what no kernel of the step writes is touched before `gdc_wait`.
@@ -54,27 +55,44 @@ def soft_cap(scores, LOG2E_CAP: tl.constexpr, SCORE_SCALE: tl.constexpr):
 
 
 @triton.jit
-def tile_pages(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The page of each position of a tile, 0 from position end on.
+def tile_tokens(BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
+    """The token of each column of a tile: that of the first head's columns, then the same for each further head."""
+    if HEADS == 1:
+        return tl.arange(0, BLOCK_N)
+    else:
+        return tl.arange(0, BLOCK_N) % (BLOCK_N // HEADS)
+
+
+@triton.jit
+def tile_pages(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr = 1):
+    """The page of each column of a tile, 0 from position end on.
 
     Loops read the next tile's pages one iteration ahead: Triton's pipeliner then keeps several tiles of keys in flight,
     while keys that depend on a load of the same iteration would be fetched one tile at a time.
     """
-    n = tl.arange(0, BLOCK_N)
-    at = tile * BLOCK_N + n
-    if P <= BLOCK_N:
-        return tl.load(table_row + (tile * (BLOCK_N // P) + n // P), mask=at < end, other=0)
+    TOKENS: tl.constexpr = BLOCK_N // HEADS
+    n = tile_tokens(BLOCK_N, HEADS)
+    at = tile * TOKENS + n
+    if P <= TOKENS:
+        return tl.load(table_row + (tile * (TOKENS // P) + n // P), mask=at < end, other=0)
     else:
         return tl.load(table_row + at // P, mask=at < end, other=0)
 
 
 @triton.jit
-def tile_slots(page, tile, CACHE_PAGE: tl.constexpr, CACHE_POS: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets of a tile's positions in one head of the cache."""
-    n = tl.arange(0, BLOCK_N)
-    if P > BLOCK_N:
-        n = (tile * BLOCK_N) % P + n
-    return page.to(tl.int64) * CACHE_PAGE + (n % P) * CACHE_POS
+def tile_slots(
+    page, tile, CACHE_PAGE: tl.constexpr, CACHE_POS: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    CACHE_HEAD: tl.constexpr = 0, HEADS: tl.constexpr = 1,
+):  # fmt: skip
+    """Offsets of a tile's columns in the cache, from that of its first head."""
+    TOKENS: tl.constexpr = BLOCK_N // HEADS
+    n = tile_tokens(BLOCK_N, HEADS)
+    if P > TOKENS:
+        n = (tile * TOKENS) % P + n
+    slots = page.to(tl.int64) * CACHE_PAGE + (n % P) * CACHE_POS
+    if HEADS > 1:
+        slots += (tl.arange(0, BLOCK_N) // TOKENS) * CACHE_HEAD
+    return slots
 
 
 @triton.jit
@@ -162,19 +180,20 @@ def load_turned(
 
 @triton.jit
 def _join_ranges(
-    partial_ptr, lse_ptr, out_ptr, base, ranges, row, head,
-    H: tl.constexpr, G: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, RANGES: tl.constexpr, JOINED: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, base, ranges, row, group,
+    H: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    RANGES: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """The output of a sequence and KV head from its ranges, at most RANGES: all ranges of JOINED query heads at once,
+    """The output of a program's query heads from their ranges, at most RANGES: all ranges of JOINED heads at once,
     because a loop over ranges or heads would wait for memory in each turn."""
     e = tl.arange(0, E_PAD)
     in_e = e < E
     part = tl.arange(0, RANGES)[:, None]
     used = part < ranges
-    for i in tl.static_range(0, G, JOINED):
+    for i in tl.static_range(0, ROWS, JOINED):
         some = i + tl.arange(0, JOINED)
-        at = (base + part) * H + head * G + some[None, :]
-        known = used & (some < G)[None, :]
+        at = (base + part) * H + group * ROWS + some[None, :]
+        known = used & (some < ROWS)[None, :]
         mask = known[:, :, None] & in_e[None, None, :]
         cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
         parts = tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
@@ -182,8 +201,8 @@ def _join_ranges(
         most = tl.max(lse, axis=0)[None, :]
         weight = tl.where(known, tl.exp2(lse - most), 0.0)
         joined = tl.sum(parts * weight[:, :, None], axis=0) / tl.sum(weight, axis=0)[:, None]
-        out = out_ptr + (row * H + head * G + some)[:, None] * E + e[None, :]
-        tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < G)[:, None] & in_e[None, :])
+        out = out_ptr + (row * H + group * ROWS + some)[:, None] * E + e[None, :]
+        tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < ROWS)[:, None] & in_e[None, :])
 
 
 @triton.jit
@@ -195,7 +214,7 @@ def _split_kernel(
     out_ptr,
     partial_ptr,
     lse_ptr,
-    arrived_ptr,  # [S * K] int32, zero before and after
+    arrived_ptr,  # [S * GROUPS] int32, zero before and after
     table_ptr,
     query_start_ptr,
     seq_len_ptr,
@@ -219,9 +238,10 @@ def _split_kernel(
     WINDOW: tl.constexpr,
     WRITE: tl.constexpr,  # store k and v into the cache (else the cache holds them already)
     H: tl.constexpr,
-    K: tl.constexpr,
-    G: tl.constexpr,
-    G_PAD: tl.constexpr,
+    G: tl.constexpr,  # query heads of a KV head
+    HEADS: tl.constexpr,  # KV heads of a program
+    GROUPS: tl.constexpr,  # programs for all KV heads
+    G_PAD: tl.constexpr,  # rows of a tile: at least HEADS * G
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     P: tl.constexpr,
@@ -240,25 +260,28 @@ def _split_kernel(
 ):
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(0)
+    ROWS: tl.constexpr = HEADS * G
+    TOKENS: tl.constexpr = BLOCK_N // HEADS
+    KV_ROWS: tl.constexpr = 1 if HEADS == 1 else G_PAD  # of the new keys and values: one serves all rows of one head
+    group = tl.program_id(0)
     s = tl.program_id(1)
     split = tl.program_id(2)  # the programs without work are the last ones
     row = tl.load(query_start_ptr + s)
     queries = tl.load(query_start_ptr + s + 1) - row
     length = tl.load(seq_len_ptr + s)
-    start, first, tiles, per_split = split_bounds(length, WINDOW, BLOCK_N, SPLITS, MIN_TILES)
+    start, first, tiles, per_split = split_bounds(length, WINDOW, TOKENS, SPLITS, MIN_TILES)
     lo = first + split * per_split
     hi = tl.minimum(lo + per_split, first + tiles)
     last = length - 1
     table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
-    head_ptr = cache_ptr + head * CACHE_HEAD
-    page = tile_pages(table_row, lo, last, P, BLOCK_N)
+    head_ptr = cache_ptr + group * HEADS * CACHE_HEAD
+    page = tile_pages(table_row, lo, last, P, BLOCK_N, HEADS)
     last_page = tl.load(table_row + last // P).to(tl.int64)
     q_weight, q_other_weight = load_norm(q_norm_ptr, E, E_PAD, F, NORM)
     k_weight, k_other_weight = load_norm(k_norm_ptr, E, E_PAD, F, NORM)
     if not EMULATED:
         if lo < hi:  # the first tile is on its way while the queries are still being made; more would delay it
-            slot = head_ptr + tile_slots(page, lo, CACHE_PAGE, CACHE_POS, P, BLOCK_N)
+            slot = head_ptr + tile_slots(page, lo, CACHE_PAGE, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
             line = slot[:, None] + (tl.arange(0, LINES) * 64)[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
@@ -275,15 +298,19 @@ def _split_kernel(
         n = tl.arange(0, BLOCK_N)
         row64 = row.to(tl.int64)
         in_e = e < E
-        in_g = (g < G)[:, None]
+        in_g = (g < ROWS)[:, None]
         in_q = in_g & in_e[None, :]
-        q_row = q_ptr + row64 * Q_ROW + (head * G + g[:, None]) * Q_HEAD
+        q_row = q_ptr + row64 * Q_ROW + (group * ROWS + g[:, None]) * Q_HEAD
         one = tl.arange(0, 1)[:, None]
-        k_row = k_ptr + row64 * K_ROW + head * K_HEAD + one
+        r = tl.arange(0, KV_ROWS)
+        in_r = (r < ROWS)[:, None]
+        kv_head = (group * HEADS + r // G)[:, None]
+        k_row = k_ptr + row64 * K_ROW + kv_head * K_HEAD
         # All loads first: they are answered together.
         q, q_other = load_heads(q_row, in_g, E, E_PAD, F)
-        k_new, k_other = load_heads(k_row, one == 0, E, E_PAD, F)
-        v_new = tl.load(v_ptr + row64 * V_ROW + head * V_HEAD + e, mask=in_e, other=0.0)
+        k_new, k_other = load_heads(k_row, in_r, E, E_PAD, F)
+        v_row = v_ptr + row64 * V_ROW + kv_head * V_HEAD
+        v_new = tl.load(v_row + e[None, :], mask=in_r & in_e[None, :], other=0.0)
         cos, sin = load_angles(row, one == 0, cos_ptr, sin_ptr, E_PAD, F)
         q = turn(q, q_other, q_weight, q_other_weight, cos, sin, E, F, NORM, EPS)
         k_new = turn(k_new, k_other, k_weight, k_other_weight, cos, sin, E, F, NORM, EPS)
@@ -291,9 +318,10 @@ def _split_kernel(
         own = split == 0
         if WRITE:
             own_e = e < tl.where(own, E, 0)
-            slot = head_ptr + last_page * CACHE_PAGE + (last % P) * CACHE_POS + e
-            tl.store(slot[None, :], k_new, mask=own_e[None, :])
-            tl.store(slot + CACHE_KV, v_new, mask=own_e)
+            own_r = in_r & (r % G == 0)[:, None]
+            slot = head_ptr + last_page * CACHE_PAGE + (last % P) * CACHE_POS + (r // G)[:, None] * CACHE_HEAD
+            tl.store(slot + e[None, :], k_new, mask=own_r & own_e[None, :])
+            tl.store(slot + e[None, :] + CACHE_KV, v_new, mask=own_r & own_e[None, :])
 
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1)
         if LOG2E_CAP > 0:
@@ -302,27 +330,31 @@ def _split_kernel(
             score = score * SCALE
         top = tl.where(own, score, float("-inf"))
         total = tl.where(own, 1.0, 0.0) + tl.zeros([G_PAD], tl.float32)
-        acc = tl.where(own, v_new.to(tl.float32), 0.0)[None, :] + tl.zeros([G_PAD, E_PAD], tl.float32)
+        acc = tl.where(own, v_new.to(tl.float32), 0.0) + tl.zeros([G_PAD, E_PAD], tl.float32)
 
         for tile in range(lo, hi):
-            at = tile * BLOCK_N + n
+            at = tile * TOKENS + tile_tokens(BLOCK_N, HEADS)
             seen = at < last
             if WINDOW > 0:
                 seen = seen & (at >= start)
-            slots = head_ptr + tile_slots(page, tile, CACHE_PAGE, CACHE_POS, P, BLOCK_N)[:, None] + e[None, :]
+            columns = tile_slots(page, tile, CACHE_PAGE, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
+            slots = head_ptr + columns[:, None] + e[None, :]
             if E_PAD == E:
                 inside = seen[:, None]
             else:
                 inside = seen[:, None] & in_e[None, :]
             keys = tl.load(slots, mask=inside, other=0.0)
             values = tl.load(slots + CACHE_KV, mask=inside, other=0.0)
-            page = tile_pages(table_row, tile + 1, last, P, BLOCK_N)
+            page = tile_pages(table_row, tile + 1, last, P, BLOCK_N, HEADS)
             scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
             if LOG2E_CAP > 0:
                 scores = soft_cap(scores, LOG2E_CAP, SCALE)
             else:
                 scores = scores * SCALE
-            scores = tl.where(seen[None, :], scores, float("-inf"))
+            counts = seen[None, :]
+            if HEADS > 1:  # rows beyond the last head's see what its rows see
+                counts = counts & (tl.minimum(g // G, HEADS - 1)[:, None] == (n // TOKENS)[None, :])
+            scores = tl.where(counts, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             rescale = tl.exp2(top - new_top)
             p = tl.exp2(scores - new_top[:, None])
@@ -331,7 +363,7 @@ def _split_kernel(
             top = new_top
 
         acc = acc / total[:, None]
-        heads = head * G + g
+        heads = group * ROWS + g
         if tiles <= per_split:
             out = out_ptr + (row64 * H + heads)[:, None] * E + e[None, :]
             tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=in_q)
@@ -339,21 +371,21 @@ def _split_kernel(
             base = s.to(tl.int64) * SPLITS
             at_split = (base + split) * H + heads
             tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
-            tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < G)
+            tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < ROWS)
             tl.debug_barrier()
             ranges = (tiles + per_split - 1) // per_split
-            before = tl.atomic_add(arrived_ptr + s * K + head, 1, sem="acq_rel")
+            before = tl.atomic_add(arrived_ptr + s * GROUPS + group, 1, sem="acq_rel")
             if before == ranges - 1:
-                tl.store(arrived_ptr + s * K + head, 0)
+                tl.store(arrived_ptr + s * GROUPS + group, 0)
                 if RANGES <= FEW:
-                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, head,
-                                 H, G, E, E_PAD, RANGES, JOINED)  # fmt: skip
+                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group,
+                                 H, ROWS, E, E_PAD, RANGES, JOINED)  # fmt: skip
                 elif ranges <= FEW:  # loads that are masked off take time too
-                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, head,
-                                 H, G, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
+                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group,
+                                 H, ROWS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
                 else:
-                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, head,
-                                 H, G, E, E_PAD, RANGES, JOINED)  # fmt: skip
+                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group,
+                                 H, ROWS, E, E_PAD, RANGES, JOINED)  # fmt: skip
 
 
 class Turn(NamedTuple):
@@ -395,10 +427,12 @@ def attends(site: Site) -> bool:
     return same and half and E <= 256 and P % 16 == 0 and P & (P - 1) == 0 and table.dtype == torch.int32
 
 
-def _joined(group: int, E: int, ranges: int) -> int:
-    """Query heads whose ranges are joined at once: with few ranges, which are long, one, so that the join takes no
+def _joined(rows: int, E: int, ranges: int) -> int:
+    """Query heads whose ranges are joined at once. With few ranges, which are long, one: the join then takes no
     registers from the loop before it."""
-    return 1 if ranges < _FEW else min(power_of_2(group, 1), max(1, _JOINED // (ranges * power_of_2(E))))
+    if ranges < _FEW:
+        return 1
+    return min(power_of_2(rows, 1), max(1, _JOINED // (ranges * power_of_2(E))))
 
 
 def launch_decode(
@@ -416,13 +450,17 @@ def launch_decode(
     turn: Turn | None,
     *,
     write: bool,
+    heads: int,
     splits: int,
+    joined: int,
     min_tiles: int,
     block_n: int,
     warps: int,
     stages: int,
 ) -> None:
-    """Attend for the sequences of the batch that have exactly one query token; the others are left alone."""
+    """Attend for the sequences of the batch that have exactly one query token; the others are left alone. heads: KV
+    heads of a program, which share a tile of ``block_n`` columns. joined: query heads whose ranges are joined at once.
+    """
     H, E = q_THE.shape[1:]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     S = seq_len.shape[0]
@@ -431,43 +469,55 @@ def launch_decode(
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scale, softcap)
     pointers, turning = turn_arguments(turn, q_THE)
-    lines, ranges = max(1, E // 64), power_of_2(splits, 2)
+    lines, ranges, rows = max(1, E // 64), power_of_2(splits, 2), H // K * heads
     launch_triton(
-        _split_kernel, (K, S, splits),
+        _split_kernel, (K // heads, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         block_table, query_start, seq_len, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_PAGE=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
-        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, K=K, G=H // K,
-        G_PAD=power_of_2(H // K), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges, FEW=_FEW,
-        MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=_joined(H // K, E, ranges),
-        FEW_JOINED=_joined(H // K, E, _FEW), LINES=1 << (lines.bit_length() - 1),
+        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, G=H // K, HEADS=heads,
+        GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
+        FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
+        FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINES=1 << (lines.bit_length() - 1),
         EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **turning,
     )  # fmt: skip
 
 
-def plan_splits(S: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
-    """Launch constants of decode from static facts: most sequences (0 beside prefill), KV heads, longest context.
+def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int) -> Config:
+    """Launch constants of decode from static facts: most sequences (0 beside prefill), query and KV heads, longest
+    context.
 
-    Few sequences: ranges of at least two or four tiles until the chip holds about four programs a processor. Many: one
-    range each would do if lengths were equal; contexts that may be long get more, of at least 2,048 tokens, so that one
-    long sequence does not run alone at the end. Two stages: with three, the programs take so much shared memory that
-    they and those of the kernels around them do not run side by side. Measured on an H200, see
-    bench/results/h200_decode.md.
+    Few sequences: ranges of at least two or four tiles until the chip holds about four programs a processor. Many: a
+    program serves so many heads that about four a processor are left, because what a program waits for before its
+    first tile and after its last is not hidden when contexts are short. One range each would do if lengths were equal;
+    there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run alone at the end. Two stages:
+    with three, the programs take so much shared memory that they and those of the kernels around them do not run side
+    by side. Measured on an H200, see bench/results/h200_decode.md.
     """
-    rows = S * K
+    rows, heads = S * K, 1
     if not rows:  # mixed steps are long, so the ranges suit many sequences
         splits, least = 8, 2048
-    elif rows < 512:
+    elif rows < 256:
         splits = min(32, -(-512 // rows))
         least = 128 if splits >= 8 else 256
+    elif rows < 1024:
+        splits, least = 4, 512
+    elif rows < 4096:
+        heads = 2 if rows < 2048 else 4
+        splits, least = 8 if longest <= 16384 else 16, 1024
     else:
-        splits = 1 if longest <= 2048 else 2 if longest <= 16384 else 4
-        least = 512 if rows < 1024 else 2048
+        splits, least = 2 if longest <= 16384 else 4, 2048
     block_n = 32 if dtype == torch.float32 or E > 128 else 64
+    while heads > 1 and (K % heads or heads * (H // K) > 16 or block_n // heads < 16):
+        heads //= 2
     splits = max(1, min(splits, -(-longest // least)))
-    return {"splits": splits, "min_tiles": max(1, least // block_n), "block_n": block_n, "warps": 4, "stages": 2}
+    joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
+    return {
+        "heads": heads, "splits": splits, "joined": joined,
+        "min_tiles": max(1, least * heads // block_n), "block_n": block_n, "warps": 4, "stages": 2,
+    }  # fmt: skip
 
 
 def is_decode(site: Site) -> bool:
@@ -478,8 +528,8 @@ def is_decode(site: Site) -> bool:
 def decode_configs(site: Site) -> list[Config]:
     """The plan for the bucket's largest batch."""
     cache, table = site.args["kv_cache"], site.args["block_table"]
-    _, K, P, E = cache.shape[1:]
-    return [plan_splits(site.bucket.hi, K, table.shape[1] * P, cache.dtype, E)]
+    H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
+    return [plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)]
 
 
 @paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs)

@@ -312,6 +312,6 @@ def triton_prefill(
     )  # fmt: skip
     launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap, turn,
-        write=False, **plan_splits(0, K, block_table.shape[1] * P, q_THE.dtype, E),
+        write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),
     )  # fmt: skip
     return out_THE
