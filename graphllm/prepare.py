@@ -24,6 +24,7 @@ from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Quantization, Target, key_fields
 from graphllm.engine.options import EngineOptions
 from graphllm.machine import detect_target, gpu_memory
+from graphllm.runtime.fresh import CacheMemory
 from graphllm.weights import baked
 from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, has_weights
 
@@ -339,6 +340,9 @@ def load_core(
     ConfigError when memory does not suffice.
     """
     clock = _Phases(phases)
+    manifest = artifact.verify(Path(settings.artifact))
+    cache = _cache_memory(manifest, settings)
+    clock("artifact")
     import torch
 
     from graphllm.runtime.stream import alone
@@ -346,11 +350,25 @@ def load_core(
     clock("import torch")
     threads = settings.threads or torch.get_num_threads()
     with alone():
-        return _load(settings, processors, threads, clock)
+        return _load(settings, manifest, cache, processors, threads, clock)
+
+
+def _cache_memory(manifest: Mapping[str, Any], settings: CoreSettings) -> CacheMemory | None:
+    """A CPU's paged cache, whose memory comes while torch is imported."""
+    if manifest["factors"]["compile"]["target"]["device"] != "cpu":
+        return None
+    tensors = json.loads((Path(settings.artifact) / "program.json").read_text())["kv"]["tensors"]
+    pages = _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization)
+    return CacheMemory(tensors, pages, manifest["memory"]["kv page"] // max(1, tensors))
 
 
 def _load(
-    settings: CoreSettings, processors: Sequence[LogitsProcessor], threads: int, clock: Callable[[str], None]
+    settings: CoreSettings,
+    manifest: Mapping[str, Any],
+    cache: CacheMemory | None,
+    processors: Sequence[LogitsProcessor],
+    threads: int,
+    clock: Callable[[str], None],
 ) -> EngineCore:
     import torch
 
@@ -362,10 +380,8 @@ def _load(
     from graphllm.weights.quantize import KERNELS
 
     place = Path(settings.artifact)
-    manifest = artifact.verify(place)
     source = open_source(settings.model, settings.random)
     named = [_named(name) for name in settings.processors]
-    clock("artifact")
     compiled = manifest["factors"]["compile"]
     plan = WeightPlan.from_json((place / "weights.json").read_text())
     device = compiled["target"]["device"]
@@ -380,8 +396,8 @@ def _load(
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")
-    pages = _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization, torch)
-    executor = Executor(place, manifest, weights, pages, threads)
+    pages = cache.pages if cache else _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization)
+    executor = Executor(place, manifest, weights, pages, threads, cache)
     grammars = None
     if (source.folder / "tokenizer.json").is_file():
         grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(settings.stop_ids))
@@ -425,16 +441,18 @@ def _named(name: str) -> LogitsProcessor:
         ) from missing
 
 
-def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: float, torch: Any) -> int:
-    """Pages of the cache, with the null page, which is no request's."""
+def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: float) -> int:
+    """Pages of the cache, with the null page, which is no request's; on a GPU, of what the weights have left."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     full = -(-compiled["max_model_len"] // compiled["page_size"])
     most = None
     if kv_memory is None and compiled["target"]["device"] == "cuda":
+        import torch
+
         free, total = torch.cuda.mem_get_info()
         kv_memory = int(free - (1 - utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
     elif kv_memory is None:
-        kv_memory = _available_memory() // 4
+        kv_memory = max(0, _available_memory() - memory["weights"]) // 4
         # A full batch of the longest sequences, and room for the prefix cache.
         most = 4 * full * compiled["max_num_seqs"] * manifest["groups"] + 1
     pages = kv_memory // memory["kv page"]

@@ -20,7 +20,7 @@ import torch
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.runtime import sizes
-from graphllm.runtime.fresh import FreshPages
+from graphllm.runtime.fresh import CacheMemory, zeros
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
 from graphllm.runtime.program import RESULTS, ZEROED, Bound, Call, LinkedProgram
 from graphllm.runtime.staging import Staging, StepInput
@@ -77,7 +77,8 @@ class Executor:
     folder: the artifact, already verified. weights: finished parameters by name. kv_pages: pages of the paged cache,
     the same in every cache tensor; page 0 is never written by a request. windows: attention window of each cache
     group, 0 for none. depends_on_length: cached keys depend on the context's length, so they cannot be shared. threads:
-    of a CPU's kernels, None for torch's choice. Raises ConfigError when the memory cannot be allocated.
+    of a CPU's kernels, None for torch's choice. cache: memory of those pages on a CPU, None to make it here. Raises
+    ConfigError when the memory cannot be allocated.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Executor:
         weights: Mapping[str, torch.Tensor],
         kv_pages: int,
         threads: int | None = None,
+        cache: CacheMemory | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
@@ -99,8 +101,8 @@ class Executor:
         self.windows = tuple(program["kv"]["windows"])
         self.depends_on_length = program["kv"]["depends on length"]
         self.state = {n.removeprefix("state."): self._zeros(s, d) for n, (d, s) in program["state"].items()}
+        self._cache = cache
         self._kv = self._allocate_kv(program["kv"])
-        self._fresh = FreshPages(self._kv) if self.device.type == "cpu" else None
         self._outside = (
             dict(weights)
             | {f"state.{n}": t for n, t in self.state.items()}
@@ -133,20 +135,20 @@ class Executor:
         kind = getattr(torch, dtype)
         if self.device.type == "cuda":
             return torch.zeros(shape, dtype=kind, device=self.device)
-        # numpy leaves fresh memory to the operating system to clear when it is first touched.
-        count = math.prod(shape) * kind.itemsize
-        memory = np.zeros(count + 64, dtype=np.uint8)
-        start = -memory.ctypes.data % 64
-        return torch.from_numpy(memory[start : start + count]).view(kind).view(*shape)
+        return torch.from_numpy(zeros(math.prod(shape) * kind.itemsize)).view(kind).view(*shape)
 
     def _allocate_kv(self, kv: Mapping[str, Any]) -> list[torch.Tensor]:
+        # Zeroed: a page's unused tail is multiplied by a weight of zero, which must not meet NaN.
+        shape, dtype = (self.kv_pages, *kv["page"]), getattr(torch, kv["dtype"])
+        if self.device.type == "cpu":
+            self._cache = self._cache or CacheMemory(kv["tensors"], shape[0], math.prod(shape[1:]) * dtype.itemsize)
+            return [torch.from_numpy(t).view(dtype).view(shape) for t in self._cache.tensors]
         try:
-            # Zeroed: a page's unused tail is multiplied by a weight of zero, which must not meet NaN.
-            return [self._zeros((self.kv_pages, *kv["page"]), kv["dtype"]) for _ in range(kv["tensors"])]
-        except (RuntimeError, MemoryError) as failure:
+            return [self._zeros(shape, kv["dtype"]) for _ in range(kv["tensors"])]
+        except RuntimeError as failure:
             raise ConfigError(
-                f"kv cache: {self.kv_pages} pages of {self.page_size} tokens do not fit in memory ({failure}); "
-                "lower --kv-cache-memory or --gpu-memory-utilization"
+                f"kv cache: {self.kv_pages} pages do not fit in memory ({failure}); lower --kv-cache-memory or "
+                "--gpu-memory-utilization"
             ) from failure
 
     def _open_kernels(self) -> Kernels:
@@ -190,11 +192,11 @@ class Executor:
         self._staging.fill(ring, step, T, S)
         runner = self._runner("full" if full else "plain", bucket, T, S)
         frame = Frame(rows, ring, bucket.name, (T, S), runner)
-        highest = int(step.block_table.max(initial=0)) if self._fresh else 0
+        highest = int(step.block_table.max(initial=0)) if self._cache else 0
 
         def work() -> None:
-            if self._fresh:
-                self._fresh.reach(highest)
+            if self._cache:
+                self._cache.reach(highest)
             self._staging.upload(ring, T, S)
             runner.run("")
             if not full:

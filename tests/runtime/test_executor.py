@@ -183,7 +183,7 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
 
 def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None:
     manifest = artifact.verify(eager_artifact)
-    with pytest.raises(ConfigError, match=r"kv cache: \d+ pages of 8 tokens do not fit in memory"):
+    with pytest.raises(ConfigError, match=r"kv cache: \d+ pages do not fit in memory"):
         Executor(eager_artifact, manifest, {}, 10**12)
 
 

@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
+import time
 
+import numpy as np
 import pytest
-import torch
 
-from graphllm.runtime.fresh import FreshPages
+from graphllm.runtime.fresh import CacheMemory
 
 PAGES, SIZE, SMALL = 64, 256 << 10, 4096
 
 
-def _resident(tensor: torch.Tensor) -> list[bool]:
-    """Of every 4 KB, as the kernel tells."""
-    found = (ctypes.c_ubyte * (tensor.nbytes // SMALL))()
+def _resident(tensor: np.ndarray) -> list[bool]:
+    """Of every 4 KB that lie wholly in it, as the kernel tells."""
+    first = -(-tensor.ctypes.data // SMALL) * SMALL
+    length = (tensor.ctypes.data + tensor.nbytes - first) // SMALL
+    found = (ctypes.c_ubyte * length)()
     libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.mincore(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_size_t(tensor.nbytes), found) == 0
+    assert libc.mincore(ctypes.c_void_p(first), ctypes.c_size_t(length * SMALL), found) == 0
     return [bool(f & 1) for f in found]
 
 
+def _until(what: str, memory: CacheMemory, pages: int) -> None:
+    for _ in range(1000):
+        if all(all(_resident(t)[: pages * SIZE // SMALL - 1]) for t in memory.tensors):
+            return
+        time.sleep(0.01)
+    pytest.skip(f"this kernel does not populate memory when asked: {what}")
+
+
 def test_reach() -> None:
-    memory = [mmap.mmap(-1, PAGES * SIZE) for _ in range(2)]
-    tensors = [torch.frombuffer(m, dtype=torch.uint8).view(PAGES, SIZE) for m in memory]
-    fresh = FreshPages(tensors)
-    fresh.reach(3)
-    if not any(_resident(tensors[0])):
-        pytest.skip("this kernel does not populate memory when asked")
+    memory = CacheMemory(2, PAGES, SIZE, first=0)
+    assert not any(any(_resident(t)[1:]) for t in memory.tensors)
+    memory.reach(3)
+    _until("reach", memory, 4)
     for page in (3, 11, 12, PAGES - 1):
-        fresh.reach(page)
-        for tensor in tensors:
+        memory.reach(page)
+        for tensor in memory.tensors:
             there = _resident(tensor)
-            assert all(there[: (page + 1) * SIZE // SMALL])
-            assert not any(there[(page + 16) * SIZE // SMALL :])
+            assert all(there[: (page + 1) * SIZE // SMALL - 1])
+            assert not any(there[(page + 24) * SIZE // SMALL :])
+            assert tensor.ctypes.data % 64 == 0
             assert int(tensor[page].sum()) == 0
 
 
+def test_first_of_it_comes_by_itself() -> None:
+    memory = CacheMemory(2, PAGES, SIZE, first=2 * 16 * SIZE)
+    _until("at the start", memory, 16)
+    assert not any(any(_resident(t)[32 * SIZE // SMALL :]) for t in memory.tensors)
+
+
 def test_no_tensors() -> None:
-    FreshPages([]).reach(0)
+    memory = CacheMemory(0, 5, SIZE)
+    memory.reach(4)
+    assert memory.tensors == []
