@@ -304,7 +304,7 @@ class Executor:
         if key not in self._bound:
             outside = {**self._outside, **self._staging.tensors(T, S)}
             bound = self._program(name, bucket).bind(outside, self._arena, self._kernels, {"T": T, "S": S})
-            self._bound[key] = Runner(bound, self._graphs if sizes.is_captured(bucket, T) else None)
+            self._bound[key] = Runner(bound, self._kernels, self._graphs if sizes.is_captured(bucket, T) else None)
             if len(self._bound) > _BOUND_KEPT:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(key)
@@ -316,10 +316,11 @@ class Runner:
     replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
     pieces otherwise."""
 
-    def __init__(self, bound: Bound, graphs: Any | None) -> None:
+    def __init__(self, bound: Bound, kernels: Kernels, graphs: Any | None) -> None:
         self._parts, self._graphs, self.results = bound.parts, graphs, bound.results
         self._launches = {
-            name: [launch for _, ls in segments for launch in ls] for name, segments in bound.parts.items()
+            name: kernels.join([launch for _, ls in segments for launch in ls])
+            for name, segments in bound.parts.items()
         }
         self._captured: set[str] = set()
 
