@@ -55,7 +55,7 @@ class Frame:
         self.rows, self.ring, self.bucket, self.size, self.runner = rows, ring, bucket, size, runner
         self.job: Job | None = None
         self.scores: torch.Tensor | None = None
-        self.tokens: torch.Tensor | None = None
+        self.tokens: np.ndarray | None = None
         self.whole: dict[int, torch.Tensor] = {}
 
     def wait(self) -> StepResult:
@@ -64,7 +64,7 @@ class Frame:
         self.job.result()
         assert self.tokens is not None
         return StepResult(
-            self.tokens.numpy().copy(),
+            self.tokens.copy(),
             None if self.scores is None else self.scores.numpy().copy(),
             {row: values.cpu().numpy() for row, values in self.whole.items()},
             self.runner.results["logits"][: self.rows],
@@ -238,8 +238,12 @@ class Executor:
 
     def _download(self, frame: Frame, scores: bool) -> None:
         results = frame.runner.results
-        frame.tokens = self._tokens[frame.ring][: frame.rows]
-        frame.tokens.copy_(results["tokens"][: frame.rows], non_blocking=True)
+        if frame.runner.tokens is not None:
+            frame.tokens = frame.runner.tokens[: frame.rows].copy()
+        else:
+            tokens = self._tokens[frame.ring][: frame.rows]
+            tokens.copy_(results["tokens"][: frame.rows], non_blocking=True)
+            frame.tokens = tokens.numpy()
         if scores:
             frame.scores = self._scores[frame.ring][: frame.rows]
             frame.scores.copy_(results["scores"][: frame.rows], non_blocking=True)
@@ -314,10 +318,12 @@ class Executor:
 class Runner:
     """A bound program. With ``graphs``, a memory pool, what can be is captured as CUDA graphs at a part's first run and
     replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
-    pieces otherwise."""
+    pieces otherwise. tokens: of the results, as the host sees them on a CPU."""
 
     def __init__(self, bound: Bound, kernels: Kernels, graphs: Any | None) -> None:
         self._parts, self._graphs, self.results = bound.parts, graphs, bound.results
+        tokens = bound.results["tokens"]
+        self.tokens = tokens.numpy() if tokens.device.type == "cpu" else None
         self._launches = {
             name: kernels.join([launch for _, ls in segments for launch in ls])
             for name, segments in bound.parts.items()

@@ -84,6 +84,8 @@ class Staging:
         pin = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self.rings)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        # On a CPU, plain bytes: a torch copy, which lets another thread run Python, would have to wait to go on.
+        self._bytes = None if pin else [memoryview(t.numpy()) for t in (self._device, *self._host)]
         self._filled = [(0, 0)] * self.rings  # rows and columns of the block tables
         largest = max(most[name].bytes for name in self._tables)
         self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
@@ -176,7 +178,10 @@ class Staging:
         self._copy(ring, field.offset, field.offset + rows * 4 * field.shape[1])
 
     def _copy(self, ring: int, start: int, end: int) -> None:
-        self._device[start:end].copy_(self._host[ring][start:end], non_blocking=True)
+        if self._bytes is None:
+            self._device[start:end].copy_(self._host[ring][start:end], non_blocking=True)
+        else:
+            self._bytes[0][start:end] = self._bytes[1 + ring][start:end]
 
 
 def stack_tables(tables: list[list[int]]) -> np.ndarray:
