@@ -181,7 +181,7 @@ class Executor:
     def start(self, step: StepInput, full: bool = False) -> Frame:
         """Start a step; returns at once. With ``full`` it stops at the logits and `sample` must follow."""
         tokens, seqs, rows = len(step.token_ids), len(step.seq_len), len(step.logit_rows)
-        decode = tokens == seqs == rows and bool((np.diff(step.query_start) == 1).all())
+        decode = tokens == seqs == rows
         bucket, T, S = self.pick(tokens, max(seqs, rows), decode)
         ring = self._turn
         self._turn = (ring + 1) % Staging.rings
