@@ -100,9 +100,7 @@ class Objects:
         self._took("link", start)
 
     def _compile(self, source: Path) -> Path:
-        return self._made(
-            f"{source.parent.name}/{source.name}", content(source), lambda to: _plain_command(source, to)
-        )
+        return self._made(f"{source.parent.name}/{source.name}", content(source), lambda to: _plain_command(source, to))
 
     def _compile_text(self, name: str, text: str, command: Callable[[Path, Path], list[str]]) -> Path:
         unit = Path(self._scratch.name) / f"{name}.cpp"

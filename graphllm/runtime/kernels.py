@@ -30,7 +30,7 @@ class Kernels(Protocol):
 
 
 class _Argument(ctypes.Union):
-    _fields_ = tuple((kind, _C_TYPES[kind]) for kind in ("ptr", "i64", "f64"))
+    _fields_ = (("ptr", ctypes.c_void_p), ("i64", ctypes.c_int64), ("f64", ctypes.c_double))
 
 
 class _Call(ctypes.Structure):
@@ -50,7 +50,7 @@ class CpuLaunch:
 
     def __init__(self, kernels: Sequence[CpuKernel], run: Callable[..., None]) -> None:
         self.kernels = kernels
-        calls = (_Call * len(kernels))(*((k.address, ctypes.addressof(k.arguments)) for k in kernels))
+        calls = (_Call * len(kernels))(*(_Call(k.address, ctypes.addressof(k.arguments)) for k in kernels))
         self._run = functools.partial(run, calls, ctypes.c_int64(len(kernels)))
 
     def __call__(self) -> None:
@@ -78,8 +78,11 @@ class CpuKernels:
         """One launch for all kernels that follow each other: Python then costs nothing between them, and need not be
         had back from another thread."""
         joined: list[Launch] = []
-        for alone, run in itertools.groupby(launches, lambda launch: not isinstance(launch, CpuLaunch)):
-            joined += run if alone else [self._launch([k for launch in run for k in cast(CpuLaunch, launch).kernels])]
+        for ours, group in itertools.groupby(launches, lambda launch: isinstance(launch, CpuLaunch)):
+            run = list(group)
+            if ours:
+                run = [self._launch([k for launch in cast(list[CpuLaunch], run) for k in launch.kernels])]
+            joined += run
         return joined
 
     def _launch(self, kernels: Sequence[CpuKernel]) -> CpuLaunch:

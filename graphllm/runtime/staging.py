@@ -26,7 +26,8 @@ class StepInput(NamedTuple):
     `graphllm.ir.model.Step` says what the fields of the model mean, the ops of the sampling program the others.
     token_ids [T]: a negative -(slot + 1) takes the token last sampled for that slot, on the device. positions,
     context_len [T]. logit_rows [R]: rows of the batch. query_start [n + 1], seq_len [n], block_table [groups, n,
-    width]; every sequence has a token. All further fields are [R], one entry for each sampled row; None is the neutral value throughout.
+    width]; every sequence has a token. All further fields are [R], one entry for each sampled row; None is the neutral
+    value throughout.
     """
 
     token_ids: np.ndarray
@@ -95,8 +96,8 @@ class Staging:
         pin = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self.rings)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
-        self._host_bytes = [memoryview(t.numpy()) for t in self._host]
-        self._device_bytes = None if pin else memoryview(self._device.numpy())
+        self._host_bytes = [t.numpy().data for t in self._host]
+        self._device_bytes = None if pin else self._device.numpy().data
         self._filled = [(0, 0)] * self.rings  # rows and columns of the block tables
         largest = max(most[name].bytes for name in self._tables)
         self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
@@ -117,7 +118,7 @@ class Staging:
             neutral = np.zeros(fields[self._tables[0]].offset, dtype=np.uint8)
             for name, empty in {**_NEUTRAL, "slot": self._slots}.items():
                 fields[f"step.{name}"].of(neutral)[:] = empty
-            layout = self._layouts[T, S] = _Layout(fields, memoryview(neutral))
+            layout = self._layouts[T, S] = _Layout(fields, neutral.data)
         return layout
 
     def tensors(self, T: int, S: int) -> dict[str, torch.Tensor]:
