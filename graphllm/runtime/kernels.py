@@ -27,6 +27,7 @@ class Kernels(Protocol):
 
     def join(self, launches: Sequence[Launch]) -> list[Launch]:
         """The same work in fewer launches, where that is cheaper."""
+        ...
 
 
 class _Argument(ctypes.Union):
