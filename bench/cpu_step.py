@@ -27,6 +27,7 @@ from gpu_step import batch
 
 from graphllm import artifact as files
 from graphllm.runtime.executor import Executor
+from graphllm.runtime.kernels import CpuLaunch
 from graphllm.runtime.stream import alone
 from graphllm.weights.loader import random_weights
 from graphllm.weights.plan import WeightPlan
@@ -36,13 +37,15 @@ POOL, READ = 1 << 30, 256 << 20
 
 def label(launch: Callable[[], Any], weights: dict[int, tuple[int, ...]]) -> str:
     """The kernel's name; for products also the shape of the weight."""
-    function = launch.func if isinstance(launch, functools.partial) else launch
-    name = getattr(function, "__name__", str(function))
-    for argument in getattr(launch, "args", ()):
-        at = argument.data_ptr() if isinstance(argument, torch.Tensor) else getattr(argument, "value", None)
-        if len(weights.get(at, ())) == 2:
-            return f"{name} {'x'.join(map(str, weights[at]))}"
-    return name
+    if isinstance(launch, CpuLaunch):
+        (kernel,) = launch.kernels
+        name, addresses = kernel.name, [cell.ptr for cell in kernel.arguments]
+    else:
+        function, given = (launch.func, launch.args) if isinstance(launch, functools.partial) else (launch, ())
+        name = getattr(function, "__name__", str(function))
+        addresses = [a.data_ptr() for a in given if isinstance(a, torch.Tensor)]
+    shapes = (weights.get(at, ()) for at in addresses)
+    return " ".join([name, *("x".join(map(str, shape)) for shape in shapes if len(shape) == 2)][:2])
 
 
 class Timer:
@@ -58,7 +61,7 @@ class Timer:
         for _ in range(3):
             executor.run(self.input)
         runner = executor._runner("plain", *executor.pick(len(self.input.token_ids), rows, name == "decode"))
-        self.launches = runner._launches[""]
+        self.launches = [launch for _, launches in runner._parts[""] for launch in launches]
         shapes = {w.data_ptr(): tuple(w.shape) for w in weights.values()}
         self.labels = [label(x, shapes) for x in self.launches]
         self.steps: list[float] = []

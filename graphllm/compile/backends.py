@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from graphllm.compile import inductor
+from graphllm.compile.calls import call_source
 from graphllm.compile.lower import Choice, needs_reference
 from graphllm.compile.objects import Objects
 from graphllm.compile.specialize import lower_piece
@@ -125,14 +126,17 @@ class Cpu:
         return made.built(described, sources, {})
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
-        """Compile the generated kernels and link ``kernels.so``."""
+        """Compile the generated kernels and how they are called, and link ``kernels.so``."""
         bodies: dict[str, str] = {}
         own: set[Path] = set()
+        arguments: dict[str, Sequence[str]] = {}
         for b in built:
             bodies |= {name: text.replace(inductor.CPP_HEADER, "") for name, text in b.sources.items()}
             own |= _own(b.bundle["kernels"])
+            arguments |= {name: kernel["args"] for name, kernel in b.bundle["kernels"].items()}
         library, header = folder / "kernels.so", inductor.CPP_HEADER
-        self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, library)
+        calls = call_source(arguments)
+        self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, calls, library)
 
 
 def _own(kernels: Mapping[str, Any]) -> set[Path]:

@@ -78,29 +78,29 @@ class Objects:
         kernels: Collection[str],
         header: str,
         command: Callable[[Path, Path], list[str]],
+        calls: str,
         output: Path,
     ) -> None:
         """The library of hand-written ``sources`` and generated ``kernels``. Raises BuildError when a compiler fails.
 
-        header: what stands above generated kernels. command: how to compile a source of them to an object.
+        header: what stands above generated kernels. command: how to compile a source of them to an object. calls: a
+        source that needs neither.
         """
         for source in sources:
             self.add(source)
         texts = sorted(kernels)
         count = max(1, min(self._cores, len(texts) // _KERNELS_A_UNIT))
-        with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        with concurrent.futures.ThreadPoolExecutor(count + 1) as pool:
+            plain = pool.submit(self._compile_text, "calls", calls, _plain_command)
             units = [(f"generated{i}", "\n".join([header, *texts[i::count]])) for i in range(count)]
             generated = [pool.submit(self._compile_text, name, text, command) for name, text in units]
-        objects = [future.result() for future in (*generated, *(self._own[s] for s in sources))]
+        objects = [future.result() for future in (plain, *generated, *(self._own[s] for s in sources))]
         start = time.perf_counter()
         _run(compiler_command(sorted(objects), output))
         self._took("link", start)
 
     def _compile(self, source: Path) -> Path:
-        def command(to: Path) -> list[str]:
-            return compiler_command([source], to, link=False)
-
-        return self._made(f"{source.parent.name}/{source.name}", content(source), command)
+        return self._made(f"{source.parent.name}/{source.name}", content(source), lambda to: _plain_command(source, to))
 
     def _compile_text(self, name: str, text: str, command: Callable[[Path, Path], list[str]]) -> Path:
         unit = Path(self._scratch.name) / f"{name}.cpp"
@@ -121,6 +121,10 @@ class Objects:
 
     def _took(self, name: str, start: float) -> None:
         self.seconds[name] = round(time.perf_counter() - start, 3)
+
+
+def _plain_command(source: Path, output: Path) -> list[str]:
+    return compiler_command([source], output, link=False)
 
 
 def _writable(folder: Path) -> bool:

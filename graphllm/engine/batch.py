@@ -55,6 +55,7 @@ class SamplingTable:
         self.wanted, self.wanted_prompt = column(np.int32, -1), column(np.int32, -1)
         self.prompt_len, self.min_tokens = column(np.int32), column(np.int32)
         self.masked, self.special = column(bool), column(bool)
+        self._numbers = np.arange(slots + 1, dtype=np.int32)
         self._base: dict[int, np.ndarray] = {}
         self._last_slots = _NO_SLOTS
         self._last_rows: dict[str, np.ndarray] = {}
@@ -112,31 +113,34 @@ class SamplingTable:
     def stage(self, plan: Plan, scheduler: Scheduler, hooked: bool) -> Batch:
         """The step's arrays. hooked: a user's function edits the logits, so sampling is never plain."""
         slots, counts, rows_of = plan.slots, plan.counts, plan.rows
-        ends = np.cumsum(counts, dtype=np.int32)
-        n, T = len(slots), int(ends[-1])
+        n, T = len(slots), int(counts.sum())
         starts, total = plan.starts, plan.starts + counts
-        if n == T:  # one token each
-            positions, known = starts, total
+        if n == T == np.count_nonzero(rows_of):  # one token and one row each
+            query_start, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
+            positions, known, logit_rows, last = starts, total, entry, True
+            draw = total - self.prompt_len[slots]
         else:
+            query_start = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
+            ends = query_start[1:]
             positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
             known = np.repeat(scheduler.known[slots] + plan.fed, counts)
-        entry = np.arange(n) if n == T and rows_of.all() else np.repeat(np.arange(n), rows_of)
-        last = np.cumsum(rows_of)
-        back = np.repeat(last, rows_of) - np.arange(len(entry))  # 1 for the last row of its entry
-        logit_rows = (ends[entry] - back).astype(np.int32)
-        slot_R = slots if len(entry) == n and n == T else slots[entry]
-        draw = (positions[logit_rows] + 1 - self.prompt_len[slot_R]).astype(np.int32)
-        full = bool(hooked or self.special[slot_R].any() or (draw < self.min_tokens[slot_R]).any())
+            entry = np.repeat(np.arange(n), rows_of)
+            back = np.repeat(np.cumsum(rows_of), rows_of) - np.arange(len(entry))
+            logit_rows, last = (ends[entry] - back).astype(np.int32), back == 1
+            slot_R = slots[entry]
+            draw = positions[logit_rows] + 1 - self.prompt_len[slot_R]
+        special = self.special[slot_R] | (draw < self.min_tokens[slot_R])
+        full = hooked or np.count_nonzero(special) > 0
         step = StepInput(
-            token_ids=self._token_ids(plan, scheduler, ends, T),
+            token_ids=self._token_ids(plan, scheduler, query_start[1:], T),
             positions=positions,
             context_len=known,
             logit_rows=logit_rows,
-            query_start=np.concatenate([np.zeros(1, dtype=np.int32), ends]),
+            query_start=query_start,
             seq_len=total,
             block_table=plan.tables[:, slots, : -(-int(total.max()) // scheduler.page_size)],
             # Only the row that ends a sequence's known tokens leaves a token for its next step.
-            slot=np.where((back == 1) & (draw >= 0), slot_R, self._scrap),
+            slot=np.where(last & (draw >= 0), slot_R, self._scrap),
             draw=draw,
             **self._sampling(slot_R),
         )
@@ -176,10 +180,10 @@ class SamplingTable:
     def _token_ids(self, plan: Plan, scheduler: Scheduler, ends: np.ndarray, T: int) -> np.ndarray:
         """The newest token of a sequence is looked up by slot; prompts and drafts are read from the sequence."""
         slots = plan.slots
+        if len(slots) == T == np.count_nonzero(plan.fed):  # all in flight
+            return -(slots + 1)
         newest = np.where(plan.fed, -(slots + 1), scheduler.last_token[slots])
         at_newest = plan.starts == scheduler.known[slots] + plan.fed - 1
-        if len(slots) == T and at_newest.all():
-            return newest
         ids = np.empty(T, dtype=np.int32)
         simple = at_newest & (plan.counts == 1)
         ids[ends[simple] - 1] = newest[simple]

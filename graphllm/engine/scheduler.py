@@ -245,11 +245,16 @@ class Scheduler:
         budget, rows, preempted = self._limits.max_num_tokens, self._limits.max_num_rows, self.preemptions
         # Over all slots, which is faster than picking the used ones: a free one has nothing to do.
         known = self.known + self.inflight
-        todo = known + self._drafts - self.computed
-        ready = (todo > 0) & ((known < self._limit) | (self.computed < self._prompt))
-        ready &= (self._drafts == 0) | (self.inflight == 0)
-        decode = ready & (todo == 1 + self._drafts)
-        chosen = self._with_pages(decode, todo)
+        todo = known - self.computed
+        ready = (known < self._limit) | (self.computed < self._prompt)
+        if np.count_nonzero(self._drafts):
+            ready &= (self._drafts == 0) | (self.inflight == 0)
+            decode = ready & (todo == 1)
+            todo += self._drafts
+        else:
+            decode = ready & (todo == 1)
+        ready &= todo > 0
+        chosen = self._with_pages(decode, self.computed + todo)
         if len(chosen):
             counts = todo[chosen]
             if (spent := int(counts.sum())) > min(budget, rows):
@@ -258,7 +263,7 @@ class Scheduler:
                 spent = int(counts.sum())
             entries.append((chosen, counts))
             budget, rows = budget - spent, rows - spent
-        if (ready & ~decode).any():
+        if np.count_nonzero(ready) > np.count_nonzero(decode):
             planned = set(chosen.tolist())
             for slot in self._order[(ready & ~decode)[self._order]].tolist():
                 sequence = self._by_slot[slot]
@@ -281,20 +286,27 @@ class Scheduler:
         return self._plan(slots, counts, admitted)
 
     def _plan(self, slots: np.ndarray, counts: np.ndarray, admitted: list[Sequence]) -> Plan:
-        starts = self.computed[slots]
+        starts, inflight, known = self.computed[slots], self.inflight[slots], self.known[slots]
         ends = starts + counts
-        drafts, inflight, known = self._drafts[slots], self.inflight[slots], self.known[slots]
-        samples = ends == known + inflight + drafts
-        rows = np.where(samples, 1 + drafts, 0).astype(np.int32)
+        due = known + inflight
+        if np.count_nonzero(self._drafts):
+            drafts = self._drafts[slots]
+            samples = ends == due + drafts
+            rows = samples * (1 + drafts)
+            inflight += samples & (drafts == 0)
+        else:
+            samples = ends == due
+            rows = samples.astype(np.int32)
+            inflight += samples
         by_slot = self._by_slot
         sequences: list[Sequence] = [by_slot[s] for s in slots.tolist()]
-        if self._scoring.any():
+        if np.count_nonzero(self._scoring):
             for i in np.flatnonzero(self._scoring[slots]):
                 rows[i] = self._rows_of(sequences[i], int(slots[i]), int(counts[i]))
                 sequences[i].scored = max(sequences[i].scored, int(min(ends[i], self._prompt[slots[i]] - 1)))
-        fed = (inflight > 0) & (starts >= known)
+        fed = starts >= known
         self.computed[slots] = ends
-        self.inflight[slots] = inflight + (samples & (drafts == 0))
+        self.inflight[slots] = inflight
         epochs = self._epoch[slots]
         return Plan(sequences, slots, starts, counts, rows, samples, fed, epochs, self._copies, admitted, self.tables)
 
@@ -316,23 +328,23 @@ class Scheduler:
             count -= min(count, max(1, self._rows_of(sequence, slot, count) - rows))
         return count
 
-    def _with_pages(self, decode: np.ndarray, todo: np.ndarray) -> np.ndarray:
-        """The decoding slots, in order, that have the pages for their next tokens; others were preempted. decode, todo:
-        of all slots."""
+    def _with_pages(self, decode: np.ndarray, ends: np.ndarray) -> np.ndarray:
+        """The decoding slots, in order, that have the pages for their next tokens; others were preempted. decode, ends:
+        of all slots, whether they decode and how far their tokens then go."""
         slots = self._order[decode[self._order]]
-        last = (self.computed + todo - 1) // self.page_size
-        events = (last >= self._held[0]) | self._shared
+        events = (ends > self._held[0] * self.page_size) | self._shared
         for g, window in enumerate(self._windows):
             if window:
                 events |= (np.maximum(self.computed - window + 1, 0) // self.page_size) > self._freed[g]
         events &= decode
-        if not events.any():
+        if not np.count_nonzero(events):
             return slots
         before = self.preemptions
         at = slots[events[slots]]
-        if self._add_pages(at, last[at]):
+        last = (ends[at] - 1) // self.page_size
+        if self._add_pages(at, last):
             return slots
-        for slot, pages in zip(at.tolist(), (last[at] + 1).tolist(), strict=True):
+        for slot, pages in zip(at.tolist(), (last + 1).tolist(), strict=True):
             sequence = self._by_slot[slot]
             if sequence is None:  # preempted for one before it
                 continue
@@ -569,7 +581,7 @@ class Scheduler:
         slots, accepted = plan.slots, accepted or {}
         live = self._epoch[slots] == plan.epochs
         got = plan.samples & live
-        if not accepted and got.all() and len(tokens) == len(slots):
+        if not accepted and len(tokens) == len(slots) == np.count_nonzero(got):
             at, chosen, new, sequences = np.arange(len(slots)), slots, tokens, list(plan.sequences)
         else:
             got[list(accepted)] = False
@@ -581,18 +593,21 @@ class Scheduler:
         self.known[chosen] = known
         self.last_token[chosen] = new
         failed = new < 0
-        stopped = (self._stops[:, chosen] == new).any(axis=0) & ~failed
+        stopped = (self._stops[:, chosen] == new).any(axis=0)
         ended = stopped | failed | (known >= self._limit[chosen])
-        events = np.flatnonzero(ended | (known == self._prompt[chosen] + 1)).tolist()
+        events = (ended | (known == self._prompt[chosen] + 1)).nonzero()[0].tolist()
         given = new.tolist()
         for sequence, token in zip(sequences, given, strict=True):
             sequence.output.append(token)
         news = [[token] for token in given]
         ends: list[tuple[Sequence, str]] = []
-        for i in np.flatnonzero(ended).tolist():
+        for i in events:
+            if not ended[i]:
+                continue
             if failed[i]:
                 sequences[i].output.pop()
                 news[i] = []
+                live[at[i]] = False  # what such a step has computed is nothing to keep
             elif stopped[i]:
                 sequences[i].stop_reason = given[i]
             ends.append((sequences[i], "error" if failed[i] else "stop" if stopped[i] else "length"))
@@ -605,7 +620,6 @@ class Scheduler:
             order = np.argsort(at).tolist()
             sequences, news = [sequences[i] for i in order], [news[i] for i in order]
             events = list(range(len(news)))
-        live[at[: len(failed)][failed]] = False  # what such a step has computed is nothing to keep
         self._store_due(plan, live, bool(accepted))
         for sequence, reason in ends:
             if reason != "error":

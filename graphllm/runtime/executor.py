@@ -55,7 +55,7 @@ class Frame:
         self.rows, self.ring, self.bucket, self.size, self.runner = rows, ring, bucket, size, runner
         self.job: Job | None = None
         self.scores: torch.Tensor | None = None
-        self.tokens: torch.Tensor | None = None
+        self.tokens: np.ndarray | None = None
         self.whole: dict[int, torch.Tensor] = {}
 
     def wait(self) -> StepResult:
@@ -64,7 +64,7 @@ class Frame:
         self.job.result()
         assert self.tokens is not None
         return StepResult(
-            self.tokens.numpy().copy(),
+            self.tokens.copy(),
             None if self.scores is None else self.scores.numpy().copy(),
             {row: values.cpu().numpy() for row, values in self.whole.items()},
             self.runner.results["logits"][: self.rows],
@@ -183,7 +183,7 @@ class Executor:
     def start(self, step: StepInput, full: bool = False) -> Frame:
         """Start a step; returns at once. With ``full`` it stops at the logits and `sample` must follow."""
         tokens, seqs, rows = len(step.token_ids), len(step.seq_len), len(step.logit_rows)
-        decode = tokens == seqs == rows and bool((np.diff(step.query_start) == 1).all())
+        decode = tokens == seqs == rows
         bucket, T, S = self.pick(tokens, max(seqs, rows), decode)
         ring = self._turn
         self._turn = (ring + 1) % Staging.rings
@@ -240,8 +240,12 @@ class Executor:
 
     def _download(self, frame: Frame, scores: bool) -> None:
         results = frame.runner.results
-        frame.tokens = self._tokens[frame.ring][: frame.rows]
-        frame.tokens.copy_(results["tokens"][: frame.rows], non_blocking=True)
+        if frame.runner.tokens is not None:
+            frame.tokens = frame.runner.tokens[: frame.rows].copy()
+        else:
+            tokens = self._tokens[frame.ring][: frame.rows]
+            tokens.copy_(results["tokens"][: frame.rows], non_blocking=True)
+            frame.tokens = tokens.numpy()
         if scores:
             frame.scores = self._scores[frame.ring][: frame.rows]
             frame.scores.copy_(results["scores"][: frame.rows], non_blocking=True)
@@ -306,7 +310,7 @@ class Executor:
         if key not in self._bound:
             outside = {**self._outside, **self._staging.tensors(T, S)}
             bound = self._program(name, bucket).bind(outside, self._arena, self._kernels, {"T": T, "S": S})
-            self._bound[key] = Runner(bound, self._graphs if sizes.is_captured(bucket, T) else None)
+            self._bound[key] = Runner(bound, self._kernels, self._graphs if sizes.is_captured(bucket, T) else None)
             if len(self._bound) > _BOUND_KEPT:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(key)
@@ -316,12 +320,15 @@ class Executor:
 class Runner:
     """A bound program. With ``graphs``, a memory pool, what can be is captured as CUDA graphs at a part's first run and
     replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
-    pieces otherwise."""
+    pieces otherwise. tokens: of the results, as the host sees them on a CPU."""
 
-    def __init__(self, bound: Bound, graphs: Any | None) -> None:
+    def __init__(self, bound: Bound, kernels: Kernels, graphs: Any | None) -> None:
         self._parts, self._graphs, self.results = bound.parts, graphs, bound.results
+        tokens = bound.results["tokens"]
+        self.tokens = tokens.numpy() if tokens.device.type == "cpu" else None
         self._launches = {
-            name: [launch for _, ls in segments for launch in ls] for name, segments in bound.parts.items()
+            name: kernels.join([launch for _, ls in segments for launch in ls])
+            for name, segments in bound.parts.items()
         }
         self._captured: set[str] = set()
 

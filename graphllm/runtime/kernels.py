@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from graphllm.expr import value
 
@@ -24,23 +25,70 @@ class Kernels(Protocol):
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch: ...
 
+    def join(self, launches: Sequence[Launch]) -> list[Launch]:
+        """The same work in fewer launches, where that is cheaper."""
+        ...
+
+
+class _Argument(ctypes.Union):
+    _fields_ = (("ptr", ctypes.c_void_p), ("i64", ctypes.c_int64), ("f64", ctypes.c_double))
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (("kernel", ctypes.c_void_p), ("arguments", ctypes.c_void_p))
+
+
+class CpuKernel(NamedTuple):
+    """A kernel with its arguments. address: of the function that takes them from memory."""
+
+    name: str
+    address: int | None
+    arguments: ctypes.Array[_Argument]
+
+
+class CpuLaunch:
+    """Kernels called one after another, outside of Python: other threads may run it meanwhile."""
+
+    def __init__(self, kernels: Sequence[CpuKernel], run: Callable[..., None]) -> None:
+        self.kernels = kernels
+        calls = (_Call * len(kernels))(*(_Call(k.address, ctypes.addressof(k.arguments)) for k in kernels))
+        self._run = functools.partial(run, calls, ctypes.c_int64(len(kernels)))
+
+    def __call__(self) -> None:
+        self._run()
+
 
 class CpuKernels:
-    """The artifact's shared library; None when every piece is interpreted."""
+    """The artifact's shared library; None when every piece is interpreted. `graphllm.compile.calls` is its side of the
+    calls."""
 
     def __init__(self, library: Path | None) -> None:
         self._library = ctypes.CDLL(str(library)) if library else None
-        self._functions: dict[str, Any] = {}
+        self._addresses: dict[str, int | None] = {}
 
-    def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch:
+    def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> CpuLaunch:
         """A call of ``name`` with converted arguments."""
-        function = self._functions.get(name)
-        if function is None:
-            function = self._functions[name] = getattr(self._library, name)
-            function.restype = None
-            function.argtypes = None
-        converted = (_C_TYPES[kind](a) for kind, a in zip(kernel["args"], arguments, strict=True))
-        return functools.partial(function, *converted)
+        if name not in self._addresses:
+            self._addresses[name] = ctypes.cast(getattr(self._library, f"call_{name}"), ctypes.c_void_p).value
+        cells = (_Argument * len(arguments))()
+        for cell, kind, argument in zip(cells, kernel["args"], arguments, strict=True):
+            setattr(cell, kind, argument)
+        return self._launch([CpuKernel(name, self._addresses[name], cells)])
+
+    def join(self, launches: Sequence[Launch]) -> list[Launch]:
+        """One launch for all kernels that follow each other: Python then costs nothing between them, and need not be
+        had back from another thread."""
+        joined: list[Launch] = []
+        for ours, group in itertools.groupby(launches, lambda launch: isinstance(launch, CpuLaunch)):
+            run = list(group)
+            if ours:
+                run = [self._launch([k for launch in cast(list[CpuLaunch], run) for k in launch.kernels])]
+            joined += run
+        return joined
+
+    def _launch(self, kernels: Sequence[CpuKernel]) -> CpuLaunch:
+        assert self._library is not None
+        return CpuLaunch(kernels, self._library.graphllm_run)
 
 
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CUlaunchAttributeID
@@ -100,6 +148,10 @@ class CudaKernels:
             self._driver.cuLaunchKernelEx, ctypes.byref(config), self._function(kernel), block, ctypes.c_void_p()
         )
         return _Checked(launch, name, (cells, block, config), self)
+
+    def join(self, launches: Sequence[Launch]) -> list[Launch]:
+        """As they are: graphs join them."""
+        return list(launches)
 
     def _function(self, kernel: Mapping[str, Any]) -> ctypes.c_void_p:
         key = (kernel["cubin"], kernel["symbol"])

@@ -26,7 +26,8 @@ class StepInput(NamedTuple):
     `graphllm.ir.model.Step` says what the fields of the model mean, the ops of the sampling program the others.
     token_ids [T]: a negative -(slot + 1) takes the token last sampled for that slot, on the device. positions,
     context_len [T]. logit_rows [R]: rows of the batch. query_start [n + 1], seq_len [n], block_table [groups, n,
-    width]. All further fields are [R], one entry for each sampled row; None is the neutral value throughout.
+    width]; every sequence has a token. All further fields are [R], one entry for each sampled row; None is the neutral
+    value throughout.
     """
 
     token_ids: np.ndarray
@@ -63,6 +64,17 @@ class _Field(NamedTuple):
     shape: list[int]
     dtype: str
 
+    def of(self, buffer: np.ndarray) -> np.ndarray:
+        """The field's view of a buffer of bytes."""
+        return buffer[self.offset : self.offset + self.bytes].view(self.dtype).reshape(self.shape)
+
+
+class _Layout(NamedTuple):
+    """Where fields lie at some T and S. neutral: the bytes before the block tables, of a batch without sequences."""
+
+    fields: dict[str, _Field]
+    neutral: memoryview
+
 
 class Staging:
     """The step's inputs.
@@ -77,21 +89,24 @@ class Staging:
         order = sorted(specs, key=lambda name: (name == _MASK, name.startswith(_TABLE)))
         self._specs, self._slots = {name: specs[name] for name in order}, slots
         self._tables = [name for name in order if name.startswith(_TABLE)]
-        self._layouts: dict[tuple[int, int], dict[str, _Field]] = {}
+        self._layouts: dict[tuple[int, int], _Layout] = {}
         self._views: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
-        most = self._layout(limits["T"], limits["S"])
+        most = self._layout(limits["T"], limits["S"]).fields
         size = most[_MASK].offset + most[_MASK].bytes
         pin = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self.rings)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._host_bytes = [t.numpy().data for t in self._host]
+        self._device_bytes = None if pin else self._device.numpy().data
         self._filled = [(0, 0)] * self.rings  # rows and columns of the block tables
         largest = max(most[name].bytes for name in self._tables)
         self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
 
-    def _layout(self, T: int, S: int) -> dict[str, _Field]:
-        fields = self._layouts.get((T, S))
-        if fields is None:
-            fields, at = {}, 0
+    def _layout(self, T: int, S: int) -> _Layout:
+        layout = self._layouts.get((T, S))
+        if layout is None:
+            fields: dict[str, _Field] = {}
+            at = 0
             for name, (dtype, shape, _) in self._specs.items():
                 sizes = [value(d, {"T": T, "S": S}) for d in shape]
                 count = int(np.prod(sizes)) * np.dtype(dtype).itemsize
@@ -100,51 +115,42 @@ class Staging:
             if len(self._layouts) >= _SIZES_KEPT:
                 self._layouts.clear()
                 self._views.clear()
-            self._layouts[T, S] = fields
-        return fields
+            neutral = np.zeros(fields[self._tables[0]].offset, dtype=np.uint8)
+            for name, empty in {**_NEUTRAL, "slot": self._slots}.items():
+                fields[f"step.{name}"].of(neutral)[:] = empty
+            layout = self._layouts[T, S] = _Layout(fields, neutral.data)
+        return layout
 
     def tensors(self, T: int, S: int) -> dict[str, torch.Tensor]:
         """The device views for a padded size."""
         return {
             name: self._device[f.offset : f.offset + f.bytes].view(getattr(torch, f.dtype)).view(f.shape)
-            for name, f in self._layout(T, S).items()
+            for name, f in self._layout(T, S).fields.items()
         }
 
     def _arrays(self, ring: int, T: int, S: int) -> dict[str, np.ndarray]:
         key = (ring, T, S)
-        fields = self._layout(T, S)
+        fields = self._layout(T, S).fields
         if key not in self._views:
             buffer = self._host[ring].numpy()
-            self._views[key] = {
-                name.removeprefix("step."): buffer[f.offset : f.offset + f.bytes].view(f.dtype).reshape(f.shape)
-                for name, f in fields.items()
-            }
+            self._views[key] = {name.removeprefix("step."): f.of(buffer) for name, f in fields.items()}
         return self._views[key]
 
     def fill(self, ring: int, step: StepInput, T: int, S: int) -> None:
         """Write a batch, padded to T and S, into a host buffer. Padding sequences own no tokens."""
-        given: dict[str, Any] = step._asdict()
-        tables = given.pop("block_table")
-        rows, columns = self._filled[ring] = tables.shape[1:]
+        arrays = self._arrays(ring, T, S)
+        neutral = self._layout(T, S).neutral
+        self._host_bytes[ring][: len(neutral)] = neutral
+        for name, values in zip(step._fields, step, strict=True):
+            if name in arrays and values is not None:
+                arrays[name][: len(values)] = values
+        arrays["query_start"][len(step.query_start) :] = step.query_start[-1]
+        rows, columns = self._filled[ring] = step.block_table.shape[1:]
         packed = self._table_bytes(T, S) > _WHOLE_TABLES
-        if given["slot"] is None:
-            given["slot"] = np.empty(0, dtype=np.int32)
-        for name, field in self._arrays(ring, T, S).items():
-            if name == "mask":
-                continue
-            if name.startswith("block_table."):
-                part = field.reshape(-1)[: rows * columns].reshape(rows, columns) if packed else field[:rows, :columns]
-                part[:] = tables[int(name[12:])]
-                continue
-            values = given[name]
-            count = 0 if values is None else len(values)
-            if count:
-                field[:count] = values
-            if count < len(field):
-                if name == "query_start":
-                    field[count:] = values[-1]
-                else:
-                    field[count:] = self._slots if name == "slot" else _NEUTRAL.get(name, 0)
+        for name, table in zip(self._tables, step.block_table, strict=True):
+            field = arrays[name.removeprefix("step.")]
+            part = field.reshape(-1)[: rows * columns].reshape(rows, columns) if packed else field[:rows, :columns]
+            part[:] = table
 
     def fill_mask(self, ring: int, mask: np.ndarray, T: int, S: int) -> None:
         """Write the mask's rows [M, ceil(V / 32)] int32, M at most S."""
@@ -152,7 +158,7 @@ class Staging:
 
     def upload(self, ring: int, T: int, S: int) -> None:
         """Copy everything but the mask to the device, in the order of the current stream."""
-        fields = self._layout(T, S)
+        fields = self._layout(T, S).fields
         size = self._table_bytes(T, S)
         if size <= _WHOLE_TABLES:
             self._copy(ring, 0, fields[_MASK].offset)
@@ -167,16 +173,19 @@ class Staging:
 
     def _table_bytes(self, T: int, S: int) -> int:
         """What the block tables take of the buffer; they end where the mask begins."""
-        fields = self._layout(T, S)
+        fields = self._layout(T, S).fields
         return fields[_MASK].offset - fields[self._tables[0]].offset
 
     def upload_mask(self, ring: int, rows: int, T: int, S: int) -> None:
         """Copy that many rows of the mask."""
-        field = self._layout(T, S)[_MASK]
+        field = self._layout(T, S).fields[_MASK]
         self._copy(ring, field.offset, field.offset + rows * 4 * field.shape[1])
 
     def _copy(self, ring: int, start: int, end: int) -> None:
-        self._device[start:end].copy_(self._host[ring][start:end], non_blocking=True)
+        if self._device_bytes is None:
+            self._device[start:end].copy_(self._host[ring][start:end], non_blocking=True)
+        else:  # torch would let another thread run Python meanwhile, and then wait for it
+            self._device_bytes[start:end] = self._host_bytes[ring][start:end]
 
 
 def stack_tables(tables: list[list[int]]) -> np.ndarray:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -21,7 +23,7 @@ class Stream(Protocol):
     """Runs functions in the order in which they are submitted; on a GPU what they launch, not themselves, is
     awaited."""
 
-    def submit(self, work: Callable[[], None]) -> Job: ...
+    def submit(self, work: Callable[[], Any]) -> Job: ...
 
     def close(self) -> None: ...
 
@@ -36,18 +38,65 @@ class CpuStream:
     """
 
     def __init__(self, threads: int) -> None:
-        # A thread has an OpenMP setting of its own.
-        self._pool = concurrent.futures.ThreadPoolExecutor(
-            1, "graphllm-cpu-stream", initializer=torch.set_num_threads, initargs=(threads,)
-        )
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        thread = threading.Thread(target=_serve, args=(self._queue, threads), name="graphllm-cpu-stream", daemon=True)
+        thread.start()
+        self._end = weakref.finalize(self, _finish, self._queue, thread)  # at the interpreter's end too
 
-    def submit(self, work: Callable[[], None]) -> Job:
-        """Queue the work."""
-        return self._pool.submit(work)
+    def submit(self, work: Callable[[], Any]) -> Job:
+        """Queue the work. Raises RuntimeError after `close`."""
+        if not self._end.alive:
+            raise RuntimeError("the CPU stream is closed")
+        job = _Queued(work)
+        self._queue.put(job)
+        return job
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
-        self._pool.shutdown()
+        self._end()
+
+
+class _Queued:
+    """Work for the thread. Lighter than a future, and the thread that waits is woken by a lock alone: what a step costs
+    on the host, its kernels wait for where there are as many of their threads as CPUs."""
+
+    __slots__ = ("_done", "_failure", "_value", "_work")
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
+        self._value: Any = None
+        self._failure: BaseException | None = None
+        self._done = threading.Lock()
+        self._done.acquire()
+
+    def run(self) -> None:
+        assert self._work is not None
+        try:
+            self._value = self._work()
+        except BaseException as failure:  # whoever waits raises it
+            self._failure = failure
+        self._work = None  # it may hold the job
+        self._done.release()
+
+    def result(self) -> Any:
+        with self._done:
+            if self._failure is not None:
+                raise self._failure
+            return self._value
+
+
+def _serve(work: queue.SimpleQueue[_Queued | None], threads: int) -> None:
+    torch.get_num_threads()  # torch sets up its threads now, not behind the next line
+    torch.set_num_threads(threads)  # a thread has an OpenMP setting of its own
+    while (job := work.get()) is not None:
+        job.run()
+        del job  # what it holds may go, while the thread waits for the next
+
+
+def _finish(work: queue.SimpleQueue[_Queued | None], thread: threading.Thread) -> None:
+    work.put(None)
+    if thread is not threading.current_thread():  # where the last to hold the stream was a job
+        thread.join()
 
 
 @contextlib.contextmanager
@@ -68,7 +117,7 @@ class CudaStream:
         self._stream = torch.cuda.Stream()
         self.handle = self._stream.cuda_stream
 
-    def submit(self, work: Callable[[], None]) -> Job:
+    def submit(self, work: Callable[[], Any]) -> Job:
         """Run the work, whose launches go to the stream."""
         with torch.cuda.stream(self._stream):
             work()

@@ -28,10 +28,11 @@ class Made:
 
         with Objects(folder) as objects:
             objects.add(own)
-            objects.link([own], [generated], HEADER, command, place)
+            objects.link([own], [generated], HEADER, command, CALLS, place)
         self.compiled = sorted(name for name in objects.seconds if name != "link")
         library = ctypes.CDLL(str(place))
         self.own, self.generated = library.own(), library.generated()
+        assert library.calls() == 3
 
 
 @pytest.fixture
@@ -42,6 +43,7 @@ def own(tmp_path: Path) -> Path:
     return source
 
 
+CALLS = 'extern "C" int calls() { return 3; }'
 GENERATED = 'extern "C" int generated() { return FIVE + ADDED; }'
 
 
@@ -49,7 +51,7 @@ def test_kept_objects_are_used_until_something_changes(tmp_path: Path, own: Path
     kept = tmp_path / "kept"
     first = Made(kept, tmp_path / "1.so", own, GENERATED)
     assert (first.own, first.generated) == (42, 6)
-    assert first.compiled == ["doubler/cpu.cpp", "generated0.cpp"]
+    assert first.compiled == ["calls.cpp", "doubler/cpu.cpp", "generated0.cpp"]
 
     again = Made(kept, tmp_path / "2.so", own, GENERATED)
     assert (again.own, again.generated, again.compiled) == (42, 6, [])
@@ -70,7 +72,7 @@ def test_without_a_folder_nothing_is_kept(tmp_path: Path, own: Path, where: str 
     (tmp_path / "a file").touch()
     for turn in range(2):
         made = Made(tmp_path / where if where else None, tmp_path / f"{turn}.so", own, GENERATED)
-        assert (made.own, made.generated, len(made.compiled)) == (42, 6, 2)
+        assert (made.own, made.generated, len(made.compiled)) == (42, 6, 3)
 
 
 def test_a_failed_compiler_is_quoted_and_keeps_nothing(tmp_path: Path, own: Path) -> None:
@@ -95,7 +97,7 @@ def test_sources_that_are_not_expected_are_not_linked(tmp_path: Path, own: Path)
         objects.add(other)
         objects.expect([own])
         objects.link(
-            [own], [], HEADER, lambda source, to: [*_command("1"), str(source), "-o", str(to)], tmp_path / "1.so"
+            [own], [], HEADER, lambda source, to: [*_command("1"), str(source), "-o", str(to)], CALLS, tmp_path / "1.so"
         )
     assert ctypes.CDLL(str(tmp_path / "1.so")).own() == 42
 
