@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstdlib>
@@ -84,6 +85,41 @@ inline Range share(i64 count) {
 }
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+
+// `count` equal items for the threads of a team: each takes its share part by part, in order, then parts of the others'
+// shares. A thread that the machine holds up, or whose half of the memory is slower, is then not waited for.
+class Shares {
+ public:
+  Shares(i64 count, i64 part, i64 threads) : part_(part), shares_(std::min<i64>(threads, kMost)) {
+    for (i64 t = 0; t < shares_; t++) {
+      all_[t].next.store(count * t / shares_, std::memory_order_relaxed);
+      all_[t].to = count * (t + 1) / shares_;
+    }
+  }
+
+  // By every thread of the team: work(Range) for the parts that fall to it.
+  template <typename Work>
+  void each(Work&& work) {
+    const i64 own = omp_get_thread_num();
+    for (i64 i = 0; i < shares_; i++) {
+      Share& share = all_[(own + i) % shares_];
+      for (;;) {
+        const i64 from = share.next.fetch_add(part_, std::memory_order_relaxed);
+        if (from >= share.to) break;
+        work(Range{from, std::min(from + part_, share.to)});
+      }
+    }
+  }
+
+ private:
+  static constexpr i64 kMost = 128;  // shares: further threads take of these
+  struct alignas(64) Share {
+    std::atomic<i64> next;
+    i64 to;
+  };
+  const i64 part_, shares_;
+  Share all_[kMost];
+};
 
 #ifdef GRAPHLLM_AVX512
 

@@ -16,6 +16,7 @@ constexpr i64 kRows = 16;              // weight rows a block
 constexpr int kDotRows = 8;            // rows of x that one pass of dot products serves
 constexpr i64 kGroup = 64;             // rows of x that one pass over a block serves: four tile accumulators
 constexpr i64 kPassBytes = 512 << 10;  // weight blocks that stay in the second-level cache between passes
+constexpr i64 kPartBytes = 64 << 10;   // of weights that a thread takes at a time for few rows of x
 constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth waking another thread
 
 struct Args {
@@ -529,6 +530,9 @@ int threads_for(const Args& a) {
 
 #ifdef GRAPHLLM_AVX512
 
+// How many items of so many weight rows a thread takes at a time.
+i64 part(const Args& a, i64 rows) { return std::max<i64>(1, kPartBytes / (rows * a.K * 2)); }
+
 void panels_by_thread(const Args& a) {
   const i64 count = a.gated ? ceil_div(a.N / 2, 16) : ceil_div(a.N, kPanel), threads = omp_get_num_threads();
   // With few panels a thread, the rows of x are divided instead.
@@ -547,6 +551,9 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   if (M <= 0 || N <= 0) return;
   const Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
                static_cast<bf16*>(out), M, N, K, x_stride, weight_stride, N, false};
+#if defined(GRAPHLLM_AVX512)
+  Shares pairs(ceil_div(N, 2), part(a, 2), threads_for(a));
+#endif
 #pragma omp parallel num_threads(threads_for(a))
   {
 #if defined(GRAPHLLM_AMX)
@@ -555,12 +562,10 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
     else
 #endif
 #if defined(GRAPHLLM_AVX512)
-    if (M <= 2 * kDotRows) {
-      const Range pairs = share(ceil_div(N, 2));
-      dot_some(a, {pairs.from * 2, std::min(N, pairs.to * 2)});
-    } else {
+    if (M <= 2 * kDotRows)
+      pairs.each([&](Range part) { dot_some(a, {part.from * 2, std::min(N, part.to * 2)}); });
+    else
       panels_by_thread(a);
-    }
 #else
     plain(a, share(N));
 #endif
@@ -580,8 +585,14 @@ extern "C" void graphllm_linear_gated(const void* x, const void* weight, const v
                static_cast<bf16*>(out), M, 2 * N, K, x_stride, weight_stride, N, true};
   const bool few = M <= 2 * kDotRows;
   bf16* halves = few ? scratch.get<bf16>(M * a.N) : nullptr;
+  Shares shares(N, part(a, 2), threads_for(a));
 #pragma omp parallel num_threads(threads_for(a))
-  few ? gated_dot(a, share(N), halves) : panels_by_thread(a);
+  {
+    if (few)
+      shares.each([&](Range part) { gated_dot(a, part, halves); });
+    else
+      panels_by_thread(a);
+  }
 }
 
 #endif

@@ -18,6 +18,7 @@ namespace {
 
 constexpr i64 kRows = kLanes;           // weight rows a block
 constexpr i64 kLine = 64;               // bytes: four or, of int4, eight inner entries of 16 rows
+constexpr i64 kPartBytes = 64 << 10;    // of weights that a thread takes at a time
 constexpr i64 kMinBytes = 64 << 10;     // less weight than this is not worth waking another thread
 constexpr i64 kOwnBytes = 16 << 10;     // less x than this each thread quantizes for itself, which saves a barrier
 constexpr i64 kAhead = 2048;            // bytes of weights that are asked for ahead
@@ -251,6 +252,7 @@ void quant_linear(const Args<T>& a) {
   const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, blocks * block_bytes / kMinBytes));
   const bool each = bytes <= kOwnBytes;
   char* together = each ? nullptr : shared.get<char>(bytes);
+  Shares shares(blocks, std::max<i64>(1, kPartBytes / block_bytes), threads);
 #pragma omp parallel num_threads(int(threads))
   {
     const Quantized<F> x{each ? own.get<char>(bytes) : together, a.M, groups};
@@ -260,10 +262,9 @@ void quant_linear(const Args<T>& a) {
       quantize_rows(a, x, share(a.M));
 #pragma omp barrier
     }
-    const Range mine = share(blocks);
     const i64 chunk = std::max<i64>(1, kChunkBytes / x.bytes(x.tile_rows, groups)) * x.tile_rows;
     Vec totals[kTile];
-    for (i64 first = 0; first < a.M; first += chunk)
+    auto multiply = [&](i64 first, Range mine) {
       for (i64 block = mine.from; block < mine.to; block++)
         for (i64 m0 = first; m0 < std::min(a.M, first + chunk); m0 += x.tile_rows) {
           const i64 width = x.width(m0);
@@ -271,6 +272,11 @@ void quant_linear(const Args<T>& a) {
                               totals, width);
           for (i64 m = 0; m < width; m++) finish(a, m0 + m, block * kRows, totals[m]);
         }
+    };
+    if (a.M <= chunk)
+      shares.each([&](Range part) { multiply(0, part); });
+    else
+      for (i64 first = 0; first < a.M; first += chunk) multiply(first, share(blocks));
   }
 }
 
