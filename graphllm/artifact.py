@@ -89,8 +89,10 @@ def differences(expected: Any, found: Any, name: str = "") -> list[str]:
 def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
     """Finish the artifact built in ``files`` (a sibling of ``folder``) and move it to its place in one rename.
 
-    An artifact that is there already, because this is a rebuild or another process was faster, is replaced.
+    An artifact that is there already is replaced, but for the same one that another process made meanwhile: it may be
+    reading it.
     """
+    begun = min((f.stat().st_mtime for f in files.rglob("*") if f.is_file()), default=0.0)
     sums = {
         str(f.relative_to(files)): [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()]
         for f in sorted(files.rglob("*"))
@@ -112,8 +114,18 @@ def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
             if taken.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         with contextlib.suppress(FileNotFoundError):
+            if (folder / "manifest.json").stat().st_mtime >= begun and _same(folder, json.loads(text)):
+                shutil.rmtree(files)
+                return folder
             folder.rename(old)
             shutil.rmtree(old)
+
+
+def _same(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    try:
+        return bool(read_manifest(folder)["factors"] == manifest.get("factors"))
+    except ArtifactError:
+        return False
 
 
 def check_replaceable(folder: Path) -> None:

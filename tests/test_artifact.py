@@ -160,6 +160,27 @@ def test_two_compiles_of_one_key(checkpoint: Path, cache: Path) -> None:
     artifact.verify(made)
 
 
+def test_same_artifact_made_meanwhile_stays(tmp_path: Path) -> None:
+    place = tmp_path / "artifact"
+    manifest = {"factors": {"format": artifact.FORMAT, "key": 1}}
+
+    def build(name: str) -> Path:
+        files = tmp_path / name
+        (files / "pieces").mkdir(parents=True)
+        (files / "pieces" / "one.json").write_text(name)
+        return files
+
+    slow, fast = build("slow"), build("fast")
+    artifact.write(place, fast, manifest)
+    artifact.write(place, slow, manifest)
+    assert (place / "pieces" / "one.json").read_text() == "fast"
+    assert not slow.exists()
+    artifact.write(place, build("other key"), {"factors": {"format": artifact.FORMAT, "key": 2}})
+    assert (place / "pieces" / "one.json").read_text() == "other key"
+    artifact.write(place, build("rebuilt"), {"factors": {"format": artifact.FORMAT, "key": 2}})
+    assert (place / "pieces" / "one.json").read_text() == "rebuilt"
+
+
 def test_killed_compile_leaves_no_artifact(checkpoint: Path, cache: Path, tmp_path: Path, cli: Any) -> None:
     """Killed while the C++ compiler runs and the build folder exists."""
     compiler = tmp_path / "bin" / "g++"
