@@ -92,19 +92,19 @@ def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:
     An artifact that is there already is replaced, but for the same one that another process made meanwhile: it may be
     reading it.
     """
-    begun = min((f.stat().st_mtime for f in files.rglob("*") if f.is_file()), default=0.0)
+    made = [f for f in sorted(files.rglob("*")) if f.is_file()]
+    begun = min((f.stat().st_mtime for f in made), default=0.0)
     sums = {
         str(f.relative_to(files)): [f.stat().st_size, hashlib.sha256(f.read_bytes()).hexdigest()]
-        for f in sorted(files.rglob("*"))
-        if f.is_file() and f.name != baked.DATA  # gigabytes, with a table of its own
+        for f in made
+        if f.name != baked.DATA  # gigabytes, with a table of its own
     }
     text = json.dumps({**manifest, "files": sums}, indent=1, sort_keys=True)
     whole = json.dumps({"digest": hashlib.sha256(text.encode()).hexdigest(), "manifest": text})
     (files / "manifest.json").write_text(whole)
-    for file in files.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())
+    for file in (*made, files / "manifest.json"):
+        with file.open("rb") as handle:
+            os.fsync(handle.fileno())
     old = files.with_name(f"{files.name}-old")  # `begin` removes it if this process dies right here
     while True:
         try:
