@@ -3,9 +3,9 @@
     python bench/cpu_kernels.py [linear] [quant] [mm] [attention] [sample] [regions]    # all of them without a name
 
 Prints Markdown. Weights and caches rotate among 1.2 GB, in huge pages as an engine should hold them: every call reads
-memory. Implementations take turns of a millisecond or so; a figure is the best turn, with the median behind it, because
-another process on the machine can only take away. With OMP_NUM_THREADS=1 it is the thread's own processor time that is
-measured. Needs an x86-64 CPU with AVX-512 for the measure of memory.
+memory. Implementations, and what floors are made of, take turns of a millisecond or so, because a shared machine
+changes its speed; figures are the median turn and the best. With OMP_NUM_THREADS=1 it is the thread's own processor
+time that is measured. Needs an x86-64 CPU with AVX-512 for the measure of memory.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from graphllm.weights.formats import FORMATS
 
 POOL = 1200 << 20
 READ = 64 << 20
+PRODUCTS = 20000  # rounds of a loop of them
 SHAPES = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896))  # Qwen2.5-0.5B: N, K
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 POLICIES = ("", "OMP_WAIT_POLICY=passive", "GOMP_SPINCOUNT=1000", "GOMP_SPINCOUNT=2000", "GOMP_SPINCOUNT=10000")
@@ -84,19 +85,28 @@ def turns(calls: Sequence[Callable[[int], object]], count: int, rounds: int) -> 
     return [(min(times), statistics.median(times)) for times in seconds]
 
 
+def reader(library: ctypes.CDLL, pool: torch.Tensor, nbytes: int) -> Callable[[int], object]:
+    """A call for `turns` that reads so many bytes."""
+    nbytes, base = nbytes // 64 * 64, pool.data_ptr()
+    return lambda i: library.probe_read(base + i % (POOL // nbytes) * nbytes, nbytes)
+
+
 def read_ceiling(pool: torch.Tensor) -> float:
     """GB/s."""
-    library = probe()
-    ((best, _),) = turns([lambda i: library.probe_read(pool.data_ptr(), POOL)], 1, 12)
+    ((best, _),) = turns([reader(probe(), pool, POOL)], 1, 12)
     return POOL / best / 1e9
 
 
 def bench_linear(pool: torch.Tensor) -> None:
-    ceiling = read_ceiling(pool)
-    print(f"\n## linear, {torch.get_num_threads()} threads; memory is read at {ceiling:.1f} GB/s\n")
-    print("GB/s of weights: best (median). Share: best over the reading speed.\n")
-    print("| N x K | rows | graphllm_linear | share | aten | oneDNN, packed weights |")
-    print("|---|---|---|---|---|---|")
+    library = probe()
+    print(f"""
+## linear, {torch.get_num_threads()} threads
+
+GB/s of weights: median (best); the plain read of as many bytes takes turns with the rest, and so does a loop of
+products from the first-level cache. Share: the longer of these two over what the kernel takes, medians.
+
+| N x K | rows | graphllm_linear | plain read | share | aten | oneDNN, packed weights |
+|---|---|---|---|---|---|---|""")
     for N, K in SHAPES:
         copies = POOL // 2 // (N * K)
         weights = [pool[i * N * K : (i + 1) * N * K].view(N, K) for i in range(copies)]
@@ -112,23 +122,33 @@ def bench_linear(pool: torch.Tensor) -> None:
                 lambda i, kernel=kernel, x=x, p=places, ends=ends: kernel(x.data_ptr(), p[i % len(p)], *ends),
                 lambda i, x=x, w=weights: torch.nn.functional.linear(x, w[i % len(w)]),
                 lambda i, x=x, w=packed: torch.ops.mkldnn._linear_pointwise(x, w[i % len(w)], None, "none", [], ""),
+                reader(library, pool, N * K * 2),
+                lambda i: library.probe_products(PRODUCTS),
             ]
-            figures = turns(calls, max(1, (8 << 20) // (N * K)), 60)
-            rates = [tuple(N * K * 2 / t / 1e9 for t in pair) for pair in figures]
-            ours, *others = (f"{best:.1f} ({median:.1f})" for best, median in rates)
-            print(
-                f"| {N} x {K} | {M} | {ours} | {rates[0][0] / ceiling:.0%} | " + " | ".join(others) + " |", flush=True
-            )
+            *figures, products = turns(calls, max(1, (8 << 20) // (N * K)), 60)
+            computed = products[1] * 2 * M * N * K / library.probe_products(PRODUCTS)
+            share = max(figures[-1][1], computed) / figures[0][1]
+            ours, aten, onednn, read = (rate(N * K * 2, *pair) for pair in figures)
+            print(f"| {N} x {K} | {M} | {ours} | {read} | {share:.0%} | {aten} | {onednn} |", flush=True)
             del packed
+
+
+def rate(nbytes: int, best: float, median: float) -> str:
+    """GB/s from seconds."""
+    return f"{nbytes / median / 1e9:.1f} ({nbytes / best / 1e9:.1f})"
 
 
 def bench_quant(pool: torch.Tensor) -> None:
     """quant_linear beside the bf16 linear of the same rows and shape: streaming up to 64 rows, aten from 128 on."""
-    ceiling = read_ceiling(pool)
-    print(f"\n## quant_linear, {torch.get_num_threads()} threads; memory is read at {ceiling:.1f} GB/s\n")
-    print("GB/s of weights and scales, best (median), share of the reading speed, and microseconds of the best.\n")
-    print("| N x K | rows | int8 | share | int4 | share | bf16 | share | µs int8 | int4 | bf16 |")
-    print("|---" * 11 + "|")
+    library = probe()
+    print(f"""
+## quant_linear, {torch.get_num_threads()} threads
+
+GB/s of weights and scales, median (best); a plain read of the int8 ones takes turns with the rest, and shares are of
+its median. Microseconds are medians.
+
+| N x K | rows | plain read | int8 | share | int4 | share | bf16 | share | µs int8 | int4 | bf16 |
+|---|---|---|---|---|---|---|---|---|---|---|---|""")
     base = pool.data_ptr()
     for N, K in SHAPES:
         weights = [pool[i * N * K : (i + 1) * N * K].view(N, K) for i in range(POOL // 2 // (N * K))]
@@ -155,14 +175,17 @@ def bench_quant(pool: torch.Tensor) -> None:
             plain = streaming_linear if M < 128 else torch.nn.functional.linear
             calls.append(lambda i, x=x, w=weights, plain=plain: plain(x, w[i % len(w)]))
             sizes.append(2 * N * K)
+            calls.append(reader(library, pool, sizes[0]))
             few = 60 if M < 64 else 8
-            figures = turns(calls, max(1, (8 << 20) // (N * K) // max(1, M // 16)), few if N < 100000 else few // 4)
-            cells = []
-            for nbytes, pair in zip(sizes, figures, strict=True):
-                best, median = (nbytes / t / 1e9 for t in pair)
-                cells.append(f"{best:.1f} ({median:.1f}) | {best / ceiling:.0%}")
-            times = " | ".join(f"{best * 1e6:.0f}" for best, _ in figures)
-            print(f"| {N} x {K} | {M} | {' | '.join(cells)} | {times} |", flush=True)
+            count = max(1, (8 << 20) // (N * K) // max(1, M // 16))
+            *figures, read = turns(calls, count, few if N < 100000 else few // 4)
+            speed = sizes[0] / read[1]
+            cells = [
+                f"{rate(nbytes, *pair)} | {nbytes / pair[1] / speed:.0%}"
+                for nbytes, pair in zip(sizes, figures, strict=True)
+            ]
+            times = " | ".join(f"{median * 1e6:.0f}" for _, median in figures)
+            print(f"| {N} x {K} | {M} | {rate(sizes[0], *read)} | {' | '.join(cells)} | {times} |", flush=True)
 
 
 def bench_mm(pool: torch.Tensor) -> None:
@@ -247,7 +270,7 @@ def attention_row(memory: torch.Tensor, sequences: list[tuple[int, int]], H: int
         measures: tuple[tuple[list[float], Callable[[], float]], ...] = (
             (plain, functools.partial(library.probe_read, memory.data_ptr() + read, READ)),
             (paged, functools.partial(library.probe_pages, first[3], order.data_ptr(), listed, page_bytes)),
-            (products, functools.partial(library.probe_products, 20000)),
+            (products, functools.partial(library.probe_products, PRODUCTS)),
         )
         for times, measure in measures:
             start = time.perf_counter()
@@ -255,7 +278,7 @@ def attention_row(memory: torch.Tensor, sequences: list[tuple[int, int]], H: int
             times.append(time.perf_counter() - start)
         read = (read + READ) % (POOL // READ * READ)
     median, best = statistics.median(seconds), min(seconds)
-    bandwidth, speed = READ / statistics.median(plain), library.probe_products(20000) / statistics.median(products)
+    bandwidth, speed = READ / statistics.median(plain), library.probe_products(PRODUCTS) / statistics.median(products)
     by_page = listed * page_bytes / statistics.median(paged)
     floor = max(held / bandwidth, flops / speed)
     share = f"{floor * 1e6:.1f} | {median / floor:.2f}" if dtype == torch.bfloat16 or len(sequences) == T else "- | -"

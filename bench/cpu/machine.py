@@ -1,33 +1,44 @@
-"""What the machine itself can do, measured in a process of its own: `python -m bench.cpu.machine THREADS`, JSON out."""
+"""What the machine itself can do: `python -m bench.cpu.machine THREADS`, a process that takes turns with the systems.
+
+It answers its start with what a start and a product take, and every command with the speed of memory right then.
+"""
 
 from __future__ import annotations
 
-import json
+import functools
+import statistics
 import sys
 import time
+from collections.abc import Callable
+
+from bench.cpu.process import Commands
 
 READ, GEMM, IMPORT = "memory read, GB/s", "bf16 matrix product, TFLOP/s", "import torch, s"
 _SIZE = 1024, 896, 9728  # rows, inner, columns: of the largest product of the shape's prefill
-_ROUNDS = 12
+_TIMES = 12
 
 
 def main() -> None:
-    """Measure it and print it."""
+    """Measure it whenever asked."""
+    commands = Commands()
     begun = time.perf_counter()
     import torch
 
     imported = time.perf_counter() - begun
     torch.set_num_threads(int(sys.argv[1]))
-    print(json.dumps({IMPORT: imported, READ: read_speed(), GEMM: product_speed()}))
+    commands.answer({IMPORT: imported, GEMM: product_speed()})
+    read = functools.cache(reader)  # its memory is filled when it is first asked for
+    for _ in commands:
+        commands.answer(read()())
+    commands.answer({})
 
 
-def read_speed() -> float:
-    """GB/s: the best of some sweeps over more memory than any cache holds."""
+def reader() -> Callable[[], float]:
+    """What gives GB/s: the median of some sweeps over more memory than any cache holds."""
     from bench.cpu_kernels import POOL, huge, probe
 
     library, pool = probe(), huge(POOL)
-    best = min(_seconds(lambda: library.probe_read(pool.data_ptr(), POOL)) for _ in range(_ROUNDS))
-    return POOL / best / 1e9
+    return lambda: POOL / statistics.median(_seconds(lambda: library.probe_read(pool.data_ptr(), POOL))) / 1e9
 
 
 def product_speed() -> float:
@@ -36,14 +47,16 @@ def product_speed() -> float:
 
     m, k, n = _SIZE
     a, b = torch.randn(m, k).bfloat16(), torch.randn(k, n).bfloat16()
-    torch.mm(a, b)
-    return 2 * m * k * n / min(_seconds(lambda: torch.mm(a, b)) for _ in range(_ROUNDS)) / 1e12
+    return 2 * m * k * n / min(_seconds(lambda: torch.mm(a, b))) / 1e12
 
 
-def _seconds(call: object) -> float:
-    begun = time.perf_counter()
-    call()  # type: ignore[operator]
-    return time.perf_counter() - begun
+def _seconds(call: Callable[[], object]) -> list[float]:
+    found = []
+    for _ in range(_TIMES):
+        begun = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - begun)
+    return found
 
 
 if __name__ == "__main__":

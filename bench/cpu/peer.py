@@ -66,6 +66,10 @@ class Peer(ABC):
         """Convert the checkpoint under ``model.work``, unless that was done before."""
 
     @abstractmethod
+    def files(self, model: Workload) -> Sequence[Path]:
+        """The files and folders that it loads, for them to be in the page cache when it starts."""
+
+    @abstractmethod
     def load(self, model: Workload) -> Runner:
         """Load it, ready to run."""
 

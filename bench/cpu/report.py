@@ -6,19 +6,20 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.cpu.cases import CASES, FIRST, PEAK
 from bench.cpu.checkpoint import qwen2_tensors
 from bench.cpu.machine import GEMM, IMPORT, READ
-from bench.cpu.peer import Peer
 
 COLUMNS = (*(case.name for case in CASES), FIRST, PEAK)
+MACHINE = "machine"  # its own probe, among the systems that take turns
 OURS = "graphllm"
 WAYS = {"executor": ", executor", "LLM": "", "HTTP server": ", HTTP server"}
-_BITS = (16, 8, 4)
+BITS = (16, 8, 4)
+_SHARE = "batch 1: share of the turn's memory speed"
 _FAR = 2.0  # a floor that is so many times the best system's figure would squeeze the bars
 
 
@@ -36,42 +37,71 @@ def count_parameters(config: dict[str, Any]) -> Parameters:
 
 
 @dataclasses.dataclass
+class Turn:
+    """Every loaded system ran every case once. index: within the round. figures: by case, then by system in the order
+    in which they ran: tokens a second, for MACHINE the speed of memory in GB/s."""
+
+    bits: int
+    round: int
+    index: int
+    figures: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
 class Measured:
-    """Everything of one run. machine, and figures by system: one mapping for each round. bits: by system. missing: why
-    a system has no figures, or no more of them."""
+    """Everything of one run. bits: by system. starts: what was measured once a round, by system or MACHINE. missing:
+    why a system has no figures, or no more of them."""
 
     about: dict[str, Any]
     parameters: Parameters
-    machine: list[dict[str, float]] = dataclasses.field(default_factory=list)
-    figures: dict[str, list[dict[str, float]]] = dataclasses.field(default_factory=dict)
     bits: dict[str, int] = dataclasses.field(default_factory=dict)
+    starts: dict[str, list[dict[str, float]]] = dataclasses.field(default_factory=dict)
+    turns: list[Turn] = dataclasses.field(default_factory=list)
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
 
-    def add(self, peer: Peer, figures: dict[str, float]) -> None:
-        """One round of one system."""
-        self.bits[peer.name] = peer.bits
-        self.figures.setdefault(peer.name, []).append(figures)
+    def together(self, case: str, *names: str) -> list[tuple[float, ...]]:
+        """The figures of the turns in which all of these ran the case."""
+        found = (turn.figures.get(case, {}) for turn in self.turns)
+        return [tuple(figures[n] for n in names) for figures in found if figures.keys() >= set(names)]
+
+    def ratios(self, case: str, name: str, other: str) -> list[float]:
+        """A system's figures over another's, turn by turn."""
+        return [mine / its for mine, its in self.together(case, name, other)]
 
     def medians(self) -> dict[str, dict[str, float]]:
-        """By system and column."""
-        return {name: medians(rounds) for name, rounds in self.figures.items()}
+        """By system and column, of those that have figures of all cases."""
+        found = {}
+        for name in self.bits:
+            runs = {c.name: [figure for (figure,) in self.together(c.name, name)] for c in CASES}
+            if all(runs.values()):
+                found[name] = {c: statistics.median(figures) for c, figures in runs.items()} | self.start(name)
+        return found
+
+    def start(self, name: str) -> dict[str, float]:
+        """Medians of what was measured once a round."""
+        rounds = self.starts[name]
+        columns = dict.fromkeys(column for figures in rounds for column in figures)
+        return {column: statistics.median(r[column] for r in rounds if column in r) for column in columns}
+
+    def reads(self) -> list[float]:
+        """GB/s of every turn of the probe."""
+        return [speed for case in CASES for (speed,) in self.together(case.name, MACHINE)]
 
     def floors(self) -> dict[int, dict[str, float]]:
         """The best that weights of so many bits allow here, by bits and column: decoding reads every weight once a
         step, a prompt's products run as fast as one large product, a start imports torch."""
-        machine = medians(self.machine)
+        machine, read = self.start(MACHINE), statistics.median(self.reads())
         found = {}
-        for bits in _BITS:
-            step = self.parameters.all * bits / 8 / (machine[READ] * 1e9)
+        for bits in BITS:
+            step = self.size(bits) / read
             prefill = machine[GEMM] * 1e12 / (2 * self.parameters.layers)
             found[bits] = {c.name: prefill if c.generated == 1 else c.prompts / step for c in CASES}
             found[bits][FIRST] = machine[IMPORT]
         return found
 
-
-def medians(rounds: Sequence[dict[str, float]]) -> dict[str, float]:
-    """By name."""
-    return {name: statistics.median(r[name] for r in rounds) for name in rounds[0]} if rounds else {}
+    def size(self, bits: int) -> float:
+        """GB of the weights, without the scales of quantized ones."""
+        return self.parameters.all * bits / 8 / 1e9
 
 
 def write(folder: Path, name: str, measured: Measured) -> None:
@@ -83,38 +113,40 @@ def write(folder: Path, name: str, measured: Measured) -> None:
 
 
 def to_plain(measured: Measured) -> dict[str, Any]:
-    """For the JSON file: medians first, then all rounds."""
+    """For the JSON file: medians first, then all rounds and turns."""
     found = measured.medians()
+    rounds = {name: [_rounded(r) for r in starts] for name, starts in measured.starts.items()}
     systems = {
-        name: {"bits": measured.bits[name], "median": _rounded(found[name]), "rounds": [_rounded(r) for r in rounds]}
-        for name, rounds in measured.figures.items()
+        name: {"bits": bits, "median": _rounded(found.get(name, {})), "rounds": rounds.get(name, [])}
+        for name, bits in measured.bits.items()
     }
-    machine = {"median": _rounded(medians(measured.machine)), "rounds": [_rounded(r) for r in measured.machine]}
+    machine = {READ: statistics.median(measured.reads()), **measured.start(MACHINE)}
+    turns = [{**vars(t), "figures": {c: _rounded(f) for c, f in t.figures.items()}} for t in measured.turns]
     return {
-        **measured.about, "parameters": measured.parameters._asdict(), "machine can": machine,
+        **measured.about, "parameters": measured.parameters._asdict(),
+        "machine can": {"median": _rounded(machine), "rounds": rounds[MACHINE]},
         "floors": {f"{bits} bits": _rounded(floor) for bits, floor in measured.floors().items()},
-        "systems": systems, "not available": measured.missing,
+        "systems": systems, "turns": turns, "not available": measured.missing,
     }  # fmt: skip
 
 
 def to_markdown(measured: Measured, name: str) -> str:
     """The tables."""
-    found, floors, about = measured.medians(), measured.floors(), measured.about
-    machine, reads = medians(measured.machine), [m[READ] for m in measured.machine]
-    slowest, fastest, rounds = min(reads), max(reads), max(map(len, measured.figures.values()))
+    found, floors, about, reads = measured.medians(), measured.floors(), measured.about, measured.reads()
     lines = [
         "# Qwen2.5-0.5B shape, random weights: graphllm beside other systems on a CPU", "",
-        f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Medians of "
-        f"{rounds} {'round' if rounds == 1 else 'rounds'}; in each, every system runs once, in a fresh process. "
-        "128 tokens in, 64 out; files in the page cache. "
-        f"Memory is read at {machine[READ]:.1f} GB/s ({slowest:.1f} to {fastest:.1f} before and after each round), "
-        f"a bf16 product runs at {machine[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
+        f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Systems of the same "
+        "bits are loaded side by side and take turns. Medians: of the rounds for start and memory, else of all turns "
+        f"({about['turns']} a round, {_rounds(measured)}). 128 tokens in, 64 out. Memory is read at "
+        f"{statistics.median(reads):.1f} GB/s ({min(reads):.1f} to {max(reads):.1f} in the turns), "
+        f"a bf16 product runs at {measured.start(MACHINE)[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
         f"![plot]({name}.svg)", "",
     ]  # fmt: skip
-    for bits in _BITS:
+    for bits in BITS:
         rows = {n: m for n, m in found.items() if measured.bits[n] == bits and ", " not in n}
         if rows:
             lines += [f"## {bits}-bit weights", "", *table({"floor": floors[bits], **rows}, COLUMNS), ""]
+            lines += beside(measured, bits, list(rows))
     lines += reach(measured)
     if measured.missing:
         lines += ["## Not available", "", *(f"- {n}: {reason}" for n, reason in measured.missing.items()), ""]
@@ -122,6 +154,13 @@ def to_markdown(measured: Measured, name: str) -> str:
     lines += [
         "## How it was measured", "",
         f"Versions: {versions}; {about['system']}.", "",
+        "In a round, the systems of 16 bits are started and ended one after the other, in random order, in fresh "
+        "processes, with their files in the page cache: that is their start. Then all are loaded and take turns: for "
+        "each case, every system runs it once while the others wait, with the same prompts, in an order that is drawn "
+        "each time, the first time after a short run to warm up; "
+        "plain reads of 1.2 GB of memory (the median of 12) are one of them. Then they end, and those of 8 and of 4 "
+        "bits follow. A shared machine's memory changes its speed within seconds, so what compares is figures of one "
+        "turn, as the second table of each kind does. Systems of different bits share no turns.", "",
         "The floor reads the weights once a step, without the scales of quantized ones; a prompt's products at the "
         "speed of one large product, without attention and the first and last layer; a start that only imports "
         "torch. Decode counts from when every prompt has its first token. Start is from the process's start to the "
@@ -129,6 +168,23 @@ def to_markdown(measured: Measured, name: str) -> str:
         "system's own defaults otherwise.", "",
     ]  # fmt: skip
     return "\n".join(lines)
+
+
+def beside(measured: Measured, bits: int, names: Sequence[str]) -> list[str]:
+    """graphllm over each other system, turn by turn, and how much of that turn's read speed decoding used."""
+    ours = next((n for n in names if n.startswith(OURS)), None)
+    if ours is None:
+        return []
+    rows: dict[str, dict[str, float | str]] = {}
+    for name in names:
+        shares = [r * measured.size(bits) for r in measured.ratios(CASES[0].name, name, MACHINE)]
+        rows[name] = {_SHARE: statistics.median(shares)}
+        for case in CASES if name != ours else ():
+            ratios = measured.ratios(case.name, ours, name)
+            ahead = f"ahead in {sum(r > 1 for r in ratios)} of {len(ratios)}"
+            rows[name][case.name] = f"{_number(statistics.median(ratios))}, {ahead}"
+    title = f"{ours} over each other system, turn by turn: the median, and the turns in which it was ahead."
+    return [title, "", *table(rows, [*(c.name for c in CASES), _SHARE]), ""]
 
 
 def reach(measured: Measured) -> list[str]:
@@ -139,17 +195,17 @@ def reach(measured: Measured) -> list[str]:
         names = {way: f"{OURS} {kind}{suffix}" for way, suffix in WAYS.items()}
         if not all(n in found for n in names.values()):
             continue
-        whole = found[names["executor"]]
         rows: dict[str, dict[str, float]] = {}
         for way, n in names.items():
             rows[f"{kind}, {way}"] = found[n]
             if way != "executor":
-                rows[f"{kind}, {way}: share"] = {c.name: found[n][c.name] / whole[c.name] for c in CASES}
+                shares = {c.name: measured.ratios(c.name, n, names["executor"]) for c in CASES}
+                rows[f"{kind}, {way}: share"] = {c: statistics.median(ratios) for c, ratios in shares.items()}
         lines += [*table(rows, [*(c.name for c in CASES), FIRST]), ""]
-    return ["## From the kernels to the user", "", *lines] if lines else []
+    return ["## From the kernels to the user", "", "Shares are medians of the turns' own.", "", *lines] if lines else []
 
 
-def table(rows: dict[str, dict[str, float]], columns: Iterable[str]) -> list[str]:
+def table(rows: Mapping[str, Mapping[str, float | str]], columns: Iterable[str]) -> list[str]:
     """Markdown; an empty cell where there is no figure."""
     columns = list(columns)
     lines = ["| | " + " | ".join(columns) + " |", "|" + "---|" * (len(columns) + 1)]
@@ -180,7 +236,7 @@ def plot(measured: Measured, file: Path) -> None:
         bars = panel.barh(order, [found[n][column] for n in order], color=colors)
         panel.bar_label(bars, [_number(found[n][column]) for n in order], padding=3, fontsize=8)
         most = _FAR * max(found[n][column] for n in names)
-        for floor, bits in {floors[b][column]: b for b in reversed(_BITS)}.items():  # equal ones in the first's color
+        for floor, bits in {floors[b][column]: b for b in reversed(BITS)}.items():  # equal ones in the first's color
             if floor <= most:
                 panel.axvline(floor, color=shades[bits], linestyle=":", linewidth=1)
         for label in panel.get_yticklabels():
@@ -196,9 +252,16 @@ def plot(measured: Measured, file: Path) -> None:
     pyplot.close(figure)
 
 
-def _number(value: float) -> str:
+def _number(value: float | str) -> str:
+    if isinstance(value, str):
+        return value
     return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _rounded(figures: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in figures.items()}
+
+
+def _rounds(measured: Measured) -> str:
+    count = len({turn.round for turn in measured.turns})
+    return "1 round" if count == 1 else f"{count} rounds"

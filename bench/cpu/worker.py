@@ -1,6 +1,6 @@
 """The process in which one system is prepared or measured: `python -m bench.cpu.worker '<JSON of a Task>'`.
 
-Its last line on stdout is JSON: what it measured.
+A system that is measured stays loaded and runs a case at every command, until there are no more.
 """
 
 from __future__ import annotations
@@ -14,21 +14,23 @@ import time
 from pathlib import Path
 from typing import Literal
 
-from bench.cpu.cases import CASES, FIRST, FIRST_PROMPT, PEAK
+from bench.cpu.cases import CASES, FIRST, FIRST_PROMPT, PEAK, Case
 from bench.cpu.peer import Runner, Workload, find_peers
+from bench.cpu.process import Commands
 
 _WARM = 4  # tokens generated before the clock runs
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What to do with which system. begun: `time.perf_counter` when the process was started. seed: of the prompts."""
+    """What to do with which system. begun: `time.perf_counter` when the process was started. seed: of the prompts
+    before the first command."""
 
     do: Literal["prepare", "measure"]
     peer: str
     model: Workload
     begun: float
-    seed: int
+    seed: str
 
     def to_json(self) -> str:
         """For the command line."""
@@ -43,39 +45,42 @@ class Task:
         return Task(**{**plain, "model": Workload(**model)})
 
 
-def measure(task: Task) -> dict[str, float]:
-    """First token, then each case, once warm and once for the clock."""
-    draw = random.Random(task.seed)
+def make_prompts(case: Case, vocab: int, seed: str) -> list[list[int]]:
+    """Of random tokens; those of two cases or seeds have no common beginning, so no cache of prompts helps."""
+    draw = random.Random(f"{seed} {case.name}")
+    return [[draw.randrange(vocab) for _ in range(case.tokens)] for _ in range(case.prompts)]
+
+
+def measure(runner: Runner, task: Task, commands: Commands) -> None:
+    """Run the first prompt of all, answer; then as the commands say, each case once before to warm up."""
     vocab = task.model.config["vocab_size"]
-
-    def prompts(count: int, tokens: int) -> list[list[int]]:
-        return [[draw.randrange(vocab) for _ in range(tokens)] for _ in range(count)]
-
-    runner: Runner = find_peers()[task.peer].load(task.model)
     try:
-        first = runner.run(prompts(1, FIRST_PROMPT), 1)[0][0]
-        found = {FIRST: first - (runner.begun or task.begun)}
-        for case in CASES:
-            runner.run(prompts(case.prompts, case.tokens), min(_WARM, case.generated))
-            asked = prompts(case.prompts, case.tokens)
+        first = runner.run(make_prompts(Case(FIRST, 1, FIRST_PROMPT, 1), vocab, task.seed), 1)[0][0]
+        commands.answer({FIRST: first - (runner.begun or task.begun)})
+        cold = {case.name for case in CASES}
+        for command in commands:
+            case = next(c for c in CASES if c.name == command["case"])
+            if case.name in cold:
+                cold.remove(case.name)
+                runner.run(make_prompts(case, vocab, task.seed), min(_WARM, case.generated))
+            asked = make_prompts(case, vocab, command["seed"])
             begun = time.perf_counter()
-            found[case.name] = case.rate(begun, runner.run(asked, case.generated))
+            commands.answer(case.rate(begun, runner.run(asked, case.generated)))
     finally:
         runner.close()
-    if runner.begun is None:
-        found[PEAK] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
-    return found
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    commands.answer({PEAK: peak} if runner.begun is None else {})
 
 
 def main() -> None:
     """Do what the argument says."""
-    task = Task.from_json(sys.argv[1])
-    result: dict[str, float] = {}
+    task, commands = Task.from_json(sys.argv[1]), Commands()
+    peer = find_peers()[task.peer]
     if task.do == "prepare":
-        find_peers()[task.peer].prepare(task.model)
+        peer.prepare(task.model)
+        commands.answer({})
     else:
-        result = measure(task)
-    print(json.dumps(result), flush=True)
+        measure(peer.load(task.model), task, commands)
 
 
 if __name__ == "__main__":

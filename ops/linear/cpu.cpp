@@ -1,8 +1,8 @@
 // linear: out [M, N] = x [M, K] times weight [N, K] transposed, plus bias [N]; all bfloat16, float32 inside.
 //
-// Weights stay in PyTorch's row-major layout, one copy for everything, and each thread owns a contiguous range of weight
+// Weights stay in PyTorch's row-major layout, one copy for everything, and threads take contiguous ranges of weight
 // rows. Few rows of x: the time is that of reading the weights once, so everything serves the memory stream: dot products,
-// two weight rows at a time, or AMX with 16 weight rows as the left operand, loaded straight from memory, and x, which is
+// some weight rows at a time, or AMX with 16 weight rows as the left operand, loaded straight from memory, and x, which is
 // small, packed once per thread as the right operand. Many rows without AMX: weights packed on the way, a panel at a time.
 #include <array>
 #include <utility>
@@ -13,7 +13,10 @@ namespace graphllm {
 namespace {
 
 constexpr i64 kRows = 16;              // weight rows a block
-constexpr int kDotRows = 8;            // rows of x that one pass of dot products serves
+constexpr int kDotRows = 16;           // rows of x that dot products serve
+constexpr int kPassRows = 8;           // of them at once: 16 sums with two weight rows
+constexpr i64 kDotBlock = 16;          // weight rows that a thread's share is made of
+constexpr i64 kNearBytes = 32 << 10;   // rows of x that stay in the first-level cache
 constexpr i64 kGroup = 64;             // rows of x that one pass over a block serves: four tile accumulators
 constexpr i64 kPassBytes = 512 << 10;  // weight blocks that stay in the second-level cache between passes
 constexpr i64 kPartBytes = 64 << 10;   // of weights that a thread takes at a time for few rows of x
@@ -26,6 +29,9 @@ struct Args {
   bool gated;  // the weight's halves are a gate and a value, and out has N / 2 columns
 };
 
+template <int kIndex>
+using Index = std::integral_constant<int, kIndex>;
+
 #ifdef GRAPHLLM_AVX512
 
 // Add the bias to 16 outputs of one row of x and store the valid ones.
@@ -34,62 +40,48 @@ inline void finish(const Args& a, i64 m, i64 n, __mmask16 valid, __m512 sum) {
   store16(a.out + m * a.out_stride + n, sum, valid);
 }
 
-// Up to eight rows of x against weight rows two at a time, each weight line asked for 28 lines ahead, past the row's end in
-// the next two rows; loads stand before prefetches in every step. Of one to eight weight rows side by side, either cache
-// level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches. cold: the weights come
-// from memory; else an earlier call has just had them.
-template <int M, bool kCold>
-inline void dot_pair(const Args& a, i64 m0, i64 n, i64 end) {
+#ifdef GRAPHLLM_AMX
+
+// One row of x against weight rows two at a time, each line asked for 28 lines ahead, past the row's end in the next two
+// rows; loads stand before prefetches in every step. On a Xeon, of one to eight weight rows side by side, either cache
+// level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches.
+void dot_row(const Args& a, Range rows) {
   constexpr i64 ahead = 28 * 32;
-  const bf16 *x = a.x + m0 * a.x_stride, *w = a.weight + n * a.weight_stride;
-  const bool two = n + 1 < end;
-  const i64 second = two ? a.weight_stride : 0;
-  const bf16* next = w + 2 * a.weight_stride;
-  __m512 acc[16];
-#pragma GCC unroll 16
-  for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
-  auto add = [&](i64 k, __m512bh w0, __m512bh w1, __mmask32 mask) __attribute__((always_inline)) {
-#pragma GCC unroll 16
-    for (int m = 0; m < M; m++) {
-      __m512bh v = load_pairs(x + m * a.x_stride + k, mask);
-      acc[2 * m] = _mm512_dpbf16_ps(acc[2 * m], w0, v);
-      acc[2 * m + 1] = _mm512_dpbf16_ps(acc[2 * m + 1], w1, v);
-    }
-  };
-  i64 k = 0;
-  for (; k + 32 <= a.K; k += 32) {
-    __m512bh w0 = load_pairs(w + k), w1 = load_pairs(w + second + k);
-    if constexpr (kCold) {
+  for (i64 n = rows.from; n < rows.to; n += 2) {
+    const bf16* w = a.weight + n * a.weight_stride;
+    const bool two = n + 1 < rows.to;
+    const i64 second = two ? a.weight_stride : 0;
+    const bf16* next = w + 2 * a.weight_stride;
+    __m512 sums[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+    i64 k = 0;
+    for (; k + 32 <= a.K; k += 32) {
+      const __m512bh w0 = load_pairs(w + k), w1 = load_pairs(w + second + k), x = load_pairs(a.x + k);
       asm volatile("" ::: "memory");
       const bf16* at = k + ahead < a.K ? w + (k + ahead) : next + (k + ahead - a.K);
       _mm_prefetch(at, _MM_HINT_T0);
       _mm_prefetch(at + a.weight_stride, _MM_HINT_T0);
       asm volatile("" ::: "memory");
+      sums[0] = _mm512_dpbf16_ps(sums[0], w0, x);
+      sums[1] = _mm512_dpbf16_ps(sums[1], w1, x);
     }
-    add(k, w0, w1, ~0u);
-  }
-  if (k < a.K) {
-    const __mmask32 inside = first32(a.K - k);
-    add(k, load_pairs(w + k, inside), load_pairs(w + second + k, inside), inside);
-  }
-  alignas(64) float sums[16];
-  if constexpr (M <= 2) {
-#pragma GCC unroll 16
-    for (int i = 0; i < 2 * M; i++) sums[i] = _mm512_reduce_add_ps(acc[i]);
-  } else {
-    _mm512_store_ps(sums, add_lanes(acc));
-  }
-#pragma GCC unroll 16
-  for (int m = 0; m < M; m++) {
-    bf16* to = a.out + (m0 + m) * a.out_stride + n;
-    store(to, a.bias ? sums[2 * m] + to_float(a.bias[n]) : sums[2 * m]);
-    if (two) store(to + 1, a.bias ? sums[2 * m + 1] + to_float(a.bias[n + 1]) : sums[2 * m + 1]);
+    if (k < a.K) {
+      const __mmask32 inside = first32(a.K - k);
+      const __m512bh x = load_pairs(a.x + k, inside);
+      sums[0] = _mm512_dpbf16_ps(sums[0], load_pairs(w + k, inside), x);
+      sums[1] = _mm512_dpbf16_ps(sums[1], load_pairs(w + second + k, inside), x);
+    }
+    for (i64 i = 0; i <= two; i++) {
+      const float sum = _mm512_reduce_add_ps(sums[i]);
+      store(a.out + n + i, a.bias ? sum + to_float(a.bias[n + i]) : sum);
+    }
   }
 }
 
-// One row of x where there is no AMX: one weight row after the other, each line asked for 64 lines ahead, wherever that is.
-// On an EPYC of the fifth generation this reads as fast as a plain read of memory; 28 lines ahead take 5 % more when other
-// machines use that memory too, two rows side by side 20 %.
+#else
+
+// One row of x: one weight row after the other, each line asked for 64 lines ahead, wherever that is. On an EPYC of the
+// fifth generation this reads as fast as a plain read of memory; 28 lines ahead take 5 % more when other machines use that
+// memory too, two rows side by side 20 %.
 void dot_row(const Args& a, Range rows) {
   constexpr i64 ahead = 64 * 32;
   for (i64 n = rows.from; n < rows.to; n++) {
@@ -111,32 +103,133 @@ void dot_row(const Args& a, Range rows) {
   }
 }
 
-template <int M>
+#endif
+
+// Lines that are asked for while products of some weight rows are computed: in every step one for each row, `by_row` and
+// `by_step` elements apart.
+struct Ahead {
+  const bf16* at;
+  i64 by_row, by_step;
+};
+
+// kM rows of x from m0 on times kR weight rows side by side, for k in [k0, k1): added to sums [kM][kR].
+template <int kM, int kR>
+inline __attribute__((always_inline)) void products(const Args& a, i64 m0, const bf16* w, i64 k0, i64 k1, Ahead ahead,
+                                                    __m512 (&sums)[16]) {
+  const bf16* x = a.x + m0 * a.x_stride;
+  auto add = [&](i64 k, __mmask32 inside) __attribute__((always_inline)) {
+    __m512bh weights[kR];
+#pragma GCC unroll 4
+    for (int r = 0; r < kR; r++) weights[r] = load_pairs(w + r * a.weight_stride + k, inside);
+#pragma GCC unroll 16
+    for (int m = 0; m < kM; m++) {
+      const __m512bh row = load_pairs(x + m * a.x_stride + k, inside);
+#pragma GCC unroll 4
+      for (int r = 0; r < kR; r++) sums[m * kR + r] = _mm512_dpbf16_ps(sums[m * kR + r], weights[r], row);
+    }
+  };
+  i64 k = k0;
+  for (; k + 32 <= k1; k += 32, ahead.at += ahead.by_step) {
+#pragma GCC unroll 4
+    for (int r = 0; r < kR; r++) _mm_prefetch(ahead.at + r * ahead.by_row, _MM_HINT_T0);
+    add(k, ~0u);
+  }
+  if (k < k1) add(k, first32(k1 - k));
+}
+
+// Lanes of the sums [kM][kR] added, with bias, as outputs of the rows of x from m0 and the weight rows from n on.
+template <int kM, int kR>
+inline __attribute__((always_inline)) void finish_rows(const Args& a, i64 m0, i64 n, const __m512 (&sums)[16]) {
+  __m512 out = add_lanes(sums);
+  if (a.bias) {
+    alignas(64) float bias[16] = {};
+    for (int i = 0; i < kM * kR; i++) bias[i] = to_float(a.bias[n + i % kR]);
+    out = _mm512_add_ps(out, _mm512_load_ps(bias));
+  }
+  alignas(32) bf16 narrowed[16];
+  _mm256_store_si256((__m256i*)narrowed, narrow(out));
+#pragma GCC unroll 16
+  for (int m = 0; m < kM; m++) std::memcpy(a.out + (m0 + m) * a.out_stride + n, narrowed + m * kR, 2 * kR);
+}
+
+// kM rows of x from m0 on, which the first-level cache holds, times kR weight rows from n on, whole.
+template <int kM, int kR>
+inline __attribute__((always_inline)) void dot_whole(const Args& a, i64 m0, i64 n, Ahead ahead) {
+  __m512 sums[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) sums[i] = _mm512_setzero_ps();
+  products<kM, kR>(a, m0, a.weight + n * a.weight_stride, 0, a.K, ahead, sums);
+  finish_rows<kM, kR>(a, m0, n, sums);
+}
+
+// The same for some weight rows, two side by side. Their lines are asked for in the order of addresses.
+template <int kM, int kR = 2>
 void dot_rows(const Args& a, Range rows) {
-  for (i64 n = rows.from; n < rows.to; n += 2) {
-    if constexpr (M <= kDotRows) {
-      dot_pair<M, true>(a, 0, n, rows.to);
-    } else {
-      dot_pair<kDotRows, true>(a, 0, n, rows.to);
-      dot_pair<M - kDotRows, false>(a, kDotRows, n, rows.to);
+  constexpr int first = std::min(kM, kPassRows), rest = kM - first;
+  constexpr i64 ahead = 64 * 32;
+  i64 n = rows.from;
+  for (; n + kR <= rows.to; n += kR) {
+    const bf16* w = a.weight + n * a.weight_stride;
+    dot_whole<first, kR>(a, 0, n, {w + (kR - 1) * a.weight_stride + ahead, 32, 32 * kR});
+    if constexpr (rest > 0) dot_whole<rest, kR>(a, first, n, {w, 0, 0});
+  }
+  if constexpr (kR > 1)
+    if (n < rows.to) dot_rows<kM, 1>(a, {n, rows.to});
+}
+
+// Two weight rows, or one, from n on times kM rows of x from m0 on, for k in [k0, k1): the sum of what came before is in
+// `held`, and so is the new one until k ends, when it becomes outputs.
+template <int kM, int kR>
+__attribute__((noinline)) void dot_part(const Args& a, i64 m0, i64 n, i64 k0, i64 k1, Ahead ahead, __m512* held) {
+  __m512 sums[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) sums[i] = k0 > 0 && i < kM * kR ? held[i] : _mm512_setzero_ps();
+  products<kM, kR>(a, m0, a.weight + n * a.weight_stride, k0, k1, ahead, sums);
+  if (k1 == a.K) return finish_rows<kM, kR>(a, m0, n, sums);
+#pragma GCC unroll 16
+  for (int i = 0; i < kM * kR; i++) held[i] = sums[i];
+}
+
+// More of x: parts of k that it holds, for a block of weight rows in turn, two side by side. Asked for are lines of the two
+// after them.
+template <int kM>
+void dot_parts(const Args& a, Range rows) {
+  constexpr int first = std::min(kM, kPassRows), rest = kM - first;
+  static thread_local Scratch scratch;
+  const i64 parts = ceil_div(kM * a.K * 2, kNearBytes / 4 * 3), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
+  const i64 stride = a.weight_stride;
+  for (i64 n = rows.from; n < rows.to; n += kDotBlock) {
+    const i64 count = std::min(kDotBlock, rows.to - n);
+    const bf16* block = a.weight + n * stride;
+    for (i64 k0 = 0; k0 < a.K; k0 += depth) {
+      const i64 k1 = std::min(a.K, k0 + depth);
+      __m512* held = scratch.get<__m512>(kDotBlock * 16);
+      auto some = [&](i64 i, auto side) {
+        constexpr int kR = decltype(side)::value;
+        const bf16* next = i + kR < count ? block + (i + kR) * stride + k0 : k1 < a.K ? block + k1 : block + count * stride;
+        dot_part<first, kR>(a, 0, n + i, k0, k1, {next, stride, 32}, held);
+        held += 16;
+        if constexpr (rest > 0) {
+          dot_part<rest, kR>(a, first, n + i, k0, k1, {block + i * stride, 0, 0}, held);
+          held += 16;
+        }
+      };
+      i64 i = 0;
+      for (; i + 2 <= count; i += 2) some(i, Index<2>());
+      if (i < count) some(i, Index<1>());
     }
   }
 }
 
-template <int M = 1>
+template <int kM = 2>
 void dot(const Args& a, Range rows) {
-  if constexpr (M < 2 * kDotRows)
-    if (a.M > M) return dot<M + 1>(a, rows);
-  dot_rows<M>(a, rows);
+  if constexpr (kM < kDotRows)
+    if (a.M > kM) return dot<kM + 1>(a, rows);
+  kM * a.K * 2 <= kNearBytes ? dot_rows<kM>(a, rows) : dot_parts<kM>(a, rows);
 }
 
 // Up to 16 rows of x.
-void dot_some(const Args& a, Range rows) {
-#ifndef GRAPHLLM_AMX
-  if (a.M == 1) return dot_row(a, rows);
-#endif
-  dot(a, rows);
-}
+void dot_some(const Args& a, Range rows) { a.M == 1 ? dot_row(a, rows) : dot(a, rows); }
 
 #endif  // GRAPHLLM_AVX512
 
@@ -154,9 +247,6 @@ void pack(const Args& a, i64 m0, i64 rows, i64 columns, bf16* to) {
     for (i64 p = 0; p < 16; p++) _mm512_mask_storeu_epi32(to + p * columns * 2, stored, r[p]);
   }
 }
-
-template <int kIndex>
-using Index = std::integral_constant<int, kIndex>;
 
 // One block of 16 weight rows times up to 16 * kTiles packed rows of x. Tiles 0-3 accumulate, 4 and 5 hold weights, 6 and
 // 7 hold x. With one or two tiles of x, odd and even steps accumulate apart: a product on the same accumulator waits 52
@@ -258,22 +348,6 @@ constexpr int kTileRows = 14;
 constexpr i64 kTile = kTileRows * kPanel;
 constexpr i64 kDepth = 1280;             // k values of a panel: 14 rows of x stay near the first-level cache
 constexpr i64 kPanelBytes = 384 << 10;   // panels that stay in the second-level cache, beside the rows of x
-
-// Weight rows [n0, n0 + 16) and, from `second` on, 16 more, for k in [k0, k0 + depth), zero where they end.
-void pack_panel(const Args& a, i64 n0, i64 second, i64 k0, i64 depth, bf16* to) {
-  for (i64 k = 0; k < depth; k += 32) {
-    const __mmask32 inside = first32(std::max<i64>(0, a.K - k0 - k));
-    for (i64 half = 0; half < 2; half++) {
-      __m512i r[16];
-      for (i64 i = 0; i < 16; i++) {
-        const i64 n = (half ? second : n0) + i;
-        r[i] = n < a.N ? (__m512i)load_pairs(a.weight + n * a.weight_stride + k0 + k, inside) : _mm512_setzero_si512();
-      }
-      transpose16(r);
-      for (i64 p = 0; p < 16; p++) _mm512_store_si512(to + (k / 2 + p) * 2 * kPanel + half * 32, r[p]);
-    }
-  }
-}
 
 // The weight rows of a panel: two runs of 16, of which `valid` exist each. With a gate, one run is of each half of the weight.
 struct Panel {
@@ -553,7 +627,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   const Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
                static_cast<bf16*>(out), M, N, K, x_stride, weight_stride, N, false};
 #if defined(GRAPHLLM_AVX512)
-  Shares pairs(ceil_div(N, 2), part(a, 2), threads_for(a));
+  Shares blocks(ceil_div(N, kDotBlock), part(a, kDotBlock), threads_for(a));
 #endif
 #pragma omp parallel num_threads(threads_for(a))
   {
@@ -563,8 +637,8 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
     else
 #endif
 #if defined(GRAPHLLM_AVX512)
-    if (M <= 2 * kDotRows)
-      pairs.each([&](Range part) { dot_some(a, {part.from * 2, std::min(N, part.to * 2)}); });
+    if (M <= kDotRows)
+      blocks.each([&](Range part) { dot_some(a, {part.from * kDotBlock, std::min(N, part.to * kDotBlock)}); });
     else
       panels_by_thread(a);
 #else
@@ -584,13 +658,13 @@ extern "C" void graphllm_linear_gated(const void* x, const void* weight, const v
   static thread_local Scratch scratch;
   const Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
                static_cast<bf16*>(out), M, 2 * N, K, x_stride, weight_stride, N, true};
-  const bool few = M <= 2 * kDotRows;
+  const bool few = M <= kDotRows;
   bf16* halves = few ? scratch.get<bf16>(M * a.N) : nullptr;
-  Shares shares(N, part(a, 2), threads_for(a));
+  Shares blocks(ceil_div(N, kDotBlock), part(a, 2 * kDotBlock), threads_for(a));
 #pragma omp parallel num_threads(threads_for(a))
   {
     if (few)
-      shares.each([&](Range part) { gated_dot(a, part, halves); });
+      blocks.each([&](Range part) { gated_dot(a, {part.from * kDotBlock, std::min(N, part.to * kDotBlock)}, halves); });
     else
       panels_by_thread(a);
   }

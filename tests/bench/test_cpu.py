@@ -1,9 +1,17 @@
-"""The CPU benchmark's own arithmetic, tables and plot; that a GGUF file holds the checkpoint's numbers; its workers."""
+"""The CPU benchmark's own arithmetic, tables and plot; its turns and processes; that a GGUF file holds the checkpoint's
+numbers."""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import os
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,9 +20,13 @@ from bench.cpu import report
 from bench.cpu.cases import CASES, FIRST, PEAK, Case
 from bench.cpu.checkpoint import make_checkpoint, qwen2_config, qwen2_tensors, words
 from bench.cpu.gguf_checkpoint import gguf_name, write_gguf
+from bench.cpu.lock import Lock
 from bench.cpu.machine import GEMM, IMPORT, READ
-from bench.cpu.peer import Peer, Runner, Workload, find_peers
-from bench.cpu.worker import Task
+from bench.cpu.peer import Peer, Runner, Times, Workload, find_peers
+from bench.cpu.process import Commands, Process, ProcessFailedError
+from bench.cpu.report import MACHINE, Turn
+from bench.cpu.turns import take_round
+from bench.cpu.worker import Task, make_prompts, measure
 
 TINY = {
     **qwen2_config(2), "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -22,28 +34,39 @@ TINY = {
 }  # fmt: skip
 
 
-class Fake(Peer):
-    packages = ()
+class Absent(Peer):
+    name = "absent"
     modules = ("no_such_module", "json")
 
-    def __init__(self, name: str, bits: int) -> None:
-        self.name, self.bits = name, bits
-
     def prepare(self, model: Workload) -> None:
+        raise AssertionError
+
+    def files(self, model: Workload) -> list[Path]:
         raise AssertionError
 
     def load(self, model: Workload) -> Runner:
         raise AssertionError
 
 
-def measured(figures: dict[str, tuple[int, list[float]]]) -> report.Measured:
-    """Systems with one figure a round, the same for every column."""
-    about = {"machine": "abacus", "threads": 2, "date": "today", "command": "c", "versions": {"x": "1"}, "system": "s"}
-    made = report.Measured(about, report.Parameters(all=10**9, layers=5 * 10**8))
-    made.machine = [{READ: 30.0, GEMM: 1.0, IMPORT: 2.0}, {READ: 50.0, GEMM: 3.0, IMPORT: 1.0}]
-    for name, (bits, rounds) in figures.items():
-        for value in rounds:
-            made.add(Fake(name, bits), dict.fromkeys(report.COLUMNS, value))
+def empty() -> report.Measured:
+    about = {"machine": "abacus", "threads": 2, "date": "today", "command": "c", "versions": {"x": "1"}, "system": "s",
+             "turns": 2}  # fmt: skip
+    return report.Measured(about, report.Parameters(all=10**9, layers=5 * 10**8))
+
+
+def measured(
+    figures: dict[str, tuple[int, list[float]]], reads: tuple[float, ...] = (30.0, 40.0, 50.0)
+) -> report.Measured:
+    """Systems with one figure a turn, the same for every column, and as many rounds of one turn."""
+    made = empty()
+    made.starts[MACHINE] = [{GEMM: 1.0, IMPORT: 2.0}, {GEMM: 3.0, IMPORT: 1.0}]
+    for name, (bits, values) in figures.items():
+        made.bits[name] = bits
+        made.starts[name] = [{FIRST: value, PEAK: value} for value in values]
+    for i, read in enumerate(reads):
+        for bits in report.BITS:
+            now = {n: v[i] for n, (b, v) in figures.items() if b == bits and i < len(v)}
+            made.turns.append(Turn(bits, i, 0, {c.name: {MACHINE: read, **now} for c in CASES}))
     return made
 
 
@@ -64,6 +87,29 @@ def test_medians_and_floors() -> None:
     assert floors[8][FIRST] == 1.5
 
 
+def test_systems_are_compared_within_a_turn() -> None:
+    # The medians are 3 and 2.5: beside each other they would say 1.2.
+    made = measured({"graphllm bf16": (16, [3.0, 1.0, 8.0]), "other": (16, [2.5, 2.0, 10.0])})
+    assert made.ratios(CASES[1].name, "graphllm bf16", "other") == pytest.approx([1.2, 0.5, 0.8])
+    lines = report.to_markdown(made, "name").splitlines()
+    # 2 GB a token: 6 of 30, 2 of 40 and 16 of 50 GB/s; 5 of 30, 4 of 40 and 20 of 50.
+    assert "| graphllm bf16 |  |  |  | 0.20 |" in lines
+    cell = "0.80, ahead in 1 of 3"
+    assert f"| other | {cell} | {cell} | {cell} | 0.17 |" in lines
+
+
+def test_a_system_without_all_cases_is_not_in_the_tables() -> None:
+    made = measured({"graphllm bf16": (16, [3.0]), "broken": (16, [2.0])})
+    for turn in made.turns:
+        turn.figures[CASES[2].name].pop("broken", None)
+    made.bits["never started"] = 8
+    assert made.medians().keys() == {"graphllm bf16"}
+    assert "| broken" not in report.to_markdown(made, "name")
+    plain = report.to_plain(made)["systems"]
+    assert plain["broken"]["median"] == {}
+    assert plain["never started"]["rounds"] == []
+
+
 def test_tables() -> None:
     made = measured({"graphllm bf16": (16, [4.0]), "graphllm bf16, executor": (16, [8.0]),
                      "graphllm bf16, HTTP server": (16, [2.0]), "other": (4, [1234.5])})  # fmt: skip
@@ -80,13 +126,16 @@ def test_tables() -> None:
 
 def test_files(tmp_path: Path) -> None:
     made = measured({"graphllm bf16": (16, [4.0, 2.0, 6.0])})
-    del made.figures["graphllm bf16"][0][PEAK]
-    made.figures["graphllm bf16"] = [{n: v for n, v in r.items() if n != PEAK} for r in made.figures["graphllm bf16"]]
+    for figures in made.starts["graphllm bf16"]:
+        del figures[PEAK]
     report.write(tmp_path / "new", "result", made)
     plain = json.loads((tmp_path / "new" / "result.json").read_text())
     assert plain["systems"]["graphllm bf16"]["median"][CASES[0].name] == 4.0
     assert [r[FIRST] for r in plain["systems"]["graphllm bf16"]["rounds"]] == [4.0, 2.0, 6.0]
-    assert plain["machine can"]["median"][READ] == 40.0
+    assert plain["machine can"]["median"] == {READ: 40.0, GEMM: 2.0, IMPORT: 1.5}
+    assert plain["turns"][3] == {
+        "bits": 16, "round": 1, "index": 0, "figures": {c.name: {MACHINE: 40.0, "graphllm bf16": 2.0} for c in CASES}
+    }  # fmt: skip
     assert (tmp_path / "new" / "result.md").exists()
 
 
@@ -101,15 +150,173 @@ def test_plot(tmp_path: Path) -> None:
 
 
 def test_what_is_missing() -> None:
-    assert Fake("f", 16).missing() == "no_such_module not installed"
+    assert Absent().missing() == "no_such_module not installed"
     peers = find_peers()
     assert next(iter(peers)) == "graphllm bf16"
     assert {"transformers eager bf16", "llama.cpp Q4_0", "OpenVINO GenAI int8"} <= peers.keys()
 
 
 def test_task_crosses_a_command_line(tmp_path: Path) -> None:
-    task = Task("measure", "graphllm bf16", Workload(tmp_path / "a", tmp_path, {"x": 1}, 2, 64, 8), 1.5, 3)
+    task = Task("measure", "graphllm bf16", Workload(tmp_path / "a", tmp_path, {"x": 1}, 2, 64, 8), 1.5, "3")
     assert Task.from_json(task.to_json()) == task
+
+
+def test_prompts_are_the_same_for_all_systems_and_begin_differently_otherwise() -> None:
+    assert make_prompts(CASES[1], 1000, "0 1") == make_prompts(CASES[1], 1000, "0 1")
+    prompts = [p for case in CASES for seed in ("0", "0 1", "1 0") for p in make_prompts(case, 1000, seed)]
+    assert len({tuple(p[:16]) for p in prompts}) == len(prompts)
+    assert [len(p) for p in make_prompts(CASES[1], 1000, "0")] == [128] * 8
+
+
+class Counting(Runner):
+    """Notes what it is asked for; a token comes every tenth of a second."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int, int]] = []
+        self.prompts: list[tuple[int, ...]] = []
+        self.closed = 0
+
+    def run(self, prompts: Sequence[list[int]], count: int) -> Times:
+        assert not self.closed
+        self.asked.append((len(prompts), len(prompts[0]), count))
+        self.prompts += map(tuple, prompts)
+        now = time.perf_counter()
+        return [[now + 0.1 * (i + 1) for i in range(count)] for _ in prompts]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Asked(Commands):
+    """Commands from a list."""
+
+    def __init__(self, commands: list[dict[str, str]]) -> None:
+        self.commands, self.answers = commands, []  # type: ignore[var-annotated]
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return iter(self.commands)
+
+    def answer(self, answer: object) -> None:
+        self.answers.append(answer)
+
+
+def test_a_worker_warms_up_once_and_runs_what_is_asked(tmp_path: Path) -> None:
+    runner = Counting()
+    asked = [CASES[1], CASES[0], CASES[1], CASES[2]]
+    commands = Asked([{"case": case.name, "seed": f"0 {i}"} for i, case in enumerate(asked)])
+    task = Task("measure", "any", Workload(tmp_path, tmp_path, {"vocab_size": 1000}, 2, 64, 8), 0.0, "0")
+    begun = time.perf_counter()
+    measure(runner, dataclasses.replace(task, begun=begun - 10), commands)
+    single, batch, long = ((1, 128, 4), (1, 128, 64)), ((8, 128, 4), (8, 128, 64)), ((1, 1024, 1), (1, 1024, 1))
+    assert runner.asked == [(1, 16, 1), *batch, *single, batch[1], *long]
+    assert len(set(runner.prompts)) == len(runner.prompts)
+    first, *rates, last = commands.answers
+    assert first[FIRST] == pytest.approx(10.1, abs=0.5)
+    assert rates == pytest.approx([80, 10, 80, 10240], rel=0.02)
+    assert 0.01 < last[PEAK] < 100
+    assert runner.closed == 1
+    commands.commands = [{"case": "none", "seed": ""}]
+    failing = Counting()
+    with pytest.raises(StopIteration):
+        measure(failing, task, commands)
+    assert failing.closed == 1
+
+
+# A system that notes when it starts, runs a case and ends, with a child in a session of its own. bad: where it fails.
+SYSTEM = """
+import os, subprocess, sys, time
+from bench.cpu.process import Commands
+name, log, bad = sys.argv[1:]
+def note(what):
+    with open(log, "a") as file:
+        print(os.getpid(), name, *what, sep=",", file=file)
+    if bad == what[0]:
+        sys.exit("broken " + bad)
+    if bad == what[0] + " hangs":
+        time.sleep(1000)
+commands = Commands()
+silent = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+child = subprocess.Popen(["tail", "-F", log], start_new_session=True, **silent)
+os.system("echo to stdout")
+note(["start"])
+commands.answer({"start to first token, s": 1.0})
+for command in commands:
+    note(["run", command["case"].split(",")[0], command["seed"]])
+    commands.answer(5.0)
+note(["end"])
+commands.answer({"peak memory, GB": 2.0})
+"""
+
+
+def start(name: str, log: Path, bad: str = "") -> Process:
+    return Process([sys.executable, "-c", SYSTEM, name, str(log), bad], {"PYTHONPATH": os.getcwd()}, limit=3.0)
+
+
+def left(log: Path) -> list[bytes]:
+    """Command lines of the systems that note there, and of their children."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found.append(file.read_bytes())
+    return [line for line in found if str(log).encode() in line]
+
+
+def test_systems_take_turns_side_by_side(tmp_path: Path) -> None:
+    log, made = tmp_path / "log", empty()
+    names = ["a", "b", "c", MACHINE]
+    take_round(16, {n: partial(start, n, log) for n in names}, 7, 3, Lock(tmp_path / "lock"), made)
+    noted = [line.split(",") for line in log.read_text().splitlines()]
+    alone, noted = noted[:4], noted[4:]
+    assert sorted(tuple(what) for _, *what in alone) == sorted((name, "start") for name in names)
+    assert [what for _, _, what, *_ in noted] == ["start"] * 4 + ["run"] * 4 * len(CASES) * 3 + ["end"] * 4
+    assert len({pid for pid, *_ in noted}) == 4  # each stays loaded
+    assert not {pid for pid, *_ in noted} & {pid for pid, *_ in alone}
+    groups = [noted[i : i + 4] for i in range(4, len(noted) - 4, 4)]
+    assert [{tuple(rest) for _, _, _, *rest in g} for g in groups] == [
+        {(c.name.split(",")[0], f"7 {turn}")} for turn in range(3) for c in CASES
+    ]
+    orders = [tuple(name for _, name, *_ in g) for g in groups]
+    assert all(sorted(order) == sorted(names) for order in orders)
+    assert len(set(orders)) > 4
+    assert [(t.bits, t.round, t.index) for t in made.turns] == [(16, 7, 0), (16, 7, 1), (16, 7, 2)]
+    assert [tuple(f) for t in made.turns for f in t.figures.values()] == orders
+    assert made.starts == {n: [{FIRST: 1.0, PEAK: 2.0}] for n in names}
+    assert made.missing == {}
+
+
+@pytest.mark.parametrize("bad", ["start", "run", "run hangs", "end"])
+def test_a_system_that_fails_is_out_and_leaves_nothing(tmp_path: Path, bad: str) -> None:
+    log, made = tmp_path / "log", empty()
+    systems = {"good": partial(start, "good", log), "bad": partial(start, "bad", log, bad),
+               MACHINE: partial(start, MACHINE, log)}  # fmt: skip
+    take_round(8, systems, 0, 2, Lock(None), made)
+    why = "no answer within 3 s" if bad == "run hangs" else f"status 1: to stdout\nbroken {bad}"
+    assert made.missing == {"bad": f"failed: {why}"}
+    assert [set(f) - {"bad"} for t in made.turns for f in t.figures.values()] == [{"good", MACHINE}] * 2 * len(CASES)
+    assert made.starts["good"] == [{FIRST: 1.0, PEAK: 2.0}]
+    assert left(log) == []
+
+
+def test_a_probe_that_fails_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    systems = {"a": partial(start, "a", log), MACHINE: partial(start, MACHINE, log, "run")}
+    with pytest.raises(ProcessFailedError, match="broken run"):
+        take_round(8, systems, 0, 2, Lock(None), empty())
+    assert left(log) == []
+
+
+def test_a_process_ends_when_there_will_be_no_commands(tmp_path: Path) -> None:
+    """As when the benchmark itself is killed; what it started is left to whoever leaves ``with``."""
+    log = tmp_path / "log"
+    with start("a", log) as process:
+        process.started()
+        assert len(process.pids()) == 2
+        assert process.end() == {PEAK: 2.0}
+        deadline = time.monotonic() + 5
+        while len(process.pids()) > 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert left(log) == [b"\0".join([b"tail", b"-F", str(log).encode(), b""])]
+    assert left(log) == []
 
 
 def test_checkpoint_is_what_transformers_calls_a_qwen2(tmp_path: Path) -> None:

@@ -179,24 +179,20 @@ def _edit_table(folder: Path) -> None:
     ],
 )
 def test_wrong_file_is_refused_in_under_a_second(
-    damage: Callable[[Path], None], message: str, copy: Path, checkpoint: Path, process: Any
+    damage: Callable[[Path], None], message: str, copy: Path, checkpoint: Path, refused: Any
 ) -> None:
     damage(copy)
-    command = ("run", "--model", checkpoint, "--artifact", copy, *ASK)
-    done = min((process(*command) for _ in range(2)), key=lambda d: d.seconds)  # the machine may be busy elsewhere
+    done = refused("run", "--model", checkpoint, "--artifact", copy, *ASK)
     assert (done.code, done.out) == (2, "")
     assert message in done.err
     assert "compile again" in done.err
     assert len(done.err.splitlines()) == 1
-    assert done.seconds < 1
 
 
-def test_other_checkpoint_is_refused_in_under_a_second(baked_artifact: Path, other: Path, process: Any) -> None:
-    command = ("run", "--model", other, "--artifact", baked_artifact, *ASK)
-    done = min((process(*command) for _ in range(2)), key=lambda d: d.seconds)
+def test_other_checkpoint_is_refused_in_under_a_second(baked_artifact: Path, other: Path, refused: Any) -> None:
+    done = refused("run", "--model", other, "--artifact", baked_artifact, *ASK)
     assert (done.code, done.out) == (2, "")
     assert "was made of other weights than those in" in done.err
-    assert done.seconds < 1
 
 
 def test_full_check_finds_any_flipped_bit(cli: Any, copy: Path) -> None:

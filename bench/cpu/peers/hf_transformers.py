@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from bench.cpu.peer import Peer, Runner, Steps, Times, Workload
 
@@ -15,6 +16,9 @@ class _Transformers(Peer):
 
     def prepare(self, model: Workload) -> None:
         """It reads the checkpoint as it is."""
+
+    def files(self, model: Workload) -> Sequence[Path]:
+        return [model.checkpoint]
 
     def load(self, model: Workload) -> Runner:
         return _Loaded(model)

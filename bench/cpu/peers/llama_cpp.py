@@ -25,6 +25,9 @@ class _LlamaCpp(Peer):
         if not file.exists():
             _quantize(whole, file, self._type)
 
+    def files(self, model: Workload) -> Sequence[Path]:
+        return [_file(model, self._type)]
+
     def load(self, model: Workload) -> Runner:
         return _Loaded(_file(model, self._type), model)
 

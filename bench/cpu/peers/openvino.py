@@ -25,6 +25,9 @@ class _OpenVino(Peer):
         if not folder.exists():
             _save(_compress(whole, self._kind), folder)
 
+    def files(self, model: Workload) -> Sequence[Path]:
+        return [_folder(model, self._kind)]
+
     def load(self, model: Workload) -> Runner:
         return _Loaded(_folder(model, self._kind), model)
 

@@ -36,6 +36,9 @@ class _Ours(Peer):
                        *(["--quantize", self._quantize] if self._quantize else [])]  # fmt: skip
             subprocess.run(command, check=True)
 
+    def files(self, model: Workload) -> Sequence[Path]:
+        return [self._artifact(model), model.checkpoint / "tokenizer.json"]
+
     def load(self, model: Workload) -> Runner:
         return _RUNNERS[self.way](model, self._artifact(model))
 
