@@ -8,9 +8,10 @@ import time
 import numpy as np
 import pytest
 
+from graphllm.config import ConfigError
 from graphllm.runtime.fresh import CacheMemory
 
-PAGES, SIZE, SMALL = 160, 256 << 10, 4096  # 40 MB: more than malloc ever keeps to hand out again
+PAGES, SIZE, SMALL = 64, 256 << 10, 4096
 
 
 def _resident(tensor: np.ndarray) -> list[bool]:
@@ -33,7 +34,7 @@ def _until(what: str, memory: CacheMemory, pages: int) -> None:
 
 def test_reach() -> None:
     memory = CacheMemory(2, PAGES, SIZE, first=0)
-    assert not any(any(_resident(t)[1:]) for t in memory.tensors)
+    assert not any(any(_resident(t)) for t in memory.tensors)
     memory.reach(3)
     _until("reach", memory, 4)
     for page in (3, 11, 12, PAGES - 1):
@@ -44,6 +45,20 @@ def test_reach() -> None:
             assert not any(there[(page + 24) * SIZE // SMALL :])
             assert tensor.ctypes.data % 64 == 0
             assert int(tensor[page].sum()) == 0
+
+
+def test_memory_that_malloc_kept_is_not_cleared_at_once() -> None:
+    used = [np.ones(20 << 20, dtype=np.uint8) for _ in range(6)]
+    above = np.ones(200_000, dtype=np.uint8)
+    del used
+    memory = CacheMemory(1, PAGES, SIZE, first=0)
+    assert not any(_resident(memory.tensors[0]))
+    assert above.all()
+
+
+def test_more_than_there_is() -> None:
+    with pytest.raises(ConfigError, match=r"kv cache: 1099511627776 pages do not fit .*lower --kv-cache-memory"):
+        CacheMemory(1, 1 << 40, SIZE)
 
 
 def test_first_of_it_comes_by_itself() -> None:
