@@ -17,6 +17,7 @@ from graphllm.cli.bench.client import HttpClient, Timeline
 from graphllm.config import ConfigError
 
 SLACK = 0.08  # seconds that a busy machine may add
+EARLY = 0.01  # seconds that a server with timers of a millisecond may answer too early, all of them together
 
 
 def body(tokens: int = 8) -> bytes:
@@ -45,12 +46,13 @@ def test_times_are_those_of_the_server(path: str) -> None:
     for got, arrived, written in zip(found, fake.arrived, fake.written, strict=True):
         assert got.error is None
         assert (got.prompt_tokens, got.output_tokens, got.finish_reason) == (3, 11, "length")
-        assert got.started < arrived < arrived + 0.09 < written[0] < got.pieces[0]  # timers may come early
+        assert got.started < arrived < arrived + 0.1 - EARLY < written[0] < got.pieces[0]
         late = np.array(got.pieces) - np.array(written)
         assert 0 < np.median(late) < 0.01
         assert got.ttft == got.pieces[0] - got.started
         assert got.itl == pytest.approx(np.diff(got.pieces))
-        assert got.e2el >= 0.3
+        assert got.ended > written[-1]
+        assert got.e2el == got.ended - got.started > 0.3 - EARLY
         assert got.tpot == pytest.approx((got.ended - got.pieces[0]) / 10)
     # A stall of the machine may be in one of them, but not in all.
     assert min(got.ttft for got in found) < 0.1 + SLACK
@@ -62,7 +64,7 @@ def test_tokens_are_counted_by_the_server_and_not_by_chunks() -> None:
     (got,) = stream(Fake(between=0.05, tokens_per_piece=4), body(10))
     assert (got.output_tokens, len(got.pieces), len(got.itl)) == (10, 3, 2)
     assert got.tpot == pytest.approx((got.ended - got.pieces[0]) / 9)
-    assert got.tpot >= 0.1 / 9
+    assert got.tpot >= (0.1 - EARLY) / 9
 
 
 @pytest.mark.parametrize("segment", [0, 1, 3, 50])
