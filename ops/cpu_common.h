@@ -7,6 +7,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
@@ -86,8 +87,9 @@ inline Range share(i64 count) {
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
-// `count` equal items for the threads of a team: each takes its share part by part, in order, then parts of the others'
-// shares. A thread that the machine holds up, or whose half of the memory is slower, is then not waited for.
+// `count` equal items for the threads of a team: each takes of its share, in order and a quarter of what is left at a time, at
+// least `part` items, then of the others' shares. A thread that the machine holds up, or whose half of the memory is slower,
+// is then not waited for. Few takes: at each the processor stops to read ahead.
 class Shares {
  public:
   Shares(i64 count, i64 part, i64 threads) : part_(part), shares_(std::min<i64>(threads, kMost)) {
@@ -103,10 +105,12 @@ class Shares {
     const i64 own = omp_get_thread_num();
     for (i64 i = 0; i < shares_; i++) {
       Share& share = all_[(own + i) % shares_];
-      for (;;) {
-        const i64 from = share.next.fetch_add(part_, std::memory_order_relaxed);
-        if (from >= share.to) break;
-        work(Range{from, std::min(from + part_, share.to)});
+      i64 from = share.next.load(std::memory_order_relaxed);
+      while (from < share.to) {
+        const i64 left = share.to - from, to = from + std::min(left, std::max(part_, left / 4));
+        if (!share.next.compare_exchange_weak(from, to, std::memory_order_relaxed)) continue;
+        work(Range{from, to});
+        from = share.next.load(std::memory_order_relaxed);
       }
     }
   }
@@ -249,11 +253,14 @@ inline bool amx_granted() {
   return granted;
 }
 
-// All eight tiles are 16 rows; tile t has ``columns[t]`` 32-bit columns. The configuration is per thread and is released
-// at the end of a kernel, so that context switches need not save 8 KB and oneDNN finds the state it expects.
+// Tile t has ``rows[t]`` rows of ``columns[t]`` 32-bit columns. The configuration is per thread and is released at the end of a
+// kernel, so that context switches need not save 8 KB and oneDNN finds the state it expects.
 class Tiles {
  public:
-  explicit Tiles(const int (&columns)[8] = {16, 16, 16, 16, 16, 16, 16, 16}) {
+  using Sizes = std::array<int, 8>;
+  static constexpr Sizes kWhole = {16, 16, 16, 16, 16, 16, 16, 16};
+
+  explicit Tiles(const Sizes& columns = kWhole, const Sizes& rows = kWhole) {
     struct alignas(64) {
       std::uint8_t palette, start, reserved[14];
       std::uint16_t bytes_per_row[16];
@@ -261,10 +268,11 @@ class Tiles {
     } config{};
     config.palette = 1;
     for (int t = 0; t < 8; t++) {
-      config.rows[t] = 16;
+      config.rows[t] = std::uint8_t(rows[t]);
       config.bytes_per_row[t] = std::uint16_t(columns[t] * 4);
     }
-    _tile_loadconfig(&config);
+    // gcc's own macro says that it reads eight bytes of it: the rest may not have been written then.
+    asm volatile("ldtilecfg %0" ::"m"(config));
   }
   ~Tiles() { _tile_release(); }
   Tiles(const Tiles&) = delete;

@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from graphllm.config import Bucket, ConfigError
+from graphllm.pages import zeros
 from graphllm.runtime import sizes
-from graphllm.runtime.fresh import CacheMemory, zeros
+from graphllm.runtime.fresh import CacheMemory
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
 from graphllm.runtime.program import RESULTS, ZEROED, Bound, Call, LinkedProgram
 from graphllm.runtime.staging import Staging, StepInput
@@ -112,7 +113,7 @@ class Executor:
         self._bundles: dict[str, Any] = {}
         self._programs: dict[tuple[str, str], LinkedProgram] = {}
         self._outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
-        self._arena = torch.empty(max(manifest["memory"]["arena"], 1), dtype=torch.uint8, device=self.device)
+        self._arena = self._zeros((max(manifest["memory"]["arena"], 1),), "uint8")
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
         )

@@ -7,30 +7,15 @@ while the process starts, the rest before the step that reaches it. No torch in 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 import threading
 
-import numpy as np
-
 from graphllm.config import ConfigError
+from graphllm.pages import zeros
 
 _POPULATE_WRITE = 23  # of madvise: map the pages, writable, as if written to; since Linux 5.14
 _HUGE, _SMALL = 2 << 20, 4096
 _FIRST = 128 << 20  # bytes, for the first prompts
-
-
-def zeros(nbytes: int) -> np.ndarray:
-    """Zero bytes, at the start of a page, that the operating system clears when they are first touched. Not malloc's,
-    which may have kept some that it would clear at once. Raises MemoryError."""
-    try:
-        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as failure:
-        raise MemoryError(str(failure)) from failure
-    with contextlib.suppress(OSError):  # a kernel without pages of 2 MB
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)
 
 
 class CacheMemory:

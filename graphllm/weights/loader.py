@@ -8,11 +8,12 @@ no memory map: its pages would count as resident memory and arrive one fault at 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from graphllm.pages import zeros
 from graphllm.weights.checkpoint import Checkpoint, TensorInfo, WeightError
 from graphllm.weights.formats import BLOCK, FORMATS, Format
 from graphllm.weights.plan import Entry, Made, Quantize, Read, Tie, Values, WeightPlan
@@ -30,6 +32,7 @@ Progress = Callable[[int, int], None]
 _CHUNK = 16 << 20  # one read; also a slot of pinned memory
 _STAGE = 1 << 20  # one read to be cast on the CPU: stays in a core's cache until it is cast
 _GRAIN = 32767  # numbers; torch splits larger elementwise work among its threads
+_ALIGN = 64  # bytes: a cache line
 _READERS = 4  # threads; on a warm page cache they share the copying and the page faults of fresh memory
 _SLOTS = 2  # pinned slots of a reader: one is read into while the other is copied to the device
 # A CPU draws only some 50 million normal numbers a second: random weights there repeat one block of them, each tensor
@@ -217,18 +220,33 @@ def _grouped(problems: list[tuple[str, str]]) -> list[str]:
 
 
 def _allocate(plan: WeightPlan, device: torch.device) -> dict[str, Tensor]:
-    """Memory for every parameter (64-byte aligned by torch), filled where its values are in the plan."""
-    tensors: dict[str, Tensor] = {}
-    for e in plan:
-        first = e.steps[0]
-        if isinstance(first, Values):
-            values = torch.tensor(first.values, dtype=torch.float64).to(getattr(torch, e.dtype))
-            tensors[e.name] = values.view(e.shape).to(device)
-        elif e.tie is None:
-            # What pads packed integers and their scales is never written.
-            make = torch.zeros if e.quantize or isinstance(first, Made) else torch.empty
-            tensors[e.name] = make(e.shape, dtype=getattr(torch, e.dtype), device=device)
+    """Memory for every parameter (64-byte aligned), filled where its values are in the plan."""
+    own = [e for e in plan if not e.tie]
+    if device.type == "cpu":
+        tensors = _in_one_block(own)
+    else:
+        # What pads packed integers and their scales is never written.
+        padded = {e.name for e in own if e.quantize or isinstance(e.steps[0], Made)}
+        tensors = {
+            e.name: (torch.zeros if e.name in padded else torch.empty)(
+                e.shape, dtype=getattr(torch, e.dtype), device=device
+            )
+            for e in own
+        }
+    for e in own:
+        if isinstance(first := e.steps[0], Values):
+            tensors[e.name].copy_(torch.tensor(first.values, dtype=torch.float64).view(e.shape))
     return {e.name: tensors[e.tie or e.name] for e in plan}
+
+
+def _in_one_block(entries: Sequence[Entry]) -> dict[str, Tensor]:
+    """Zeros for them, one behind the other, so that few pages hold them."""
+    starts = [0, *itertools.accumulate(-(-e.nbytes // _ALIGN) * _ALIGN for e in entries)]
+    block = torch.from_numpy(zeros(max(1, starts[-1])))
+    return {
+        e.name: block[at : at + e.nbytes].view(getattr(torch, e.dtype)).view(e.shape)
+        for e, at in zip(entries, starts[:-1], strict=True)
+    }
 
 
 @dataclass(frozen=True)

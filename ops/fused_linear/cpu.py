@@ -24,7 +24,6 @@ def _supports(site: Site) -> bool:
     tensors = [t for name in ("x_TI", "weight_OI", "bias_O") if (t := args[name]) is not None]
     return (
         "avx512_bf16" in arch
-        and "amx_bf16" not in arch  # long steps are aten's there
         and args["gated"]
         and args["norm_I"] is None
         and args["residual_TN"] is None

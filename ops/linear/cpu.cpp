@@ -3,8 +3,9 @@
 // Weights stay in PyTorch's row-major layout, one copy for everything, and threads take contiguous ranges of weight
 // rows. Few rows of x: the time is that of reading the weights once, so everything serves the memory stream: dot products,
 // some weight rows at a time, or AMX with 16 weight rows as the left operand, loaded straight from memory, and x, which is
-// small, packed once per thread as the right operand. Many rows without AMX: weights packed on the way, a panel at a time.
+// small, packed once per thread as the right operand. Many rows: weights packed on the way, a panel at a time.
 #include <array>
+#include <optional>
 #include <utility>
 
 #include "cpu_common.h"
@@ -17,9 +18,10 @@ constexpr int kDotRows = 16;           // rows of x that dot products serve
 constexpr int kPassRows = 8;           // of them at once: 16 sums with two weight rows
 constexpr i64 kDotBlock = 16;          // weight rows that a thread's share is made of
 constexpr i64 kNearBytes = 32 << 10;   // rows of x that stay in the first-level cache
+constexpr i64 kBlockRows = 128;        // rows of x that AMX multiplies without packing weights
 constexpr i64 kGroup = 64;             // rows of x that one pass over a block serves: four tile accumulators
 constexpr i64 kPassBytes = 512 << 10;  // weight blocks that stay in the second-level cache between passes
-constexpr i64 kPartBytes = 64 << 10;   // of weights that a thread takes at a time for few rows of x
+constexpr i64 kPartBytes = 64 << 10;   // of weights that a thread takes at least at a time for few rows of x
 constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth waking another thread
 
 struct Args {
@@ -42,11 +44,11 @@ inline void finish(const Args& a, i64 m, i64 n, __mmask16 valid, __m512 sum) {
 
 #ifdef GRAPHLLM_AMX
 
-// One row of x against weight rows two at a time, each line asked for 28 lines ahead, past the row's end in the next two
-// rows; loads stand before prefetches in every step. On a Xeon, of one to eight weight rows side by side, either cache
-// level, many distances and orders, this read fastest: 95 % of what a plain read of memory reaches.
-void dot_row(const Args& a, Range rows) {
-  constexpr i64 ahead = 28 * 32;
+// One row of x against weight rows two at a time, each line asked for some lines ahead, past the row's end in the next two
+// rows; loads stand before prefetches in every step.
+template <i64 kAhead, _mm_hint kHint>
+void dot_pairs(const Args& a, Range rows) {
+  constexpr i64 ahead = kAhead * 32;
   for (i64 n = rows.from; n < rows.to; n += 2) {
     const bf16* w = a.weight + n * a.weight_stride;
     const bool two = n + 1 < rows.to;
@@ -58,8 +60,8 @@ void dot_row(const Args& a, Range rows) {
       const __m512bh w0 = load_pairs(w + k), w1 = load_pairs(w + second + k), x = load_pairs(a.x + k);
       asm volatile("" ::: "memory");
       const bf16* at = k + ahead < a.K ? w + (k + ahead) : next + (k + ahead - a.K);
-      _mm_prefetch(at, _MM_HINT_T0);
-      _mm_prefetch(at + a.weight_stride, _MM_HINT_T0);
+      _mm_prefetch(at, kHint);
+      _mm_prefetch(at + a.weight_stride, kHint);
       asm volatile("" ::: "memory");
       sums[0] = _mm512_dpbf16_ps(sums[0], w0, x);
       sums[1] = _mm512_dpbf16_ps(sums[1], w1, x);
@@ -75,6 +77,12 @@ void dot_row(const Args& a, Range rows) {
       store(a.out + n + i, a.bias ? sum + to_float(a.bias[n + i]) : sum);
     }
   }
+}
+
+// On Xeons with AMX, of one to eight weight rows side by side, either cache level, many distances and orders, these read
+// fastest: rows of which two lie in a page of 4 KB, and longer ones.
+void dot_row(const Args& a, Range rows) {
+  a.K <= 1024 ? dot_pairs<28, _MM_HINT_T1>(a, rows) : dot_pairs<40, _MM_HINT_T0>(a, rows);
 }
 
 #else
@@ -340,14 +348,9 @@ void amx(const Args& a, Range blocks) {
 
 #ifdef GRAPHLLM_AVX512
 
-// Many rows: weights are packed on the way, a panel of 32 of them at a time, as [k / 2][32] pairs, and a tile of 14 rows of
-// x takes 28 accumulators, two weight vectors and one pair of x at a time. Packing costs 40 cycles a kilobyte of weights, a
-// row of x eight. What a tile reads next is asked for while the one before it is computed.
+// Many rows: weights are packed on the way, a panel of 32 of them at a time, as [k / 2][32] pairs, and multiplied by tiles of
+// rows of x. Packing costs 40 cycles a kilobyte of weights, a row of x eight, of AMX two.
 constexpr i64 kPanel = 32;
-constexpr int kTileRows = 14;
-constexpr i64 kTile = kTileRows * kPanel;
-constexpr i64 kDepth = 1280;             // k values of a panel: 14 rows of x stay near the first-level cache
-constexpr i64 kPanelBytes = 384 << 10;   // panels that stay in the second-level cache, beside the rows of x
 
 // The weight rows of a panel: two runs of 16, of which `valid` exist each. With a gate, one run is of each half of the weight.
 struct Panel {
@@ -374,21 +377,33 @@ void pack_panel(const Args& a, const Panel& panel, i64 k0, i64 depth, bf16* to) 
   }
 }
 
-// `depth` values of k of `kRowsOfX` rows of x times a panel: sums [rows][32], which begin where `begin` is, else from
-// zero. weights, next_x: rows that a later tile needs, 16 of each are asked for; null for none.
+// What a tile is given: `depth` values of k of some rows of x, and of a panel. sums [rows][32] begin where `begin` is, else
+// from zero. weights, next_x: rows that a later tile needs, which may be asked for; null for none.
+struct TileWork {
+  const bf16* x;
+  i64 stride, rows, depth;
+  const bf16* panel;
+  bool begin;
+  float* sums;
+  const bf16* weights;
+  i64 weight_stride;
+  const bf16* next_x;
+};
+
+// Dot products of pairs: 14 rows of x take 28 accumulators, two weight vectors and one pair of x at a time. What a tile
+// reads next is asked for while the one before it is computed, 16 rows of each.
 template <int kRowsOfX>
-void tile_rows(const bf16* x, i64 stride, i64 depth, const bf16* panel, bool begin, float* sums, const bf16* weights,
-               i64 weight_stride, const bf16* next_x) {
+void dot_tile(const TileWork& t) {
   __m512 acc[kRowsOfX][2];
 #pragma GCC unroll 16
   for (int i = 0; i < kRowsOfX; i++)
 #pragma GCC unroll 16
-    for (int h = 0; h < 2; h++) acc[i][h] = begin ? _mm512_setzero_ps() : _mm512_loadu_ps(sums + i * kPanel + h * 16);
+    for (int h = 0; h < 2; h++) acc[i][h] = t.begin ? _mm512_setzero_ps() : _mm512_loadu_ps(t.sums + i * kPanel + h * 16);
   auto add = [&](i64 k, auto pair_at) __attribute__((always_inline)) {
-    const __m512bh w0 = load_pairs(panel + k * kPanel), w1 = load_pairs(panel + k * kPanel + 32);
+    const __m512bh w0 = load_pairs(t.panel + k * kPanel), w1 = load_pairs(t.panel + k * kPanel + 32);
 #pragma GCC unroll 16
     for (int i = 0; i < kRowsOfX; i++) {
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair_at(x + i * stride + k));
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair_at(t.x + i * t.stride + k));
       acc[i][0] = _mm512_dpbf16_ps(acc[i][0], w0, both);
       acc[i][1] = _mm512_dpbf16_ps(acc[i][1], w1, both);
     }
@@ -399,27 +414,102 @@ void tile_rows(const bf16* x, i64 stride, i64 depth, const bf16* panel, bool beg
     return out;
   };
   i64 k = 0;
-  if (weights || next_x)
-    for (; k + 32 <= depth; k += 32)
+  if (t.weights || t.next_x)
+    for (; k + 32 <= t.depth; k += 32)
       for (i64 p = 0; p < 16; p++) {
-        if (weights) _mm_prefetch(weights + p * weight_stride + k, _MM_HINT_T1);
-        if (next_x) _mm_prefetch(next_x + p * stride + k, _MM_HINT_T1);
+        if (t.weights) _mm_prefetch(t.weights + p * t.weight_stride + k, _MM_HINT_T1);
+        if (t.next_x) _mm_prefetch(t.next_x + p * t.stride + k, _MM_HINT_T1);
         add(k + 2 * p, pair);
       }
-  for (; k + 2 <= depth; k += 2) add(k, pair);
+  for (; k + 2 <= t.depth; k += 2) add(k, pair);
   // The last pair's second half lies behind the row: nobody knows what it is.
-  if (k < depth) add(k, [](const bf16* at) { return std::int32_t(at->bits); });
+  if (k < t.depth) add(k, [](const bf16* at) { return std::int32_t(at->bits); });
 #pragma GCC unroll 16
   for (int i = 0; i < kRowsOfX; i++)
 #pragma GCC unroll 16
-    for (int h = 0; h < 2; h++) _mm512_storeu_ps(sums + i * kPanel + h * 16, acc[i][h]);
+    for (int h = 0; h < 2; h++) _mm512_storeu_ps(t.sums + i * kPanel + h * 16, acc[i][h]);
 }
 
-using TileRows = void (*)(const bf16*, i64, i64, const bf16*, bool, float*, const bf16*, i64, const bf16*);
 template <int... kCounts>
-constexpr std::array<TileRows, sizeof...(kCounts)> tile_table(std::integer_sequence<int, kCounts...>) {
-  return {tile_rows<kCounts + 1>...};
+constexpr auto dot_tiles(std::integer_sequence<int, kCounts...>) {
+  return std::array{&dot_tile<kCounts + 1>...};
 }
+
+struct DotTile {
+  static constexpr i64 rows = 14;
+  static constexpr i64 depth = 1280;             // k values of a panel: 14 rows of x stay near the first-level cache
+  static constexpr i64 panel_bytes = 384 << 10;  // panels that stay in the second-level cache, beside the rows of x
+
+  // Equal tiles: 16 rows are two of eight, not 14 and two.
+  static i64 begin(i64 tile, i64 tiles, i64 count) { return count * tile / tiles; }
+
+  void operator()(const TileWork& t) const {
+    static constexpr auto functions = dot_tiles(std::make_integer_sequence<int, rows>());
+    functions[t.rows - 1](t);
+  }
+};
+
+#ifdef GRAPHLLM_AMX
+
+// AMX: 32 rows of x times a panel are four tiles of sums, 0 to 3; 4 and 5 hold 16 rows of x each, 6 and 7 halves of the
+// panel. Keeping sums in tiles over long parts of k gains more than parts that fit the first-level cache, and asking for
+// what comes next costs more than it gains: loads of tiles wait less.
+class AmxTile {
+ public:
+  static constexpr i64 rows = 32, depth = 2560, panel_bytes = 1 << 20;
+
+  static i64 begin(i64 tile, i64, i64 count) { return std::min(count, tile * rows); }
+
+  void operator()(const TileWork& t) {
+    if (t.rows != configured_) {
+      const int first = int(std::min<i64>(16, t.rows)), second = std::max(1, int(t.rows) - 16);
+      tiles_.emplace(Tiles::kWhole, Tiles::Sizes{first, first, second, second, first, second, 16, 16});
+      configured_ = t.rows;
+    }
+    t.rows > 16 ? some<true>(t) : some<false>(t);
+  }
+
+ private:
+  template <bool kTwo>
+  static void some(const TileWork& t) {
+    constexpr i64 line = kPanel * 4;
+    float* second = t.sums + 16 * kPanel;
+    if (t.begin) {
+      tile_zero<0>(), tile_zero<1>();
+      if constexpr (kTwo) tile_zero<2>(), tile_zero<3>();
+    } else {
+      tile_load<0>(t.sums, line), tile_load<1>(t.sums + 16, line);
+      if constexpr (kTwo) tile_load<2>(second, line), tile_load<3>(second + 16, line);
+    }
+    auto step = [&](const bf16* x, i64 stride, i64 k) __attribute__((always_inline)) {
+      tile_load<6>(t.panel + k * kPanel, line);
+      tile_load<4>(x, stride * 2);
+      tile_product<0, 4, 6>();
+      tile_load<7>(t.panel + k * kPanel + 32, line);
+      tile_product<1, 4, 7>();
+      if constexpr (kTwo) {
+        tile_load<5>(x + 16 * stride, stride * 2);
+        tile_product<2, 5, 6>();
+        tile_product<3, 5, 7>();
+      }
+    };
+    i64 k = 0;
+    for (; k + 32 <= t.depth; k += 32) step(t.x + k, t.stride, k);
+    if (k < t.depth) {
+      alignas(64) bf16 padded[rows * 32];
+      for (i64 i = 0; i < t.rows; i++)
+        _mm512_store_si512(padded + i * 32, (__m512i)load_pairs(t.x + i * t.stride + k, first32(t.depth - k)));
+      step(padded, 32, k);
+    }
+    tile_store<0>(t.sums, line), tile_store<1>(t.sums + 16, line);
+    if constexpr (kTwo) tile_store<2>(second, line), tile_store<3>(second + 16, line);
+  }
+
+  std::optional<Tiles> tiles_;
+  i64 configured_ = 0;
+};
+
+#endif  // GRAPHLLM_AMX
 
 // x / (1 + exp(-x)), to 2e-4.
 inline __m512 silu(__m512 x) {
@@ -450,17 +540,19 @@ void finish_tile(const Args& a, i64 m, i64 rows, const Panel& panel, const float
 }
 
 // Rows `mine` of x times the panels of that range.
+template <typename Tile>
 void panels(const Args& a, Range mine, Range range) {
-  static constexpr auto table = tile_table(std::make_integer_sequence<int, kTileRows>());
   static thread_local Scratch packed_scratch, sums_scratch;
-  const i64 M = mine.to - mine.from, tiles = ceil_div(M, kTileRows), all = range.to - range.from;
-  const i64 parts = ceil_div(a.K, kDepth), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
+  constexpr i64 sums_size = Tile::rows * kPanel;
+  const i64 M = mine.to - mine.from, tiles = ceil_div(M, Tile::rows), all = range.to - range.from;
+  const i64 parts = ceil_div(a.K, Tile::depth), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
   // Few rows of x stay in the second-level cache, so that panels can come and go one by one.
-  const bool few = M * depth * 2 <= kPanelBytes / 2;
-  const i64 most = std::max<i64>(1, kPanelBytes / (depth * kPanel * 2));
+  const bool few = M * depth * 2 <= Tile::panel_bytes / 2;
+  const i64 most = std::max<i64>(1, Tile::panel_bytes / (depth * kPanel * 2));
   const i64 group = few ? 1 : ceil_div(all, ceil_div(all, most));
   bf16* packed = packed_scratch.get<bf16>(group * depth * kPanel);
-  float* sums = sums_scratch.get<float>((parts > 1 ? group * tiles : 1) * kTile);
+  float* sums = sums_scratch.get<float>((parts > 1 ? group * tiles : 1) * sums_size);
+  Tile multiply;
   for (i64 first = range.from; first < range.to; first += group) {
     const i64 count = std::min(group, range.to - first);
     for (i64 k0 = 0; k0 < a.K; k0 += depth) {
@@ -469,8 +561,7 @@ void panels(const Args& a, Range mine, Range range) {
         pack_panel(a, panel_at(a, first + g), k0, ceil_div(inside, 32) * 32, packed + g * depth * kPanel);
       const bool more = k0 + depth < a.K;
       for (i64 t = 0; t < tiles; t++) {
-        // Equal tiles: 16 rows are two of eight, not 14 and two.
-        const i64 from = mine.from + M * t / tiles, rows = mine.from + M * (t + 1) / tiles - from;
+        const i64 from = mine.from + Tile::begin(t, tiles, M), rows = mine.from + Tile::begin(t + 1, tiles, M) - from;
         const bf16* x = a.x + from * a.x_stride + k0;
         for (i64 g = 0; g < count; g++) {
           const Panel panel = panel_at(a, first + g);
@@ -480,11 +571,11 @@ void panels(const Args& a, Range mine, Range range) {
           if (t >= tiles - 2 && follows < range.to)
             weights = a.weight + panel_at(a, follows).row[t == tiles - 1] * a.weight_stride + (more ? k0 + depth : 0);
           const bf16* next_x = g == 0 && !few && t + 1 < tiles ? x + rows * a.x_stride : nullptr;
-          float* held = sums + (parts > 1 ? (t * group + g) * kTile : 0);
+          float* held = sums + (parts > 1 ? (t * group + g) * sums_size : 0);
           if (!more)
             for (i64 i = 0; i < rows; i++) __builtin_prefetch(a.out + (from + i) * a.out_stride + panel.row[0], 1);
-          table[rows - 1](x, a.x_stride, inside, packed + g * depth * kPanel, k0 == 0, held, weights, a.weight_stride,
-                          next_x);
+          multiply({x, a.x_stride, rows, inside, packed + g * depth * kPanel, k0 == 0, held, weights, a.weight_stride,
+                    next_x});
           if (!more) finish_tile(a, from, rows, panel, held);
         }
       }
@@ -492,18 +583,34 @@ void panels(const Args& a, Range mine, Range range) {
   }
 }
 
-// Few rows of x, with a gate: the outputs `mine` of both halves of the weight go to `halves` [M, N] first.
-void gated_dot(const Args& a, Range mine, bf16* halves) {
-  Args both = a;
-  both.out = halves, both.out_stride = a.N, both.gated = false;
+// The outputs `mine`, with a gate, from those of both halves of the weight, [M, N].
+void gate(const Args& a, Range mine, const bf16* halves) {
   const i64 half = a.N / 2;
-  for (i64 start : {i64(0), half}) dot_some(both, {start + mine.from, start + mine.to});
   for (i64 m = 0; m < a.M; m++)
     for (i64 n = mine.from; n < mine.to; n += 16) {
       const __mmask16 valid = first16(mine.to - n);
       const bf16* from = halves + m * a.N + n;
       store16(a.out + m * a.out_stride + n, _mm512_mul_ps(silu(load16(from, valid)), load16(from + half, valid)), valid);
     }
+}
+
+// Few rows of x, with a gate, by all threads. blocks: of kDotBlock weight rows of a half.
+void gated_few(const Args& a, Shares& blocks, bf16* halves) {
+  Args both = a;
+  both.out = halves, both.out_stride = a.N, both.gated = false;
+  const i64 half = a.N / 2;
+#ifdef GRAPHLLM_AMX
+  if (a.M > 1 && amx_granted()) {
+    amx(both, share(ceil_div(a.N, kRows)));
+#pragma omp barrier
+    return gate(a, share(half), halves);
+  }
+#endif
+  blocks.each([&](Range part) {
+    const Range mine{part.from * kDotBlock, std::min(half, part.to * kDotBlock)};
+    for (i64 start : {i64(0), half}) dot_some(both, {start + mine.from, start + mine.to});
+    gate(a, mine, halves);
+  });
 }
 
 #endif  // GRAPHLLM_AVX512
@@ -605,14 +712,22 @@ int threads_for(const Args& a) {
 
 #ifdef GRAPHLLM_AVX512
 
-// How many items of so many weight rows a thread takes at a time.
+// How many items of so many weight rows a thread takes at least at a time.
 i64 part(const Args& a, i64 rows) { return std::max<i64>(1, kPartBytes / (rows * a.K * 2)); }
 
-void panels_by_thread(const Args& a) {
+template <typename Tile>
+void tiles_by_thread(const Args& a) {
   const i64 count = a.gated ? ceil_div(a.N / 2, 16) : ceil_div(a.N, kPanel), threads = omp_get_num_threads();
   // With few panels a thread, the rows of x are divided instead.
-  const bool by_rows = count < 8 * threads && a.M >= 4 * kTileRows * threads;
-  by_rows ? panels(a, share(a.M), {0, count}) : panels(a, {0, a.M}, share(count));
+  const bool by_rows = count < 8 * threads && a.M >= 4 * Tile::rows * threads;
+  by_rows ? panels<Tile>(a, share(a.M), {0, count}) : panels<Tile>(a, {0, a.M}, share(count));
+}
+
+void panels_by_thread(const Args& a) {
+#ifdef GRAPHLLM_AMX
+  if (amx_granted()) return tiles_by_thread<AmxTile>(a);
+#endif
+  tiles_by_thread<DotTile>(a);
 }
 
 #endif
@@ -632,7 +747,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
 #pragma omp parallel num_threads(threads_for(a))
   {
 #if defined(GRAPHLLM_AMX)
-    if (M > 1 && amx_granted())
+    if (M > 1 && M <= kBlockRows && amx_granted())
       amx(a, share(ceil_div(N, kRows)));
     else
 #endif
@@ -663,10 +778,7 @@ extern "C" void graphllm_linear_gated(const void* x, const void* weight, const v
   Shares blocks(ceil_div(N, kDotBlock), part(a, 2 * kDotBlock), threads_for(a));
 #pragma omp parallel num_threads(threads_for(a))
   {
-    if (few)
-      blocks.each([&](Range part) { gated_dot(a, {part.from * kDotBlock, std::min(N, part.to * kDotBlock)}, halves); });
-    else
-      panels_by_thread(a);
+    few ? gated_few(a, blocks, halves) : panels_by_thread(a);
   }
 }
 

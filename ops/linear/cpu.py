@@ -12,8 +12,7 @@ from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import Site
 from graphllm.ops.linear.op import linear
 
-# With AMX, from here on aten's blocked product is as fast; without bfloat16 instructions, widened rows of x leave the
-# caches.
+# Without bfloat16 instructions, from here on aten's blocked product is as fast: widened rows of x leave the caches.
 _MOST_ROWS = 128
 
 _kernel = CKernel(
@@ -27,10 +26,9 @@ _kernel = CKernel(
 def _supports(site: Site) -> bool:
     tensors = [t for t in site.args.values() if t is not None]
     arch = site.target.arch
-    any_rows = "avx512_bf16" in arch and "amx_bf16" not in arch
     return (
         "avx2" in arch
-        and (any_rows or site.bucket.hi <= _MOST_ROWS)
+        and ("avx512_bf16" in arch or site.bucket.hi <= _MOST_ROWS)
         and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
     )
 

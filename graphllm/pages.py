@@ -1,0 +1,21 @@
+"""Memory from the operating system in pages of 2 MB: at their size, a processor's translation of addresses and its own
+reading ahead keep up with memory. No torch in here, which takes a second to import."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+
+import numpy as np
+
+
+def zeros(nbytes: int) -> np.ndarray:
+    """Zero bytes, at the start of a page, that the operating system clears when they are first touched. Not malloc's,
+    which may have kept some that it would clear at once. Raises MemoryError."""
+    try:
+        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as failure:
+        raise MemoryError(str(failure)) from failure
+    with contextlib.suppress(OSError):  # a kernel without such pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8)
