@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from graphllm.ir.kernels import CKernel, c_kernel
+from graphllm.machine import detect_target
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.quant_linear.op import dequantize
 from graphllm.weights.formats import FORMATS
@@ -20,8 +21,10 @@ from graphllm.weights.quantize import Packer, pack
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 KERNELS = [c_kernel(f"graphllm_quant_linear_{f}_{t}") for f in FORMATS for t in ("bf16", "f32")]
 X86 = platform.machine() == "x86_64"
+AMX = "amx_bf16" in detect_target("cpu").arch
 LEVELS = {
     "native": [],
+    "no-amx": ["-mno-amx-tile", "-mno-amx-bf16"],
     "avx2": ["-march=x86-64-v3"],
     "generic": [*(["-march=x86-64"] if X86 else []), "-DGRAPHLLM_GENERIC"],
 }
@@ -33,6 +36,8 @@ def library(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterat
     info = Path("/proc/cpuinfo")
     if request.param == "avx2" and not (X86 and info.exists() and " avx2 " in info.read_text()):
         pytest.skip("needs AVX2")
+    if request.param == "no-amx" and not AMX:
+        pytest.skip("the native level is the same here")
     with compiled_for(KERNELS, LEVELS[request.param]) as built:
         yield built
 
@@ -64,11 +69,12 @@ def _rounded_x(x: torch.Tensor, group: int) -> np.ndarray:
     return out
 
 
+MANY = 32  # rows of x from which on AMX takes them as they are, and weights become bfloat16
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 
 
 @pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 12, 13, 24, 31, 130])
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 12, 13, 24, 31, 32, 33, 49, 130, 300])
 def test_any_size(level: str, threads: int, rows: int, name: str) -> None:
     """Rows in every tile size, outputs that end inside a block, entries inside a group, strided x, with a bias."""
     torch.manual_seed(rows)
@@ -80,7 +86,9 @@ def test_any_size(level: str, threads: int, rows: int, name: str) -> None:
                 continue
             x = torch.randn(rows, inner + 8).to(dtype)[:, :inner]
             bias = torch.randn(out).to(dtype) if out % 2 else None
-            truth = _rounded_x(x, FORMATS[name].group) @ weight.T + (0 if bias is None else bias.double().numpy())
+            many = rows >= MANY and dtype == torch.bfloat16 and level == "native" and AMX
+            given = x.double().numpy() if many else _rounded_x(x, FORMATS[name].group)
+            truth = given @ weight.T + (0 if bias is None else bias.double().numpy())
             found = streaming_quant_linear(x, values, scales, out, bias)
             assert found.dtype == dtype
             error = np.linalg.norm(found.double().numpy() - truth) / np.linalg.norm(truth)
@@ -120,17 +128,18 @@ def test_zeros_and_what_is_not_finite(level: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, name: str) -> None:
-    """A row's result depends neither on the threads nor on the rows beside it."""
+    """A row's result depends neither on the threads nor, on one side of MANY, on the rows beside it."""
     values, scales = _packed(1000, 896, name)
-    x = torch.randn(40, 896).bfloat16()
-    before, results = torch.get_num_threads(), []
-    for n in (1, 2, 3):
-        torch.set_num_threads(n)
-        results.append(streaming_quant_linear(x, values, scales, 1000))
-    torch.set_num_threads(before)
-    assert all(torch.equal(r, results[0]) for r in results)
-    for count in (1, 2, 7, 13):
-        assert torch.equal(streaming_quant_linear(x[:count], values, scales, 1000), results[0][:count])
+    for rows, fewer in ((MANY - 1, (1, 2, 7, 13)), (300, (MANY, 40, 65, 130))):
+        x = torch.randn(rows, 896).bfloat16()
+        before, results = torch.get_num_threads(), []
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(streaming_quant_linear(x, values, scales, 1000))
+        torch.set_num_threads(before)
+        assert all(torch.equal(r, results[0]) for r in results)
+        for count in fewer:
+            assert torch.equal(streaming_quant_linear(x[:count], values, scales, 1000), results[0][:count])
 
 
 def test_without_rows(level: str) -> None:
