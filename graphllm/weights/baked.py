@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 TABLE, DATA = "baked.json", "weights.bin"
 FORMAT = 1
 _PAGE = 4096
+_HUGE = 2 << 20  # written at once, so that the operating system can keep and map it as one page
 _STAMP = 64  # bytes, of hex
 _SAMPLE = 1024  # bytes of each tensor that tell checkpoints apart
 _READ = 16 << 20
@@ -96,18 +97,24 @@ def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping
     import torch
 
     digest, at = hashlib.sha256(), _PAGE
+    window = memoryview(bytearray(_HUGE))  # of the file, from a multiple of it on
     with file.open("wb") as out:
         os.posix_fallocate(out.fileno(), 0, size)  # a full disk is found out before hours of writing
-        out.seek(_PAGE)
         for name, place in places.items():
             if place["offset"] < at:
                 continue  # shares the memory of one that is there
             data = tensors[name].contiguous().reshape(-1).view(torch.uint8).numpy().data
-            padding = bytes(-len(data) % _PAGE)
-            for part in (data, padding):
+            for part in (data, memoryview(bytes(-len(data) % _PAGE))):
                 digest.update(part)
-                out.write(part)
-            at += len(data) + len(padding)
+                done = 0
+                while done < len(part):
+                    start = at % _HUGE
+                    count = min(len(part) - done, _HUGE - start)
+                    window[start : start + count] = part[done : done + count]
+                    done, at = done + count, at + count
+                    if at % _HUGE == 0:
+                        out.write(window)
+        out.write(window[: at % _HUGE])
     return digest.hexdigest()
 
 
