@@ -17,7 +17,7 @@ constexpr i64 kNearBytes = 32 << 10;   // rows of x that stay in the first-level
 constexpr i64 kBlockRows = 128;        // rows of x that AMX multiplies without packing weights
 constexpr i64 kGroup = 64;             // rows of x that one pass over a block serves: four tile accumulators
 constexpr i64 kPassBytes = 512 << 10;  // weight blocks that stay in the second-level cache between passes
-constexpr i64 kPartBytes = 64 << 10;   // of weights that a thread takes at least at a time for few rows of x
+constexpr i64 kPartBytes = 256 << 10;  // of weights that a thread takes at least at a time for few rows of x
 constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth waking another thread
 
 using Args = Product;
