@@ -6,6 +6,7 @@ A body is read here as a whole, so a route never sees half a request, and one th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import logging
@@ -25,6 +26,7 @@ OPEN_PATHS = frozenset({"/", "/health", "/health/startup", "/health/live", "/hea
 _QUIET = OPEN_PATHS - {"/"} | {"/metrics"}  # asked every few seconds: logged at debug
 _ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _BODY_SECONDS = 60.0  # for a whole body
+_LINGER_SECONDS = 2.0  # for what a client still sends of a body that was refused
 _log = logging.getLogger("graphllm.access")
 
 
@@ -80,7 +82,7 @@ class Guard:
             return
         except _TooLargeError:
             message = f"body: larger than {self._max_body} bytes; shorten it, or start with a larger --max-body-size"
-            await error_response(scope, 413, message, headers={"Connection": "close"})(scope, receive, send)
+            await _refuse(error_response(scope, 413, message, headers={"Connection": "close"}), scope, receive, send)
             return
         if body is not None:
             await self._app(scope, _replay(body, receive), send)
@@ -125,6 +127,23 @@ class Guard:
 
 class _TooLargeError(Exception):
     pass
+
+
+async def _refuse(response: App, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer before the end of a body, and throw away what still comes of it: a connection that is closed on a client
+    who sends is reset, and with it the answer on its way."""
+
+    async def unfinished(message: Message) -> None:
+        await send({**message, "more_body": True} if message["type"] == "http.response.body" else message)
+
+    async def drain() -> None:
+        while (await receive()).get("more_body"):
+            pass
+
+    await response(scope, receive, unfinished)
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(drain(), _LINGER_SECONDS)
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _digest(key: bytes) -> bytes:

@@ -109,9 +109,15 @@ def test_limits(serve: Callable[..., Served]) -> None:
     assert (status, "--max-body-size" in body["error"]["message"]) == (413, True)
     with _connect(server) as connection:  # chunked: nobody has said how long it will be
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n")
-        for _ in range(30):
+        for _ in range(1000):  # the answer waits for a client who sends on
             connection.sendall(b"2000\r\n" + b"x" * 0x2000 + b"\r\n")
         assert b" 413 " in connection.recv(4096)
+    with _connect(server) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 8000000\r\n\r\n")
+        connection.sendall(b"x" * 8_000_000)
+        answer = b"".join(iter(lambda: connection.recv(4096), b""))
+        assert b" 413 " in answer
+        assert b"--max-body-size" in answer
     with _connect(server) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nx: " + b"x" * 100_000)
         assert b" 431 " in connection.recv(4096)
