@@ -35,7 +35,7 @@ def _supports(site: Site) -> bool:
 
 @linear.impl("cpu_stream", device="cpu", supports=_supports)
 def streaming_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    """bfloat16 products with float32 sums, reading the weights at memory speed for up to 8 rows of x, 16 with AMX."""
+    """bfloat16 products with float32 sums, reading the weights once at memory's speed for up to 16 rows of x."""
     out_TO = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))
     _kernel(x_TI, weight_OI, bias_O, out_TO, *out_TO.shape, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0))
     return out_TO
