@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import mmap
 import os
 import statistics
 import subprocess
@@ -33,6 +32,7 @@ from graphllm.ops.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.sample.cases import CASES as SAMPLE_CASES
 from graphllm.ops.sample.cpu import cpu_sample
+from graphllm.pages import zeros
 from graphllm.weights.formats import FORMATS
 
 POOL = 1200 << 20
@@ -62,9 +62,7 @@ def probe() -> ctypes.CDLL:
 
 def huge(nbytes: int) -> torch.Tensor:
     """Bytes in huge pages, filled with small random bf16 numbers."""
-    memory = mmap.mmap(-1, nbytes + (2 << 20), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    pool = torch.frombuffer(memory, dtype=torch.bfloat16)[: nbytes // 2]
+    pool = torch.from_numpy(zeros(nbytes)).view(torch.bfloat16)
     for part in pool.split(16 << 20):
         part.normal_(0, 0.05)
     return pool

@@ -121,6 +121,7 @@ def test_linear_is_chosen_only_where_it_is_faster() -> None:
     assert supports(_linear_site(("avx2", "avx512_bf16"), torch.bfloat16, 8))
     assert not supports(_linear_site(("avx2", "avx512_bf16"), torch.float32, 8))
     assert supports(_linear_site(("avx2", "avx512_bf16"), torch.bfloat16, 1024))
+    assert supports(_linear_site(("amx_bf16", "avx2", "avx512_bf16"), torch.bfloat16, 128))
     assert supports(_linear_site(("amx_bf16", "avx2", "avx512_bf16"), torch.bfloat16, 1024))
     assert supports(_linear_site(("avx2",), torch.bfloat16, 128))
     assert not supports(_linear_site(("avx2",), torch.bfloat16, 1024))
