@@ -1,13 +1,31 @@
 // What bench/cpu_kernels.py measures the machine with: how fast memory is read, how fast bfloat16 products are, what an
 // empty parallel region costs.
-#include <immintrin.h>
 #include <omp.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "cpu_common.h"
+
+namespace {
+
+using Line = std::int64_t __attribute__((vector_size(64)));  // two registers where they have 32 bytes
+
+Line load(const char* from) {
+  Line out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+
+std::int64_t added(Line sum) {
+  std::int64_t out = 0;
+  for (int i = 0; i < 8; i++) out += sum[i];
+  return out;
+}
+
+}  // namespace
 
 // Sums `bytes` of memory: each thread reads four streams and asks for each line 1 KB ahead, which reads fastest here.
 extern "C" std::int64_t probe_read(const char* from, std::int64_t bytes) {
@@ -16,16 +34,16 @@ extern "C" std::int64_t probe_read(const char* from, std::int64_t bytes) {
   {
     const std::int64_t share = bytes / omp_get_num_threads() / 4096 * 4096, stream = share / 4;
     const char* mine = from + omp_get_thread_num() * share;
-    __m512i sum = _mm512_setzero_si512();
+    Line sum{};
     for (std::int64_t i = 0; i < stream; i += 128)
       for (int s = 0; s < 4; s++) {
         const char* at = mine + s * stream + i;
-        _mm_prefetch(at + 1024, _MM_HINT_T0);
-        _mm_prefetch(at + 1088, _MM_HINT_T0);
-        sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at));
-        sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at + 64));
+        __builtin_prefetch(at + 1024);
+        __builtin_prefetch(at + 1088);
+        sum += load(at);
+        sum += load(at + 64);
       }
-    total += _mm512_reduce_add_epi64(sum);
+    total += added(sum);
   }
   return total;
 }
@@ -39,24 +57,24 @@ extern "C" std::int64_t probe_pages(const char* from, const std::int32_t* order,
     const std::int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
     const std::int64_t first = count * me / threads, last = count * (me + 1) / threads;
     const std::int64_t pages = 8192 / bytes, rest = 8192 % bytes;  // ahead
-    __m512i sum = _mm512_setzero_si512();
+    Line sum{};
     for (std::int64_t i = first; i < last; i++) {
       const char* at = from + order[i] * bytes;
       const char* next = from + order[std::min(last - 1, i + pages)] * bytes + rest;
       const char* after = from + order[std::min(last - 1, i + pages + 1)] * bytes + rest - bytes;
       for (std::int64_t o = 0; o < bytes; o += 64) {
-        _mm_prefetch((o + rest < bytes ? next : after) + o, _MM_HINT_T0);
-        sum = _mm512_add_epi64(sum, _mm512_loadu_si512(at + o));
+        __builtin_prefetch((o + rest < bytes ? next : after) + o);
+        sum += load(at + o);
       }
     }
-    total += _mm512_reduce_add_epi64(sum);
+    total += added(sum);
   }
   return total;
 }
 
-// bfloat16 products from the first-level cache, as the inner loop of a product of matrices does them: with AMX of two tiles
-// times two, else of pairs, 14 rows of one operand times 32 columns of the other. Returns how many floating-point
-// operations all threads did.
+// Products from the first-level cache, as the inner loop of a product of bfloat16 matrices does them: with AMX of two tiles
+// times two, with AVX-512 of pairs, 14 rows of one operand times 32 columns of the other, else of floats, six times 16.
+// Returns how many floating-point operations all threads did.
 extern "C" double probe_products(std::int64_t rounds) {
   double total = 0;
 #ifdef GRAPHLLM_AMX
@@ -84,6 +102,7 @@ extern "C" double probe_products(std::int64_t rounds) {
 #pragma omp parallel reduction(+ : total)
   {
     constexpr int kDepth = 64;
+#ifdef GRAPHLLM_AVX512
     alignas(64) static thread_local std::int32_t left[14][kDepth];
     alignas(64) static thread_local std::int32_t right[kDepth][2][16];
     __m512 sum[28];
@@ -104,6 +123,29 @@ extern "C" double probe_products(std::int64_t rounds) {
 #pragma GCC unroll 28
     for (int i = 0; i < 28; i++) asm volatile("" ::"v"(sum[i]));
     total += double(rounds) * kDepth * 28 * 64;
+#else
+    using Eight = float __attribute__((vector_size(32)));
+    static thread_local float left[6][kDepth];
+    alignas(64) static thread_local Eight right[kDepth][2];
+    Eight sum[12];
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) sum[i] = Eight{};
+    for (std::int64_t round = 0; round < rounds; round++) {
+      asm volatile("" ::"r"(left), "r"(right) : "memory");
+      for (int k = 0; k < kDepth; k++) {
+        const Eight a = right[k][0], b = right[k][1];
+#pragma GCC unroll 6
+        for (int r = 0; r < 6; r++) {
+          const Eight x = left[r][k] - Eight{};
+          sum[2 * r] += x * a;
+          sum[2 * r + 1] += x * b;
+        }
+      }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < 12; i++) asm volatile("" ::"x"(sum[i]));
+    total += double(rounds) * kDepth * 12 * 16;
+#endif
   }
   return total;
 }

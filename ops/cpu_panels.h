@@ -1,7 +1,11 @@
 // Products of many rows of x, for linear and quant_linear: weights become panels on the way, 32 of their rows at a time as
 // [k / 2][32] pairs of bfloat16, and these are multiplied by tiles of rows of x. Packing bfloat16 costs 40 cycles a kilobyte, a
-// row of x eight, of AMX two.
+// row of x eight, of AMX two. Without bfloat16 instructions a panel is 16 rows as [k][16] floats.
 #pragma once
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 #include <optional>
 #include <utility>
@@ -20,26 +24,30 @@ struct Product {
 };
 
 #ifdef GRAPHLLM_AVX512
-
-constexpr i64 kPanel = 32;
+constexpr i64 kRun = 16;
+#else
+constexpr i64 kRun = 8;
+#endif
+constexpr i64 kPanel = 2 * kRun;
 constexpr i64 kUnit = 64;  // parts of k are multiples of it, as groups of quantized weights are its divisors
 
-// The weight rows of a panel: two runs of 16, of which `valid` exist each. With a gate, one run is of each half of the weight.
+// The weight rows of a panel: two runs, of which `valid` exist each. With a gate, one run is of each half of the weight.
 struct Panel {
   i64 row[2], valid[2];
 };
-Panel panel_at(const Product& a, i64 index) {
-  const i64 first = index * (a.gated ? 16 : kPanel), half = a.gated ? a.N / 2 : a.N;
-  const i64 second = a.gated ? half + first : first + 16;
-  return {{first, second}, {std::min<i64>(16, half - first), std::clamp<i64>(a.N - second, 0, 16)}};
+inline Panel panel_at(const Product& a, i64 index) {
+  const i64 first = index * (a.gated ? kRun : kPanel), half = a.gated ? a.N / 2 : a.N;
+  const i64 second = a.gated ? half + first : first + kRun;
+  return {{first, second}, {std::min<i64>(kRun, half - first), std::clamp<i64>(a.N - second, 0, kRun)}};
 }
 
-// What a tile is given: `depth` values of k of some rows of x, and of a panel. sums [rows][32] begin where `begin` is, else
+// What a tile is given: `depth` values of k of some rows of x, and of a panel. sums [rows][kPanel] begin where `begin` is, else
 // from zero. weights, next_x: rows that a later tile needs, which may be asked for; null for none.
+template <typename Packed>
 struct TileWork {
   const bf16* x;
   i64 stride, rows, depth;
-  const bf16* panel;
+  const Packed* panel;
   bool begin;
   float* sums;
   const bf16* weights;
@@ -47,10 +55,12 @@ struct TileWork {
   const bf16* next_x;
 };
 
+#ifdef GRAPHLLM_AVX512
+
 // Dot products of pairs: 14 rows of x take 28 accumulators, two weight vectors and one pair of x at a time. What a tile
 // reads next is asked for while the one before it is computed, 16 rows of each.
 template <int kRowsOfX>
-void dot_tile(const TileWork& t) {
+void dot_tile(const TileWork<bf16>& t) {
   __m512 acc[kRowsOfX][2];
 #pragma GCC unroll 16
   for (int i = 0; i < kRowsOfX; i++)
@@ -93,6 +103,8 @@ constexpr auto dot_tiles(std::integer_sequence<int, kCounts...>) {
 }
 
 struct DotTile {
+  using Packed = bf16;
+  static constexpr bool one_by_one = true;
   static constexpr i64 rows = 14;
   static constexpr i64 depth = 1280;             // k values of a panel: 14 rows of x stay near the first-level cache
   static constexpr i64 panel_bytes = 384 << 10;  // panels that stay in the second-level cache, beside the rows of x
@@ -100,7 +112,7 @@ struct DotTile {
   // Equal tiles: 16 rows are two of eight, not 14 and two.
   static i64 begin(i64 tile, i64 tiles, i64 count) { return count * tile / tiles; }
 
-  void operator()(const TileWork& t) const {
+  void operator()(const TileWork<bf16>& t) const {
     static constexpr auto functions = dot_tiles(std::make_integer_sequence<int, rows>());
     functions[t.rows - 1](t);
   }
@@ -113,11 +125,13 @@ struct DotTile {
 // what comes next costs more than it gains: loads of tiles wait less.
 class AmxTile {
  public:
+  using Packed = bf16;
+  static constexpr bool one_by_one = true;
   static constexpr i64 rows = 32, depth = 2560, panel_bytes = 1 << 20;
 
   static i64 begin(i64 tile, i64, i64 count) { return std::min(count, tile * rows); }
 
-  void operator()(const TileWork& t) {
+  void operator()(const TileWork<bf16>& t) {
     if (t.rows != configured_) {
       const int first = int(std::min<i64>(16, t.rows)), second = std::max(1, int(t.rows) - 16);
       tiles_.emplace(Tiles::kWhole, Tiles::Sizes{first, first, second, second, first, second, 16, 16});
@@ -128,7 +142,7 @@ class AmxTile {
 
  private:
   template <bool kTwo>
-  static void some(const TileWork& t) {
+  static void some(const TileWork<bf16>& t) {
     constexpr i64 line = kPanel * 4;
     float* second = t.sums + 16 * kPanel;
     if (t.begin) {
@@ -196,19 +210,162 @@ void finish_tile(const Product& a, i64 m, i64 rows, const Panel& panel, const fl
   }
 }
 
+#else  // GRAPHLLM_AVX512
+
+// Eight floats: what AVX2 has; gcc 12 keeps wider sums in memory there.
+using Eight = float __attribute__((vector_size(32)));
+using EightWords = std::uint32_t __attribute__((vector_size(32)));
+using EightHalves = std::uint16_t __attribute__((vector_size(16)));
+
+inline Eight load8(const float* from) {
+  Eight out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+inline Eight load8(const bf16* from) {
+#ifdef __AVX2__  // for which gcc 12 has no good translation
+  return (Eight)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
+#else
+  EightHalves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return (Eight)(__builtin_convertvector(halves, EightWords) << 16);
+#endif
+}
+inline void store8(float* to, Eight x) { std::memcpy(to, &x, sizeof x); }
+inline void store8(bf16* to, Eight x) {  // as to_bf16
+  const EightWords bits = (EightWords)x, rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+  const EightHalves halves =
+      __builtin_convertvector(((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16, EightHalves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+template <int... kLanesOf>
+inline Eight mix(Eight a, Eight b) {
+  return __builtin_shuffle(a, b, EightWords{kLanesOf...});
+}
+
+// Transpose an 8 x 8 block.
+inline void transpose8(Eight r[8]) {
+  Eight t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = mix<0, 8, 1, 9, 4, 12, 5, 13>(r[i], r[i + 1]);
+    t[i + 1] = mix<2, 10, 3, 11, 6, 14, 7, 15>(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const int j = i / 2 * 4 + i % 2;
+    r[2 * i] = mix<0, 1, 8, 9, 4, 5, 12, 13>(t[j], t[j + 2]);
+    r[2 * i + 1] = mix<2, 3, 10, 11, 6, 7, 14, 15>(t[j], t[j + 2]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = mix<0, 1, 2, 3, 8, 9, 10, 11>(r[i], r[i + 4]);
+    t[i + 4] = mix<4, 5, 6, 7, 12, 13, 14, 15>(r[i], r[i + 4]);
+  }
+  std::copy(t, t + 8, r);
+}
+
+// Lane i of the result is the sum of all lanes of v[i].
+inline Eight add_lanes(const Eight v[8]) {
+  Eight a[4], b[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    a[i] = mix<0, 8, 1, 9, 4, 12, 5, 13>(v[2 * i], v[2 * i + 1]) + mix<2, 10, 3, 11, 6, 14, 7, 15>(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    b[i] = mix<0, 1, 8, 9, 4, 5, 12, 13>(a[2 * i], a[2 * i + 1]) + mix<2, 3, 10, 11, 6, 7, 14, 15>(a[2 * i], a[2 * i + 1]);
+  return mix<0, 1, 2, 3, 8, 9, 10, 11>(b[0], b[1]) + mix<4, 5, 6, 7, 12, 13, 14, 15>(b[0], b[1]);
+}
+
+// Rows of x, floats at multiples of kStride, times a panel.
+template <int kRowsOfX, i64 kStride>
+void float_tile(const TileWork<float>& t, const float* x) {
+  Eight acc[kRowsOfX][2];
+#pragma GCC unroll 8
+  for (int i = 0; i < kRowsOfX; i++)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) acc[i][h] = t.begin ? Eight{} : load8(t.sums + i * kPanel + h * kRun);
+  const float* panel = t.panel;
+  for (i64 k = 0; k < t.depth; k++, x++, panel += kPanel) {
+    const Eight w0 = load8(panel), w1 = load8(panel + kRun);
+#pragma GCC unroll 8
+    for (int i = 0; i < kRowsOfX; i++) {
+      const Eight row = x[i * kStride] - Eight{};
+      acc[i][0] += row * w0;
+      acc[i][1] += row * w1;
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < kRowsOfX; i++)
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; h++) store8(t.sums + i * kPanel + h * kRun, acc[i][h]);
+}
+
+// Six rows of x take twelve of AVX2's sixteen registers, two parts of a panel and a value of x the others. The rows are
+// widened once for all panels of a group.
+class FloatTile {
+ public:
+  using Packed = float;
+  static constexpr bool one_by_one = false;
+  static constexpr i64 rows = 6, depth = 512;
+  static constexpr i64 panel_bytes = 256 << 10;  // of panels that stay in the second-level cache
+
+  static i64 begin(i64 tile, i64 tiles, i64 count) { return count * tile / tiles; }
+
+  void operator()(const TileWork<float>& t) {
+    if (t.x != held_) hold(t);
+    static constexpr std::array functions = {&float_tile<1, depth>, &float_tile<2, depth>, &float_tile<3, depth>,
+                                             &float_tile<4, depth>, &float_tile<5, depth>, &float_tile<6, depth>};
+    functions[t.rows - 1](t, x_);
+  }
+
+ private:
+  void hold(const TileWork<float>& t) {
+    for (i64 i = 0; i < t.rows; i++) {
+      const bf16* from = t.x + i * t.stride;
+      i64 k = 0;
+      for (; k + 8 <= t.depth; k += 8) store8(x_ + i * depth + k, load8(from + k));
+      for (; k < t.depth; k++) x_[i * depth + k] = to_float(from[k]);
+    }
+    held_ = t.x;
+  }
+
+  const bf16* held_ = nullptr;
+  alignas(64) float x_[rows * depth];
+};
+
+// Sums [rows][16] of a panel as outputs of the rows of x from m on.
+inline void finish_tile(const Product& a, i64 m, i64 rows, const Panel& panel, const float* sums) {
+  for (i64 i = 0; i < rows; i++, sums += kPanel)
+    for (i64 h = 0; h < 2; h++) {
+      bf16* to = a.out + (m + i) * a.out_stride + panel.row[h];
+      const bf16* bias = a.bias ? a.bias + panel.row[h] : nullptr;
+      const float* from = sums + h * kRun;
+      if (panel.valid[h] == kRun)
+        store8(to, bias ? load8(from) + load8(bias) : load8(from));
+      else
+        for (i64 n = 0; n < panel.valid[h]; n++) store(to + n, bias ? from[n] + to_float(bias[n]) : from[n]);
+    }
+}
+
+#endif  // GRAPHLLM_AVX512
+
 // Rows `mine` of x times the panels of that range. pack(panel, k0, depth, to): what makes a panel for k in [k0, k0 + depth).
 template <typename Tile, typename Pack>
 void panels(const Product& a, Range mine, Range range, const Pack& pack) {
   if (mine.from == mine.to || range.from == range.to) return;  // more threads than there is to share
+  using Packed = typename Tile::Packed;
   static thread_local Scratch packed_scratch, sums_scratch;
   constexpr i64 sums_size = Tile::rows * kPanel;
   const i64 M = mine.to - mine.from, tiles = ceil_div(M, Tile::rows), all = range.to - range.from;
   const i64 parts = ceil_div(a.K, Tile::depth), depth = ceil_div(ceil_div(a.K, parts), kUnit) * kUnit;
-  // Few rows of x stay in the second-level cache, so that panels can come and go one by one.
-  const bool few = M * depth * 2 <= Tile::panel_bytes / 2;
-  const i64 most = std::max<i64>(1, Tile::panel_bytes / (depth * kPanel * 2));
+  // Few rows of x stay in the second-level cache, so that panels can come and go one by one, where a tile takes them as
+  // they are.
+  const bool few = Tile::one_by_one && M * depth * 2 <= Tile::panel_bytes / 2;
+  const i64 most = std::max<i64>(1, Tile::panel_bytes / (depth * kPanel * i64(sizeof(Packed))));
   const i64 group = few ? 1 : ceil_div(all, ceil_div(all, most));
-  bf16* packed = packed_scratch.get<bf16>(group * depth * kPanel);
+  Packed* packed = packed_scratch.get<Packed>(group * depth * kPanel);
   float* sums = sums_scratch.get<float>((parts > 1 ? group * tiles : 1) * sums_size);
   Tile multiply;
   for (i64 first = range.from; first < range.to; first += group) {
@@ -244,13 +401,11 @@ void panels(const Product& a, Range mine, Range range, const Pack& pack) {
 // By all threads.
 template <typename Tile, typename Pack>
 void panels_by_thread(const Product& a, const Pack& pack) {
-  const i64 count = a.gated ? ceil_div(a.N / 2, 16) : ceil_div(a.N, kPanel), threads = omp_get_num_threads();
+  const i64 count = a.gated ? ceil_div(a.N / 2, kRun) : ceil_div(a.N, kPanel), threads = omp_get_num_threads();
   // With few panels a thread, the rows of x are divided instead.
   const bool by_rows = count < 8 * threads && a.M >= 4 * Tile::rows * threads;
   by_rows ? panels<Tile>(a, share(a.M), {0, count}, pack) : panels<Tile>(a, {0, a.M}, share(count), pack);
 }
-
-#endif  // GRAPHLLM_AVX512
 
 }  // namespace
 }  // namespace graphllm

@@ -388,90 +388,96 @@ void gated_few(const Args& a, Shares& blocks, bf16* halves) {
 
 #ifndef GRAPHLLM_AVX512
 
-// Eight floats: what AVX2 has; gcc 12 keeps wider sums in memory there.
-using Eight = float __attribute__((vector_size(32)));
+constexpr i64 kPlainRows = 16;  // rows of x that are multiplied without packing weights
 
-inline Eight widen(const bf16* from) {
-  std::uint16_t __attribute__((vector_size(16))) halves;
-  using Words = std::uint32_t __attribute__((vector_size(32)));
-  std::memcpy(&halves, from, sizeof halves);
-  return (Eight)(__builtin_convertvector(halves, Words) << 16);
+// Weights for k in [k0, k0 + depth), eight rows of eight transposed at a time.
+void pack_panel(const Args& a, const Panel& panel, i64 k0, i64 depth, float* to) {
+  depth = std::min(depth, a.K - k0);
+  for (i64 h = 0; h < 2; h++) {
+    const bf16* from = a.weight + panel.row[h] * a.weight_stride + k0;
+    i64 k = 0;
+    if (panel.valid[h] == kRun)
+      for (; k + 8 <= depth; k += 8) {
+        Eight r[8];
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) r[i] = load8(from + i * a.weight_stride + k);
+        transpose8(r);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++) store8(to + (k + i) * kPanel + h * kRun, r[i]);
+      }
+    for (; k < depth; k++)
+      for (i64 i = 0; i < kRun; i++)
+        to[k * kPanel + h * kRun + i] = i < panel.valid[h] ? to_float(from[i * a.weight_stride + k]) : 0.0f;
+  }
 }
 
-// kM rows of x, as floats [M][K], against kN weight rows.
-template <int kM, int kN>
-void plain_tile(const Args& a, const float* x, i64 m, i64 n) {
-  const bf16* w = a.weight + n * a.weight_stride;
-  x += m * a.K;
-  Eight acc[kM * kN];
+// Adds to sums [8] the products of kM rows of x, floats at multiples of `stride`, and one weight row, each row's in kSums
+// registers. Lines are asked for ahead, past the end in what is read next.
+template <int kM, int kSums>
+void plain_dots(const float* x, i64 stride, const bf16* w, i64 depth, const bf16* next, float* sums) {
+  const i64 ahead = std::min<i64>(28 * 32, depth);
+  Eight acc[kM][kSums];
 #pragma GCC unroll 8
-  for (int i = 0; i < kM * kN; i++) acc[i] = Eight{};
-  i64 k = 0;
-  for (; k + 8 <= a.K; k += 8) {
-    Eight rows[kM];
-#pragma GCC unroll 2
-    for (int i = 0; i < kM; i++) std::memcpy(&rows[i], x + i * a.K + k, sizeof rows[i]);
+  for (int m = 0; m < kM; m++)
 #pragma GCC unroll 4
-    for (int j = 0; j < kN; j++) {
-      const Eight weights = widen(w + j * a.weight_stride + k);
-#pragma GCC unroll 2
-      for (int i = 0; i < kM; i++) acc[i * kN + j] += rows[i] * weights;
+    for (int s = 0; s < kSums; s++) acc[m][s] = Eight{};
+  i64 k = 0;
+  for (; k + 32 <= depth; k += 32) {
+    __builtin_prefetch(k + ahead < depth ? w + k + ahead : next + (k + ahead - depth));
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; s++) {
+      const Eight weights = load8(w + k + 8 * s);
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; m++) acc[m][s % kSums] += load8(x + m * stride + k + 8 * s) * weights;
     }
   }
+  for (; k + 8 <= depth; k += 8) {
+    const Eight weights = load8(w + k);
 #pragma GCC unroll 8
-  for (int i = 0; i < kM * kN; i++) {
-    float sum = a.bias ? to_float(a.bias[n + i % kN]) : 0.0f;
-    for (int l = 0; l < 8; l++) sum += acc[i][l];
-    for (i64 rest = k; rest < a.K; rest++)
-      sum += x[i / kN * a.K + rest] * to_float(w[i % kN * a.weight_stride + rest]);
-    store(a.out + (m + i / kN) * a.N + n + i % kN, sum);
+    for (int m = 0; m < kM; m++) acc[m][0] += load8(x + m * stride + k) * weights;
   }
-}
-
-// One row of x against one weight row after the other, lines asked for ahead: two to four weight rows side by side read
-// memory at 60 % of that speed.
-void plain_row(const Args& a, const float* x, i64 n) {
-  constexpr i64 ahead = 28 * 32;
-  const bf16* w = a.weight + n * a.weight_stride;
-  const bf16* next = w + a.weight_stride;
-  Eight acc[4];
+  Eight all[8] = {};
+#pragma GCC unroll 8
+  for (int m = 0; m < kM; m++)
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) acc[i] = Eight{};
-  i64 k = 0;
-  for (; k + 32 <= a.K; k += 32) {
-    __builtin_prefetch(k + ahead < a.K ? w + k + ahead : next + (k + ahead - a.K));
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-      Eight row;
-      std::memcpy(&row, x + k + 8 * i, sizeof row);
-      acc[i] += row * widen(w + k + 8 * i);
-    }
-  }
-  const Eight all = (acc[0] + acc[1]) + (acc[2] + acc[3]);
-  float sum = a.bias ? to_float(a.bias[n]) : 0.0f;
-  for (int l = 0; l < 8; l++) sum += all[l];
-  for (; k < a.K; k++) sum += x[k] * to_float(w[k]);
-  store(a.out + n, sum);
+    for (int s = 0; s < kSums; s++) all[m] += acc[m][s];
+  store8(sums, load8(sums) + add_lanes(all));
+  for (; k < depth; k++)
+    for (int m = 0; m < kM; m++) sums[m] += x[m * stride + k] * to_float(w[k]);
 }
 
-template <int kN>
-void plain_rows(const Args& a, const float* x, i64 n) {
-  i64 m = 0;
-  for (; m + 2 <= a.M; m += 2) plain_tile<2, kN>(a, x, m, n);
-  if (m < a.M) plain_tile<1, kN>(a, x, m, n);
-}
-
-// Without bfloat16 instructions: x is widened once a thread, weights as they come, four rows at a time
-// for several rows of x.
+// Without bfloat16 instructions, for few rows of x: they are widened once a thread, in parts of k of which all rows stay in
+// the first-level cache, and weights as they come, one row after the other: two to four side by side read memory at 60 %
+// of that speed. A block of weight rows goes through all parts.
 void plain(const Args& a, Range rows) {
+  static constexpr std::array dots = {&plain_dots<1, 4>, &plain_dots<2, 4>, &plain_dots<3, 4>, &plain_dots<4, 2>,
+                                      &plain_dots<5, 2>, &plain_dots<6, 2>, &plain_dots<7, 1>, &plain_dots<8, 1>};
   static thread_local Scratch scratch;
-  float* x = scratch.get<float>(a.M * a.K);
-  for (i64 m = 0; m < a.M; m++)
-    for (i64 k = 0; k < a.K; k++) x[m * a.K + k] = to_float(a.x[m * a.x_stride + k]);
-  i64 n = rows.from;
-  if (a.M > 1)
-    for (; n + 4 <= rows.to; n += 4) plain_rows<4>(a, x, n);
-  for (; n < rows.to; n++) a.M > 1 ? plain_rows<1>(a, x, n) : plain_row(a, x, n);
+  const i64 parts = ceil_div(a.M * a.K * 4, kNearBytes), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
+  const i64 stride = depth + 16;  // not a power of two, which would be lines of one set of the cache
+  float* x = scratch.get<float>(parts * a.M * stride);
+  for (i64 k0 = 0; k0 < a.K; k0 += depth)
+    for (i64 m = 0; m < a.M; m++)
+      for (i64 k = 0; k < std::min(depth, a.K - k0); k++)
+        x[(k0 / depth * a.M + m) * stride + k] = to_float(a.x[m * a.x_stride + k0 + k]);
+  for (i64 first = rows.from; first < rows.to; first += kDotBlock) {
+    const i64 count = std::min(kDotBlock, rows.to - first);
+    float sums[kDotBlock][kPlainRows] = {};
+    for (i64 k0 = 0; k0 < a.K; k0 += depth) {
+      const i64 inside = std::min(depth, a.K - k0);
+      for (i64 i = 0; i < count; i++) {
+        const bf16* w = a.weight + (first + i) * a.weight_stride + k0;
+        const bf16* next = i + 1 < count ? w + a.weight_stride
+                           : k0 + depth < a.K ? a.weight + first * a.weight_stride + k0 + depth
+                                              : a.weight + (first + count) * a.weight_stride;
+        for (i64 m = 0; m < a.M; m += 8)
+          dots[std::min<i64>(8, a.M - m) - 1](x + (k0 / depth * a.M + m) * stride, stride, w, inside, next, sums[i] + m);
+      }
+    }
+    for (i64 i = 0; i < count; i++)
+      for (i64 m = 0; m < a.M; m++)
+        store(a.out + m * a.N + first + i, a.bias ? sums[i][m] + to_float(a.bias[first + i]) : sums[i][m]);
+  }
 }
 
 #endif
@@ -486,15 +492,19 @@ int threads_for(const Args& a) {
 // How many items of so many weight rows a thread takes at least at a time.
 i64 part(const Args& a, i64 rows) { return std::max<i64>(1, kPartBytes / (rows * a.K * 2)); }
 
+#endif
+
 void many(const Args& a) {
-  const auto pack = [&](const Panel& panel, i64 k0, i64 depth, bf16* to) { pack_panel(a, panel, k0, depth, to); };
+  const auto pack = [&](const Panel& panel, i64 k0, i64 depth, auto* to) { pack_panel(a, panel, k0, depth, to); };
 #ifdef GRAPHLLM_AMX
   if (amx_granted()) return panels_by_thread<AmxTile>(a, pack);
 #endif
+#ifdef GRAPHLLM_AVX512
   panels_by_thread<DotTile>(a, pack);
-}
-
+#else
+  panels_by_thread<FloatTile>(a, pack);
 #endif
+}
 
 }  // namespace
 }  // namespace graphllm
@@ -521,7 +531,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
     else
       many(a);
 #else
-    plain(a, share(N));
+    M <= kPlainRows ? plain(a, share(N)) : many(a);
 #endif
   }
 }

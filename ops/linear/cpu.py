@@ -12,9 +12,6 @@ from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import Site
 from graphllm.ops.linear.op import linear
 
-# Without bfloat16 instructions, from here on aten's blocked product is as fast: widened rows of x leave the caches.
-_MOST_ROWS = 128
-
 _kernel = CKernel(
     "graphllm_linear",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K, SymInt x_stride,"
@@ -26,11 +23,7 @@ _kernel = CKernel(
 def _supports(site: Site) -> bool:
     tensors = [t for t in site.args.values() if t is not None]
     arch = site.target.arch
-    return (
-        "avx2" in arch
-        and ("avx512_bf16" in arch or site.bucket.hi <= _MOST_ROWS)
-        and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
-    )
+    return "avx2" in arch and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
 
 
 @linear.impl("cpu_stream", device="cpu", supports=_supports)
