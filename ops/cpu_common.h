@@ -19,6 +19,8 @@
 #if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
     defined(__AVX512VL__) && defined(__AVX512BF16__)
 #define GRAPHLLM_AVX512 1
+#endif
+#ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #if defined(GRAPHLLM_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
@@ -192,11 +194,99 @@ inline __m512 add_lanes(const __m512 v[16]) {
 
 #endif  // GRAPHLLM_AVX512
 
+// Eight floats: what AVX2 has; gcc 12 keeps wider sums in memory there.
+using Eight = float __attribute__((vector_size(32)));
+using EightInts = std::int32_t __attribute__((vector_size(32)));
+using EightWords = std::uint32_t __attribute__((vector_size(32)));
+using EightHalves = std::uint16_t __attribute__((vector_size(16)));
+
+inline Eight load8(const float* from) {
+  Eight out;
+  std::memcpy(&out, from, sizeof out);
+  return out;
+}
+inline Eight load8(const bf16* from) {
+#ifdef __AVX2__  // for which gcc 12 has no good translation
+  return (Eight)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
+#else
+  EightHalves halves;
+  std::memcpy(&halves, from, sizeof halves);
+  return (Eight)(__builtin_convertvector(halves, EightWords) << 16);
+#endif
+}
+inline void store8(float* to, Eight x) { std::memcpy(to, &x, sizeof x); }
+inline void store8(bf16* to, Eight x) {  // as to_bf16
+  const EightWords bits = (EightWords)x, rounded = bits + 0x7FFF + ((bits >> 16) & 1);
+  const EightHalves halves =
+      __builtin_convertvector(((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16, EightHalves);
+  std::memcpy(to, &halves, sizeof halves);
+}
+
+template <int... kLanesOf>
+inline Eight mix(Eight a, Eight b) {
+  return __builtin_shuffle(a, b, EightWords{kLanesOf...});
+}
+
+// Transpose an 8 x 8 block.
+inline void transpose8(Eight r[8]) {
+  Eight t[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    t[i] = mix<0, 8, 1, 9, 4, 12, 5, 13>(r[i], r[i + 1]);
+    t[i + 1] = mix<2, 10, 3, 11, 6, 14, 7, 15>(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const int j = i / 2 * 4 + i % 2;
+    r[2 * i] = mix<0, 1, 8, 9, 4, 5, 12, 13>(t[j], t[j + 2]);
+    r[2 * i + 1] = mix<2, 3, 10, 11, 6, 7, 14, 15>(t[j], t[j + 2]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    t[i] = mix<0, 1, 2, 3, 8, 9, 10, 11>(r[i], r[i + 4]);
+    t[i + 4] = mix<4, 5, 6, 7, 12, 13, 14, 15>(r[i], r[i + 4]);
+  }
+  std::copy(t, t + 8, r);
+}
+
+// Lane i of the result is the sum of all lanes of v[i].
+inline Eight add_lanes(const Eight v[8]) {
+  Eight a[4], b[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    a[i] = mix<0, 8, 1, 9, 4, 12, 5, 13>(v[2 * i], v[2 * i + 1]) + mix<2, 10, 3, 11, 6, 14, 7, 15>(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    b[i] = mix<0, 1, 8, 9, 4, 5, 12, 13>(a[2 * i], a[2 * i + 1]) + mix<2, 3, 10, 11, 6, 7, 14, 15>(a[2 * i], a[2 * i + 1]);
+  return mix<0, 1, 2, 3, 8, 9, 10, 11>(b[0], b[1]) + mix<4, 5, 6, 7, 12, 13, 14, 15>(b[0], b[1]);
+}
+
 // Sixteen values side by side. The compiler splits them into what the machine has; where it has no good translation of
 // what is meant, the AVX-512 instruction is named.
 constexpr i64 kLanes = 16;
 using Vec = float __attribute__((vector_size(64)));
 using Ints = std::int32_t __attribute__((vector_size(64)));  // a comparison gives -1 and 0
+
+// As many of them as a register of this machine holds.
+#ifdef GRAPHLLM_AVX512
+using Reg = Vec;
+using RegInts = Ints;
+#else
+using Reg = Eight;
+using RegInts = EightInts;
+#endif
+constexpr int kRegs = sizeof(Vec) / sizeof(Reg);
+constexpr i64 kRegLanes = kLanes / kRegs;
+
+template <typename P, typename V>
+inline P reg_of(const V& values, int index) {
+  P out;
+  std::memcpy(&out, reinterpret_cast<const char*>(&values) + index * sizeof out, sizeof out);
+  return out;
+}
+inline void put_reg(Vec& values, int index, Reg part) {
+  std::memcpy(reinterpret_cast<char*>(&values) + index * sizeof part, &part, sizeof part);
+}
 
 inline Vec vec(float x) { return x - Vec{}; }
 inline Ints ints(std::int32_t x) { return x - Ints{}; }
@@ -205,45 +295,69 @@ inline Ints ints(std::int32_t x) { return x - Ints{}; }
 inline Vec larger(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
 inline unsigned bits(Ints mask) { return _mm512_movepi32_mask((__m512i)mask); }
 #else
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
-inline unsigned bits(Ints mask) {
+inline Eight larger(Eight a, Eight b) { return a > b ? a : b; }
+inline unsigned bits(EightInts mask) {
+#ifdef __AVX2__
+  return unsigned(_mm256_movemask_ps((__m256)mask));
+#else
   unsigned out = 0;
-  for (i64 i = 0; i < kLanes; i++) out |= unsigned(mask[i] & 1) << i;
+  for (i64 i = 0; i < 8; i++) out |= unsigned(mask[i] & 1) << i;
+  return out;
+#endif
+}
+// gcc 12 compares and chooses among sixteen values one by one.
+template <typename Work, typename... Values>
+inline Vec by_halves(const Work& work, const Values&... values) {
+  Vec out;
+  for (int h = 0; h < 2; h++) {
+    const Eight half = work(reg_of<Eight>(values, h)...);
+    std::memcpy(reinterpret_cast<char*>(&out) + h * sizeof half, &half, sizeof half);
+  }
   return out;
 }
+inline Vec larger(Vec a, Vec b) { return by_halves([](Eight x, Eight y) { return larger(x, y); }, a, b); }
+inline unsigned bits(Ints mask) { return bits(reg_of<EightInts>(mask, 0)) | bits(reg_of<EightInts>(mask, 1)) << 8; }
 #endif
 
 // 2^x for x <= 0, relative error below 2e-7 (precise) or 1e-4: 2^floor(x) times a polynomial in the rest, fitted for least
 // relative error. x may be minus infinity.
-template <bool kPrecise>
-inline Vec exp2_vec(Vec x) {
-#ifdef GRAPHLLM_AVX512
-  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
-#else
-  const Vec in_range = larger(x, vec(-126.0f));
-  const Ints n = __builtin_convertvector(in_range - 1.0f, Ints);
-  const Vec r = in_range - __builtin_convertvector(n, Vec);
-#endif
-  Vec p;
+template <bool kPrecise, typename V>
+inline V exp2_rest(V r) {
+  V p = r - r;
   if constexpr (kPrecise) {
-    p = vec(0.0018775766948238015f);
+    p = p + 0.0018775766948238015f;
     p = p * r + 0.00898933969438076f;
     p = p * r + 0.05582631751894951f;
     p = p * r + 0.24015361070632935f;
     p = p * r + 0.6931530833244324f;
     p = p * r + 0.9999999403953552f;
   } else {
-    p = vec(0.07802452147006989f);
+    p = p + 0.07802452147006989f;
     p = p * r + 0.22606715559959412f;
     p = p * r + 0.6958335638046265f;
     p = p * r + 0.9999251961708069f;
   }
-#ifdef GRAPHLLM_AVX512
-  return (Vec)_mm512_scalef_ps((__m512)p, (__m512)x);
-#else
-  return x <= -126.0f ? Vec{} : p * (Vec)((n + 127) << 23);
-#endif
+  return p;
 }
+#ifdef GRAPHLLM_AVX512
+template <bool kPrecise>
+inline Vec exp2_vec(Vec x) {
+  const Vec r = (Vec)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  return (Vec)_mm512_scalef_ps((__m512)exp2_rest<kPrecise>(r), (__m512)x);
+}
+#else
+template <bool kPrecise>
+inline Eight exp2_vec(Eight x) {
+  const Eight in_range = larger(x, Eight{} - 126.0f);
+  const EightInts n = __builtin_convertvector(in_range - 1.0f, EightInts);
+  const Eight r = in_range - __builtin_convertvector(n, Eight);
+  return x <= -126.0f ? Eight{} : exp2_rest<kPrecise>(r) * (Eight)((n + 127) << 23);
+}
+template <bool kPrecise>
+inline Vec exp2_vec(Vec x) {
+  return by_halves([](Eight half) { return exp2_vec<kPrecise>(half); }, x);
+}
+#endif
 
 #ifdef GRAPHLLM_AMX
 

@@ -3,10 +3,6 @@
 // row of x eight, of AMX two. Without bfloat16 instructions a panel is 16 rows as [k][16] floats.
 #pragma once
 
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-
 #include <optional>
 #include <utility>
 
@@ -211,72 +207,6 @@ void finish_tile(const Product& a, i64 m, i64 rows, const Panel& panel, const fl
 }
 
 #else  // GRAPHLLM_AVX512
-
-// Eight floats: what AVX2 has; gcc 12 keeps wider sums in memory there.
-using Eight = float __attribute__((vector_size(32)));
-using EightWords = std::uint32_t __attribute__((vector_size(32)));
-using EightHalves = std::uint16_t __attribute__((vector_size(16)));
-
-inline Eight load8(const float* from) {
-  Eight out;
-  std::memcpy(&out, from, sizeof out);
-  return out;
-}
-inline Eight load8(const bf16* from) {
-#ifdef __AVX2__  // for which gcc 12 has no good translation
-  return (Eight)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))), 16);
-#else
-  EightHalves halves;
-  std::memcpy(&halves, from, sizeof halves);
-  return (Eight)(__builtin_convertvector(halves, EightWords) << 16);
-#endif
-}
-inline void store8(float* to, Eight x) { std::memcpy(to, &x, sizeof x); }
-inline void store8(bf16* to, Eight x) {  // as to_bf16
-  const EightWords bits = (EightWords)x, rounded = bits + 0x7FFF + ((bits >> 16) & 1);
-  const EightHalves halves =
-      __builtin_convertvector(((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16, EightHalves);
-  std::memcpy(to, &halves, sizeof halves);
-}
-
-template <int... kLanesOf>
-inline Eight mix(Eight a, Eight b) {
-  return __builtin_shuffle(a, b, EightWords{kLanesOf...});
-}
-
-// Transpose an 8 x 8 block.
-inline void transpose8(Eight r[8]) {
-  Eight t[8];
-#pragma GCC unroll 4
-  for (int i = 0; i < 8; i += 2) {
-    t[i] = mix<0, 8, 1, 9, 4, 12, 5, 13>(r[i], r[i + 1]);
-    t[i + 1] = mix<2, 10, 3, 11, 6, 14, 7, 15>(r[i], r[i + 1]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const int j = i / 2 * 4 + i % 2;
-    r[2 * i] = mix<0, 1, 8, 9, 4, 5, 12, 13>(t[j], t[j + 2]);
-    r[2 * i + 1] = mix<2, 3, 10, 11, 6, 7, 14, 15>(t[j], t[j + 2]);
-  }
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    t[i] = mix<0, 1, 2, 3, 8, 9, 10, 11>(r[i], r[i + 4]);
-    t[i + 4] = mix<4, 5, 6, 7, 12, 13, 14, 15>(r[i], r[i + 4]);
-  }
-  std::copy(t, t + 8, r);
-}
-
-// Lane i of the result is the sum of all lanes of v[i].
-inline Eight add_lanes(const Eight v[8]) {
-  Eight a[4], b[2];
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; i++)
-    a[i] = mix<0, 8, 1, 9, 4, 12, 5, 13>(v[2 * i], v[2 * i + 1]) + mix<2, 10, 3, 11, 6, 14, 7, 15>(v[2 * i], v[2 * i + 1]);
-#pragma GCC unroll 2
-  for (int i = 0; i < 2; i++)
-    b[i] = mix<0, 1, 8, 9, 4, 5, 12, 13>(a[2 * i], a[2 * i + 1]) + mix<2, 3, 10, 11, 6, 7, 14, 15>(a[2 * i], a[2 * i + 1]);
-  return mix<0, 1, 2, 3, 8, 9, 10, 11>(b[0], b[1]) + mix<4, 5, 6, 7, 12, 13, 14, 15>(b[0], b[1]);
-}
 
 // Rows of x, floats at multiples of kStride, times a panel.
 template <int kRowsOfX, i64 kStride>

@@ -37,6 +37,7 @@ inline Vec cap_scores(Vec x, float softcap) {
 struct Rows {
   Ints position;  // of each lane's query
   i64 first, last;  // the lowest and the highest of them
+  int regs;         // registers of lanes that hold rows
 };
 
 // One item: `tokens` query tokens of sequence s from its row `row`, key/value heads from `head`, context [from, to).
@@ -119,6 +120,7 @@ class Worker {
         rows.position[i] = std::int32_t(item.position + r / group_);
       }
       rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
+      rows.regs = int(ceil_div(used, kRegLanes));
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
       clear(states + tile * (2 + height_), 2 + height_);
     }
@@ -299,10 +301,11 @@ class Worker {
   // One chunk of `count` tokens from position j for one or two tiles of rows.
   void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, const Rows* rows, i64 tiles, Vec* states) {
     alignas(64) Vec scores[2 * kChunk];
-    Math::scores(keys, query, a_.E, count, scores, tiles);
+    const int regs = rows[0].regs;  // only the last tile of an item has less than all
+    Math::scores(keys, query, a_.E, count, scores, tiles, regs);
     for (i64 tile = 0; tile < tiles; tile++)
       soften(j, count, rows[tile], scores + tile * kChunk, weights_ + tile * kChunk * kLanes, states + tile * (2 + height_));
-    Math::accumulate(values_, weights_, a_.E, count, states + 2, tiles);
+    Math::accumulate(values_, weights_, a_.E, count, states + 2, tiles, regs);
   }
 
   // Turn a tile's scores into weights; fade the sums where a score is the largest so far.
@@ -312,35 +315,43 @@ class Worker {
       const float before = std::fabs(a_.scale);
       for (i64 t = 0; t < count; t++) scores[t] = cap_scores(scores[t] * before, a_.softcap);
     }
+    for (int reg = 0; reg < rows.regs; reg++) soften_reg(j, count, rows, scale, reg, scores, weights, state);
+  }
+
+  void soften_reg(i64 j, i64 count, const Rows& rows, float scale, int reg, Vec* scores, Cell* weights, Vec* state) {
+    const auto score = [&](i64 t) { return reg_of<Reg>(scores[t], reg); };
     const bool whole = j + count - 1 <= rows.first && (a_.window == 0 || j > rows.last - a_.window);
     if (!whole) {
-      const Vec hidden = vec(kHidden);
-      const Ints oldest = a_.window > 0 ? rows.position - std::int32_t(a_.window) : ints(-1);
+      const Reg hidden = Reg{} + kHidden;
+      const RegInts newest = reg_of<RegInts>(rows.position, reg);
+      const RegInts oldest = a_.window > 0 ? newest - std::int32_t(a_.window) : RegInts{} - 1;
       const i64 seen = a_.window > 0 ? 0 : std::max(i64(0), rows.first + 1 - j);  // by every row
       for (i64 t = seen; t < count; t++) {
-        const Ints at = ints(std::int32_t(j + t));
-        scores[t] = ((at <= rows.position) & (at > oldest)) ? scores[t] : hidden;
+        const RegInts at = RegInts{} + std::int32_t(j + t);
+        put_reg(scores[t], reg, ((at <= newest) & (at > oldest)) ? score(t) : hidden);
       }
     }
-    Vec most[4] = {scores[0], scores[1], scores[2], scores[3]};
+    Reg most[4] = {score(0), score(1), score(2), score(3)};
     for (i64 t = 4; t < count; t += 4)
 #pragma GCC unroll 4
-      for (i64 i = 0; i < 4; i++) most[i] = larger(most[i], scores[t + i]);
-    const Vec found = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
-    if (bits(found > state[0] + Math::kSlack)) {
-      const Vec top = larger(state[0], found), fade = exp2_vec<Math::kPrecise>(state[0] - top);
-      for (i64 i = 1; i < 2 + height_; i++) state[i] *= fade;
-      state[0] = top;
+      for (i64 i = 0; i < 4; i++) most[i] = larger(most[i], score(t + i));
+    const Reg found = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
+    Reg top = reg_of<Reg>(state[0], reg);
+    if (bits(found > top + Math::kSlack)) {
+      const Reg before = top;
+      top = larger(top, found);
+      const Reg fade = exp2_vec<Math::kPrecise>(before - top);
+      for (i64 i = 1; i < 2 + height_; i++) put_reg(state[i], reg, reg_of<Reg>(state[i], reg) * fade);
+      put_reg(state[0], reg, top);
     }
-    const Vec top = state[0];
-    Vec sum0{}, sum1{};
+    Reg sum0{}, sum1{};
     for (i64 t = 0; t < count; t += 2) {
-      const Vec p0 = exp2_vec<Math::kPrecise>(scores[t] * scale - top);
-      const Vec p1 = exp2_vec<Math::kPrecise>(scores[t + 1] * scale - top);
-      Math::put_weights(weights, t, p0, p1);
+      const Reg p0 = exp2_vec<Math::kPrecise>(score(t) * scale - top);
+      const Reg p1 = exp2_vec<Math::kPrecise>(score(t + 1) * scale - top);
+      Math::put_weights(weights, t, reg, p0, p1);
       sum0 += p0, sum1 += p1;
     }
-    state[1] += sum0 + sum1;
+    put_reg(state[1], reg, reg_of<Reg>(state[1], reg) + (sum0 + sum1));
   }
 
   const Args<T>& a_;

@@ -70,17 +70,18 @@ struct Floats {
     gather(a, rows, a.cache_kind, count, to);
   }
 
-  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to, i64 tiles) {
+  // regs: how many registers of lanes hold rows, the first ones.
+  static void scores(Keys keys, const float* query, i64 E, i64 count, Vec* to, i64 tiles, int regs) {
     for (i64 tile = 0; tile < tiles; tile++, query += kLanes * E, to += kChunk)
-      for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false);
+      for (i64 j = 0; j < count; j += kRound) block(keys + j * height(E), height(E), 1, query, E, to + j, false, regs);
   }
-  static void put_weights(float* weights, i64 j, Vec p0, Vec p1) {
-    std::memcpy(weights + j * kLanes, &p0, sizeof p0);
-    std::memcpy(weights + (j + 1) * kLanes, &p1, sizeof p1);
+  static void put_weights(float* weights, i64 j, int reg, Reg p0, Reg p1) {
+    std::memcpy(weights + j * kLanes + reg * kRegLanes, &p0, sizeof p0);
+    std::memcpy(weights + (j + 1) * kLanes + reg * kRegLanes, &p1, sizeof p1);
   }
-  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums, i64 tiles) {
+  static void accumulate(const float* values, const float* weights, i64 E, i64 count, Vec* sums, i64 tiles, int regs) {
     for (i64 tile = 0; tile < tiles; tile++, weights += kChunk * kLanes, sums += 2 + height(E))
-      for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true);
+      for (i64 e = 0; e < E; e += kRound) block(values + e, 1, height(E), weights, count, sums + e, true, regs);
   }
 
  private:
@@ -88,24 +89,41 @@ struct Floats {
     const i64 width = height(a.E), padded = ceil_div(count, kRound) * kRound;
     for (i64 j = 0; j < count; j++, to += width) {
       const T* row = rows[j] + offset;
-      for (i64 e = 0; e < a.E; e++) to[e] = to_float(row[e]);
-      for (i64 e = a.E; e < width; e++) to[e] = 0.0f;
+      i64 e = 0;
+      for (; e + 8 <= a.E; e += 8) store8(to + e, load8(row + e));
+      for (; e < width; e++) to[e] = e < a.E ? to_float(row[e]) : 0.0f;
     }
     std::fill(to, to + (padded - count) * width, 0.0f);
   }
   // c[row] (+)= sum over k of left[row * row_stride + k * k_stride] * right[k], for kRound rows.
-  static void block(const float* left, i64 row_stride, i64 k_stride, const float* right, i64 depth, Vec* c, bool add) {
-    Vec sum[kRound];
+  static void block(const float* left, i64 row_stride, i64 k_stride, const float* right, i64 depth, Vec* c, bool add,
+                    int regs) {
+    if (regs == 1) return rows<1>(left, row_stride, k_stride, right, depth, c, add);
+    for (i64 r = 0; r < kRound; r += kRound / kRegs)
+      rows<kRegs>(left + r * row_stride, row_stride, k_stride, right, depth, c + r, add);
+  }
+  // The same for as many rows as sums of kUsed registers of lanes fit the registers.
+  template <int kUsed>
+  static void rows(const float* left, i64 row_stride, i64 k_stride, const float* right, i64 depth, Vec* c, bool add) {
+    constexpr int kRows = kRound / kUsed;
+    Reg sum[kRows][kUsed];
 #pragma GCC unroll 8
-    for (i64 r = 0; r < kRound; r++) sum[r] = add ? c[r] : Vec{};
-    for (i64 k = 0; k < depth; k++) {
-      Vec column;
-      std::memcpy(&column, right + k * kLanes, sizeof column);
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kUsed; p++) sum[r][p] = add ? reg_of<Reg>(c[r], p) : Reg{};
+    for (i64 k = 0; k < depth; k++, left += k_stride, right += kLanes) {
+      Reg column[kUsed];
+#pragma GCC unroll 2
+      for (int p = 0; p < kUsed; p++) std::memcpy(&column[p], right + p * kRegLanes, sizeof(Reg));
 #pragma GCC unroll 8
-      for (i64 r = 0; r < kRound; r++) sum[r] += left[r * row_stride + k * k_stride] * column;
+      for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+        for (int p = 0; p < kUsed; p++) sum[r][p] += left[r * row_stride] * column[p];
     }
 #pragma GCC unroll 8
-    for (i64 r = 0; r < kRound; r++) c[r] = sum[r];
+    for (int r = 0; r < kRows; r++)
+#pragma GCC unroll 2
+      for (int p = 0; p < kUsed; p++) put_reg(c[r], p, sum[r][p]);
   }
 };
 
@@ -183,14 +201,14 @@ struct Pairs {
     }
   }
 
-  static void put_weights(bf16* weights, i64 j, Vec p0, Vec p1) {
+  static void put_weights(bf16* weights, i64 j, int, Vec p0, Vec p1) {
     alignas(64) static constexpr std::uint16_t kOrder[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
     const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)p1, (__m512)p0);
     _mm512_store_si512(weights + j * kLanes, _mm512_permutexvar_epi16(_mm512_load_si512(kOrder), both));
   }
 
-  static void scores(const Keys& keys, const bf16* query, i64 E, i64 count, Vec* to, i64 tiles) {
+  static void scores(const Keys& keys, const bf16* query, i64 E, i64 count, Vec* to, i64 tiles, int) {
     const i64 depth = query_depth(E);
 #ifdef GRAPHLLM_AMX
     if (amx_granted()) {
@@ -206,10 +224,10 @@ struct Pairs {
     }
     for (i64 j = 0; j < count; j += 16) block(keys.tile[j / 16], keys.stride, query, depth, to + j, false);
   }
-  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums, i64 tiles) {
+  static void accumulate(const bf16* values, bf16* weights, i64 E, i64 count, Vec* sums, i64 tiles, int) {
     const i64 depth = ceil_div(count, 32) * 32, state = 2 + height(E);
     for (i64 tile = 0; tile < tiles; tile++)
-      for (i64 j = count; j < depth; j += 2) put_weights(weights + tile * kChunk * kLanes, j, Vec{}, Vec{});
+      for (i64 j = count; j < depth; j += 2) put_weights(weights + tile * kChunk * kLanes, j, 0, Vec{}, Vec{});
 #ifdef GRAPHLLM_AMX
     if (amx_granted()) {
       for (i64 tile = 0; tile < tiles; tile++)
