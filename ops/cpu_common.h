@@ -284,8 +284,8 @@ inline P reg_of(const V& values, int index) {
   std::memcpy(&out, reinterpret_cast<const char*>(&values) + index * sizeof out, sizeof out);
   return out;
 }
-inline void put_reg(Vec& values, int index, Reg part) {
-  std::memcpy(reinterpret_cast<char*>(&values) + index * sizeof part, &part, sizeof part);
+inline void put_reg(Vec& values, int index, Reg reg) {
+  std::memcpy(reinterpret_cast<char*>(&values) + index * sizeof reg, &reg, sizeof reg);
 }
 
 inline Vec vec(float x) { return x - Vec{}; }
@@ -323,7 +323,7 @@ inline unsigned bits(Ints mask) { return bits(reg_of<EightInts>(mask, 0)) | bits
 // relative error. x may be minus infinity.
 template <bool kPrecise, typename V>
 inline V exp2_rest(V r) {
-  V p = r - r;
+  V p{};
   if constexpr (kPrecise) {
     p = p + 0.0018775766948238015f;
     p = p * r + 0.00898933969438076f;

@@ -26,6 +26,8 @@ constexpr i64 kAhead = 2048;            // bytes of weights that are asked for a
 constexpr i64 kChunkBytes = 256 << 10;  // quantized rows of x that stay in the second-level cache
 #ifdef GRAPHLLM_VNNI
 constexpr int kTile = 12;  // rows of x side by side at most: two registers each
+#elif defined(GRAPHLLM_AVX2)
+constexpr int kTile = 8;  // one register each
 #else
 constexpr int kTile = 2;
 #endif
@@ -125,8 +127,65 @@ void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
   }
 }
 
+#ifdef GRAPHLLM_AVX2
+
+// One block of 16 weight rows times kM rows of x: totals [kM, 16]. Eight weight rows at a time, so that sums stay in
+// registers. The product of unsigned and signed bytes adds pairs in 16 bits, where the eight such sums of a group of int4
+// fit (8 * 2 * 15 * 127), and of int8 (|w| up to 127, a weight is never -128) one.
+template <typename F, int kM>
+void block_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals) {
+  const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+  const auto row = [](const char* at) {
+    std::int32_t four;
+    std::memcpy(&four, at, 4);
+    return _mm256_set1_epi32(four);
+  };
+  for (int half = 0; half < 2; half++) {
+    const std::uint8_t* line = w + half * 32;
+    const bf16* scale = scales + half * 8;
+    const char* group = x;
+    Eight total[kM] = {};
+    for (i64 g = 0; g < groups; g++, scale += kRows) {
+      __m256i sums[kM];
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; m++) sums[m] = F::parts == 1 ? row(group + (kM + m) * 4) : _mm256_setzero_si256();
+      const char* q = group + kM * 8;
+      for (i64 l = 0; l < F::lines; l++, line += kLine) {
+        const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
+        if constexpr (F::parts == 1) {
+          const __m256i size = _mm256_abs_epi8(values);
+#pragma GCC unroll 8
+          for (int m = 0; m < kM; m++, q += 4) {
+            const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(row(q), values));
+            sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(pairs, ones));
+          }
+        } else {
+          const __m256i first = _mm256_and_si256(values, low), second = _mm256_and_si256(_mm256_srli_epi16(values, 4), low);
+#pragma GCC unroll 8
+          for (int m = 0; m < kM; m++, q += 4) sums[m] = _mm256_add_epi16(sums[m], _mm256_maddubs_epi16(first, row(q)));
+#pragma GCC unroll 8
+          for (int m = 0; m < kM; m++, q += 4) sums[m] = _mm256_add_epi16(sums[m], _mm256_maddubs_epi16(second, row(q)));
+        }
+      }
+      const Eight scale_of_w = load8(scale);
+#pragma GCC unroll 8
+      for (int m = 0; m < kM; m++) {
+        float of_x;
+        std::memcpy(&of_x, group + m * 4, 4);
+        if constexpr (F::parts == 2) sums[m] = _mm256_add_epi32(_mm256_madd_epi16(sums[m], ones), row(group + (kM + m) * 4));
+        total[m] += (Eight)_mm256_cvtepi32_ps(sums[m]) * (scale_of_w * of_x);
+      }
+      group = q;
+    }
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; m++) put_reg(totals[m], half, total[m]);
+  }
+}
+
+#else
+
 // A line of weights as operands: one of int8, two of int4.
-#if defined(GRAPHLLM_VNNI)
+#ifdef GRAPHLLM_VNNI
 template <typename F>
 struct Line {
   __m512i part[2];
@@ -144,37 +203,6 @@ struct Line {
     std::int32_t four;
     std::memcpy(&four, x, 4);
     return (Ints)_mm512_dpbusd_epi32((__m512i)sum, part[p], _mm512_set1_epi32(four));
-  }
-};
-#elif defined(GRAPHLLM_AVX2)
-template <typename F>
-struct Line {
-  __m256i part[2][2];
-  explicit Line(const std::uint8_t* at) {
-    const __m256i low = _mm256_set1_epi8(15);
-    for (int half = 0; half < 2; half++) {
-      const __m256i line = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at) + half);
-      part[0][half] = F::parts == 1 ? line : _mm256_and_si256(line, low);
-      if constexpr (F::parts == 2) part[1][half] = _mm256_and_si256(_mm256_srli_epi16(line, 4), low);
-    }
-  }
-  // The product of unsigned and signed bytes adds pairs in 16 bits: |w| up to 127 (a weight is never -128) or 15 times
-  // 127 twice fits.
-  Ints add(Ints sum, int p, const char* x) const {
-    std::int32_t four;
-    std::memcpy(&four, x, 4);
-    const __m256i row = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
-    union {
-      Ints ints;
-      __m256i halves[2];
-    } out{sum};
-    for (int half = 0; half < 2; half++) {
-      const __m256i w = part[p][half];
-      const __m256i pairs = F::parts == 1 ? _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(row, w))
-                                   : _mm256_maddubs_epi16(w, row);
-      out.halves[half] = _mm256_add_epi32(out.halves[half], _mm256_madd_epi16(pairs, ones));
-    }
-    return out.ints;
   }
 };
 #else
@@ -227,6 +255,8 @@ void block_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 gr
   }
   for (int m = 0; m < kM; m++) totals[m] = total[m];
 }
+
+#endif  // GRAPHLLM_AVX2
 
 template <typename F, int kM>
 void some_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals, i64 rows) {
