@@ -9,7 +9,7 @@
 #if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define GRAPHLLM_VNNI 1
 #include <immintrin.h>
-#elif !defined(GRAPHLLM_GENERIC) && defined(__AVX2__)
+#elif !defined(GRAPHLLM_GENERIC) && defined(__AVX2__) && defined(__FMA__)
 #define GRAPHLLM_AVX2 1
 #include <immintrin.h>
 #endif
@@ -173,7 +173,8 @@ void block_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 gr
         float of_x;
         std::memcpy(&of_x, group + m * 4, 4);
         if constexpr (F::parts == 2) sums[m] = _mm256_add_epi32(_mm256_madd_epi16(sums[m], ones), row(group + (kM + m) * 4));
-        total[m] += (Eight)_mm256_cvtepi32_ps(sums[m]) * (scale_of_w * of_x);
+        // Named, so that gcc multiplies in the same order for any number of rows.
+        total[m] = (Eight)_mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m]), (__m256)(scale_of_w * of_x), (__m256)total[m]);
       }
       group = q;
     }
