@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from bench.cpu.cases import CASES, FIRST, PEAK
 from bench.cpu.checkpoint import qwen2_tensors
-from bench.cpu.machine import GEMM, IMPORT, READ
+from bench.cpu.machine import IMPORT, PRODUCTS, READ
 
 COLUMNS = (*(case.name for case in CASES), FIRST, PEAK)
 MACHINE = "machine"  # its own probe, among the systems that take turns
@@ -89,12 +89,12 @@ class Measured:
 
     def floors(self) -> dict[int, dict[str, float]]:
         """The best that weights of so many bits allow here, by bits and column: decoding reads every weight once a
-        step, a prompt's products run as fast as one large product, a start imports torch."""
+        step, a prompt's products run as from the first-level cache, a start imports torch."""
         machine, read = self.start(MACHINE), statistics.median(self.reads())
         found = {}
         for bits in BITS:
             step = self.size(bits) / read
-            prefill = machine[GEMM] * 1e12 / (2 * self.parameters.layers)
+            prefill = machine[PRODUCTS] * 1e12 / (2 * self.parameters.layers)
             found[bits] = {c.name: prefill if c.generated == 1 else c.prompts / step for c in CASES}
             found[bits][FIRST] = machine[IMPORT]
         return found
@@ -139,7 +139,8 @@ def to_markdown(measured: Measured, name: str) -> str:
         "bits are loaded side by side and take turns. Medians: of the rounds for start and memory, else of all turns "
         f"({about['turns']} a round, {_rounds(measured)}). 128 tokens in, 64 out. Memory is read at "
         f"{statistics.median(reads):.1f} GB/s ({min(reads):.1f} to {max(reads):.1f} in the turns), "
-        f"a bf16 product runs at {measured.start(MACHINE)[GEMM]:.2f} TFLOP/s. Everything is in `{name}.json`.", "",
+        f"bf16 products of the first-level cache run at {measured.start(MACHINE)[PRODUCTS]:.2f} TFLOP/s. "
+        f"Everything is in `{name}.json`.", "",
         f"![plot]({name}.svg)", "",
     ]  # fmt: skip
     for bits in BITS:
@@ -162,10 +163,10 @@ def to_markdown(measured: Measured, name: str) -> str:
         "bits follow. A shared machine's memory changes its speed within seconds, so what compares is figures of one "
         "turn, as the second table of each kind does. Systems of different bits share no turns.", "",
         "The floor reads the weights once a step, without the scales of quantized ones; a prompt's products at the "
-        "speed of one large product, without attention and the first and last layer; a start that only imports "
-        "torch. Decode counts from when every prompt has its first token. Start is from the process's start to the "
-        "first token of a prompt of 16. OpenVINO's and llama.cpp's files are made from the same numbers; each "
-        "system's own defaults otherwise.", "",
+        "speed of a loop of them from the first-level cache, without attention and the first and last layer; a start "
+        "that only imports torch. Decode counts from when every prompt has its first token. Start is from the "
+        "process's start to the first token of a prompt of 16. OpenVINO's and llama.cpp's files are made from the same "
+        "numbers; each system's own defaults otherwise.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

@@ -21,7 +21,7 @@ from bench.cpu.cases import CASES, FIRST, PEAK, Case
 from bench.cpu.checkpoint import make_checkpoint, qwen2_config, qwen2_tensors, words
 from bench.cpu.gguf_checkpoint import gguf_name, write_gguf
 from bench.cpu.lock import Lock
-from bench.cpu.machine import GEMM, IMPORT, READ
+from bench.cpu.machine import IMPORT, PRODUCTS, READ
 from bench.cpu.peer import Peer, Runner, Times, Workload, find_peers
 from bench.cpu.process import Commands, Process, ProcessFailedError
 from bench.cpu.report import MACHINE, Turn
@@ -59,7 +59,7 @@ def measured(
 ) -> report.Measured:
     """Systems with one figure a turn, the same for every column, and as many rounds of one turn."""
     made = empty()
-    made.starts[MACHINE] = [{GEMM: 1.0, IMPORT: 2.0}, {GEMM: 3.0, IMPORT: 1.0}]
+    made.starts[MACHINE] = [{PRODUCTS: 1.0, IMPORT: 2.0}, {PRODUCTS: 3.0, IMPORT: 1.0}]
     for name, (bits, values) in figures.items():
         made.bits[name] = bits
         made.starts[name] = [{FIRST: value, PEAK: value} for value in values]
@@ -132,7 +132,7 @@ def test_files(tmp_path: Path) -> None:
     plain = json.loads((tmp_path / "new" / "result.json").read_text())
     assert plain["systems"]["graphllm bf16"]["median"][CASES[0].name] == 4.0
     assert [r[FIRST] for r in plain["systems"]["graphllm bf16"]["rounds"]] == [4.0, 2.0, 6.0]
-    assert plain["machine can"]["median"] == {READ: 40.0, GEMM: 2.0, IMPORT: 1.5}
+    assert plain["machine can"]["median"] == {READ: 40.0, PRODUCTS: 2.0, IMPORT: 1.5}
     assert plain["turns"][3] == {
         "bits": 16, "round": 1, "index": 0, "figures": {c.name: {MACHINE: 40.0, "graphllm bf16": 2.0} for c in CASES}
     }  # fmt: skip
