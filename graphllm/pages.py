@@ -18,6 +18,7 @@ import numpy as np
 HUGE = 2 << 20
 _READ = 32 << 20  # bytes, a multiple of a page's
 _READERS = 4
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # Of linux/fs.h, since Linux 6.7: tells which of a process's own pages are of what kind.
 _PAGEMAP_SCAN = 0xC0606610
 _PAGE_IS_HUGE = 1 << 6
@@ -46,13 +47,20 @@ def available() -> int:
 
 def file_bytes(path: Path) -> np.ndarray:
     """A file that is not empty, read only. It is mapped, and so in memory once for all processes, where the operating
-    system keeps it in pages of 2 MB; what it keeps in smaller ones is read into such pages of our own, but nothing of a
-    file larger than half of the memory that is left. Raises OSError, and MemoryError."""
+    system keeps it in pages of 2 MB; what it keeps in smaller ones is read into such pages of our own, where there are
+    any, but nothing of a file larger than half of the memory that is left. Raises OSError, and MemoryError."""
     with path.open("rb") as file:
         whole = np.frombuffer(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), dtype=np.uint8)
-        if len(whole) <= available() // 2:
+        if len(whole) <= available() // 2 and _gives_large_pages():
             _enlarge(whole, file.fileno())
     return whole
+
+
+def _gives_large_pages() -> bool:
+    try:
+        return "[never]" not in _SETTING.read_text()
+    except OSError:
+        return False
 
 
 def _enlarge(whole: np.ndarray, fd: int) -> None:

@@ -26,13 +26,14 @@ def _written(path: Path, size: int, at_once: int) -> bytes:
 
 def _maps(memory: np.ndarray) -> Iterator[tuple[int, int, str, dict[str, int]]]:
     """What the operating system says of the parts of a map that hold these bytes: start, stop, rights, and sizes in
-    bytes by name."""
+    bytes, and flags, by name."""
     begin, end = memory.ctypes.data, memory.ctypes.data + len(memory)
     for part in re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)[1:]:
         start, stop, rights = re.match(r"(\w+)-(\w+) (\S+)", part).groups()  # type: ignore[union-attr]
         if int(start, 16) < end and begin < int(stop, 16):
             sizes = {n: int(v) << 10 for n, v in re.findall(r"^(\w+): +(\d+) kB", part, flags=re.M)}
-            yield int(start, 16), int(stop, 16), rights, sizes
+            flags = re.findall(r"^VmFlags:(.*)$", part, flags=re.M)[0].split()
+            yield int(start, 16), int(stop, 16), rights, sizes | dict.fromkeys(flags, 1)
 
 
 @pytest.mark.parametrize("at_once", [4096, 100_001, HUGE])
@@ -45,15 +46,17 @@ def test_the_bytes_are_the_files(size: int, at_once: int, tmp_path: Path) -> Non
     assert all(rights[:2] == "r-" for _, _, rights, _ in _maps(found))
 
 
+needs_large_pages = pytest.mark.skipif(not pages._gives_large_pages(), reason="this system has no pages of 2 MB")
+
+
+@needs_large_pages
 def test_small_pages_are_replaced_by_large_ones(tmp_path: Path) -> None:
     data = _written(tmp_path / "file", 20 * HUGE, 4096)
     with mock.patch.object(pages, "_READ", 3 * HUGE):  # several reads
         found = file_bytes(tmp_path / "file")
-    large = sum(sizes["FilePmdMapped"] + sizes["AnonHugePages"] for *_, sizes in _maps(found))
-    own = sum(stop - start for start, stop, rights, _ in _maps(found) if rights[3] == "p")
-    assert own >= 19 * HUGE
-    if "[never]" not in Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text():
-        assert large >= 19 * HUGE
+    own = [(stop - start, sizes) for start, stop, rights, sizes in _maps(found) if rights[3] == "p"]
+    assert sum(size for size, _ in own) >= 19 * HUGE
+    assert all("hg" in sizes for _, sizes in own)  # asked for in large pages; how many there are is the system's affair
     assert found.tobytes() == data
 
 
@@ -69,6 +72,7 @@ def test_large_pages_stay_mapped(tmp_path: Path) -> None:
     assert sum(stop - start for start, stop, rights, _ in _maps(found) if rights[3] == "s") >= large
 
 
+@needs_large_pages
 def test_parts_between(tmp_path: Path) -> None:
     """Of windows 0 to 9, those that the system says it keeps in large pages stay as they are."""
     data = _written(tmp_path / "file", 11 * HUGE, 4096)
@@ -94,6 +98,7 @@ def test_parts_between(tmp_path: Path) -> None:
     assert found.tobytes() == data
 
 
+@needs_large_pages
 def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
     data = _written(tmp_path / "file", 7 * HUGE, HUGE)
     with mock.patch.object(pages.fcntl, "ioctl", side_effect=OSError(errno.ENOTTY, "no such request")):
@@ -102,9 +107,14 @@ def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
     assert found.tobytes() == data
 
 
-def test_nothing_is_copied_of_more_than_half_of_memory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reason", ["more than half of memory", "no large pages", "no such setting"])
+def test_nothing_is_copied_in_vain(reason: str, tmp_path: Path) -> None:
     data = _written(tmp_path / "file", 4 * HUGE, 4096)
-    with mock.patch.object(pages, "available", return_value=8 * HUGE - 2):
+    setting = tmp_path / "setting"
+    if reason != "no such setting":
+        setting.write_text("always madvise [never]\n" if reason == "no large pages" else "always [madvise] never\n")
+    free = 8 * HUGE - 2 if reason == "more than half of memory" else 1 << 40
+    with mock.patch.object(pages, "available", return_value=free), mock.patch.object(pages, "_SETTING", setting):
         found = file_bytes(tmp_path / "file")
     assert {rights for _, _, rights, _ in _maps(found)} == {"r--s"}
     assert found.tobytes() == data
