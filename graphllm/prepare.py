@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import msgspec
 
@@ -24,7 +24,6 @@ from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Quantization, Target, key_fields
 from graphllm.engine.options import EngineOptions
 from graphllm.machine import detect_target, gpu_memory
-from graphllm.pages import available
 from graphllm.runtime.fresh import CacheMemory
 from graphllm.weights import baked
 from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, has_weights
@@ -342,7 +341,7 @@ def load_core(
     """
     clock = _Phases(phases)
     manifest = artifact.verify(Path(settings.artifact))
-    early = _begin(manifest, settings)
+    cache = _cache_memory(manifest, settings)
     clock("artifact")
     import torch
 
@@ -351,30 +350,22 @@ def load_core(
     clock("import torch")
     threads = settings.threads or torch.get_num_threads()
     with alone():
-        return _load(settings, manifest, early, processors, threads, clock)
+        return _load(settings, manifest, cache, processors, threads, clock)
 
 
-class _Early(NamedTuple):
-    """What comes on a CPU while torch is imported."""
-
-    cache: CacheMemory | None = None
-    weights: baked.BakedMemory | None = None
-
-
-def _begin(manifest: Mapping[str, Any], settings: CoreSettings) -> _Early:
+def _cache_memory(manifest: Mapping[str, Any], settings: CoreSettings) -> CacheMemory | None:
+    """A CPU's paged cache, whose memory comes while torch is imported."""
     if manifest["factors"]["compile"]["target"]["device"] != "cpu":
-        return _Early()
-    place = Path(settings.artifact)
-    tensors = json.loads((place / "program.json").read_text())["kv"]["tensors"]
+        return None
+    tensors = json.loads((Path(settings.artifact) / "program.json").read_text())["kv"]["tensors"]
     pages = _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization)
-    cache = CacheMemory(tensors, pages, manifest["memory"]["kv page"] // max(1, tensors))
-    return _Early(cache, baked.BakedMemory(place) if baked.is_baked(place) else None)
+    return CacheMemory(tensors, pages, manifest["memory"]["kv page"] // max(1, tensors))
 
 
 def _load(
     settings: CoreSettings,
     manifest: Mapping[str, Any],
-    early: _Early,
+    cache: CacheMemory | None,
     processors: Sequence[LogitsProcessor],
     threads: int,
     clock: Callable[[str], None],
@@ -394,9 +385,7 @@ def _load(
     compiled = manifest["factors"]["compile"]
     plan = WeightPlan.from_json((place / "weights.json").read_text())
     device = compiled["target"]["device"]
-    if early.weights:
-        weights = early.weights.tensors()
-    elif baked.is_baked(place):
+    if baked.is_baked(place):
         weights = baked.open_weights(place, device)
     elif source.absent is not None:
         raise source.absent
@@ -407,7 +396,6 @@ def _load(
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")
-    cache = early.cache
     pages = cache.pages if cache else _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization)
     executor = Executor(place, manifest, weights, pages, threads, cache)
     grammars = None
@@ -464,7 +452,7 @@ def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: f
         free, total = torch.cuda.mem_get_info()
         kv_memory = int(free - (1 - utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
     elif kv_memory is None:
-        kv_memory = max(0, available() - memory["weights"]) // 4
+        kv_memory = max(0, _available_memory() - memory["weights"]) // 4
         # A full batch of the longest sequences, and room for the prefix cache.
         most = 4 * full * compiled["max_num_seqs"] * manifest["groups"] + 1
     pages = kv_memory // memory["kv page"]
@@ -474,6 +462,13 @@ def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: f
             "raise --kv-cache-memory or --gpu-memory-utilization"
         )
     return int(pages if most is None else min(pages, most))
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 4 << 30
 
 
 def parse_bytes(option: str, text: str) -> int:

@@ -11,10 +11,10 @@ import ctypes
 import threading
 
 from graphllm.config import ConfigError
-from graphllm.pages import HUGE, zeros
+from graphllm.pages import zeros
 
 _POPULATE_WRITE = 23  # of madvise: map the pages, writable, as if written to; since Linux 5.14
-_SMALL = 4096
+_HUGE, _SMALL = 2 << 20, 4096
 _FIRST = 128 << 20  # bytes, for the first prompts
 
 
@@ -49,7 +49,7 @@ class CacheMemory:
         with self._asking:
             if page < self._asked:
                 return
-            until = min(self.pages, page + -(-HUGE // self._page_bytes))
+            until = min(self.pages, page + -(-_HUGE // self._page_bytes))
             for place in self._places:
                 first = (place + self._asked * self._page_bytes) // _SMALL * _SMALL
                 self._madvise(first, place + until * self._page_bytes - first, _POPULATE_WRITE)

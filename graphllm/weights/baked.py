@@ -1,24 +1,23 @@
 """Baked weights: an artifact's finished parameters in one file, which a start maps instead of making them again.
 
 ``weights.bin`` holds a page that says what it is, then every parameter from a page boundary on. ``baked.json`` says
-where they are and which checkpoint they were made of. The data is not checked at a start: its size and its stamp show
+where they are and which checkpoint they were made of. The data is not read at a start: its size and its stamp show
 that it is the file that belongs to the table, `check_contents` reads all of it. Nothing here needs torch before
-parameters are asked for.
+`bake` or `open_weights`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
-from graphllm.pages import HUGE, file_bytes
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
 
 if TYPE_CHECKING:
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 TABLE, DATA = "baked.json", "weights.bin"
 FORMAT = 1
 _PAGE = 4096
+_HUGE = 2 << 20  # written at once, so that the operating system can keep and map it as one page
 _STAMP = 64  # bytes, of hex
 _SAMPLE = 1024  # bytes of each tensor that tell checkpoints apart
 _READ = 16 << 20
@@ -97,7 +97,7 @@ def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping
     import torch
 
     digest, at = hashlib.sha256(), _PAGE
-    window = memoryview(bytearray(HUGE))  # written at once, so that the operating system can keep it as one page
+    window = memoryview(bytearray(_HUGE))  # of the file, from a multiple of it on
     with file.open("wb") as out:
         os.posix_fallocate(out.fileno(), 0, size)  # a full disk is found out before hours of writing
         for name, place in places.items():
@@ -108,13 +108,13 @@ def _write(file: Path, places: Mapping[str, Mapping[str, Any]], tensors: Mapping
                 digest.update(part)
                 done = 0
                 while done < len(part):
-                    start = at % HUGE
-                    count = min(len(part) - done, HUGE - start)
+                    start = at % _HUGE
+                    count = min(len(part) - done, _HUGE - start)
                     window[start : start + count] = part[done : done + count]
                     done, at = done + count, at + count
-                    if at % HUGE == 0:
+                    if at % _HUGE == 0:
                         out.write(window)
-        out.write(window[: at % HUGE])
+        out.write(window[: at % _HUGE])
     return digest.hexdigest()
 
 
@@ -180,51 +180,30 @@ def check_contents(artifact: Path) -> None:
         raise BakedError(f"{artifact / DATA} does not match its checksum: changed on disk; {_AGAIN}")
 
 
-class BakedMemory:
-    """The data of an artifact's baked weights on a CPU (`graphllm.pages.file_bytes`), which a thread of its own maps
-    and reads while this one imports torch. Raises BakedError as `check` does."""
-
-    def __init__(self, artifact: Path) -> None:
-        self._file, self._places = artifact / DATA, check(artifact)["tensors"]
-        reader = ThreadPoolExecutor(1, "graphllm-weights")
-        self._data = reader.submit(file_bytes, self._file)
-        reader.shutdown(wait=False)
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The parameters by name, for reading only, when all are there. Raises BakedError where memory does not
-        suffice."""
-        import torch
-
-        try:
-            data = self._data.result()
-        except (OSError, MemoryError) as failure:
-            raise BakedError(f"{self._file} cannot be read into memory: {failure}") from failure
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nor shall it be
-            whole = torch.from_numpy(data)
-        return dict(_views(whole, self._places))
-
-
 def open_weights(
     artifact: Path, device: str | torch.device = "cpu", progress: Progress | None = None
 ) -> dict[str, torch.Tensor]:
-    """The parameters by name: on a CPU the file itself, as in `BakedMemory`, on a GPU copies of it. Parameters that
-    share memory do so here.
+    """The parameters by name: on a CPU the file itself, mapped for reading only and shared with other processes; on a
+    GPU copies of it. Parameters that share memory do so here.
 
     Raises BakedError as `check` does.
     """
     import torch
 
-    if torch.device(device).type == "cpu":
-        return BakedMemory(artifact).tensors()
-    from graphllm.weights.loader import read_tensors
+    table = check(artifact)
+    if torch.device(device).type == "cuda":
+        from graphllm.weights.loader import read_tensors
 
-    places = check(artifact)["tensors"]
-    made = {
-        p["offset"]: torch.empty(p["shape"], dtype=getattr(torch, p["dtype"]), device=device) for p in places.values()
-    }
-    read_tensors(artifact / DATA, made, progress)
-    return {name: made[p["offset"]] for name, p in places.items()}
+        made = {p["offset"]: torch.empty(p["shape"], dtype=getattr(torch, p["dtype"]), device=device)
+                for p in table["tensors"].values()}  # fmt: skip
+        read_tensors(artifact / DATA, made, progress)
+        return {name: made[p["offset"]] for name, p in table["tensors"].items()}
+    with (artifact / DATA).open("rb") as file:
+        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor shall it be
+        whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map open
+    return dict(_views(whole, table["tensors"]))
 
 
 def _views(whole: torch.Tensor, places: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

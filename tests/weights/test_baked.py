@@ -226,17 +226,6 @@ def test_dummy_weights_are_not_baked(cli: Any, checkpoint: Path) -> None:
     assert "bake_weights: there are none with --load-format dummy" in done.err
 
 
-@pytest.mark.parametrize(
-    "failure", [MemoryError("1.00 GB: Cannot allocate memory"), OSError("the file ends too early")]
-)
-def test_what_cannot_be_read_is_named(failure: Exception, baked_artifact: Path) -> None:
-    with (
-        mock.patch.object(baked, "file_bytes", side_effect=failure),
-        pytest.raises(BakedError, match=rf"weights\.bin cannot be read into memory: {failure}"),
-    ):
-        baked.open_weights(baked_artifact)
-
-
 MAPS = """
 import re, sys
 from pathlib import Path
