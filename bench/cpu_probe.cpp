@@ -124,7 +124,7 @@ extern "C" double probe_products(std::int64_t rounds) {
     for (int i = 0; i < 28; i++) asm volatile("" ::"v"(sum[i]));
     total += double(rounds) * kDepth * 28 * 64;
 #else
-    using Eight = float __attribute__((vector_size(32)));
+    using graphllm::Eight;
     static thread_local float left[6][kDepth];
     alignas(64) static thread_local Eight right[kDepth][2];
     Eight sum[12];

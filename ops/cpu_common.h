@@ -222,6 +222,13 @@ inline void store8(bf16* to, Eight x) {  // as to_bf16
   std::memcpy(to, &halves, sizeof halves);
 }
 
+template <typename T>
+inline void widen_row(const T* from, i64 count, float* to) {
+  i64 i = 0;
+  for (; i + 8 <= count; i += 8) store8(to + i, load8(from + i));
+  for (; i < count; i++) to[i] = to_float(from[i]);
+}
+
 template <int... kLanesOf>
 inline Eight mix(Eight a, Eight b) {
   return __builtin_shuffle(a, b, EightWords{kLanesOf...});
@@ -309,10 +316,7 @@ inline unsigned bits(EightInts mask) {
 template <typename Work, typename... Values>
 inline Vec by_halves(const Work& work, const Values&... values) {
   Vec out;
-  for (int h = 0; h < 2; h++) {
-    const Eight half = work(reg_of<Eight>(values, h)...);
-    std::memcpy(reinterpret_cast<char*>(&out) + h * sizeof half, &half, sizeof half);
-  }
+  for (int h = 0; h < 2; h++) put_reg(out, h, work(reg_of<Eight>(values, h)...));
   return out;
 }
 inline Vec larger(Vec a, Vec b) { return by_halves([](Eight x, Eight y) { return larger(x, y); }, a, b); }

@@ -252,12 +252,7 @@ class FloatTile {
 
  private:
   void hold(const TileWork<float>& t) {
-    for (i64 i = 0; i < t.rows; i++) {
-      const bf16* from = t.x + i * t.stride;
-      i64 k = 0;
-      for (; k + 8 <= t.depth; k += 8) store8(x_ + i * depth + k, load8(from + k));
-      for (; k < t.depth; k++) x_[i * depth + k] = to_float(from[k]);
-    }
+    for (i64 i = 0; i < t.rows; i++) widen_row(t.x + i * t.stride, t.depth, x_ + i * depth);
     held_ = t.x;
   }
 

@@ -388,8 +388,6 @@ void gated_few(const Args& a, Shares& blocks, bf16* halves) {
 
 #ifndef GRAPHLLM_AVX512
 
-constexpr i64 kPlainRows = 16;  // rows of x that are multiplied without packing weights
-
 // Weights for k in [k0, k0 + depth), eight rows of eight transposed at a time.
 void pack_panel(const Args& a, const Panel& panel, i64 k0, i64 depth, float* to) {
   depth = std::min(depth, a.K - k0);
@@ -458,11 +456,10 @@ void plain(const Args& a, Range rows) {
   float* x = scratch.get<float>(parts * a.M * stride);
   for (i64 k0 = 0; k0 < a.K; k0 += depth)
     for (i64 m = 0; m < a.M; m++)
-      for (i64 k = 0; k < std::min(depth, a.K - k0); k++)
-        x[(k0 / depth * a.M + m) * stride + k] = to_float(a.x[m * a.x_stride + k0 + k]);
+      widen_row(a.x + m * a.x_stride + k0, std::min(depth, a.K - k0), x + (k0 / depth * a.M + m) * stride);
   for (i64 first = rows.from; first < rows.to; first += kDotBlock) {
     const i64 count = std::min(kDotBlock, rows.to - first);
-    float sums[kDotBlock][kPlainRows] = {};
+    float sums[kDotBlock][kDotRows] = {};
     for (i64 k0 = 0; k0 < a.K; k0 += depth) {
       const i64 inside = std::min(depth, a.K - k0);
       for (i64 i = 0; i < count; i++) {
@@ -470,8 +467,8 @@ void plain(const Args& a, Range rows) {
         const bf16* next = i + 1 < count ? w + a.weight_stride
                            : k0 + depth < a.K ? a.weight + first * a.weight_stride + k0 + depth
                                               : a.weight + (first + count) * a.weight_stride;
-        for (i64 m = 0; m < a.M; m += 8)
-          dots[std::min<i64>(8, a.M - m) - 1](x + (k0 / depth * a.M + m) * stride, stride, w, inside, next, sums[i] + m);
+        for (i64 m = 0; m < a.M; m += kPassRows)
+          dots[std::min<i64>(kPassRows, a.M - m) - 1](x + (k0 / depth * a.M + m) * stride, stride, w, inside, next, sums[i] + m);
       }
     }
     for (i64 i = 0; i < count; i++)
@@ -531,7 +528,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
     else
       many(a);
 #else
-    M <= kPlainRows ? plain(a, share(N)) : many(a);
+    M <= kDotRows ? plain(a, share(N)) : many(a);
 #endif
   }
 }

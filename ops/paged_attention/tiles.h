@@ -88,10 +88,8 @@ struct Floats {
   static void gather(const Args<T>& a, T* const* rows, i64 offset, i64 count, float* to) {
     const i64 width = height(a.E), padded = ceil_div(count, kRound) * kRound;
     for (i64 j = 0; j < count; j++, to += width) {
-      const T* row = rows[j] + offset;
-      i64 e = 0;
-      for (; e + 8 <= a.E; e += 8) store8(to + e, load8(row + e));
-      for (; e < width; e++) to[e] = e < a.E ? to_float(row[e]) : 0.0f;
+      widen_row(rows[j] + offset, a.E, to);
+      std::fill(to + a.E, to + width, 0.0f);
     }
     std::fill(to, to + (padded - count) * width, 0.0f);
   }

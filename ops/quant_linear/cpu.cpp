@@ -8,10 +8,8 @@
 
 #if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)
 #define GRAPHLLM_VNNI 1
-#include <immintrin.h>
 #elif !defined(GRAPHLLM_GENERIC) && defined(__AVX2__) && defined(__FMA__)
 #define GRAPHLLM_AVX2 1
-#include <immintrin.h>
 #endif
 
 namespace graphllm {
