@@ -409,47 +409,53 @@ void pack_panel(const Args& a, const Panel& panel, i64 k0, i64 depth, float* to)
   }
 }
 
-// Adds to sums [8] the products of kM rows of x, floats at multiples of `stride`, and one weight row, each row's in kSums
-// registers. Lines are asked for ahead, past the end in what is read next.
-template <int kM, int kSums>
-void plain_dots(const float* x, i64 stride, const bf16* w, i64 depth, const bf16* next, float* sums) {
-  const i64 ahead = std::min<i64>(28 * 32, depth);
-  Eight acc[kM][kSums];
-#pragma GCC unroll 8
-  for (int m = 0; m < kM; m++)
+// Adds to sums [kM][kR], of eight, the products of kM rows of x, floats at multiples of `stride`, and kR weight rows. Lines of
+// each are asked for ahead, past the end in what is read next, `next` elements from its start.
+template <int kM, int kR>
+void plain_dots(const float* x, i64 stride, const bf16* const* w, i64 depth, i64 next, float* sums) {
+  constexpr int kSums = kM * kR <= 3 ? 4 : kM <= 6 / kR ? 2 : 1;  // of each product, as registers hold
+  const i64 ahead = std::min<i64>((kR == 1 ? 28 : 16) * 32, depth);
+  Eight acc[kM][kR][kSums] = {};
+  auto add = [&](i64 k, int which) __attribute__((always_inline)) {
+    Eight weights[kR];
 #pragma GCC unroll 4
-    for (int s = 0; s < kSums; s++) acc[m][s] = Eight{};
+    for (int r = 0; r < kR; r++) weights[r] = load8(w[r] + k);
+#pragma GCC unroll 8
+    for (int m = 0; m < kM; m++) {
+      const Eight row = load8(x + m * stride + k);
+#pragma GCC unroll 4
+      for (int r = 0; r < kR; r++) acc[m][r][which % kSums] += row * weights[r];
+    }
+  };
   i64 k = 0;
   for (; k + 32 <= depth; k += 32) {
-    __builtin_prefetch(k + ahead < depth ? w + k + ahead : next + (k + ahead - depth));
+    const i64 at = k + ahead < depth ? k + ahead : next + (k + ahead - depth);
 #pragma GCC unroll 4
-    for (int s = 0; s < 4; s++) {
-      const Eight weights = load8(w + k + 8 * s);
-#pragma GCC unroll 8
-      for (int m = 0; m < kM; m++) acc[m][s % kSums] += load8(x + m * stride + k + 8 * s) * weights;
-    }
+    for (int r = 0; r < kR; r++) __builtin_prefetch(w[r] + at);
+#pragma GCC unroll 4
+    for (int s = 0; s < 4; s++) add(k + 8 * s, s);
   }
-  for (; k + 8 <= depth; k += 8) {
-    const Eight weights = load8(w + k);
-#pragma GCC unroll 8
-    for (int m = 0; m < kM; m++) acc[m][0] += load8(x + m * stride + k) * weights;
-  }
+  for (; k + 8 <= depth; k += 8) add(k, 0);
   Eight all[8] = {};
 #pragma GCC unroll 8
   for (int m = 0; m < kM; m++)
 #pragma GCC unroll 4
-    for (int s = 0; s < kSums; s++) all[m] += acc[m][s];
+    for (int r = 0; r < kR; r++)
+#pragma GCC unroll 2
+      for (int s = 0; s < kSums; s++) all[m * kR + r] += acc[m][r][s];
   store8(sums, load8(sums) + add_lanes(all));
   for (; k < depth; k++)
-    for (int m = 0; m < kM; m++) sums[m] += x[m * stride + k] * to_float(w[k]);
+    for (int m = 0; m < kM; m++)
+      for (int r = 0; r < kR; r++) sums[m * kR + r] += x[m * stride + k] * to_float(w[r][k]);
 }
 
-// Without bfloat16 instructions, for few rows of x: they are widened once a thread, in parts of k of which all rows stay in
-// the first-level cache, and weights as they come, one row after the other: two to four side by side read memory at 60 %
-// of that speed. A block of weight rows goes through all parts.
-void plain(const Args& a, Range rows) {
-  static constexpr std::array dots = {&plain_dots<1, 4>, &plain_dots<2, 4>, &plain_dots<3, 4>, &plain_dots<4, 2>,
-                                      &plain_dots<5, 2>, &plain_dots<6, 2>, &plain_dots<7, 1>, &plain_dots<8, 1>};
+// Rows of x by dots[0] (one), dots[1] (two) and so on: they are widened once a thread, in parts of k of which all rows stay
+// in the first-level cache, and weights as they come, kR weight rows side by side, each from its part of the thread's.
+// Where those do not divide evenly, two parts have the same row. A block of weight rows goes through all parts of k.
+template <int kR>
+void plain_rows(const Args& a, Range rows, const std::array<decltype(&plain_dots<1, kR>), 8 / kR>& dots) {
+  constexpr i64 pass = 8 / kR;
+  constexpr i64 block = kDotBlock / kR;
   static thread_local Scratch scratch;
   const i64 parts = ceil_div(a.M * a.K * 4, kNearBytes), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
   const i64 stride = depth + 16;  // not a power of two, which would be lines of one set of the cache
@@ -457,24 +463,37 @@ void plain(const Args& a, Range rows) {
   for (i64 k0 = 0; k0 < a.K; k0 += depth)
     for (i64 m = 0; m < a.M; m++)
       widen_row(a.x + m * a.x_stride + k0, std::min(depth, a.K - k0), x + (k0 / depth * a.M + m) * stride);
-  for (i64 first = rows.from; first < rows.to; first += kDotBlock) {
-    const i64 count = std::min(kDotBlock, rows.to - first);
-    float sums[kDotBlock][kDotRows] = {};
-    for (i64 k0 = 0; k0 < a.K; k0 += depth) {
-      const i64 inside = std::min(depth, a.K - k0);
-      for (i64 i = 0; i < count; i++) {
-        const bf16* w = a.weight + (first + i) * a.weight_stride + k0;
-        const bf16* next = i + 1 < count ? w + a.weight_stride
-                           : k0 + depth < a.K ? a.weight + first * a.weight_stride + k0 + depth
-                                              : a.weight + (first + count) * a.weight_stride;
-        for (i64 m = 0; m < a.M; m += kPassRows)
-          dots[std::min<i64>(kPassRows, a.M - m) - 1](x + (k0 / depth * a.M + m) * stride, stride, w, inside, next, sums[i] + m);
+  const i64 count = rows.to - rows.from, length = ceil_div(count, kR);
+  for (i64 first = 0; first < length; first += block) {
+    const i64 together = std::min(block, length - first);
+    float sums[block][kDotRows / pass][8] = {};
+    const auto row = [&](i64 i, i64 r) { return rows.from + std::min(r * length, count - length) + first + i; };
+    for (i64 k0 = 0; k0 < a.K; k0 += depth)
+      for (i64 i = 0; i < together; i++) {
+        const bf16* w[kR];
+        for (i64 r = 0; r < kR; r++) w[r] = a.weight + row(i, r) * a.weight_stride + k0;
+        const i64 next = i + 1 < together ? a.weight_stride
+                         : k0 + depth < a.K ? depth - i * a.weight_stride
+                                            : a.weight_stride - k0;
+        for (i64 m = 0; m < a.M; m += pass)
+          dots[std::min(pass, a.M - m) - 1](x + (k0 / depth * a.M + m) * stride, stride, w, std::min(depth, a.K - k0), next,
+                                            sums[i][m / pass]);
       }
-    }
-    for (i64 i = 0; i < count; i++)
-      for (i64 m = 0; m < a.M; m++)
-        store(a.out + m * a.N + first + i, a.bias ? sums[i][m] + to_float(a.bias[first + i]) : sums[i][m]);
+    for (i64 i = 0; i < together; i++)
+      for (i64 r = 0; r < kR; r++) {
+        const i64 n = row(i, r);
+        const float bias = a.bias ? to_float(a.bias[n]) : 0.0f;
+        for (i64 m = 0; m < a.M; m++) store(a.out + m * a.N + n, sums[i][m / pass][m % pass * kR + r] + bias);
+      }
   }
+}
+
+// Without bfloat16 instructions, for few rows of x. One or two read memory fastest where a thread has four streams, far
+// apart; more of them have nothing to wait for, and do best with one weight row after the other.
+void plain(const Args& a, Range rows) {
+  if (a.M <= 2) return plain_rows<4>(a, rows, {&plain_dots<1, 4>, &plain_dots<2, 4>});
+  plain_rows<1>(a, rows, {&plain_dots<1, 1>, &plain_dots<2, 1>, &plain_dots<3, 1>, &plain_dots<4, 1>,
+                             &plain_dots<5, 1>, &plain_dots<6, 1>, &plain_dots<7, 1>, &plain_dots<8, 1>});
 }
 
 #endif

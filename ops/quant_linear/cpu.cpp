@@ -17,17 +17,20 @@ namespace {
 
 constexpr i64 kRows = kLanes;           // weight rows a block
 constexpr i64 kLine = 64;               // bytes: four or, of int4, eight inner entries of 16 rows
-constexpr i64 kPartBytes = 64 << 10;    // of weights that a thread takes at a time
+constexpr i64 kPartBytes = 256 << 10;   // of weights that a thread takes at least at a time
 constexpr i64 kMinBytes = 64 << 10;     // less weight than this is not worth waking another thread
 constexpr i64 kOwnBytes = 16 << 10;     // less x than this each thread quantizes for itself, which saves a barrier
 constexpr i64 kAhead = 2048;            // bytes of weights that are asked for ahead
 constexpr i64 kChunkBytes = 256 << 10;  // quantized rows of x that stay in the second-level cache
+// Rows of x side by side at most, and the blocks, far apart, that one row takes at once: memory is read faster as streams.
 #ifdef GRAPHLLM_VNNI
-constexpr int kTile = 12;  // rows of x side by side at most: two registers each
+constexpr int kTile = 12, kStreams = 2;
+#define GRAPHLLM_KEPT(x) "+v"(x)
 #elif defined(GRAPHLLM_AVX2)
-constexpr int kTile = 8;  // one register each
+constexpr int kTile = 8, kStreams = 2;
 #else
-constexpr int kTile = 2;
+constexpr int kTile = 2, kStreams = 1;
+#define GRAPHLLM_KEPT(x) "+m"(x)
 #endif
 
 // The formats. group: inner entries that share a scale. lines: of a group. parts: operands in a line, of four inner
@@ -74,17 +77,34 @@ inline Vec load_vec(const float* from) {
   return out;
 }
 inline Vec load_vec(const bf16* from) {
+#ifdef GRAPHLLM_AVX2
+  Vec out;
+  for (int h = 0; h < 2; h++) put_reg(out, h, load8(from + 8 * h));
+  return out;
+#else
   using Halves = std::uint16_t __attribute__((vector_size(32)));
   Halves halves;
   std::memcpy(&halves, from, sizeof(halves));
   return (Vec)(__builtin_convertvector(halves, Ints) << 16);
+#endif
+}
+
+using Bytes = std::int8_t __attribute__((vector_size(16)));
+
+inline Bytes to_bytes(Ints x) {
+#ifdef GRAPHLLM_AVX2  // for which gcc 12 has no good translation
+  const __m256i turned = _mm256_packs_epi32((__m256i)reg_of<EightInts>(x, 0), (__m256i)reg_of<EightInts>(x, 1));
+  const __m256i words = _mm256_permute4x64_epi64(turned, 0xD8);
+  return (Bytes)_mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+#else
+  return __builtin_convertvector(x, Bytes);
+#endif
 }
 
 // The largest absolute value is found among the bits as integers, where a NaN is the largest of all: its group becomes
 // NaN.
 template <typename F, typename T>
 void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
-  using Bytes = std::int8_t __attribute__((vector_size(16)));
   constexpr i64 parts = F::group / kLanes;
   for (i64 m = rows.from; m < rows.to; m++) {
     const i64 m0 = m / to.tile_rows * to.tile_rows, width = to.width(m0);
@@ -97,14 +117,16 @@ void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
         x = padded;
       }
       Vec numbers[parts];
-      Ints most = {};
+      RegInts most = {};
       for (i64 i = 0; i < parts; i++) {
         numbers[i] = load_vec(x + i * kLanes);
-        const Ints bits = (Ints)numbers[i] & 0x7FFFFFFF;
-        most = bits > most ? bits : most;
+        for (int r = 0; r < kRegs; r++) {
+          const RegInts bits = reg_of<RegInts>(numbers[i], r) & 0x7FFFFFFF;
+          most = bits > most ? bits : most;
+        }
       }
       std::int32_t largest_bits = 0, sum = 0;
-      for (int i = 0; i < kLanes; i++) largest_bits = std::max(largest_bits, most[i]);
+      for (int i = 0; i < kRegLanes; i++) largest_bits = std::max(largest_bits, most[i]);
       float largest;
       std::memcpy(&largest, &largest_bits, 4);
       const float inverse = largest > 0 ? 127.0f / largest : 0, scale = largest / 127.0f;
@@ -113,7 +135,7 @@ void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
         const Vec scaled = numbers[i] * inverse, half = (Vec)(((Ints)scaled & INT32_MIN) | 0x3F000000);
         const Ints rounded = __builtin_convertvector(scaled + half, Ints);
         sums += rounded;
-        const Bytes bytes = __builtin_convertvector(rounded, Bytes);
+        const Bytes bytes = to_bytes(rounded);
         for (int quad = 0; quad < 4; quad++)
           std::memcpy(at + width * (8 + (i * 4 + quad) * 4), reinterpret_cast<const char*>(&bytes) + quad * 4, 4);
       }
@@ -127,57 +149,86 @@ void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
 
 #ifdef GRAPHLLM_AVX2
 
-// One block of 16 weight rows times kM rows of x: totals [kM, 16]. Eight weight rows at a time, so that sums stay in
-// registers. The product of unsigned and signed bytes adds pairs in 16 bits, where the eight such sums of a group of int4
-// fit (8 * 2 * 15 * 127), and of int8 (|w| up to 127, a weight is never -128) one.
-template <typename F, int kM>
-void block_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals) {
+// kBlocks blocks of 16 weight rows, `apart` bytes and `scales_apart` scales from each other, times kM rows of x: totals
+// [kBlocks, kM, 16]. As many eights of weight rows at a time as there are registers for their sums. The product of
+// unsigned and signed bytes adds pairs in 16 bits, where the eight such sums of a group of int4 fit (8 * 2 * 15 * 127), and
+// of int8 (|w| up to 127, a weight is never -128) one.
+template <typename F, int kM, int kBlocks>
+void block_rows(const std::uint8_t* w, i64 apart, const bf16* scales, i64 scales_apart, const char* x, i64 groups,
+                Vec* totals) {
+  constexpr int kHalves = kM * kBlocks <= 4 ? 2 : 1, kEights = kBlocks * kHalves;
   const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
   const auto row = [](const char* at) {
     std::int32_t four;
     std::memcpy(&four, at, 4);
     return _mm256_set1_epi32(four);
   };
-  for (int half = 0; half < 2; half++) {
+  for (int half = 0; half < 2; half += kHalves) {
     const std::uint8_t* line = w + half * 32;
     const bf16* scale = scales + half * 8;
     const char* group = x;
-    Eight total[kM] = {};
+    Eight total[kM][kEights] = {};
     for (i64 g = 0; g < groups; g++, scale += kRows) {
-      __m256i sums[kM];
+      __m256i sums[kM][kEights];
 #pragma GCC unroll 8
-      for (int m = 0; m < kM; m++) sums[m] = F::parts == 1 ? row(group + (kM + m) * 4) : _mm256_setzero_si256();
+      for (int m = 0; m < kM; m++)
+#pragma GCC unroll 4
+        for (int e = 0; e < kEights; e++) sums[m][e] = _mm256_setzero_si256();
       const char* q = group + kM * 8;
       for (i64 l = 0; l < F::lines; l++, line += kLine) {
-        const __m256i values = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line));
+        __m256i values[kEights];
+#pragma GCC unroll 4
+        for (int e = 0; e < kEights; e++)
+          values[e] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(line + e / kHalves * apart + e % kHalves * 32));
+        if (half == 0)
+#pragma GCC unroll 2
+          for (int b = 0; b < kBlocks; b++) __builtin_prefetch(line + b * apart + kAhead);
         if constexpr (F::parts == 1) {
-          const __m256i size = _mm256_abs_epi8(values);
 #pragma GCC unroll 8
           for (int m = 0; m < kM; m++, q += 4) {
-            const __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(row(q), values));
-            sums[m] = _mm256_add_epi32(sums[m], _mm256_madd_epi16(pairs, ones));
+            const __m256i of_x = row(q);
+#pragma GCC unroll 4
+            for (int e = 0; e < kEights; e++) {
+              const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(values[e]), _mm256_sign_epi8(of_x, values[e]));
+              sums[m][e] = _mm256_add_epi32(sums[m][e], _mm256_madd_epi16(pairs, ones));
+            }
           }
         } else {
-          const __m256i first = _mm256_and_si256(values, low), second = _mm256_and_si256(_mm256_srli_epi16(values, 4), low);
+          const auto add = [&](bool second) __attribute__((always_inline)) {
+            __m256i part[kEights];
+#pragma GCC unroll 4
+            for (int e = 0; e < kEights; e++)
+              part[e] = _mm256_and_si256(second ? _mm256_srli_epi16(values[e], 4) : values[e], low);
 #pragma GCC unroll 8
-          for (int m = 0; m < kM; m++, q += 4) sums[m] = _mm256_add_epi16(sums[m], _mm256_maddubs_epi16(first, row(q)));
-#pragma GCC unroll 8
-          for (int m = 0; m < kM; m++, q += 4) sums[m] = _mm256_add_epi16(sums[m], _mm256_maddubs_epi16(second, row(q)));
+            for (int m = 0; m < kM; m++, q += 4) {
+              const __m256i of_x = row(q);
+#pragma GCC unroll 4
+              for (int e = 0; e < kEights; e++)
+                sums[m][e] = _mm256_add_epi16(sums[m][e], _mm256_maddubs_epi16(part[e], of_x));
+            }
+          };
+          add(false), add(true);
         }
       }
-      const Eight scale_of_w = load8(scale);
 #pragma GCC unroll 8
       for (int m = 0; m < kM; m++) {
         float of_x;
         std::memcpy(&of_x, group + m * 4, 4);
-        if constexpr (F::parts == 2) sums[m] = _mm256_add_epi32(_mm256_madd_epi16(sums[m], ones), row(group + (kM + m) * 4));
-        // Named, so that gcc multiplies in the same order for any number of rows.
-        total[m] = (Eight)_mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[m]), (__m256)(scale_of_w * of_x), (__m256)total[m]);
+#pragma GCC unroll 4
+        for (int e = 0; e < kEights; e++) {
+          const Eight scale_of_w = load8(scale + e / kHalves * scales_apart + e % kHalves * 8);
+          __m256i sum = sums[m][e];
+          if constexpr (F::parts == 2) sum = _mm256_add_epi32(_mm256_madd_epi16(sum, ones), row(group + (kM + m) * 4));
+          // Named, so that gcc multiplies in the same order for any number of rows.
+          total[m][e] = (Eight)_mm256_fmadd_ps(_mm256_cvtepi32_ps(sum), (__m256)(scale_of_w * of_x), (__m256)total[m][e]);
+        }
       }
       group = q;
     }
 #pragma GCC unroll 8
-    for (int m = 0; m < kM; m++) put_reg(totals[m], half, total[m]);
+    for (int m = 0; m < kM; m++)
+#pragma GCC unroll 4
+      for (int e = 0; e < kEights; e++) put_reg(totals[e / kHalves * kM + m], half + e % kHalves, total[m][e]);
   }
 }
 
@@ -188,6 +239,7 @@ void block_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 gr
 template <typename F>
 struct Line {
   __m512i part[2];
+  Line() = default;
   explicit Line(const std::uint8_t* at) {
     const __m512i line = _mm512_loadu_si512(at);
     if constexpr (F::parts == 1) {
@@ -208,6 +260,7 @@ struct Line {
 template <typename F>
 struct Line {
   Ints part[2][4];
+  Line() = default;
   explicit Line(const std::uint8_t* at) {
     for (int i = 0; i < kLanes; i++)
       for (int j = 0; j < 4; j++) {
@@ -223,36 +276,46 @@ struct Line {
 };
 #endif
 
-// One block of 16 weight rows times kM rows of x: totals [kM, 16].
-template <typename F, int kM>
-void block_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals) {
-  Vec total[kM] = {};
+// kBlocks blocks of 16 weight rows, `apart` bytes and `scales_apart` scales from each other, times kM rows of x: totals
+// [kBlocks, kM, 16].
+template <typename F, int kM, int kBlocks>
+void block_rows(const std::uint8_t* w, i64 apart, const bf16* scales, i64 scales_apart, const char* x, i64 groups,
+                Vec* totals) {
+  Vec total[kBlocks * kM] = {};
   for (i64 g = 0; g < groups; g++, scales += kRows) {
-    Ints sums[kM];
+    Ints sums[kBlocks * kM];
     for (int m = 0; m < kM; m++) {
       std::int32_t correction;
       std::memcpy(&correction, x + (kM + m) * 4, 4);
-      sums[m] = ints(correction);
+      for (int b = 0; b < kBlocks; b++) sums[b * kM + m] = ints(correction);
     }
     const char* q = x + kM * 8;
 #pragma GCC unroll 16
     for (i64 l = 0; l < F::lines; l++, w += kLine) {
+      Line<F> lines[kBlocks];
+      for (int b = 0; b < kBlocks; b++) {
 #ifdef GRAPHLLM_VNNI
-      _mm_prefetch(w + kAhead, _MM_HINT_T0);
+        _mm_prefetch(w + b * apart + kAhead, _MM_HINT_T0);
 #endif
-      const Line<F> line(w);
+        lines[b] = Line<F>(w + b * apart);
+      }
       for (int p = 0; p < F::parts; p++, q += kM * 4)
-        for (int m = 0; m < kM; m++) sums[m] = line.add(sums[m], p, q + m * 4);
+        for (int m = 0; m < kM; m++)
+          for (int b = 0; b < kBlocks; b++) sums[b * kM + m] = lines[b].add(sums[b * kM + m], p, q + m * 4);
     }
-    const Vec scale = load_vec(scales);
-    for (int m = 0; m < kM; m++) {
-      float of_x;
-      std::memcpy(&of_x, x + m * 4, 4);
-      total[m] += __builtin_convertvector(sums[m], Vec) * (scale * of_x);
+    for (int b = 0; b < kBlocks; b++) {
+      const Vec scale = load_vec(scales + b * scales_apart);
+      for (int m = 0; m < kM; m++) {
+        float of_x;
+        std::memcpy(&of_x, x + m * 4, 4);
+        Vec factor = scale * of_x;
+        asm("" : GRAPHLLM_KEPT(factor));  // so that gcc multiplies in the same order for any number of rows
+        total[b * kM + m] += __builtin_convertvector(sums[b * kM + m], Vec) * factor;
+      }
     }
     x = q;
   }
-  for (int m = 0; m < kM; m++) totals[m] = total[m];
+  for (int i = 0; i < kBlocks * kM; i++) totals[i] = total[i];
 }
 
 #endif  // GRAPHLLM_AVX2
@@ -261,7 +324,7 @@ template <typename F, int kM>
 void some_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals, i64 rows) {
   if constexpr (kM > 0) {
     if (rows == kM)
-      block_rows<F, kM>(w, scales, x, groups, totals);
+      block_rows<F, kM, 1>(w, 0, scales, 0, x, groups, totals);
     else
       some_rows<F, kM - 1>(w, scales, x, groups, totals, rows);
   }
@@ -344,7 +407,17 @@ void quant_linear(const Args<T>& a) {
     const i64 chunk = std::max<i64>(1, kChunkBytes / x.bytes(x.tile_rows, groups)) * x.tile_rows;
     Vec totals[kTile];
     auto multiply = [&](i64 first, Range mine) {
-      for (i64 block = mine.from; block < mine.to; block++)
+      i64 block = mine.from;
+      if (kStreams > 1 && a.M == 1) {
+        const i64 apart = (mine.to - mine.from) / kStreams;
+        for (; block < mine.from + apart; block++) {
+          block_rows<F, 1, kStreams>(a.values + block * block_bytes, apart * block_bytes, a.scales + block * groups * kRows,
+                                     apart * groups * kRows, x.tile(0), groups, totals);
+          for (int s = 0; s < kStreams; s++) finish(a, 0, (block + s * apart) * kRows, totals[s]);
+        }
+        block = mine.from + kStreams * apart;
+      }
+      for (; block < mine.to; block++)
         for (i64 m0 = first; m0 < std::min(a.M, first + chunk); m0 += x.tile_rows) {
           const i64 width = x.width(m0);
           some_rows<F, kTile>(a.values + block * block_bytes, a.scales + block * groups * kRows, x.tile(m0), groups,
