@@ -10,7 +10,7 @@
 namespace graphllm {
 namespace {
 
-using Bits = std::uint32_t __attribute__((vector_size(64)));
+using Bits = std::uint32_t __attribute__((vector_size(sizeof(Reg))));
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = -std::numeric_limits<float>::max();
@@ -18,14 +18,15 @@ constexpr float kLog2e = 1.44269504088896341f;
 constexpr i64 kMinWork = 64 << 10;  // logits below which a second thread is not worth waking
 
 template <typename T>
-inline Vec load_logits(const T* from, i64 count) {
+inline Reg load_logits(const T* from, i64 count) {
 #ifdef GRAPHLLM_AVX512
-  if (count >= kLanes) return (Vec)load16(from);
+  if (count >= kRegLanes) return (Reg)load16(from);
   const __mmask16 inside = first16(count);
-  return (Vec)_mm512_mask_mov_ps(_mm512_set1_ps(kNothing), inside, load16(from, inside));
+  return (Reg)_mm512_mask_mov_ps(_mm512_set1_ps(kNothing), inside, load16(from, inside));
 #else
-  Vec out = vec(kNothing);
-  for (i64 i = 0; i < std::min(count, kLanes); i++) out[i] = to_float(from[i]);
+  if (count >= kRegLanes) return load8(from);
+  Reg out = Reg{} + kNothing;
+  for (i64 i = 0; i < count; i++) out[i] = to_float(from[i]);
   return out;
 #endif
 }
@@ -38,7 +39,7 @@ struct Best {
   }
 };
 
-inline unsigned above(Vec x, float bound) {
+inline unsigned above(Reg x, float bound) {
 #ifdef GRAPHLLM_AVX512
   return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(bound), _CMP_GT_OQ);
 #else
@@ -51,18 +52,18 @@ inline unsigned above(Vec x, float bound) {
 template <typename T>
 Best largest(const T* logits, i64 from, i64 to) {
   Best out{kNothing, from};
-  for (i64 i = from; i < to; i += 4 * kLanes) {
-    Vec x[4];
+  for (i64 i = from; i < to; i += 4 * kRegLanes) {
+    Reg x[4];
     unsigned higher = 0;
     for (i64 n = 0; n < 4; n++) {
-      const i64 left = to - i - n * kLanes;
-      x[n] = left > 0 ? load_logits(logits + i + n * kLanes, left) : vec(kNothing);
+      const i64 left = to - i - n * kRegLanes;
+      x[n] = left > 0 ? load_logits(logits + i + n * kRegLanes, left) : Reg{} + kNothing;
       higher |= above(x[n], out.value);
     }
     if (!higher) continue;
     for (i64 n = 0; n < 4; n++)
-      for (i64 lane = 0; lane < kLanes; lane++)
-        if (x[n][lane] > out.value) out = {x[n][lane], i + n * kLanes + lane};
+      for (i64 lane = 0; lane < kRegLanes; lane++)
+        if (x[n][lane] > out.value) out = {x[n][lane], i + n * kRegLanes + lane};
   }
   return out;
 }
@@ -77,14 +78,15 @@ inline Bits mix(Bits x) {
 inline std::uint32_t mix(std::uint32_t x) { return mix(Bits{x})[0]; }
 
 // (bits + 1/2) / 2^32, rounded as float32 arithmetic rounds it, and below 1.
-inline Vec uniform(Bits bits) {
+inline Reg uniform(Bits bits) {
 #ifdef GRAPHLLM_AVX512
-  const Vec x = (Vec)_mm512_cvtepu32_ps((__m512i)bits);
+  const Reg x = (Reg)_mm512_cvtepu32_ps((__m512i)bits);
 #else
-  Vec x;
-  for (i64 i = 0; i < kLanes; i++) x[i] = float(bits[i]);
+  // AVX2 converts signed integers only; two halves add up to the same number, rounded once.
+  const Reg x = __builtin_convertvector((RegInts)(bits >> 16), Reg) * 65536.0f +
+                __builtin_convertvector((RegInts)(bits & 0xFFFF), Reg);
 #endif
-  const Vec u = (x + 0.5f) * 0x1p-32f, most = vec(1 - 0x1p-24f);
+  const Reg u = (x + 0.5f) * 0x1p-32f, most = Reg{} + (1 - 0x1p-24f);
   return u < most ? u : most;
 }
 
@@ -179,18 +181,18 @@ class Row {
   i64 draw(float low, std::int64_t seed, std::int32_t draw) const {
     const std::uint32_t key = mix(std::uint32_t(draw) ^ mix(std::uint32_t(seed) ^ mix(std::uint32_t(seed >> 32))));
     Bits token;
-    for (i64 i = 0; i < kLanes; i++) token[i] = std::uint32_t(i);
+    for (i64 i = 0; i < kRegLanes; i++) token[i] = std::uint32_t(i);
     auto numbers = [&](i64 i) { return uniform(mix((token + std::uint32_t(i)) * 0x9E3779B9u + key)); };
     auto race = [](float off, float u) { return off - std::log(-std::log1p(-u)); };
 
-    const i64 first = top_.index / kLanes * kLanes;
+    const i64 first = top_.index / kRegLanes * kRegLanes;
     Best best{race(0.0f, numbers(first)[top_.index - first]), top_.index};
     const float floor = coarse(low);
-    for (i64 i = 0; i < V_; i += kLanes) {
-      const Vec x = load_logits(logits_ + i, V_ - i);
+    for (i64 i = 0; i < V_; i += kRegLanes) {
+      const Reg x = load_logits(logits_ + i, V_ - i);
       if (!bits(x >= floor)) continue;
-      const Vec off = offset(x), u = numbers(i);
-      const Vec ahead = off - best.value, limit = exp2_vec<false>((ahead < 0.0f ? ahead : Vec{}) * kLog2e) * 1.01f;
+      const Reg off = offset(x), u = numbers(i);
+      const Reg ahead = off - best.value, limit = exp2_vec<false>((ahead < 0.0f ? ahead : Reg{}) * kLog2e) * 1.01f;
       unsigned runners = bits((off >= low) & (u < limit));
       for (; runners; runners &= runners - 1) {
         const i64 lane = __builtin_ctz(runners);
@@ -201,9 +203,9 @@ class Row {
   }
 
  private:
-  Vec offset(Vec logits) const {
+  Reg offset(Reg logits) const {
 #ifdef GRAPHLLM_AVX512
-    return (Vec)_mm512_sub_ps(_mm512_div_ps((__m512)logits, _mm512_set1_ps(temperature_)), _mm512_set1_ps(scaled_top_));
+    return (Reg)_mm512_sub_ps(_mm512_div_ps((__m512)logits, _mm512_set1_ps(temperature_)), _mm512_set1_ps(scaled_top_));
 #else
     return logits / temperature_ - scaled_top_;
 #endif
@@ -216,7 +218,7 @@ class Row {
 
   Candidates scratch() const {
     static thread_local Scratch memory;
-    const i64 room = V_ + kLanes;
+    const i64 room = V_ + kRegLanes;
     float* at = memory.get<float>(4 * room);
     return {at, at + room, at + 2 * room, at + 3 * room, 0};
   }
@@ -225,23 +227,23 @@ class Row {
   void collect(float floor, float low, Candidates& c, double* whole) const {
     const float coarse_floor = coarse(floor), coarse_low = coarse(low);
     c.count = 0;
-    Vec sum{};
-    for (i64 i = 0; i < V_; i += kLanes) {
-      const Vec x = load_logits(logits_ + i, V_ - i);
+    Reg sum{};
+    for (i64 i = 0; i < V_; i += kRegLanes) {
+      const Reg x = load_logits(logits_ + i, V_ - i);
       const bool near = bits(x >= coarse_floor);
       if (!near && !(whole && bits(x >= coarse_low))) continue;
-      const Vec off = offset(x), weight = exp2_vec<true>(off * kLog2e);
-      if (whole) sum += off >= low ? weight : Vec{};
+      const Reg off = offset(x), weight = exp2_vec<true>(off * kLog2e);
+      if (whole) sum += off >= low ? weight : Reg{};
       if (near) append(off, weight, bits(off >= floor), c);
-      if (whole && i / kLanes % 64 == 63) add_up(sum, whole);
+      if (whole && i / kRegLanes % 64 == 63) add_up(sum, whole);
     }
     if (whole) add_up(sum, whole);
   }
-  static void add_up(Vec& sum, double* whole) {
-    for (i64 i = 0; i < kLanes; i++) *whole += sum[i];
-    sum = Vec{};
+  static void add_up(Reg& sum, double* whole) {
+    for (i64 i = 0; i < kRegLanes; i++) *whole += sum[i];
+    sum = Reg{};
   }
-  static void append(Vec off, Vec weight, unsigned kept, Candidates& c) {
+  static void append(Reg off, Reg weight, unsigned kept, Candidates& c) {
 #ifdef GRAPHLLM_AVX512
     _mm512_storeu_ps(c.distance + c.count, _mm512_maskz_compress_ps(__mmask16(kept), (__m512)(0.0f - off)));
     _mm512_storeu_ps(c.weight + c.count, _mm512_maskz_compress_ps(__mmask16(kept), (__m512)weight));
@@ -277,7 +279,7 @@ template <typename T>
 void sample(const Args<T>& a) {
   const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, a.S * a.V / kMinWork));
   // The largest logit of every row, in as many parts as keep all threads busy.
-  const i64 parts = a.S >= threads ? 1 : threads, size = ceil_div(ceil_div(a.V, parts), kLanes) * kLanes;
+  const i64 parts = a.S >= threads ? 1 : threads, size = ceil_div(ceil_div(a.V, parts), kRegLanes) * kRegLanes;
   static thread_local Scratch memory;
   Best* tops = memory.get<Best>(a.S * parts);
 #pragma omp parallel num_threads(int(threads))
