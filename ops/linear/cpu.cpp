@@ -449,20 +449,30 @@ void plain_dots(const float* x, i64 stride, const bf16* const* w, i64 depth, i64
       for (int r = 0; r < kR; r++) sums[m * kR + r] += x[m * stride + k] * to_float(w[r][k]);
 }
 
-// Rows of x by dots[0] (one), dots[1] (two) and so on: they are widened once a thread, in parts of k of which all rows stay
-// in the first-level cache, and weights as they come, kR weight rows side by side, each from its part of the thread's.
-// Where those do not divide evenly, two parts have the same row. A block of weight rows goes through all parts of k.
+// Few rows of x as floats, in parts of k, `depth` long, of which all rows stay in the first-level cache: [part][M][stride].
+struct Widened {
+  float* x;
+  i64 depth, stride;
+
+  explicit Widened(const Args& a) {
+    static thread_local Scratch scratch;
+    const i64 parts = ceil_div(a.M * a.K * 4, kNearBytes);
+    depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
+    stride = depth + 16;  // not a power of two, which would be lines of one set of the cache
+    x = scratch.get<float>(parts * a.M * stride);
+    for (i64 k0 = 0; k0 < a.K; k0 += depth)
+      for (i64 m = 0; m < a.M; m++)
+        widen_row(a.x + m * a.x_stride + k0, std::min(depth, a.K - k0), x + (k0 / depth * a.M + m) * stride);
+  }
+};
+
+// Rows of x by dots[0] (one), dots[1] (two) and so on, weights as they come, kR weight rows side by side, each from its part
+// of `rows`. Where those do not divide evenly, two parts have the same row. A block of weight rows goes through all parts of k.
 template <int kR>
-void plain_rows(const Args& a, Range rows, const std::array<decltype(&plain_dots<1, kR>), 8 / kR>& dots) {
-  constexpr i64 pass = 8 / kR;
-  constexpr i64 block = kDotBlock / kR;
-  static thread_local Scratch scratch;
-  const i64 parts = ceil_div(a.M * a.K * 4, kNearBytes), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
-  const i64 stride = depth + 16;  // not a power of two, which would be lines of one set of the cache
-  float* x = scratch.get<float>(parts * a.M * stride);
-  for (i64 k0 = 0; k0 < a.K; k0 += depth)
-    for (i64 m = 0; m < a.M; m++)
-      widen_row(a.x + m * a.x_stride + k0, std::min(depth, a.K - k0), x + (k0 / depth * a.M + m) * stride);
+void plain_rows(const Args& a, const Widened& wide, Range rows,
+                const std::array<decltype(&plain_dots<1, kR>), 8 / kR>& dots) {
+  constexpr i64 pass = 8 / kR, block = kDotBlock / kR;
+  const auto [x, depth, stride] = wide;
   const i64 count = rows.to - rows.from, length = ceil_div(count, kR);
   for (i64 first = 0; first < length; first += block) {
     const i64 together = std::min(block, length - first);
@@ -490,10 +500,10 @@ void plain_rows(const Args& a, Range rows, const std::array<decltype(&plain_dots
 
 // Without bfloat16 instructions, for few rows of x. One or two read memory fastest where a thread has four streams, far
 // apart; more of them have nothing to wait for, and do best with one weight row after the other.
-void plain(const Args& a, Range rows) {
-  if (a.M <= 2) return plain_rows<4>(a, rows, {&plain_dots<1, 4>, &plain_dots<2, 4>});
-  plain_rows<1>(a, rows, {&plain_dots<1, 1>, &plain_dots<2, 1>, &plain_dots<3, 1>, &plain_dots<4, 1>,
-                             &plain_dots<5, 1>, &plain_dots<6, 1>, &plain_dots<7, 1>, &plain_dots<8, 1>});
+void plain(const Args& a, const Widened& wide, Range rows) {
+  if (a.M <= 2) return plain_rows<4>(a, wide, rows, {&plain_dots<1, 4>, &plain_dots<2, 4>});
+  plain_rows<1>(a, wide, rows, {&plain_dots<1, 1>, &plain_dots<2, 1>, &plain_dots<3, 1>, &plain_dots<4, 1>,
+                                &plain_dots<5, 1>, &plain_dots<6, 1>, &plain_dots<7, 1>, &plain_dots<8, 1>});
 }
 
 #endif
@@ -503,12 +513,8 @@ int threads_for(const Args& a) {
   return int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, a.N * a.K * 2 / kMinBytes)));
 }
 
-#ifdef GRAPHLLM_AVX512
-
 // How many items of so many weight rows a thread takes at least at a time.
 i64 part(const Args& a, i64 rows) { return std::max<i64>(1, kPartBytes / (rows * a.K * 2)); }
-
-#endif
 
 void many(const Args& a) {
   const auto pack = [&](const Panel& panel, i64 k0, i64 depth, auto* to) { pack_panel(a, panel, k0, depth, to); };
@@ -531,9 +537,7 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   if (M <= 0 || N <= 0) return;
   const Args a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
                static_cast<bf16*>(out), M, N, K, x_stride, weight_stride, N, false};
-#if defined(GRAPHLLM_AVX512)
   Shares blocks(ceil_div(N, kDotBlock), part(a, kDotBlock), threads_for(a));
-#endif
 #pragma omp parallel num_threads(threads_for(a))
   {
 #if defined(GRAPHLLM_AMX)
@@ -541,14 +545,21 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
       amx(a, share(ceil_div(N, kRows)));
     else
 #endif
-#if defined(GRAPHLLM_AVX512)
-    if (M <= kDotRows)
-      blocks.each([&](Range part) { dot_some(a, {part.from * kDotBlock, std::min(N, part.to * kDotBlock)}); });
-    else
-      many(a);
-#else
-    M <= kDotRows ? plain(a, share(N)) : many(a);
+    if (M <= kDotRows) {
+#ifndef GRAPHLLM_AVX512
+      const Widened wide(a);
 #endif
+      blocks.each([&](Range part) {
+        const Range rows{part.from * kDotBlock, std::min(N, part.to * kDotBlock)};
+#ifdef GRAPHLLM_AVX512
+        dot_some(a, rows);
+#else
+        plain(a, wide, rows);
+#endif
+      });
+    } else {
+      many(a);
+    }
   }
 }
 
