@@ -295,6 +295,22 @@ inline void put_reg(Vec& values, int index, Reg reg) {
   std::memcpy(reinterpret_cast<char*>(&values) + index * sizeof reg, &reg, sizeof reg);
 }
 
+// A vector that sums and products are not reordered across, where rounding must be that of the order written.
+template <typename V>
+inline V kept(V x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__AVX__)
+  if constexpr (sizeof(V) <= 32)
+    asm("" : "+x"(x));
+  else
+    asm("" : "+m"(x));
+#else
+  asm("" : "+m"(x));
+#endif
+  return x;
+}
+
 inline Vec vec(float x) { return x - Vec{}; }
 inline Ints ints(std::int32_t x) { return x - Ints{}; }
 

@@ -25,12 +25,10 @@ constexpr i64 kChunkBytes = 256 << 10;  // quantized rows of x that stay in the 
 // Rows of x side by side at most, and the blocks, far apart, that one row takes at once: memory is read faster as streams.
 #ifdef GRAPHLLM_VNNI
 constexpr int kTile = 12, kStreams = 2;
-#define GRAPHLLM_KEPT(x) "+v"(x)
 #elif defined(GRAPHLLM_AVX2)
 constexpr int kTile = 8, kStreams = 2;
 #else
 constexpr int kTile = 2, kStreams = 1;
-#define GRAPHLLM_KEPT(x) "+m"(x)
 #endif
 
 // The formats. group: inner entries that share a scale. lines: of a group. parts: operands in a line, of four inner
@@ -308,8 +306,7 @@ void block_rows(const std::uint8_t* w, i64 apart, const bf16* scales, i64 scales
       for (int m = 0; m < kM; m++) {
         float of_x;
         std::memcpy(&of_x, x + m * 4, 4);
-        Vec factor = scale * of_x;
-        asm("" : GRAPHLLM_KEPT(factor));  // so that gcc multiplies in the same order for any number of rows
+        const Vec factor = kept(scale * of_x);  // gcc must multiply in the same order for any number of rows
         total[b * kM + m] += __builtin_convertvector(sums[b * kM + m], Vec) * factor;
       }
     }

@@ -82,9 +82,9 @@ inline Reg uniform(Bits bits) {
 #ifdef GRAPHLLM_AVX512
   const Reg x = (Reg)_mm512_cvtepu32_ps((__m512i)bits);
 #else
-  // AVX2 converts signed integers only; two halves add up to the same number, rounded once.
-  const Reg x = __builtin_convertvector((RegInts)(bits >> 16), Reg) * 65536.0f +
-                __builtin_convertvector((RegInts)(bits & 0xFFFF), Reg);
+  // AVX2 converts signed integers only; two halves add up to the same number, rounded once, before anything is added.
+  const Reg x = kept(__builtin_convertvector((RegInts)(bits >> 16), Reg) * 65536.0f +
+                     __builtin_convertvector((RegInts)(bits & 0xFFFF), Reg));
 #endif
   const Reg u = (x + 0.5f) * 0x1p-32f, most = Reg{} + (1 - 0x1p-24f);
   return u < most ? u : most;
