@@ -19,7 +19,7 @@ MACHINE = "machine"  # its own probe, among the systems that take turns
 OURS = "graphllm"
 WAYS = {"executor": ", executor", "LLM": "", "HTTP server": ", HTTP server"}
 BITS = (16, 8, 4)
-_SHARE = "batch 1: share of the turn's memory speed"
+_SHARE = "batch 1: share of the memory speed beside it"
 _FAR = 2.0  # a floor that is so many times the best system's figure would squeeze the bars
 
 
@@ -39,12 +39,14 @@ def count_parameters(config: dict[str, Any]) -> Parameters:
 @dataclasses.dataclass
 class Turn:
     """Every loaded system ran every case once. index: within the round. figures: by case, then by system in the order
-    in which they ran: tokens a second, for MACHINE the speed of memory in GB/s."""
+    in which they ran: tokens a second, for MACHINE the speed of memory in GB/s. beside: what that was right before and
+    right after each system, together."""
 
     bits: int
     round: int
     index: int
     figures: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    beside: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -67,6 +69,13 @@ class Measured:
     def ratios(self, case: str, name: str, other: str) -> list[float]:
         """A system's figures over another's, turn by turn."""
         return [mine / its for mine, its in self.together(case, name, other)]
+
+    def shares(self, name: str) -> list[float]:
+        """How much of the speed at which memory was read just before and after it decoding one prompt used, by
+        turn."""
+        case, size = CASES[0].name, self.size(self.bits[name])
+        turns = (t for t in self.turns if name in t.beside.get(case, {}))
+        return [t.figures[case][name] * size / t.beside[case][name] for t in turns]
 
     def medians(self) -> dict[str, dict[str, float]]:
         """By system and column, of those that have figures of all cases."""
@@ -121,7 +130,10 @@ def to_plain(measured: Measured) -> dict[str, Any]:
         for name, bits in measured.bits.items()
     }
     machine = {READ: statistics.median(measured.reads()), **measured.start(MACHINE)}
-    turns = [{**vars(t), "figures": {c: _rounded(f) for c, f in t.figures.items()}} for t in measured.turns]
+    turns = [
+        vars(t) | {part: {c: _rounded(f) for c, f in getattr(t, part).items()} for part in ("figures", "beside")}
+        for t in measured.turns
+    ]
     return {
         **measured.about, "parameters": measured.parameters._asdict(),
         "machine can": {"median": _rounded(machine), "rounds": rounds[MACHINE]},
@@ -159,9 +171,10 @@ def to_markdown(measured: Measured, name: str) -> str:
         "processes, with their files in the page cache: that is their start. Then all are loaded and take turns: for "
         "each case, every system runs it once while the others wait, with the same prompts, in an order that is drawn "
         "each time, the first time after a short run to warm up; "
-        "plain reads of 1.2 GB of memory (the median of 12) are one of them. Then they end, and those of 8 and of 4 "
-        "bits follow. A shared machine's memory changes its speed within seconds, so what compares is figures of one "
-        "turn, as the second table of each kind does. Systems of different bits share no turns.", "",
+        "before and after each, memory is read plainly, 12 times 1.2 GB, in all as a decode counts all its time. Then "
+        "they end, and those of 8 and of 4 bits follow. A shared machine's memory changes its speed within seconds, so "
+        "what compares is figures of one turn, as the second table of each kind does. Systems of different bits share "
+        "no turns.", "",
         "The floor reads the weights once a step, without the scales of quantized ones; a prompt's products at the "
         "speed of a loop of them from the first-level cache, without attention and the first and last layer; a start "
         "that only imports torch. Decode counts from when every prompt has its first token. Start is from the "
@@ -172,14 +185,13 @@ def to_markdown(measured: Measured, name: str) -> str:
 
 
 def beside(measured: Measured, bits: int, names: Sequence[str]) -> list[str]:
-    """graphllm over each other system, turn by turn, and how much of that turn's read speed decoding used."""
+    """graphllm over each other system, turn by turn, and how much of the read speed around it decoding used."""
     ours = next((n for n in names if n.startswith(OURS)), None)
     if ours is None:
         return []
     rows: dict[str, dict[str, float | str]] = {}
     for name in names:
-        shares = [r * measured.size(bits) for r in measured.ratios(CASES[0].name, name, MACHINE)]
-        rows[name] = {_SHARE: statistics.median(shares)}
+        rows[name] = {_SHARE: statistics.median(measured.shares(name))}
         for case in CASES if name != ours else ():
             ratios = measured.ratios(case.name, ours, name)
             ahead = f"ahead in {sum(r > 1 for r in ratios)} of {len(ratios)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -61,9 +62,14 @@ def take_round(
             for case in CASES:
                 lock.step()
                 command = {"case": case.name, "seed": f"{number} {index}"}
-                for name in shuffled(loaded):
-                    if (figure := answer(name, Process.ask, command)) is not None:
-                        turn.figures.setdefault(case.name, {})[name] = figure
+                figures, beside = turn.figures.setdefault(case.name, {}), turn.beside.setdefault(case.name, {})
+                reads = [answer(MACHINE, Process.ask, command)]
+                for name in shuffled(name for name in loaded if name != MACHINE):
+                    figure = answer(name, Process.ask, command)
+                    reads.append(answer(MACHINE, Process.ask, command))
+                    if figure is not None:
+                        figures[name], beside[name] = figure, statistics.harmonic_mean(reads[-2:])
+                figures[MACHINE] = statistics.harmonic_mean(reads)
         for name in list(loaded):
             if figures := answer(name, Process.end):
                 measured.starts[name][-1].update(figures)

@@ -35,8 +35,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-def settings(device: str) -> dict[str, Any]:
-    """Inductor options. Those that differ from its defaults say why."""
+def settings(device: str, one_token: bool = False) -> dict[str, Any]:
+    """Inductor options. Those that differ from its defaults say why. one_token: for a step of a single token."""
     common: dict[str, Any] = {
         "fx_graph_cache": False,  # the artifact is the cache
         "allow_buffer_reuse": True,
@@ -50,7 +50,8 @@ def settings(device: str) -> dict[str, Any]:
     }
     if device == "cpu":
         return common | {
-            "cpp.dynamic_threads": True,  # the artifact does not fix the number of threads
+            "cpp.dynamic_threads": not one_token,  # the artifact does not fix the number of threads
+            "cpp.threads": 1 if one_token else -1,  # a token's norms, rotation and gate are less than a region costs
             "cpp.min_chunk_size": 32768,  # a parallel region costs more than 32k elements of work at batch 1
             "cpp.vec_isa_ok": True,  # do not compile test programs to find out; g++ -march=native knows
         }
@@ -67,7 +68,7 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
     """The Python source Inductor makes for the graph, without compiling any kernel in it."""
     fake = shapes.mode
     with (
-        inductor_config.patch(settings(shapes.device.type)),
+        inductor_config.patch(settings(shapes.device.type, one_token=isinstance(shapes.T, int) and shapes.T == 1)),
         tracing(TracingContext(fake)),
         V.set_fake_mode(fake),
         DebugContext(),

@@ -52,6 +52,7 @@ template <typename T>
 class Worker {
   using Math = typename MathOf<T>::type;
   using Cell = typename Math::Cell;
+  using Few = typename FewOf<T>::type;
 
  public:
   Worker(const Args<T>& a, i64 most_rows, i64 heads) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
@@ -94,14 +95,10 @@ class Worker {
     Item one = item;
     for (i64 head = 0; head < item.heads; head++, one.head++) {
       const Vec* state = states + head * head_size(item);
-#ifdef GRAPHLLM_AVX512
-      if constexpr (kFew)
-        if (few(item)) {
-          for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item))
-            FewRows::store_row(state, a_.E, result(one, r));
-          continue;
-        }
-#endif
+      if (few(item)) {
+        for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item)) Few::store_row(state, a_.E, result(one, r));
+        continue;
+      }
       for (i64 r = 0; r < item.tokens * group_; r += kLanes, state += unit_size(item))
         store_tile(one, r / kLanes, state[1], state + 2);
     }
@@ -142,18 +139,13 @@ class Worker {
   }
 
   static constexpr i64 kFewRows = 16;
-#ifdef GRAPHLLM_AVX512
-  static constexpr bool kFew = std::is_same_v<T, bf16>;
-#else
-  static constexpr bool kFew = false;
-#endif
 
   // Whether an item takes the way of few rows, for which pieces of pages and rows must be whole.
   bool few(const Item& item) const {
-    return kFew && item.tokens * group_ <= kFewRows && a_.P % 16 == 0 && a_.E % 32 == 0;
+    return item.tokens * group_ <= kFewRows && a_.P % kPiece == 0 && a_.E % Few::kColumns == 0;
   }
-  static i64 few_state(const Args<T>& a, i64 rows) { return rows * (2 + a.E / kLanes); }
-  i64 few_query(i64 rows) const { return kFew ? ceil_div(std::min(rows, kFewRows), 8) * 8 * a_.E : 0; }
+  static i64 few_state(const Args<T>& a, i64 rows) { return rows * few_state_size(a.E); }
+  i64 few_query(i64 rows) const { return ceil_div(std::min(rows, kFewRows), kFewBlock) * kFewBlock * a_.E; }
 
   const T* query(const Item& item, i64 r) const {
     return a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
@@ -166,52 +158,48 @@ class Worker {
     state[0] = vec(kLowest);
   }
 
-#ifdef GRAPHLLM_AVX512
   void run_few(const Item& item, const Item* next) {
-    if constexpr (kFew) {
-      using Few = FewRows;
-      const i64 count = item.tokens * group_, size = Few::state_size(a_.E), heads = item.heads;
-      const i64 padded = ceil_div(count, Few::kRows) * Few::kRows;
-      Item one = item;
-      for (i64 head = 0; head < heads; head++, one.head++)
-        for (i64 r = 0; r < padded; r++) {
-          Cell* to = query_ + (head * padded + r) * a_.E;
-          if (r >= count) {
-            std::fill(to, to + a_.E, bf16{0});
-          } else {
-            std::copy(query(one, r), query(one, r) + a_.E, to);
-          }
-          clear(states_ + (head * padded + r) * size, size);
-        }
-      Few::Span spans[kFewRows];
+    const i64 count = item.tokens * group_, size = few_state_size(a_.E), heads = item.heads;
+    const i64 padded = ceil_div(count, kFewBlock) * kFewBlock;
+    Item one = item;
+    for (i64 head = 0; head < heads; head++, one.head++)
       for (i64 r = 0; r < padded; r++) {
-        spans[r].newest = std::int32_t(item.position + std::min(r, count - 1) / group_);
-        spans[r].oldest = a_.window > 0 ? spans[r].newest - std::int32_t(a_.window) : -1;
-      }
-      const Steps steps = steps_of(std::min(Few::kRows, count));
-      const i64 ahead = std::max(i64(1), kAheadBytes / (Few::kPiece * a_.E * i64(sizeof(T))));
-      static thread_local Scratch lists;
-      const T** order = lists.get<const T*>(4 * heads * (kChunk / Few::kPiece) + ahead);
-      i64 listed = list(item, item.from, order);
-      for (i64 j = item.from; j < item.to; j += kChunk) {
-        const i64 end = std::min(item.to, j + kChunk);
-        const T** later = order + listed;
-        const i64 upcoming = end < item.to ? list(item, end, later) : next ? list(*next, next->from, later) : 0;
-        std::fill(later + upcoming, later + upcoming + ahead, later[upcoming - 1]);
-        const T** at = order;
-        for (i64 from = j; from < end; from += Few::kPiece, at += 2 * heads) {
-          const bool whole = from + Few::kPiece <= spans[0].newest + 1 && spans[padded - 1].oldest < from;
-          const i64 used = std::min(Few::kPiece, end - from);
-          for (i64 r = 0; r < heads * padded; r += Few::kRows)
-            steps.weigh(*this, at[r / padded], at[r / padded + ahead], query_ + r * a_.E, from,
-                        whole ? nullptr : spans + r % padded, weights_ + r * Few::kPiece, states_ + r * size);
-          for (i64 r = 0; r < heads * padded; r += Few::kRows)
-            steps.accumulate(at[heads + r / padded], at[heads + r / padded + ahead], a_.cache_slot, used,
-                             weights_ + r * Few::kPiece, a_.E, states_ + r * size);
+        Cell* to = query_ + (head * padded + r) * a_.E;
+        if (r >= count) {
+          std::fill(to, to + a_.E, Cell{});
+        } else {
+          Few::put_query(query(one, r), a_.E, to);
         }
-        std::copy(later, later + upcoming, order);
-        listed = upcoming;
+        clear(states_ + (head * padded + r) * size, size);
       }
+    Span spans[kFewRows];
+    for (i64 r = 0; r < padded; r++) {
+      spans[r].newest = std::int32_t(item.position + std::min(r, count - 1) / group_);
+      spans[r].oldest = a_.window > 0 ? spans[r].newest - std::int32_t(a_.window) : -1;
+    }
+    const Steps steps = steps_of(std::min(kFewBlock, count));
+    const i64 ahead = std::max(i64(1), kAheadBytes / (kPiece * a_.E * i64(sizeof(T))));
+    static thread_local Scratch lists;
+    const T** order = lists.get<const T*>(4 * heads * (kChunk / kPiece) + ahead);
+    i64 listed = list(item, item.from, order);
+    for (i64 j = item.from; j < item.to; j += kChunk) {
+      const i64 end = std::min(item.to, j + kChunk);
+      const T** later = order + listed;
+      const i64 upcoming = end < item.to ? list(item, end, later) : next ? list(*next, next->from, later) : 0;
+      std::fill(later + upcoming, later + upcoming + ahead, later[upcoming - 1]);
+      const T** at = order;
+      for (i64 from = j; from < end; from += kPiece, at += 2 * heads) {
+        const bool whole = from + kPiece <= spans[0].newest + 1 && spans[padded - 1].oldest < from;
+        const i64 used = std::min(kPiece, end - from);
+        for (i64 r = 0; r < heads * padded; r += kFewBlock)
+          steps.weigh(*this, at[r / padded], at[r / padded + ahead], query_ + r * a_.E, from,
+                      whole ? nullptr : spans + r % padded, weights_ + r * kPiece, states_ + r * size);
+        for (i64 r = 0; r < heads * padded; r += kFewBlock)
+          steps.accumulate(at[heads + r / padded], at[heads + r / padded + ahead], a_.cache_slot, used,
+                           weights_ + r * kPiece, a_.E, states_ + r * size);
+      }
+      std::copy(later, later + upcoming, order);
+      listed = upcoming;
     }
   }
 
@@ -220,7 +208,7 @@ class Worker {
   i64 list(const Item& item, i64 from, const T** to) const {
     const std::int32_t* table = a_.table + item.s * a_.table_stride;
     const T** const first = to;
-    for (i64 at = from; at < std::min(item.to, from + kChunk); at += FewRows::kPiece, to += item.heads) {
+    for (i64 at = from; at < std::min(item.to, from + kChunk); at += kPiece, to += item.heads) {
       const T* keys = a_.cache + table[at / a_.P] * a_.cache_page + item.head * a_.cache_head + at % a_.P * a_.cache_slot;
       for (i64 head = 0; head < item.heads; head++, to++, keys += a_.cache_head)
         to[0] = keys, to[item.heads] = keys + a_.cache_kind;
@@ -230,25 +218,25 @@ class Worker {
 
   // What is done with a piece, for up to eight rows of one head.
   struct Steps {
-    void (*weigh)(const Worker&, const T* keys, const T* ask, const T* query, i64 from, const FewRows::Span*, T* weights,
+    void (*weigh)(const Worker&, const T* keys, const T* ask, const Cell* query, i64 from, const Span*, Cell* weights,
                   Vec* states);
-    void (*accumulate)(const bf16* values, const bf16* ask, i64 slot, i64 count, const bf16* weights, i64 E, Vec* states);
+    void (*accumulate)(const T* values, const T* ask, i64 slot, i64 count, const Cell* weights, i64 E, Vec* states);
   };
+  template <int R>
+  static Steps steps() {
+    return {weigh<R>, Few::template accumulate<R>};
+  }
   static Steps steps_of(i64 rows) {
-    return rows == 1   ? Steps{weigh<1>, FewRows::accumulate<1>}
-           : rows == 2 ? Steps{weigh<2>, FewRows::accumulate<2>}
-           : rows <= 4 ? Steps{weigh<4>, FewRows::accumulate<4>}
-           : rows == 7 ? Steps{weigh<7>, FewRows::accumulate<7>}
-                       : Steps{weigh<8>, FewRows::accumulate<8>};
+    return rows == 1 ? steps<1>() : rows == 2 ? steps<2>() : rows <= 4 ? steps<4>() : rows == 7 ? steps<7>() : steps<8>();
   }
   template <int R>
-  static void weigh(const Worker& w, const T* keys, const T* ask, const T* query, i64 from, const FewRows::Span* spans,
-                    T* weights, Vec* states) {
+  static void weigh(const Worker& w, const T* keys, const T* ask, const Cell* query, i64 from, const Span* spans,
+                    Cell* weights, Vec* states) {
     const Args<T>& a = w.a_;
     Vec scores[R];
-    FewRows::scores<R>(keys, ask, a.cache_slot, query, a.E, scores);
+    Few::template scores<R>(keys, ask, a.cache_slot, query, a.E, scores);
     const auto soften = [&](auto adjust) {
-      FewRows::soften<R>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
+      soften_rows<R, Few::kPrecise>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
     };
     if (a.softcap > 0) {
       soften([&](Vec x) { return cap_scores(x * std::fabs(a.scale), a.softcap); });
@@ -258,9 +246,6 @@ class Worker {
       soften([](Vec x) { return x; });
     }
   }
-#else
-  void run_few(const Item&, const Item*) {}
-#endif
 
   // What scores, after the soft cap if there is one, are multiplied by.
   float log2_scale() const { return a_.softcap > 0 ? kLog2e : std::fabs(a_.scale) * kLog2e; }

@@ -1,31 +1,189 @@
 // Attention of up to eight query rows over one key/value head, as in decode: the time is that of reading the cache.
 //
 // Keys and values are used as they lie, a piece of 16 tokens of a page at a time. Scores have tokens as lanes, so that the
-// softmax of seven rows costs seven vectors for 16 tokens; what would be a transposition of the keys stays inside the four
-// quarters of a register, and the quarters are added at the end. Values of two tokens are interleaved as pairs, which leaves
-// every 32 columns in an order of their own until a row is stored. With every step the next lines of the pieces that are
-// wanted later are asked for, in the order of their addresses: without that half of the reading speed is lost, and what is
-// asked for in the order of use, by columns, costs a tenth.
+// softmax of seven rows costs seven vectors for 16 tokens. With every step the next lines of the pieces that are wanted
+// later are asked for, in the order of their addresses: without that half of the reading speed is lost, and what is asked
+// for in the order of use, by columns, costs a tenth.
+//
+// Two kinds of it, as in tiles.h: FewFloats (float32, and bfloat16 without AVX-512) and FewPairs (bfloat16 dot products).
 #pragma once
 
 #include "cpu_common.h"
 
-#ifdef GRAPHLLM_AVX512
-
 namespace graphllm {
 namespace {
 
-struct FewRows {
-  static constexpr i64 kRows = 8;    // query rows a block
-  static constexpr i64 kPiece = 16;  // tokens that lie in one page
+constexpr i64 kFewBlock = 8;  // query rows a block
+constexpr i64 kPiece = 16;    // tokens that lie in one page
 
-  // Which tokens a row sees: positions (oldest, newest].
-  struct Span {
-    std::int32_t oldest, newest;
-  };
+// Which tokens a row sees: positions (oldest, newest].
+struct Span {
+  std::int32_t oldest, newest;
+};
 
-  // State of a row: largest score, broadcast; sums of weights by lane; then E weighted sums of values.
-  static i64 state_size(i64 E) { return 2 + E / kLanes; }
+// State of a row: largest score, broadcast; sums of weights by lane; then E weighted sums of values.
+inline i64 few_state_size(i64 E) { return 2 + E / kLanes; }
+
+#ifdef GRAPHLLM_AVX512
+inline Reg load_reg(const float* from) { return (Reg)load16(from); }
+inline void put_weights(bf16* to, Reg p) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), narrow((__m512)p)); }
+inline float largest(Reg x) { return _mm512_reduce_max_ps((__m512)x); }
+inline Reg add_regs(const Reg* v) { return (Reg)add_lanes(reinterpret_cast<const __m512*>(v)); }
+#else
+template <typename T>
+inline Reg load_reg(const T* from) {
+  return load8(from);
+}
+inline float largest(Reg x) {
+  float most = x[0];
+  for (i64 i = 1; i < kRegLanes; i++) most = std::max(most, x[i]);
+  return most;
+}
+inline Reg add_regs(const Reg* v) { return add_lanes(v); }
+#endif
+inline void put_weights(float* to, Reg p) { std::memcpy(to, &p, sizeof p); }
+
+// Turn R rows' scores of the piece at position `from` into weights [R][kPiece], and fade the states where a score is the
+// largest so far. adjust(Vec) is applied to the scores, scale next. spans is null where every row sees every token.
+template <int R, bool kPrecise, typename Cell, typename Adjust>
+inline void soften_rows(i64 from, const Span* spans, float scale, const Adjust& adjust, const Vec* scores, Cell* weights,
+                        i64 E, Vec* state) {
+  const i64 size = few_state_size(E);
+  for (int r = 0; r < R; r++, weights += kPiece, state += size) {
+    const Vec scaled = adjust(scores[r]) * scale;
+    Reg x[kRegs], top = reg_of<Reg>(state[0], 0), most;
+#pragma GCC unroll 2
+    for (int p = 0; p < kRegs; p++) {
+      x[p] = reg_of<Reg>(scaled, p);
+      if (spans) {
+        const Ints numbers = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const RegInts token = reg_of<RegInts>(numbers, p) + std::int32_t(from);
+        const Reg hidden = Reg{} - std::numeric_limits<float>::infinity();
+        x[p] = ((token <= spans[r].newest) & (token > spans[r].oldest)) ? x[p] : hidden;
+      }
+      most = p == 0 ? x[p] : larger(most, x[p]);
+    }
+    if (bits(most > top)) {
+      const Reg before = top;
+      top = Reg{} + largest(most);
+      const Reg fade = exp2_vec<kPrecise>(before - top);
+      for (i64 i = 1; i < size; i++)
+#pragma GCC unroll 2
+        for (int p = 0; p < kRegs; p++) put_reg(state[i], p, reg_of<Reg>(state[i], p) * fade);
+#pragma GCC unroll 2
+      for (int p = 0; p < kRegs; p++) put_reg(state[0], p, top);
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < kRegs; p++) {
+      const Reg weight = exp2_vec<kPrecise>(x[p] - top);
+      put_weights(weights + p * kRegLanes, weight);
+      put_reg(state[1], p, reg_of<Reg>(state[1], p) + weight);
+    }
+  }
+}
+
+// float32 arithmetic, with bfloat16 widened as it is read.
+template <typename T>
+struct FewFloats {
+  using Cell = float;
+  static constexpr bool kPrecise = std::is_same_v<T, float>;
+  static constexpr i64 kColumns = 16;  // E is a multiple
+
+  static void put_query(const T* from, i64 E, float* to) { widen_row(from, E, to); }
+
+  // The scores of R rows [R][E] and a piece. ask: what to ask for, as long as a piece.
+  template <int R>
+  static void scores(const T* keys, const T* ask, i64 slot, const float* query, i64 E, Vec* to) {
+    constexpr int kTokens = R == 1 ? 8 : R == 2 ? 4 : R < 8 ? 2 : 1;  // 8 to 14 sums hide the latency of a product
+    Reg sums[R][kRegLanes];
+    for (int half = 0; half < kRegs; half++) {
+      for (i64 t = 0; t < kRegLanes; t += kTokens, keys += kTokens * slot, ask += kTokens * E) {
+        Reg sum[kTokens][R];
+#pragma GCC unroll 8
+        for (int i = 0; i < kTokens; i++) {
+          ask_for(ask + i * E, E);
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sum[i][r] = Reg{};
+        }
+        for (i64 e = 0; e < E; e += kRegLanes)
+#pragma GCC unroll 8
+          for (int i = 0; i < kTokens; i++) {
+            const Reg key = load_reg(keys + i * slot + e);
+#pragma GCC unroll 8
+            for (int r = 0; r < R; r++) sum[i][r] += key * load_reg(query + r * E + e);
+          }
+#pragma GCC unroll 8
+        for (int i = 0; i < kTokens; i++)
+#pragma GCC unroll 8
+          for (int r = 0; r < R; r++) sums[r][t + i] = sum[i][r];
+      }
+      for (int r = 0; r < R; r++) put_reg(to[r], half, add_regs(sums[r]));
+    }
+  }
+
+  // Add to R states the values of the first `count` tokens of a piece times their weights [R][kPiece].
+  template <int R>
+  static void accumulate(const T* values, const T* ask, i64 slot, i64 count, const float* weights, i64 E, Vec* state) {
+    constexpr int kTogether = R > 4 ? 4 : R, kWide = 8 / (kTogether == 3 ? 4 : kTogether);
+    float* to = reinterpret_cast<float*>(state + 2);
+    i64 e = 0;
+    for (; e + kWide * kRegLanes <= E; e += kWide * kRegLanes)
+      columns<kTogether, kWide>(values + e, e == 0 ? ask : nullptr, slot, count, weights, E, to + e);
+    for (; e < E; e += kRegLanes) columns<kTogether, 1>(values + e, e == 0 ? ask : nullptr, slot, count, weights, E, to + e);
+    if constexpr (R > kTogether)
+      accumulate<R - kTogether>(values, nullptr, slot, count, weights + kTogether * kPiece, E,
+                                state + kTogether * few_state_size(E));
+  }
+
+  // A row's result from its state.
+  static void store_row(const Vec* state, i64 E, T* to) {
+    float sum = 0;
+    for (i64 i = 0; i < kLanes; i++) sum += state[1][i];
+    const float* from = reinterpret_cast<const float*>(state + 2);
+    for (i64 e = 0; e < E; e += 8) store8(to + e, load8(from + e) * (1.0f / sum));
+  }
+
+ private:
+  __attribute__((always_inline)) static void ask_for(const T* row, i64 E) {
+    for (i64 at = 0; at < E; at += 64 / i64(sizeof(T))) __builtin_prefetch(row + at);
+  }
+
+  template <int R, int C>
+  static void columns(const T* row, const T* ask, i64 slot, i64 count, const float* weights, i64 E, float* to) {
+    const i64 size = few_state_size(E) * kLanes;
+    Reg sum[R][C];
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) sum[r][c] = load_reg(to + r * size + c * kRegLanes);
+    for (i64 t = 0; t < count; t++, row += slot) {
+      if (ask) ask_for(ask + t * E, E);
+      Reg value[C];
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) value[c] = load_reg(row + c * kRegLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < C; c++) sum[r][c] += value[c] * weights[r * kPiece + t];
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+      for (int c = 0; c < C; c++) std::memcpy(to + r * size + c * kRegLanes, &sum[r][c], sizeof(Reg));
+  }
+};
+
+#ifdef GRAPHLLM_AVX512
+
+// Dot products of pairs of bfloat16. What would be a transposition of the keys stays inside the four quarters of a register,
+// and the quarters are added at the end. Values of two tokens are interleaved as pairs, which leaves every 32 columns in an
+// order of their own until a row is stored.
+struct FewPairs {
+  using Cell = bf16;
+  static constexpr bool kPrecise = false;  // the weights are rounded to 8 bits next
+  static constexpr i64 kColumns = 32;
+
+  static void put_query(const bf16* from, i64 E, bf16* to) { std::copy(from, from + E, to); }
 
   // The scores of R rows [R][E] and a piece. ask: what to ask for, as long as a piece.
   template <int R>
@@ -64,30 +222,6 @@ struct FewRows {
     for (int r = 0; r < R; r++) to[r] = (Vec)add_quarters(halves[0][r], halves[1][r]);
   }
 
-  // Turn R rows' scores of the piece at position `from` into weights [R][kPiece], and fade the states where a score is the
-  // largest so far. adjust(Vec) is applied to the scores, scale next. spans is null where every row sees every token.
-  template <int R, typename Adjust>
-  static void soften(i64 from, const Span* spans, float scale, const Adjust& adjust, const Vec* scores, bf16* weights, i64 E,
-                     Vec* state) {
-    const i64 size = state_size(E);
-    for (int r = 0; r < R; r++, weights += kPiece, state += size) {
-      Vec x = adjust(scores[r]) * scale;
-      if (spans) {
-        const Ints token = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + std::int32_t(from);
-        const Vec hidden = vec(-std::numeric_limits<float>::infinity());
-        x = ((token <= spans[r].newest) & (token > spans[r].oldest)) ? x : hidden;
-      }
-      if (bits(x > state[0])) {
-        const Vec top = vec(_mm512_reduce_max_ps((__m512)x)), fade = exp2_vec<false>(state[0] - top);
-        for (i64 i = 1; i < size; i++) state[i] *= fade;
-        state[0] = top;
-      }
-      const Vec p = exp2_vec<false>(x - state[0]);
-      _mm256_store_si256(reinterpret_cast<__m256i*>(weights), narrow((__m512)p));
-      state[1] += p;
-    }
-  }
-
   // Add to R states the values of the first `count` tokens of a piece times their weights [R][kPiece].
   template <int R>
   static void accumulate(const bf16* values, const bf16* ask, i64 slot, i64 count, const bf16* weights, i64 E, Vec* state) {
@@ -112,7 +246,7 @@ struct FewRows {
  private:
   template <int R, int C>
   static void columns(const bf16* row, const bf16* ask, i64 slot, i64 count, const bf16* weights, i64 E, Vec* to) {
-    const i64 size = state_size(E);
+    const i64 size = few_state_size(E);
     __m512 sum[R][2 * C];
 #pragma GCC unroll 8
     for (int r = 0; r < R; r++)
@@ -158,7 +292,18 @@ struct FewRows {
   }
 };
 
+#endif  // GRAPHLLM_AVX512
+
+template <typename T>
+struct FewOf {
+  using type = FewFloats<T>;
+};
+#ifdef GRAPHLLM_AVX512
+template <>
+struct FewOf<bf16> {
+  using type = FewPairs;
+};
+#endif
+
 }  // namespace
 }  // namespace graphllm
-
-#endif  // GRAPHLLM_AVX512

@@ -66,7 +66,8 @@ def measured(
     for i, read in enumerate(reads):
         for bits in report.BITS:
             now = {n: v[i] for n, (b, v) in figures.items() if b == bits and i < len(v)}
-            made.turns.append(Turn(bits, i, 0, {c.name: {MACHINE: read, **now} for c in CASES}))
+            beside = {c.name: dict.fromkeys(now, read / 2) for c in CASES}
+            made.turns.append(Turn(bits, i, 0, {c.name: {MACHINE: read, **now} for c in CASES}, beside))
     return made
 
 
@@ -92,10 +93,10 @@ def test_systems_are_compared_within_a_turn() -> None:
     made = measured({"graphllm bf16": (16, [3.0, 1.0, 8.0]), "other": (16, [2.5, 2.0, 10.0])})
     assert made.ratios(CASES[1].name, "graphllm bf16", "other") == pytest.approx([1.2, 0.5, 0.8])
     lines = report.to_markdown(made, "name").splitlines()
-    # 2 GB a token: 6 of 30, 2 of 40 and 16 of 50 GB/s; 5 of 30, 4 of 40 and 20 of 50.
-    assert "| graphllm bf16 |  |  |  | 0.20 |" in lines
+    # 2 GB a token: 6 of the 15, 2 of 20 and 16 of 25 GB/s beside it; 5 of 15, 4 of 20 and 20 of 25.
+    assert "| graphllm bf16 |  |  |  | 0.40 |" in lines
     cell = "0.80, ahead in 1 of 3"
-    assert f"| other | {cell} | {cell} | {cell} | 0.17 |" in lines
+    assert f"| other | {cell} | {cell} | {cell} | 0.33 |" in lines
 
 
 def test_a_system_without_all_cases_is_not_in_the_tables() -> None:
@@ -134,7 +135,8 @@ def test_files(tmp_path: Path) -> None:
     assert [r[FIRST] for r in plain["systems"]["graphllm bf16"]["rounds"]] == [4.0, 2.0, 6.0]
     assert plain["machine can"]["median"] == {READ: 40.0, PRODUCTS: 2.0, IMPORT: 1.5}
     assert plain["turns"][3] == {
-        "bits": 16, "round": 1, "index": 0, "figures": {c.name: {MACHINE: 40.0, "graphllm bf16": 2.0} for c in CASES}
+        "bits": 16, "round": 1, "index": 0, "figures": {c.name: {MACHINE: 40.0, "graphllm bf16": 2.0} for c in CASES},
+        "beside": {c.name: {"graphllm bf16": 20.0} for c in CASES},
     }  # fmt: skip
     assert (tmp_path / "new" / "result.md").exists()
 
@@ -268,14 +270,15 @@ def test_systems_take_turns_side_by_side(tmp_path: Path) -> None:
     noted = [line.split(",") for line in log.read_text().splitlines()]
     alone, noted = noted[:4], noted[4:]
     assert sorted(tuple(what) for _, *what in alone) == sorted((name, "start") for name in names)
-    assert [what for _, _, what, *_ in noted] == ["start"] * 4 + ["run"] * 4 * len(CASES) * 3 + ["end"] * 4
+    assert [what for _, _, what, *_ in noted] == ["start"] * 4 + ["run"] * 7 * len(CASES) * 3 + ["end"] * 4
     assert len({pid for pid, *_ in noted}) == 4  # each stays loaded
     assert not {pid for pid, *_ in noted} & {pid for pid, *_ in alone}
-    groups = [noted[i : i + 4] for i in range(4, len(noted) - 4, 4)]
+    groups = [noted[i : i + 7] for i in range(4, len(noted) - 4, 7)]
     assert [{tuple(rest) for _, _, _, *rest in g} for g in groups] == [
         {(c.name.split(",")[0], f"7 {turn}")} for turn in range(3) for c in CASES
     ]
-    orders = [tuple(name for _, name, *_ in g) for g in groups]
+    assert all({name for _, name, *_ in g[::2]} == {MACHINE} for g in groups)  # before and after each
+    orders = [(*(name for _, name, *_ in g[1::2]), MACHINE) for g in groups]
     assert all(sorted(order) == sorted(names) for order in orders)
     assert len(set(orders)) > 4
     assert [(t.bits, t.round, t.index) for t in made.turns] == [(16, 7, 0), (16, 7, 1), (16, 7, 2)]

@@ -105,13 +105,15 @@ class _Executor(Runner):
         opened = _open(model, artifact)
         from graphllm import artifact as files
         from graphllm.runtime.executor import Executor
+        from graphllm.runtime.stream import alone
         from graphllm.weights import baked
 
         manifest = files.verify(Path(opened.settings.artifact))
         self._width = -(-model.max_len // manifest["factors"]["compile"]["page_size"])
-        self._executor = Executor(
-            artifact, manifest, baked.open_weights(artifact), model.batch * self._width + 1, model.threads
-        )
+        with alone():  # threads of this one would keep the kernels' from spinning
+            self._executor = Executor(
+                artifact, manifest, baked.open_weights(artifact), model.batch * self._width + 1, model.threads
+            )
 
     def run(self, prompts: Sequence[list[int]], count: int) -> Times:
         steps, rows, start = Steps(len(prompts)), [list(p) for p in prompts], 0
