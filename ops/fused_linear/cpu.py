@@ -23,7 +23,7 @@ def _supports(site: Site) -> bool:
     args, arch = site.args, site.target.arch
     tensors = [t for name in ("x_TI", "weight_OI", "bias_O") if (t := args[name]) is not None]
     return (
-        "avx512_bf16" in arch
+        "avx2" in arch
         and args["gated"]
         and args["norm_I"] is None
         and args["residual_TN"] is None
@@ -41,7 +41,7 @@ def gated_linear(
     residual_TN: Tensor | None = None,
     gated: bool = False,
 ) -> Tensor:
-    """bfloat16 products; from 17 rows on they stay in float32 until the gate is applied."""
+    """bfloat16 products; those of more than few rows stay in float32 until the gate is applied."""
     out_TN = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // 2))
     _kernel(x_TI, weight_OI, bias_O, out_TN, *out_TN.shape, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0))
     return out_TN

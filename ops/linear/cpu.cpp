@@ -228,7 +228,6 @@ void dot(const Args& a, Range rows) {
 }
 
 // Up to 16 rows of x.
-void dot_some(const Args& a, Range rows) { a.M == 1 ? dot_row(a, rows) : dot(a, rows); }
 
 #endif  // GRAPHLLM_AVX512
 
@@ -354,39 +353,17 @@ void pack_panel(const Args& a, const Panel& panel, i64 k0, i64 depth, bf16* to) 
   }
 }
 
-// The outputs `mine`, with a gate, from those of both halves of the weight, [M, N].
-void gate(const Args& a, Range mine, const bf16* halves) {
-  const i64 half = a.N / 2;
-  for (i64 m = 0; m < a.M; m++)
-    for (i64 n = mine.from; n < mine.to; n += 16) {
-      const __mmask16 valid = first16(mine.to - n);
-      const bf16* from = halves + m * a.N + n;
-      store16(a.out + m * a.out_stride + n, _mm512_mul_ps(silu(load16(from, valid)), load16(from + half, valid)), valid);
-    }
-}
+// Few rows of x, by weight rows.
+class FewRows {
+ public:
+  explicit FewRows(const Args& a) : a_(a) {}
+  void operator()(Range rows) const { a_.M == 1 ? dot_row(a_, rows) : dot(a_, rows); }
 
-// Few rows of x, with a gate, by all threads. blocks: of kDotBlock weight rows of a half.
-void gated_few(const Args& a, Shares& blocks, bf16* halves) {
-  Args both = a;
-  both.out = halves, both.out_stride = a.N, both.gated = false;
-  const i64 half = a.N / 2;
-#ifdef GRAPHLLM_AMX
-  if (a.M > 1 && amx_granted()) {
-    amx(both, share(ceil_div(a.N, kRows)));
-#pragma omp barrier
-    return gate(a, share(half), halves);
-  }
-#endif
-  blocks.each([&](Range part) {
-    const Range mine{part.from * kDotBlock, std::min(half, part.to * kDotBlock)};
-    for (i64 start : {i64(0), half}) dot_some(both, {start + mine.from, start + mine.to});
-    gate(a, mine, halves);
-  });
-}
+ private:
+  const Args& a_;
+};
 
-#endif  // GRAPHLLM_AVX512
-
-#ifndef GRAPHLLM_AVX512
+#else  // GRAPHLLM_AVX512
 
 // Weights for k in [k0, k0 + depth), eight rows of eight transposed at a time.
 void pack_panel(const Args& a, const Panel& panel, i64 k0, i64 depth, float* to) {
@@ -498,15 +475,59 @@ void plain_rows(const Args& a, const Widened& wide, Range rows,
   }
 }
 
-// Without bfloat16 instructions, for few rows of x. One or two read memory fastest where a thread has four streams, far
-// apart; more of them have nothing to wait for, and do best with one weight row after the other.
-void plain(const Args& a, const Widened& wide, Range rows) {
-  if (a.M <= 2) return plain_rows<4>(a, wide, rows, {&plain_dots<1, 4>, &plain_dots<2, 4>});
-  plain_rows<1>(a, wide, rows, {&plain_dots<1, 1>, &plain_dots<2, 1>, &plain_dots<3, 1>, &plain_dots<4, 1>,
-                                &plain_dots<5, 1>, &plain_dots<6, 1>, &plain_dots<7, 1>, &plain_dots<8, 1>});
-}
+// Few rows of x, by weight rows. One or two read memory fastest where a thread has four streams, far apart; more of them have
+// nothing to wait for, and do best with one weight row after the other.
+class FewRows {
+ public:
+  explicit FewRows(const Args& a) : a_(a), wide_(a) {}
+  void operator()(Range rows) const {
+    if (a_.M <= 2) return plain_rows<4>(a_, wide_, rows, {&plain_dots<1, 4>, &plain_dots<2, 4>});
+    plain_rows<1>(a_, wide_, rows, {&plain_dots<1, 1>, &plain_dots<2, 1>, &plain_dots<3, 1>, &plain_dots<4, 1>,
+                                    &plain_dots<5, 1>, &plain_dots<6, 1>, &plain_dots<7, 1>, &plain_dots<8, 1>});
+  }
+
+ private:
+  const Args& a_;
+  const Widened wide_;
+};
 
 #endif
+
+// The outputs `mine`, with a gate, from those of both halves of the weight, [M, N].
+void gate(const Args& a, Range mine, const bf16* halves) {
+  const i64 half = a.N / 2;
+  for (i64 m = 0; m < a.M; m++)
+    for (i64 n = mine.from; n < mine.to; n += kRun) {
+      const bf16* from = halves + m * a.N + n;
+      bf16* to = a.out + m * a.out_stride + n;
+#ifdef GRAPHLLM_AVX512
+      const __mmask16 valid = first16(mine.to - n);
+      store16(to, _mm512_mul_ps(silu(load16(from, valid)), load16(from + half, valid)), valid);
+#else
+      store_first(to, silu(load8(from)) * load8(from + half), mine.to - n);
+#endif
+    }
+}
+
+// Few rows of x, with a gate, by all threads. blocks: of kDotBlock weight rows of a half.
+void gated_few(const Args& a, Shares& blocks, bf16* halves) {
+  Args both = a;
+  both.out = halves, both.out_stride = a.N, both.gated = false;
+  const i64 half = a.N / 2;
+#ifdef GRAPHLLM_AMX
+  if (a.M > 1 && amx_granted()) {
+    amx(both, share(ceil_div(a.N, kRows)));
+#pragma omp barrier
+    return gate(a, share(half), halves);
+  }
+#endif
+  const FewRows few(both);
+  blocks.each([&](Range part) {
+    const Range mine{part.from * kDotBlock, std::min(half, part.to * kDotBlock)};
+    for (i64 start : {i64(0), half}) few({start + mine.from, start + mine.to});
+    gate(a, mine, halves);
+  });
+}
 
 // Threads that this much weight is worth waking.
 int threads_for(const Args& a) {
@@ -546,24 +567,13 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
     else
 #endif
     if (M <= kDotRows) {
-#ifndef GRAPHLLM_AVX512
-      const Widened wide(a);
-#endif
-      blocks.each([&](Range part) {
-        const Range rows{part.from * kDotBlock, std::min(N, part.to * kDotBlock)};
-#ifdef GRAPHLLM_AVX512
-        dot_some(a, rows);
-#else
-        plain(a, wide, rows);
-#endif
-      });
+      const FewRows few(a);
+      blocks.each([&](Range part) { few({part.from * kDotBlock, std::min(N, part.to * kDotBlock)}); });
     } else {
       many(a);
     }
   }
 }
-
-#ifdef GRAPHLLM_AVX512
 
 // The same with a weight [2 N, K] whose halves are a gate and a value: out [M, N] = silu(gate) * value.
 extern "C" void graphllm_linear_gated(const void* x, const void* weight, const void* bias, void* out, std::int64_t M,
@@ -582,5 +592,3 @@ extern "C" void graphllm_linear_gated(const void* x, const void* weight, const v
     few ? gated_few(a, blocks, halves) : many(a);
   }
 }
-
-#endif

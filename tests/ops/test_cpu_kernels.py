@@ -38,7 +38,7 @@ from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 TYPED = ("paged_attention", "sample", "adjust_logits", "token_logprobs")
 SYMBOLS = (
-    *("graphllm_linear", "graphllm_record_tokens"),
+    *("graphllm_linear", "graphllm_linear_gated", "graphllm_record_tokens"),
     *(f"graphllm_{op}_{t}" for op in TYPED for t in ("f32", "bf16")),
 )
 KERNELS: list[CKernel] = [c_kernel(symbol) for symbol in SYMBOLS]
@@ -85,9 +85,8 @@ def test_linear_any_size(level: str, threads: int, rows: int) -> None:
             assert _error(streaming_linear(x, weight, bias), reference) < 4e-3, (out, inner)
 
 
-@pytest.mark.skipif(not _host_has("avx512_bf16"), reason="the gate has a kernel for AVX-512 with bfloat16 only")
-@pytest.mark.parametrize("rows", [0, 1, 2, 9, 16, 17, 33, 130])
-def test_gated_linear_any_size(threads: int, rows: int) -> None:
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 16, 17, 33, 130])
+def test_gated_linear_any_size(level: str, threads: int, rows: int) -> None:
     """Halves that end inside a block, rows on both sides of the two ways to compute."""
     torch.manual_seed(rows)
     for out, inner in ((1, 8), (17, 72), (48, 64), (31, 33), (300, 896), (40, 2600)):
