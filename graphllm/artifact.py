@@ -22,7 +22,7 @@ from graphllm.config import CompileConfig, ConfigError, key_fields
 from graphllm.machine import detect_target, plugins, source_files, versions
 from graphllm.weights import baked
 
-FORMAT = 3
+FORMAT = 4
 # Fields of config.json that name things without changing the computation, with the reason.
 EXCLUDED_MODEL_FIELDS = {
     "_name_or_path": "where the checkpoint came from",

@@ -177,7 +177,9 @@ def serve_command(
     max_body_size: Annotated[str, typer.Option(help="Of one request.")] = "32MiB",
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests in flight after SIGTERM.")] = 30.0,
     restart_engine: Annotated[bool, typer.Option("--restart-engine", help="Bring a broken engine back.")] = False,
-    step_timeout: Annotated[float, typer.Option(help="Seconds of one step before it counts as stuck.")] = 8.0,
+    step_timeout: Annotated[
+        float, typer.Option(help="Seconds of a step, without a kernel's end, before it counts as stuck.")
+    ] = 8.0,
     tool_call_parser: Annotated[
         Literal["auto", "hermes", "llama3", "mistral", "none"], typer.Option(help="auto: by the chat template.")
     ] = "auto",

@@ -13,15 +13,22 @@ _RUN = """\
 union Argument { void* ptr; std::int64_t i64; double f64; };
 struct Call { void (*kernel)(const Argument*); const Argument* arguments; };
 
-extern "C" void graphllm_run(const Call* calls, std::int64_t count) {
-  for (std::int64_t i = 0; i < count; ++i) calls[i].kernel(calls[i].arguments);
+extern "C" {
+std::int64_t graphllm_done = 0;  // kernels so far; one thread runs them, others may look
+
+void graphllm_run(const Call* calls, std::int64_t count) {
+  for (std::int64_t i = 0; i < count; ++i) {
+    calls[i].kernel(calls[i].arguments);
+    __atomic_store_n(&graphllm_done, graphllm_done + 1, __ATOMIC_RELAXED);
+  }
+}
 }
 """
 
 
 def call_source(kernels: Mapping[str, Sequence[str]]) -> str:
-    """A source of its own with ``graphllm_run``, and for every kernel ``call_<name>``, which takes its arguments from
-    memory. kernels: kinds of the arguments ("ptr", "i64", "f64") by name."""
+    """A source of its own with ``graphllm_run``, ``graphllm_done`` and, for every kernel, ``call_<name>``, which takes
+    its arguments from memory. kernels: kinds of the arguments ("ptr", "i64", "f64") by name."""
     return "\n".join([_RUN, *(_call(name, kinds) for name, kinds in sorted(kernels.items()))])
 
 

@@ -69,8 +69,8 @@ class CoreClient:
         """settings: a CoreSettings, or what else ``command`` takes. command: starts a program that calls `run_core`.
         child: one that has been started already, instead.
 
-        Seconds: between heartbeats; of silence until the core counts as unresponsive; of one step until it counts as
-        stuck; that an orderly end may take before it is forced.
+        Seconds: between heartbeats; of silence until the core counts as unresponsive; of one step, without the end of
+        a kernel, until it counts as stuck; that an orderly end may take before it is forced.
         """
         self._settings, self._command = msgspec.to_builtins(settings), list(command)
         self._heartbeat, self._unresponsive, self._stuck = heartbeat, unresponsive, stuck

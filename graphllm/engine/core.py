@@ -98,6 +98,11 @@ class EngineCore:
         )
 
     @property
+    def kernels_done(self) -> int:
+        """How many kernels have run, as far as the host can tell; any thread may ask."""
+        return self._executor.kernels_done
+
+    @property
     def unfinished(self) -> int:
         """Requests that are not done, and news not yet fetched."""
         return self._scheduler.unfinished + len(self._compiling) + len(self._news) + (self._in_flight is not None)

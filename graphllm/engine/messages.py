@@ -98,7 +98,8 @@ class BadMessage(msgspec.Struct, tag=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True):
-    """at: seconds, `time.monotonic`. quiet: seconds since the last step ended while there is work, else 0."""
+    """at: seconds, `time.monotonic`. quiet: seconds since the last step or kernel ended while there is work,
+    else 0."""
 
     at: float
     steps: int

@@ -57,8 +57,9 @@ class _Progress:
 
     def __init__(self) -> None:
         self.activity: Literal["loading", "idle", "step", "closing"] = "loading"
-        self.since = time.monotonic()  # when the last step ended or, if later, work began
-        self.steps = self.unfinished = 0
+        self.since = time.monotonic()  # when the last step ended or, if later, work began or a kernel was seen to end
+        self.steps = self.unfinished = self._kernels = 0
+        self.core: Core | None = None  # once there is one
         self.terminate = False
 
     def on_sigterm(self, *_: object) -> None:
@@ -70,6 +71,8 @@ class _Progress:
 
     def beat(self) -> Heartbeat:
         now = time.monotonic()
+        if self.core is not None and (kernels := self.core.kernels_done) != self._kernels:
+            self.since, self._kernels = now, kernels
         quiet = 0.0 if self.activity == "idle" else now - self.since
         return Heartbeat(now, self.steps, self.unfinished, quiet, self.activity)
 
@@ -198,7 +201,7 @@ def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
         core = load(launch.settings, lambda name, seconds: phases.update({name: phases.get(name, 0.0) + seconds}))
         send(Ready(core.info, phases))
         loop = _Loop(core, inbox, send, progress)
-        progress.activity = "idle"
+        progress.core, progress.activity = core, "idle"
         loop.run()
     except _Terminated:
         progress.terminate = True

@@ -298,6 +298,11 @@ class Executor:
 
         self._stream.submit(work)
 
+    @property
+    def kernels_done(self) -> int:
+        """See `Kernels.done`; any thread may ask."""
+        return self._kernels.done
+
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
         self._stream.submit(_nothing).result()

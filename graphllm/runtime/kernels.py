@@ -23,6 +23,12 @@ Launch = Callable[[], Any]
 class Kernels(Protocol):
     """Binds one kernel call: ``arguments`` are addresses, ints and floats in the kernel's order."""
 
+    @property
+    def done(self) -> int:
+        """How many have run, where the host can tell, else 0: a step that is slow gets on, one that is stuck does
+        not."""
+        ...
+
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch: ...
 
     def join(self, launches: Sequence[Launch]) -> list[Launch]:
@@ -64,7 +70,12 @@ class CpuKernels:
 
     def __init__(self, library: Path | None) -> None:
         self._library = ctypes.CDLL(str(library)) if library else None
+        self._done = ctypes.c_int64.in_dll(self._library, "graphllm_done") if self._library else ctypes.c_int64()
         self._addresses: dict[str, int | None] = {}
+
+    @property
+    def done(self) -> int:
+        return self._done.value
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> CpuLaunch:
         """A call of ``name`` with converted arguments."""
@@ -120,6 +131,7 @@ class CudaKernels:
     """Cubins of the artifact, loaded when first bound, launched on one stream."""
 
     _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    done = 0
 
     def __init__(self, folder: Path, stream: int) -> None:
         self._driver = ctypes.CDLL("libcuda.so.1")

@@ -39,9 +39,9 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class HostOptions:
-    """seed: of requests without one. restart: bring a dead engine back. step_timeout: seconds of one step after which
-    the engine counts as stuck. tool_parser, reasoning_parser: "auto" follows the chat template. silence: seconds
-    without a heartbeat."""
+    """seed: of requests without one. restart: bring a dead engine back. step_timeout: seconds of one step, without the
+    end of a kernel, after which the engine counts as stuck. tool_parser, reasoning_parser: "auto" follows the chat
+    template. silence: seconds without a heartbeat."""
 
     seed: int | None = 0
     restart: bool = False
@@ -232,8 +232,8 @@ def _cause(health: Health, options: HostOptions) -> str:
         return health.cause.message
     if health.state == "stuck":
         return (
-            f"one step has taken {health.seconds:.1f} s; if steps of this model are that long, raise --step-timeout "
-            f"(now {options.step_timeout:g} s) or lower --max-num-batched-tokens"
+            f"one step has not got on for {health.seconds:.1f} s; if kernels of this model take that long, raise "
+            f"--step-timeout (now {options.step_timeout:g} s) or lower --max-num-batched-tokens"
         )
     return f"the engine's process has been silent for {health.seconds:.1f} s"
 

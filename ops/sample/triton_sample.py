@@ -401,10 +401,12 @@ def _finish_kernel(
     tl.store(out_ptr + s, token)
 
 
-def _chunks(S: object) -> int:
-    """Programs per row of the scan: enough of them for the whole chip, a power of two of at most 64."""
+def _chunks(S: object, V: int) -> int:
+    """Programs per row of the scan: enough of them for the whole chip and not many without a tile, a power of two of at
+    most 64."""
     wanted = _PROGRAMS // max(S, 1) if isinstance(S, int) else 4
-    return 1 << max(0, min(wanted, 64).bit_length() - 1)
+    tiles = -(-V // _BLOCK)
+    return min(1 << max(0, min(wanted, 64).bit_length() - 1), max(2, 1 << (tiles - 1).bit_length()))
 
 
 def _supports(site: Site) -> bool:
@@ -424,7 +426,7 @@ def triton_sample(
 ) -> Tensor:
     """Two launches, whatever the rows ask for."""
     S, V = logits_SV.shape
-    chunks = _chunks(S)
+    chunks = _chunks(S, V)
 
     def scratch(*shape: object, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]

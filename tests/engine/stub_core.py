@@ -44,7 +44,7 @@ class StubCore:
         self._news: list[Update] = []
         self.failing: dict[int, BaseException] = {}
         self.refused: set[str] = set()
-        self.steps, self.closed = 0, False
+        self.steps, self.closed, self.kernels_done = 0, False, 0
         self.added: list[EngineRequest] = []
         self.aborted: list[str] = []
 

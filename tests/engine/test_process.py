@@ -45,6 +45,7 @@ class StubCore:
         hang_at: int = -1,
         queue: int = 10_000,
         closed: str = "",
+        kernels: int = 0,
     ) -> None:
         if load == "error":
             raise RuntimeError("no weights here")
@@ -59,7 +60,8 @@ class StubCore:
         self._step, self._fail_at, self._hang_at, self._queue, self._closed = step, fail_at, hang_at, queue, closed
         self._live: dict[str, tuple[EngineRequest, int]] = {}
         self._news: list[Update] = []
-        self._steps = 0
+        self._steps = self.kernels_done = 0
+        self._kernels = kernels
 
     @property
     def unfinished(self) -> int:
@@ -83,7 +85,11 @@ class StubCore:
             raise ZeroDivisionError("the stub fails as told")
         if self._steps == self._hang_at:
             time.sleep(1000)
-        time.sleep(self._step)
+        for _ in range(self._kernels):
+            time.sleep(self._step / self._kernels)
+            self.kernels_done += 1
+        if not self._kernels:
+            time.sleep(self._step)
         news, self._news = self._news, []
         for id, (request, done) in list(self._live.items()):
             last = done + 1 == request.limit
@@ -318,6 +324,18 @@ def test_a_hanging_step_is_stuck_but_alive() -> None:
             assert later.state == "stuck"
             await client.close()
             assert gone(pid)
+
+    asyncio.run(run())
+
+
+def test_a_slow_step_whose_kernels_end_is_not_stuck() -> None:
+    async def run() -> None:
+        async with running({"step": 3.0, "kernels": 30}, stuck=1.5) as client:
+            client.add([request("a", [1], 1)])
+            seen = asyncio.create_task(collect(client, 1))
+            while not seen.done():
+                assert client.health().state == "ready"
+                await asyncio.sleep(0.02)
 
     asyncio.run(run())
 

@@ -6,11 +6,14 @@ whatever else the machine is). The shared suite covers the ops' cases; here is w
 
 from __future__ import annotations
 
+import ctypes
 import platform
+import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -18,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from graphllm.config import Bucket, Target
+from graphllm.cpp import compiler_command
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import Site
 from graphllm.ops.adjust_logits import adjust_logits
@@ -57,11 +61,15 @@ def _host_has(flag: str) -> bool:
     return cpuinfo.exists() and flag in cpuinfo.read_text().split()
 
 
+def _skip_what_is_native(level: str) -> None:
+    if level in LESS_THAN and not _host_has(LESS_THAN[level]):
+        pytest.skip("the native level is the same here")
+
+
 @pytest.fixture(scope="module", params=LEVELS)
 def level(request: pytest.FixtureRequest, compiled_for: CompiledFor) -> Iterator[str]:
     """Binds the kernels to a library compiled for the level."""
-    if request.param in LESS_THAN and not _host_has(LESS_THAN[request.param]):
-        pytest.skip("the native level is the same here")
+    _skip_what_is_native(request.param)
     with compiled_for(KERNELS, LEVELS[request.param]):
         yield request.param
 
@@ -319,6 +327,38 @@ def test_sample_with_the_largest_random_number(level: str) -> None:
     args = _requests([ROWS[1]], 500, 1.0, torch.float32) | {"logits_SV": logits, "seed_S": seed, "draw_S": draw}
     assert sample(**args).tolist() == [499]
     assert cpu_sample(**args).tolist() == [499]
+
+
+_NUMBERS = """
+#include "sample/cpu.cpp"
+extern "C" void numbers(const std::uint32_t* bits, float* to, std::int64_t count) {
+  using namespace graphllm;
+  for (std::int64_t i = 0; i < count; i += kRegLanes) {
+    Bits some;
+    std::memcpy(&some, bits + i, sizeof some);
+    const Reg found = uniform(some);
+    std::memcpy(to + i, &found, sizeof found);
+  }
+}
+"""
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_random_numbers_of_sample(name: str, tmp_path: Path) -> None:
+    """(bits + 1/2) / 2^32 below 1, each step rounded to float32. A sum in another order gives numbers that are off by a
+    rounding too rarely for the tokens to show it."""
+    _skip_what_is_native(name)
+    (tmp_path / "numbers.cpp").write_text(_NUMBERS)
+    library = tmp_path / "numbers.so"
+    subprocess.run([*compiler_command([tmp_path / "numbers.cpp"], library), *LEVELS[name]], check=True)
+    random = np.random.default_rng(0)
+    bits = random.integers(0, 2**32, 1 << 22, dtype=np.uint32) >> random.integers(0, 32, 1 << 22, dtype=np.uint32)
+    bits[:128] = [b % 2**32 for k in range(32) for b in (2**k - 1, 2**k, 2**k + 1, 2**32 - 2**k)]
+    found = np.empty(len(bits), dtype=np.float32)
+    ctypes.CDLL(str(library)).numbers(bits.ctypes, found.ctypes, ctypes.c_int64(len(bits)))
+    expected = np.minimum((bits.astype(np.float32) + np.float32(0.5)) * np.float32(2**-32), np.float32(1 - 2**-24))
+    assert expected.dtype == np.float32
+    np.testing.assert_array_equal(found, expected)
 
 
 # ---- adjust_logits

@@ -57,11 +57,13 @@ def test_arguments_and_order(kernels: CpuKernels) -> None:
     joined = kernels.join(launches)
     assert len(joined) == 4
     for run in (launches, joined, joined):
-        number.value = 0
+        number.value, before = 0, kernels.done
         for launch in run:
             launch()
+        assert kernels.done == before + 4
         assert number.value == 812345678077 * 100 + 50 - 1
 
 
 def test_nothing_to_join() -> None:
     assert CpuKernels(None).join([]) == []
+    assert CpuKernels(None).done == 0
