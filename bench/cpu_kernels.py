@@ -96,12 +96,13 @@ def read_ceiling(pool: torch.Tensor) -> float:
 
 
 def bench_linear(pool: torch.Tensor) -> None:
-    library = probe()
+    library, others = probe(), torch.ops.mkldnn._is_mkldnn_bf16_supported()
     print(f"""
 ## linear, {torch.get_num_threads()} threads
 
 GB/s of weights: median (best); the plain read of as many bytes takes turns with the rest, and so does a loop of
-products from the first-level cache. Share: the longer of these two over what the kernel takes, medians.
+products from the first-level cache. Share: the longer of these two over what the kernel takes, medians. torch's own
+are left out where it has no kernel for bfloat16.
 
 | N x K | rows | graphllm_linear | plain read | share | aten | oneDNN, packed weights |
 |---|---|---|---|---|---|---|""")
@@ -110,7 +111,7 @@ products from the first-level cache. Share: the longer of these two over what th
         weights = [pool[i * N * K : (i + 1) * N * K].view(N, K) for i in range(copies)]
         for M in ROWS:
             x = torch.randn(M, K).bfloat16()
-            packed = [torch.ops.mkldnn._reorder_linear_weight(w, M) for w in weights]
+            packed = [torch.ops.mkldnn._reorder_linear_weight(w, M) for w in weights if others]
             out = torch.empty(M, N, dtype=torch.bfloat16)
             streaming_linear(x, weights[0])  # builds the library; the engine calls its function as below
             kernel, places = c_kernel("graphllm_linear")._function, [w.data_ptr() for w in weights]
@@ -118,15 +119,19 @@ products from the first-level cache. Share: the longer of these two over what th
             ends = (None, out.data_ptr(), M, N, K, K, K)
             calls = [
                 lambda i, kernel=kernel, x=x, p=places, ends=ends: kernel(x.data_ptr(), p[i % len(p)], *ends),
-                lambda i, x=x, w=weights: torch.nn.functional.linear(x, w[i % len(w)]),
-                lambda i, x=x, w=packed: torch.ops.mkldnn._linear_pointwise(x, w[i % len(w)], None, "none", [], ""),
                 reader(library, pool, N * K * 2),
                 lambda i: library.probe_products(PRODUCTS),
             ]
-            *figures, products = turns(calls, max(1, (8 << 20) // (N * K)), 60)
+            if others:
+                calls += [
+                    lambda i, x=x, w=weights: torch.nn.functional.linear(x, w[i % len(w)]),
+                    lambda i, x=x, w=packed: torch.ops.mkldnn._linear_pointwise(x, w[i % len(w)], None, "none", [], ""),
+                ]
+            mine, plain, products, *beside = turns(calls, max(1, (8 << 20) // (N * K)), 60)
             computed = products[1] * 2 * M * N * K / library.probe_products(PRODUCTS)
-            share = max(figures[-1][1], computed) / figures[0][1]
-            ours, aten, onednn, read = (rate(N * K * 2, *pair) for pair in figures)
+            share = max(plain[1], computed) / mine[1]
+            ours, read, *theirs = (rate(N * K * 2, *pair) for pair in (mine, plain, *beside))
+            aten, onednn = theirs or ("-", "-")
             print(f"| {N} x {K} | {M} | {ours} | {read} | {share:.0%} | {aten} | {onednn} |", flush=True)
             del packed
 
