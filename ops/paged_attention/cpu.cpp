@@ -70,8 +70,8 @@ class Worker {
 
   // The most that the states of so many rows and heads take.
   static i64 room(const Args<T>& a, i64 rows, i64 heads) {
-    const i64 few = ceil_div(std::min(rows, kFewRows), 8) * 8;
-    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few_state(a, few));
+    const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.E);
+    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few);
   }
 
   // Attend; afterwards states() are those of the item. What `next` reads first, if given, is asked for on the way.
@@ -84,10 +84,10 @@ class Worker {
 
   Vec* states() { return states_; }
   // Vectors of a state and of all states of a head.
-  i64 unit_size(const Item& item) const { return few(item) ? few_state(a_, 1) : 2 + height_; }
+  i64 unit_size(const Item& item) const { return few(item) ? few_state_size(a_.E) : 2 + height_; }
   i64 head_size(const Item& item) const {
     const i64 rows = item.tokens * group_;
-    return few(item) ? few_state(a_, ceil_div(rows, 8) * 8) : ceil_div(rows, kLanes) * (2 + height_);
+    return (few(item) ? few_padded(rows) : ceil_div(rows, kLanes)) * unit_size(item);
   }
 
   // Write the rows of an item whose states are given.
@@ -144,8 +144,7 @@ class Worker {
   bool few(const Item& item) const {
     return item.tokens * group_ <= kFewRows && a_.P % kPiece == 0 && a_.E % Few::kColumns == 0;
   }
-  static i64 few_state(const Args<T>& a, i64 rows) { return rows * few_state_size(a.E); }
-  i64 few_query(i64 rows) const { return ceil_div(std::min(rows, kFewRows), kFewBlock) * kFewBlock * a_.E; }
+  i64 few_query(i64 rows) const { return few_padded(std::min(rows, kFewRows)) * a_.E; }
 
   const T* query(const Item& item, i64 r) const {
     return a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
@@ -160,7 +159,7 @@ class Worker {
 
   void run_few(const Item& item, const Item* next) {
     const i64 count = item.tokens * group_, size = few_state_size(a_.E), heads = item.heads;
-    const i64 padded = ceil_div(count, kFewBlock) * kFewBlock;
+    const i64 padded = few_padded(count);
     Item one = item;
     for (i64 head = 0; head < heads; head++, one.head++)
       for (i64 r = 0; r < padded; r++) {
@@ -236,7 +235,7 @@ class Worker {
     Vec scores[R];
     Few::template scores<R>(keys, ask, a.cache_slot, query, a.E, scores);
     const auto soften = [&](auto adjust) {
-      soften_rows<R, Few::kPrecise>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
+      soften_rows<R, Math::kPrecise>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
     };
     if (a.softcap > 0) {
       soften([&](Vec x) { return cap_scores(x * std::fabs(a.scale), a.softcap); });

@@ -24,6 +24,9 @@ struct Span {
 // State of a row: largest score, broadcast; sums of weights by lane; then E weighted sums of values.
 inline i64 few_state_size(i64 E) { return 2 + E / kLanes; }
 
+// So many rows as whole blocks.
+inline i64 few_padded(i64 rows) { return ceil_div(rows, kFewBlock) * kFewBlock; }
+
 #ifdef GRAPHLLM_AVX512
 inline Reg load_reg(const float* from) { return (Reg)load16(from); }
 inline void put_weights(bf16* to, Reg p) { _mm256_store_si256(reinterpret_cast<__m256i*>(to), narrow((__m512)p)); }
@@ -85,8 +88,6 @@ inline void soften_rows(i64 from, const Span* spans, float scale, const Adjust& 
 // float32 arithmetic, with bfloat16 widened as it is read.
 template <typename T>
 struct FewFloats {
-  using Cell = float;
-  static constexpr bool kPrecise = std::is_same_v<T, float>;
   static constexpr i64 kColumns = 16;  // E is a multiple
 
   static void put_query(const T* from, i64 E, float* to) { widen_row(from, E, to); }
@@ -179,8 +180,6 @@ struct FewFloats {
 // and the quarters are added at the end. Values of two tokens are interleaved as pairs, which leaves every 32 columns in an
 // order of their own until a row is stored.
 struct FewPairs {
-  using Cell = bf16;
-  static constexpr bool kPrecise = false;  // the weights are rounded to 8 bits next
   static constexpr i64 kColumns = 32;
 
   static void put_query(const bf16* from, i64 E, bf16* to) { std::copy(from, from + E, to); }
