@@ -57,7 +57,7 @@ class Timer:
             executor,
             batch(int(count), 1, context, executor) if name == "decode" else batch(1, int(count), 0, executor),
         )
-        rows = len(self.input.seq_len)
+        rows = len(self.input.seq_lens)
         for _ in range(3):
             executor.run(self.input)
         runner = executor._runner("plain", *executor.pick(len(self.input.token_ids), rows, name == "decode"))

@@ -35,7 +35,7 @@ class StubExecutor:
         import torch
 
         self.max_num_seqs = self.max_rows = slots
-        self.max_num_tokens, self.page_size, self.kv_pages, self.vocab = 8192, 16, pages, 32000
+        self.max_num_batched_tokens, self.block_size, self.num_blocks, self.vocab = 8192, 16, pages, 32000
         self.windows, self.depends_on_length, self.device = (0,), False, torch.device("cpu")
         self.max_logprobs, self.max_logit_bias = 20, 1024
         self._random = np.random.default_rng(0)
@@ -43,7 +43,7 @@ class StubExecutor:
     def start(self, step, full: bool = False):
         from graphllm.runtime.executor import StepResult
 
-        tokens = self._random.integers(10, self.vocab, len(step.logit_rows)).astype(np.int32)
+        tokens = self._random.integers(10, self.vocab, len(step.logits_indices)).astype(np.int32)
 
         class Frame:
             def wait(self) -> StepResult:

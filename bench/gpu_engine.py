@@ -83,7 +83,7 @@ def measure(shape: str) -> dict:
     def prompts(lengths: list[int]) -> list[list[int]]:
         return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
-    result: dict = {"compile s": round(compiled, 1), "kv pages": core.info.kv_pages, "decode": {}, "features": {}}
+    result: dict = {"compile s": round(compiled, 1), "kv pages": core.info.num_blocks, "decode": {}, "features": {}}
     for size in (1, 32, 64, 128, 256):
         run(core, prompts([128] * size), [8] * size, {"temperature": 0.0})  # captures
         found = run(core, prompts([128] * size), [256] * size, {"temperature": 0.0})

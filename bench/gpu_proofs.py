@@ -126,7 +126,7 @@ def memory(index: int) -> dict[str, Any]:
     before, _ = torch.cuda.mem_get_info()
     core = load(artifact, folder, **options)
     table = files.verify(artifact)["memory"]
-    planned = gpu_bytes(table, core.info.kv_pages)
+    planned = gpu_bytes(table, core.info.num_blocks)
     started = before - torch.cuda.mem_get_info()[0]
     rng = np.random.default_rng(0)
     for count in (1, 3, 9, 17, 40, 100, 300, 700):
@@ -218,8 +218,8 @@ def attention() -> dict[str, Any]:
         table = torch.randperm(S * width, device="cuda").int().view(S, width)
         args = {
             "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": torch.randn(S * width, 2, K, P, E, **made),
-            "block_table": table, "query_start": torch.arange(S + 1, device="cuda", dtype=torch.int32) * new,
-            "seq_len": torch.full((S,), context, device="cuda", dtype=torch.int32), "scale": E**-0.5,
+            "block_table": table, "query_start_loc": torch.arange(S + 1, device="cuda", dtype=torch.int32) * new,
+            "seq_lens": torch.full((S,), context, device="cuda", dtype=torch.int32), "scale": E**-0.5,
         }  # fmt: skip
         bucket = Bucket("decode" if new == 1 else "mixed", T if new == 1 else 2, max(T, 2) if new > 1 else T)
         impl = paged_attention.impls["triton_decode" if new == 1 else "triton_prefill"]

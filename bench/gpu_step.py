@@ -102,7 +102,7 @@ def worker(folder: Path, artifact: Path) -> None:
             "graph ms": round(begin.elapsed_time(end) / STEPS, 3),
         }
     for size in (512, 2048, 8192):
-        if size <= executor.max_num_tokens and size // 16 <= pages:
+        if size <= executor.max_num_batched_tokens and size // 16 <= pages:
             step = batch(1, size, 0, executor)
             times = []
             for _ in range(4):
@@ -119,16 +119,16 @@ def batch(size: int, tokens: int, start: int, executor):
 
     from graphllm.runtime.staging import StepInput
 
-    pages = -(-(start + tokens) // executor.page_size)
+    pages = -(-(start + tokens) // executor.block_size)
     ends = np.arange(1, size + 1, dtype=np.int32) * tokens
     rng = np.random.default_rng(0)
     return StepInput(
         token_ids=rng.integers(0, 1000, size * tokens).astype(np.int32),
         positions=np.tile(np.arange(start, start + tokens, dtype=np.int32), size),
         context_len=np.full(size * tokens, start + tokens, np.int32),
-        logit_rows=ends - 1,
-        query_start=np.concatenate([np.zeros(1, np.int32), ends]),
-        seq_len=np.full(size, start + tokens, np.int32),
+        logits_indices=ends - 1,
+        query_start_loc=np.concatenate([np.zeros(1, np.int32), ends]),
+        seq_lens=np.full(size, start + tokens, np.int32),
         block_table=rng.permutation(size * pages).astype(np.int32).reshape(1, size, pages),
     )
 

@@ -33,7 +33,7 @@ class Load:
 
     def __init__(self, running: int, turnover: bool) -> None:
         limits = SchedulerLimits(
-            max_num_seqs=running, max_num_tokens=8192, max_num_rows=running, max_len=MAX_LEN, page_size=PAGE
+            max_num_seqs=running, max_num_batched_tokens=8192, max_num_rows=running, max_len=MAX_LEN, block_size=PAGE
         )
         self.scheduler = Scheduler(limits, BlockPool(1 + running * MAX_LEN // PAGE, True))
         self.running, self.turnover, self.added = running, turnover, 0

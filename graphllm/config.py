@@ -77,8 +77,8 @@ class CompileConfig:
     buckets: tuple[Bucket, ...] = ()
     max_model_len: int = 2048
     max_num_seqs: int = 64
-    max_num_tokens: int = 2048
-    page_size: int = 16
+    max_num_batched_tokens: int = 2048
+    block_size: int = 16
     max_logprobs: int = 20
     max_logit_bias: int = 1024
     tune: bool = False

@@ -55,8 +55,8 @@ class Overrides:
     buckets: tuple[Bucket, ...] | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None
-    max_num_tokens: int | None = None
-    page_size: int | None = None
+    max_num_batched_tokens: int | None = None
+    block_size: int | None = None
     tune: bool | None = None
     jobs: int = 0
     quantize: Quantization | None = None
@@ -121,18 +121,20 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
     stored: Any = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
     cuda = target.device == "cuda"
     usual = max((b.hi for b in wanted.buckets or () if b.kind == "mixed"), default=8192 if cuda else 2048)
-    max_num_tokens = max(usual, wanted.max_num_seqs or 0) if wanted.max_num_tokens is None else wanted.max_num_tokens
+    max_num_batched_tokens = (
+        max(usual, wanted.max_num_seqs or 0) if wanted.max_num_batched_tokens is None else wanted.max_num_batched_tokens
+    )
     many = (1024 if gpu_memory() >= _LARGE_GPU else 256) if cuda else 64
-    max_num_seqs = min(many, max_num_tokens) if wanted.max_num_seqs is None else wanted.max_num_seqs
+    max_num_seqs = min(many, max_num_batched_tokens) if wanted.max_num_seqs is None else wanted.max_num_seqs
     config = CompileConfig(
         target=target,
         backend=wanted.backend,
         dtype=wanted.dtype or ("bfloat16" if cuda and stored == "float32" else stored),
-        buckets=wanted.buckets or default_buckets(target, max_num_seqs, max_num_tokens),
+        buckets=wanted.buckets or default_buckets(target, max_num_seqs, max_num_batched_tokens),
         max_model_len=positions if wanted.max_model_len is None else wanted.max_model_len,
         max_num_seqs=max_num_seqs,
-        max_num_tokens=max_num_tokens,
-        page_size=16 if wanted.page_size is None else wanted.page_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        block_size=16 if wanted.block_size is None else wanted.block_size,
         tune=cuda if wanted.tune is None else wanted.tune,
         jobs=wanted.jobs,
         quantize=wanted.quantize,
@@ -143,7 +145,7 @@ def compile_config(model_config: Mapping[str, Any], wanted: Overrides) -> Compil
 
 def check(config: CompileConfig) -> None:
     """Raise ConfigError for settings that cannot work together."""
-    for name, smallest in (("max_model_len", 2), ("max_num_tokens", 2), ("max_num_seqs", 1), ("page_size", 1)):
+    for name, smallest in (("max_model_len", 2), ("max_num_batched_tokens", 2), ("max_num_seqs", 1), ("block_size", 1)):
         found = getattr(config, name)
         if found < smallest:
             raise ConfigError(f"{name} is {found}: it must be at least {smallest}")
@@ -163,14 +165,14 @@ def check(config: CompileConfig) -> None:
     largest = max((b.hi for b in config.buckets if b.kind == "mixed"), default=0)
     if largest < 2:
         raise ConfigError("buckets: none takes prompts; add a mixed one such as mixed-2-2048")
-    if not config.max_num_seqs <= config.max_num_tokens <= largest:
+    if not config.max_num_seqs <= config.max_num_batched_tokens <= largest:
         raise ConfigError(
-            f"max_num_tokens (--max-num-batched-tokens) is {config.max_num_tokens}: it must be at least max_num_seqs, "
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: it must be at least max_num_seqs, "
             f"{config.max_num_seqs}, and at most what the mixed buckets take, {largest}"
         )
 
 
-def default_buckets(target: Target, max_num_seqs: int, max_num_tokens: int) -> tuple[Bucket, ...]:
+def default_buckets(target: Target, max_num_seqs: int, max_num_batched_tokens: int) -> tuple[Bucket, ...]:
     """One sequence alone is static; the rest of decode is split where other kernels win on a GPU."""
     found = [Bucket("decode", 1, 1)]
     edges = [16, 32, 64, 128, 256, max_num_seqs] if target.device == "cuda" else [max_num_seqs]
@@ -179,7 +181,7 @@ def default_buckets(target: Target, max_num_seqs: int, max_num_tokens: int) -> t
         if low <= min(edge, max_num_seqs):
             found.append(Bucket("decode", low, min(edge, max_num_seqs)))
             low = edge + 1
-    return (*found, Bucket("mixed", 2, max_num_tokens))
+    return (*found, Bucket("mixed", 2, max_num_batched_tokens))
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
@@ -444,7 +446,7 @@ def _named(name: str) -> LogitsProcessor:
 def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: float) -> int:
     """Pages of the cache, with the null page, which is no request's; on a GPU, of what the weights have left."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
-    full = -(-compiled["max_model_len"] // compiled["page_size"])
+    full = -(-compiled["max_model_len"] // compiled["block_size"])
     most = None
     if kv_memory is None and compiled["target"]["device"] == "cuda":
         import torch

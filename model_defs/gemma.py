@@ -157,7 +157,7 @@ def layer(
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
-    x_SD = select_rows(x_TD, step.logit_rows)
+    x_SD = select_rows(x_TD, step.logits_indices)
     return lm_head(rms_norm(x_SD, w.norm, c.eps, 1.0), w.lm_head, c.logit_cap)
 
 

@@ -130,7 +130,7 @@ def layer(
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
-    x_SD = select_rows(x_TD, step.logit_rows)
+    x_SD = select_rows(x_TD, step.logits_indices)
     return lm_head(layer_norm(x_SD, w.norm, w.norm_bias, c.eps), w.lm_head)
 
 

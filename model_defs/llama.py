@@ -154,7 +154,7 @@ def layer(
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
-    return lm_head(rms_norm(select_rows(x_TD, step.logit_rows), w.norm, c.eps), w.lm_head)
+    return lm_head(rms_norm(select_rows(x_TD, step.logits_indices), w.norm, c.eps), w.lm_head)
 
 
 register_model(

@@ -30,7 +30,7 @@ TEMPLATE = (
 )
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|system|>", "<|bot|>"]
 # Small enough that prompts of a few tokens are chunked and the batch fills up; context 96 needs 12 pages.
-LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_tokens": 32, "page_size": 8}
+LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 
 
 logging.getLogger("torch.__trace").disabled = True  # pytest collects logs, and the compiler's fill pages

@@ -237,7 +237,7 @@ def test_rebuild_replaces_an_artifact_and_nothing_else(checkpoint: Path, tmp_pat
     place = tmp_path / "artifact"
     for page in (8, 16):
         assert cli("compile", checkpoint, *small, "--block-size", page, "--output", place).code == 0
-        assert artifact.verify(place)["factors"]["compile"]["page_size"] == page
+        assert artifact.verify(place)["factors"]["compile"]["block_size"] == page
     assert {p.name for p in tmp_path.iterdir()} == {"documents", "artifact"}
 
 

@@ -32,14 +32,14 @@ def test_defaults(target: Any) -> None:
     target(CPU)
     config = compile_config(MODEL, Overrides())
     assert (config.dtype, config.max_model_len) == ("bfloat16", 4096)
-    assert (config.max_num_seqs, config.max_num_tokens) == (64, 2048)
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 2048)
     assert config.buckets == (Bucket("decode", 1, 1), Bucket("decode", 2, 64), Bucket("mixed", 2, 2048))
     assert not config.tune
     assert compile_config({"n_positions": 77}, Overrides()).max_model_len == 77
     assert compile_config({}, Overrides()).dtype == "float32"
     target(H200)
     config = compile_config({**MODEL, "dtype": "float32"}, Overrides())
-    assert (config.dtype, config.max_num_seqs, config.max_num_tokens) == ("bfloat16", 256, 8192)
+    assert (config.dtype, config.max_num_seqs, config.max_num_batched_tokens) == ("bfloat16", 256, 8192)
     edges = [(b.lo, b.hi) for b in config.buckets if b.kind == "decode"]
     assert edges == [(1, 1), (2, 16), (17, 32), (33, 64), (65, 128), (129, 256)]
     assert config.tune
@@ -59,12 +59,12 @@ def test_default_buckets_cover_every_batch_once(device: Target, seqs: int) -> No
 def test_one_limit_sets_the_other(target: Any) -> None:
     """What is not given follows what is."""
     target(CPU)
-    few = compile_config(MODEL, Overrides(max_num_tokens=16))
-    assert (few.max_num_seqs, few.max_num_tokens, few.buckets[-1].hi) == (16, 16, 16)
+    few = compile_config(MODEL, Overrides(max_num_batched_tokens=16))
+    assert (few.max_num_seqs, few.max_num_batched_tokens, few.buckets[-1].hi) == (16, 16, 16)
     many = compile_config(MODEL, Overrides(max_num_seqs=4000))
-    assert (many.max_num_seqs, many.max_num_tokens, many.buckets[-1].hi) == (4000, 4000, 4000)
+    assert (many.max_num_seqs, many.max_num_batched_tokens, many.buckets[-1].hi) == (4000, 4000, 4000)
     own = compile_config(MODEL, Overrides(buckets=parse_buckets("decode-1,mixed-2-512")))
-    assert (own.max_num_tokens, own.max_num_seqs) == (512, 64)
+    assert (own.max_num_batched_tokens, own.max_num_seqs) == (512, 64)
 
 
 @pytest.mark.parametrize(
@@ -72,11 +72,14 @@ def test_one_limit_sets_the_other(target: Any) -> None:
     [
         ({"max_num_seqs": 0}, "max_num_seqs is 0: it must be at least 1"),
         ({"max_num_seqs": -3}, "max_num_seqs is -3"),
-        ({"max_num_tokens": 0}, "max_num_tokens is 0"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens is 0"),
         ({"max_model_len": 0}, "max_model_len is 0"),
-        ({"page_size": 0}, "page_size is 0"),
-        ({"max_num_seqs": 64, "max_num_tokens": 32}, "is 32: it must be at least max_num_seqs, 64"),
-        ({"buckets": "mixed-2-64", "max_num_tokens": 128}, "is 128: .* at most what the mixed buckets take, 64"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_num_seqs": 64, "max_num_batched_tokens": 32}, "is 32: it must be at least max_num_seqs, 64"),
+        (
+            {"buckets": "mixed-2-64", "max_num_batched_tokens": 128},
+            "is 128: .* at most what the mixed buckets take, 64",
+        ),
         ({"buckets": "decode-1,decode-2-64"}, "none takes prompts"),
         ({"buckets": "mixed-1-64"}, "mixed-1-64 is no range"),
         ({"buckets": "mixed-64-2"}, "mixed-64-2 is no range"),

@@ -230,14 +230,14 @@ def _quantized_artifact(folder: Path, place: Path, quantize: Any, backend: Any =
     compile_model(source.config, source.tensors, prepare.compile_config(source.config, overrides), place)
     plan = WeightPlan.from_json((place / "weights.json").read_text())
     assert source.checkpoint is not None
-    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), kv_pages=16)
+    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), num_blocks=16)
 
 
 def _logits(executor: Executor, ids: list[int]) -> torch.Tensor:
     n = len(ids)
     arrays = {
-        "token_ids": ids, "positions": range(n), "context_len": [n] * n, "logit_rows": [n - 1],
-        "query_start": [0, n], "seq_len": [n],
+        "token_ids": ids, "positions": range(n), "context_len": [n] * n, "logits_indices": [n - 1],
+        "query_start_loc": [0, n], "seq_lens": [n],
     }  # fmt: skip
     plain = {k: np.array(list(v), np.int32) for k, v in arrays.items()}
     table = np.arange(1, 7, dtype=np.int32).reshape(1, 1, -1)

@@ -297,7 +297,7 @@ def write_program(
         "zeroed": zeroed,
         "state": sum(math.prod(int(d) for d in s.shape) * 4 for s in state.values()),
         "kv page": page,
-        "kv bytes per token": page // config.page_size,
+        "kv bytes per token": page // config.block_size,
     }
 
 

@@ -28,7 +28,7 @@ def step_specs(config: CompileConfig, vocab: int, groups: int = 1) -> dict[str, 
     groups: cache groups, each with a block table of its own. A block table is exactly max_model_len wide. The mask
     comes last, so that steps without one need not copy it.
     """
-    pages = -(-config.max_model_len // config.page_size)
+    pages = -(-config.max_model_len // config.block_size)
     dense = TensorSpec.contiguous
     tables = {f"step.block_table.{g}": dense("int32", "S", pages) for g in range(groups)}
     ints = ("top_k", "draw", "slot", "counted", "mask_row", "bias_count", "target", "wanted")
@@ -37,9 +37,9 @@ def step_specs(config: CompileConfig, vocab: int, groups: int = 1) -> dict[str, 
         "step.token_ids": dense("int32", "T"),
         "step.positions": dense("int32", "T"),
         "step.context_len": dense("int32", "T"),
-        "step.logit_rows": dense("int32", "S"),
-        "step.query_start": dense("int32", "S + 1"),
-        "step.seq_len": dense("int32", "S"),
+        "step.logits_indices": dense("int32", "S"),
+        "step.query_start_loc": dense("int32", "S + 1"),
+        "step.seq_lens": dense("int32", "S"),
         **tables,
         "step.seed": dense("int64", "S"),
         **{f"step.{n}": dense("int32", "S") for n in ints},
@@ -61,7 +61,7 @@ def state_specs(config: CompileConfig, vocab: int) -> dict[str, TensorSpec]:
 
 def kv_spec(model_config: Any, config: CompileConfig, pages: int | str) -> TensorSpec:
     """One layer's cache: [pages, 2, K, P, E], see `paged_attention`."""
-    shape = (2, model_config.K, config.page_size, model_config.E)
+    shape = (2, model_config.K, config.block_size, model_config.E)
     return TensorSpec.contiguous(config.dtype, pages, *shape)
 
 

@@ -116,29 +116,29 @@ class SamplingTable:
         n, T = len(slots), int(counts.sum())
         starts, total = plan.starts, plan.starts + counts
         if n == T == np.count_nonzero(rows_of):  # one token and one row each
-            query_start, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
-            positions, known, logit_rows, last = starts, total, entry, True
+            query_start_loc, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
+            positions, known, logits_indices, last = starts, total, entry, True
             draw = total - self.prompt_len[slots]
         else:
-            query_start = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
-            ends = query_start[1:]
+            query_start_loc = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
+            ends = query_start_loc[1:]
             positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
             known = np.repeat(scheduler.known[slots] + plan.fed, counts)
             entry = np.repeat(np.arange(n), rows_of)
             back = np.repeat(np.cumsum(rows_of), rows_of) - np.arange(len(entry))
-            logit_rows, last = (ends[entry] - back).astype(np.int32), back == 1
+            logits_indices, last = (ends[entry] - back).astype(np.int32), back == 1
             slot_R = slots[entry]
-            draw = positions[logit_rows] + 1 - self.prompt_len[slot_R]
+            draw = positions[logits_indices] + 1 - self.prompt_len[slot_R]
         special = self.special[slot_R] | (draw < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
         step = StepInput(
-            token_ids=self._token_ids(plan, scheduler, query_start[1:], T),
+            token_ids=self._token_ids(plan, scheduler, query_start_loc[1:], T),
             positions=positions,
             context_len=known,
-            logit_rows=logit_rows,
-            query_start=query_start,
-            seq_len=total,
-            block_table=plan.tables[:, slots, : -(-int(total.max()) // scheduler.page_size)],
+            logits_indices=logits_indices,
+            query_start_loc=query_start_loc,
+            seq_lens=total,
+            block_table=plan.tables[:, slots, : -(-int(total.max()) // scheduler.block_size)],
             # Only the row that ends a sequence's known tokens leaves a token for its next step.
             slot=np.where(last & (draw >= 0), slot_R, self._scrap),
             draw=draw,

@@ -59,13 +59,13 @@ class EngineCore:
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
         caching = options.enable_prefix_caching and not executor.depends_on_length
-        self._pool = BlockPool(executor.kv_pages, caching)
+        self._pool = BlockPool(executor.num_blocks, caching)
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
-            max_num_tokens=executor.max_num_tokens,
+            max_num_batched_tokens=executor.max_num_batched_tokens,
             max_num_rows=executor.max_rows,
             max_len=max_len,
-            page_size=executor.page_size,
+            block_size=executor.block_size,
             max_num_queued_reqs=options.max_num_queued_reqs,
             policy=options.scheduling_policy,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
@@ -81,16 +81,16 @@ class EngineCore:
         self._ended = time.monotonic()  # the last step
         self._stats = CoreStats(
             started=self._ended,
-            total_pages=executor.kv_pages - 1,
+            total_blocks=executor.num_blocks - 1,
             buckets={b.name: BucketStats() for b in executor.buckets},
         )
         self.info = CoreInfo(
             max_model_len=max_len,
             vocab=executor.vocab,
             max_num_seqs=executor.max_num_seqs,
-            max_num_tokens=executor.max_num_tokens,
-            page_size=executor.page_size,
-            kv_pages=executor.kv_pages,
+            max_num_batched_tokens=executor.max_num_batched_tokens,
+            block_size=executor.block_size,
+            num_blocks=executor.num_blocks,
             capacity=self._scheduler.capacity,
             max_logprobs=executor.max_logprobs,
             max_logit_bias=executor.max_logit_bias,
@@ -183,7 +183,7 @@ class EngineCore:
                 bias = request.params.logit_bias or {}
                 self._executor.set_slot(sequence.slot, request.prompt, sequence.output, bias)
         if plan.copies:
-            self._executor.copy_pages(plan.copies)
+            self._executor.copy_blocks(plan.copies)
         batch = self._table.stage(plan, self._scheduler, bool(self._processors))
         self._stats.steps += 1
         return _InFlight(plan, batch, self._executor.start(batch.step, batch.full), begun)
@@ -309,8 +309,8 @@ class EngineCore:
         """Gauges and counters as of now."""
         scheduler, stats = self._scheduler, self._stats
         stats.running, stats.waiting = scheduler.running, scheduler.waiting + len(self._compiling)
-        stats.free_pages = self._pool.free_pages
-        stats.kv_usage = 1 - stats.free_pages / max(stats.total_pages, 1)
+        stats.free_blocks = self._pool.free_blocks
+        stats.kv_usage = 1 - stats.free_blocks / max(stats.total_blocks, 1)
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
         stats.preemptions = scheduler.preemptions
         return copy.deepcopy(stats)

@@ -78,8 +78,8 @@ def open_model(args: EngineArgs) -> Opened:
         quantize=args.quantize,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
-        max_num_tokens=args.max_num_batched_tokens,
-        page_size=args.block_size,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        block_size=args.block_size,
     )
     told: set[str] = set()
 

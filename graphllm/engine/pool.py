@@ -29,7 +29,7 @@ class BlockPool:
         self._cached: dict[Key, int] = {}
 
     @property
-    def free_pages(self) -> int:
+    def free_blocks(self) -> int:
         """Pages that nobody holds."""
         return len(self._free)
 

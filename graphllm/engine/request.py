@@ -86,9 +86,9 @@ class CoreInfo(msgspec.Struct, frozen=True):
     max_model_len: int
     vocab: int
     max_num_seqs: int
-    max_num_tokens: int
-    page_size: int
-    kv_pages: int
+    max_num_batched_tokens: int
+    block_size: int
+    num_blocks: int
     capacity: int
     max_logprobs: int
     max_logit_bias: int
@@ -141,7 +141,7 @@ class CoreStats(msgspec.Struct):
 
     started: `time.monotonic` of the core's beginning; tells it from one that it replaces. steps: steps launched.
     kv_usage: share of the pages that running requests hold. prefix_queries, prefix_hits: prompt tokens looked up in and
-    found in the prefix cache. free_pages: pages nobody holds (cached ones included). prompt_tokens, cached_tokens: of
+    found in the prefix cache. free_blocks: pages nobody holds (cached ones included). prompt_tokens, cached_tokens: of
     the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
     buckets: by the name of the bucket.
     """
@@ -151,8 +151,8 @@ class CoreStats(msgspec.Struct):
     running: int = 0
     waiting: int = 0
     kv_usage: float = 0.0
-    free_pages: int = 0
-    total_pages: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
     prefix_queries: int = 0
     prefix_hits: int = 0
     preemptions: int = 0

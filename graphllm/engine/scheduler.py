@@ -35,10 +35,10 @@ class SchedulerLimits(NamedTuple):
     """
 
     max_num_seqs: int
-    max_num_tokens: int
+    max_num_batched_tokens: int
     max_num_rows: int
     max_len: int
-    page_size: int
+    block_size: int
     max_num_queued_reqs: int | None = None
     policy: str = "fcfs"
     long_prefill_token_threshold: int = 0
@@ -126,8 +126,8 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, pool: BlockPool, groups: tuple[int, ...] = (0,)) -> None:
         self._limits, self._pool, self._windows = limits, pool, groups
-        self.page_size = limits.page_size
-        slots, pages = limits.max_num_seqs, -(-limits.max_len // limits.page_size)
+        self.block_size = limits.block_size
+        slots, pages = limits.max_num_seqs, -(-limits.max_len // limits.block_size)
 
         def column() -> np.ndarray:
             return np.zeros(slots, dtype=np.int32)
@@ -168,15 +168,15 @@ class Scheduler:
     def _capacity(self) -> int:
         """Tokens of the longest sequence that fits into the cache alone."""
         pages = len(self._pool.references) - 1
-        longest = -(-self._limits.max_len // self.page_size)
+        longest = -(-self._limits.max_len // self.block_size)
         while longest and sum(self._most_pages(longest)) > pages:
             longest -= 1
-        return min(longest * self.page_size, self._limits.max_len)
+        return min(longest * self.block_size, self._limits.max_len)
 
     def _most_pages(self, pages: int) -> list[int]:
         """Pages each group needs at most for a sequence of so many pages of tokens."""
-        step = self._limits.max_num_tokens
-        return [min(pages, -(-(w + step) // self.page_size) + 1) if w else pages for w in self._windows]
+        step = self._limits.max_num_batched_tokens
+        return [min(pages, -(-(w + step) // self.block_size) + 1) if w else pages for w in self._windows]
 
     def check(self, request: EngineRequest) -> None:
         """Raise ConfigError for a request that cannot run, QueueFullError when no more may wait."""
@@ -233,7 +233,7 @@ class Scheduler:
         if slot < 0 or self.computed[slot] < self.known[slot] + self.inflight[slot] - 1:
             return
         room = int(self._limit[slot] - self.known[slot] - self.inflight[slot]) - 1
-        most = min(self._limits.max_num_tokens, self._limits.max_num_rows) - 1
+        most = min(self._limits.max_num_batched_tokens, self._limits.max_num_rows) - 1
         sequence.drafts = drafts[: max(0, min(room, most))]
         self._drafts[slot] = len(sequence.drafts)
 
@@ -242,7 +242,7 @@ class Scheduler:
         entries: list[tuple[np.ndarray, np.ndarray]] = []  # slots, counts
         self._copies = []
         admitted: list[Sequence] = []
-        budget, rows, preempted = self._limits.max_num_tokens, self._limits.max_num_rows, self.preemptions
+        budget, rows, preempted = self._limits.max_num_batched_tokens, self._limits.max_num_rows, self.preemptions
         # Over all slots, which is faster than picking the used ones: a free one has nothing to do.
         known = self.known + self.inflight
         todo = known - self.computed
@@ -332,16 +332,16 @@ class Scheduler:
         """The decoding slots, in order, that have the pages for their next tokens; others were preempted. decode, ends:
         of all slots, whether they decode and how far their tokens then go."""
         slots = self._order[decode[self._order]]
-        events = (ends > self._held[0] * self.page_size) | self._shared
+        events = (ends > self._held[0] * self.block_size) | self._shared
         for g, window in enumerate(self._windows):
             if window:
-                events |= (np.maximum(self.computed - window + 1, 0) // self.page_size) > self._freed[g]
+                events |= (np.maximum(self.computed - window + 1, 0) // self.block_size) > self._freed[g]
         events &= decode
         if not np.count_nonzero(events):
             return slots
         before = self.preemptions
         at = slots[events[slots]]
-        last = (ends[at] - 1) // self.page_size
+        last = (ends[at] - 1) // self.block_size
         if self._add_pages(at, last):
             return slots
         for slot, pages in zip(at.tolist(), (last + 1).tolist(), strict=True):
@@ -360,7 +360,7 @@ class Scheduler:
     def _add_pages(self, slots: np.ndarray, last: np.ndarray) -> bool:
         """The usual case at once: one page more for each slot, and there are enough. False, and nothing done, if
         not."""
-        if self._windows != (0,) or len(slots) > self._pool.free_pages:
+        if self._windows != (0,) or len(slots) > self._pool.free_blocks:
             return False
         held = self._held[0, slots]
         if (last != held).any() or self._shared[slots].any():
@@ -374,7 +374,7 @@ class Scheduler:
         them."""
         start = int(self.computed[sequence.slot])
         while count:
-            if self._extend(sequence, -(-(start + count) // self.page_size)):
+            if self._extend(sequence, -(-(start + count) // self.block_size)):
                 return count
             victim = next((s for s in reversed(self._running) if s.slot not in planned), None)
             if victim is None or victim is sequence:
@@ -396,7 +396,7 @@ class Scheduler:
         need = sum(max(0, pages - int(h)) for h in self._held[:, slot])
         if self._shared[slot]:
             need += len(self._windows)
-        if need > self._pool.free_pages:
+        if need > self._pool.free_blocks:
             return False
         for g in range(len(self._windows)):
             for i in range(int(self._held[g, slot]), pages):
@@ -416,7 +416,7 @@ class Scheduler:
 
     def _copy_shared(self, slot: int) -> None:
         """Replace the page that is written next, where others hold or may find it, by a copy."""
-        at = int(self.computed[slot]) // self.page_size
+        at = int(self.computed[slot]) // self.block_size
         for g in range(len(self._windows)):
             page = int(self.tables[g, slot, at])
             if page and not self._pool.exclusive(page):
@@ -447,7 +447,7 @@ class Scheduler:
                 break
             slot = sequence.slot
             count = self._chunk(sequence, slot, budget, rows)
-            if not count or not self._extend(sequence, -(-(int(self.computed[slot]) + count) // self.page_size)):
+            if not count or not self._extend(sequence, -(-(int(self.computed[slot]) + count) // self.block_size)):
                 self._leave(sequence)
                 heapq.heappush(self._waiting, sequence)
                 break
@@ -466,7 +466,7 @@ class Scheduler:
 
     def _first_seen(self, position: int, window: int) -> int:
         """The first page that the token at a position sees through a window."""
-        return max(0, position - window + 1) // self.page_size
+        return max(0, position - window + 1) // self.block_size
 
     def _has_window(self, leader: Sequence) -> bool:
         """Whether a leader still holds the pages that the last token of its prompt sees."""
@@ -480,15 +480,15 @@ class Scheduler:
         request, length = sequence.request, sequence.length
         shared: list[list[int]]
         if leader is not None:
-            blocks, computed = -(-length // self.page_size), length - 1
+            blocks, computed = -(-length // self.block_size), length - 1
             shared = [self.tables[g, leader.slot, :blocks].tolist() for g in range(len(self._windows))]
         else:
             shared = self._find(sequence)
             blocks = len(shared[0])
-            computed = blocks * self.page_size
-        missing = sum(m - min(blocks, m) for m in self._most_pages(-(-(length + 1) // self.page_size)))
+            computed = blocks * self.block_size
+        missing = sum(m - min(blocks, m) for m in self._most_pages(-(-(length + 1) // self.block_size)))
         unheld = sum(1 for pages in shared for p in pages if p and self._pool.references[p] == 0)
-        if missing + unheld + (len(self._windows) if leader else 0) > self._pool.free_pages:
+        if missing + unheld + (len(self._windows) if leader else 0) > self._pool.free_blocks:
             return False
         slot = sequence.slot = self._free_slots.pop()
         self._by_slot[slot] = sequence
@@ -504,7 +504,7 @@ class Scheduler:
         self.last_token[slot] = sequence.output[-1] if sequence.output else request.prompt[-1]
         self._prompt[slot] = len(request.prompt)
         self._limit[slot] = min(len(request.prompt) + request.limit, self._limits.max_len)
-        self._drafts[slot], self._hashed[slot] = 0, computed // self.page_size
+        self._drafts[slot], self._hashed[slot] = 0, computed // self.block_size
         self._set_due(slot)
         self._scoring[slot] = request.params.prompt_logprobs is not None
         self._shared[slot] = leader is not None
@@ -526,7 +526,7 @@ class Scheduler:
         scoring = request.params.prompt_logprobs is not None and sequence.scored < len(request.prompt) - 1
         if not self._pool.caching or scoring or request.params.skip_reading_prefix_cache:
             return none
-        blocks = (sequence.length - 1) // self.page_size
+        blocks = (sequence.length - 1) // self.block_size
         self._digest(sequence, blocks)
         found = [[self._pool.find(g, d) for d in sequence.digests[:blocks]] for g in range(len(self._windows))]
         size = blocks
@@ -537,7 +537,7 @@ class Scheduler:
             size = best
         out = []
         for pages, window in zip(found, self._windows, strict=True):
-            first = self._first_seen(size * self.page_size, window) if window else 0
+            first = self._first_seen(size * self.block_size, window) if window else 0
             out.append([0] * min(first, size) + pages[first:size])
         return out
 
@@ -546,7 +546,7 @@ class Scheduler:
         if not window:
             return next((i for i, p in enumerate(pages[:size]) if not p), size)
         while size:
-            first = self._first_seen(size * self.page_size, window)
+            first = self._first_seen(size * self.block_size, window)
             hole = next((i for i in range(size - 1, first - 1, -1) if not pages[i]), None)
             if hole is None:
                 return size
@@ -558,8 +558,8 @@ class Scheduler:
         have = len(sequence.digests)
         if have >= blocks:
             return
-        size = 4 * self.page_size
-        ids = array("i", sequence.tokens(have * self.page_size, blocks * self.page_size)).tobytes()
+        size = 4 * self.block_size
+        ids = array("i", sequence.tokens(have * self.block_size, blocks * self.block_size)).tobytes()
         before = sequence.digests[-1] if have else b""
         for at in range(0, len(ids), size):
             before = self._pool.digest(before, ids[at : at + size], sequence.request.cache_salt)
@@ -669,7 +669,7 @@ class Scheduler:
         slot = sequence.slot
         if not self._pool.caching:
             return
-        first, blocks = int(self._hashed[slot]), int(min(self.computed[slot], self.known[slot])) // self.page_size
+        first, blocks = int(self._hashed[slot]), int(min(self.computed[slot], self.known[slot])) // self.block_size
         if blocks > first:
             self._digest(sequence, blocks)
             for g in range(len(self._windows)):
@@ -682,8 +682,8 @@ class Scheduler:
     def _set_due(self, slot: int) -> None:
         """When the sequence's next pages are stored, in tokens computed."""
         blocks = int(self._hashed[slot])
-        more = 1 if (blocks + 1) * self.page_size <= self._prompt[slot] else _STORED_AT_ONCE
-        self._due[slot] = (blocks + more) * self.page_size
+        more = 1 if (blocks + 1) * self.block_size <= self._prompt[slot] else _STORED_AT_ONCE
+        self._due[slot] = (blocks + more) * self.block_size
 
     def _preempt(self, sequence: Sequence) -> None:
         """Take a sequence's pages; it waits, in its old place, to be computed again. What is in flight is lost."""

@@ -18,13 +18,14 @@ _models: dict[str, Model] = {}
 class Attn(NamedTuple):
     """Where each sequence's tokens and KV pages are, in the argument order of `paged_attention` after ``kv_cache``.
 
-    block_table [S, B] int32: page ids. query_start [S+1] int32: sequence s owns rows query_start[s]:query_start[s+1].
-    seq_len [S] int32: tokens of the sequence including this step's.
+    block_table [S, B] int32: page ids. query_start_loc [S+1] int32: sequence s owns rows
+    query_start_loc[s]:query_start_loc[s+1].
+    seq_lens [S] int32: tokens of the sequence including this step's.
     """
 
     block_table: Tensor
-    query_start: Tensor
-    seq_len: Tensor
+    query_start_loc: Tensor
+    seq_lens: Tensor
 
 
 class Step(NamedTuple):
@@ -32,13 +33,13 @@ class Step(NamedTuple):
 
     token_ids [T] int32. positions [T] int32: position of the token in its sequence. context_len [T] int32: number of
     tokens of the sequence known when the token was scheduled (the prompt's length during prefill), for position
-    encodings that depend on length. logit_rows [S] int32: the row of x whose logits are wanted, one per sequence.
+    encodings that depend on length. logits_indices [S] int32: the row of x whose logits are wanted, one per sequence.
     """
 
     token_ids: Tensor
     positions: Tensor
     context_len: Tensor
-    logit_rows: Tensor
+    logits_indices: Tensor
     attn: Attn
 
 

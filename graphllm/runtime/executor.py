@@ -75,7 +75,7 @@ class Frame:
 class Executor:
     """Runs the programs of one artifact.
 
-    folder: the artifact, already verified. weights: finished parameters by name. kv_pages: pages of the paged cache,
+    folder: the artifact, already verified. weights: finished parameters by name. num_blocks: pages of the paged cache,
     the same in every cache tensor; page 0 is never written by a request. windows: attention window of each cache
     group, 0 for none. depends_on_length: cached keys depend on the context's length, so they cannot be shared. threads:
     of a CPU's kernels, None for torch's choice. cache: memory of those pages on a CPU, None to make it here. Raises
@@ -87,16 +87,16 @@ class Executor:
         folder: Path,
         manifest: Mapping[str, Any],
         weights: Mapping[str, torch.Tensor],
-        kv_pages: int,
+        num_blocks: int,
         threads: int | None = None,
         cache: CacheMemory | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
         self.buckets = [Bucket(**b) for b in compiled["buckets"]]
-        self.max_num_seqs, self.max_num_tokens = compiled["max_num_seqs"], compiled["max_num_tokens"]
+        self.max_num_seqs, self.max_num_batched_tokens = compiled["max_num_seqs"], compiled["max_num_batched_tokens"]
         self.max_logprobs, self.max_logit_bias = compiled["max_logprobs"], compiled["max_logit_bias"]
-        self.page_size, self.kv_pages = compiled["page_size"], kv_pages
+        self.block_size, self.num_blocks = compiled["block_size"], num_blocks
         program = json.loads((folder / "program.json").read_text())
         self.vocab = program["vocab"]
         self.windows = tuple(program["kv"]["windows"])
@@ -140,7 +140,7 @@ class Executor:
 
     def _allocate_kv(self, kv: Mapping[str, Any]) -> list[torch.Tensor]:
         # Zeroed: a page's unused tail is multiplied by a weight of zero, which must not meet NaN.
-        shape, dtype = (self.kv_pages, *kv["page"]), getattr(torch, kv["dtype"])
+        shape, dtype = (self.num_blocks, *kv["page"]), getattr(torch, kv["dtype"])
         if self.device.type == "cpu":
             self._cache = self._cache or CacheMemory(kv["tensors"], shape[0], math.prod(shape[1:]) * dtype.itemsize)
             return [torch.from_numpy(t).view(dtype).view(shape) for t in self._cache.tensors]
@@ -148,7 +148,7 @@ class Executor:
             return [self._zeros(shape, kv["dtype"]) for _ in range(kv["tensors"])]
         except RuntimeError as failure:
             raise ConfigError(
-                f"kv cache: {self.kv_pages} pages do not fit in memory ({failure}); lower --kv-cache-memory or "
+                f"kv cache: {self.num_blocks} pages do not fit in memory ({failure}); lower --kv-cache-memory or "
                 "--gpu-memory-utilization"
             ) from failure
 
@@ -183,7 +183,7 @@ class Executor:
 
     def start(self, step: StepInput, full: bool = False) -> Frame:
         """Start a step; returns at once. With ``full`` it stops at the logits and `sample` must follow."""
-        tokens, seqs, rows = len(step.token_ids), len(step.seq_len), len(step.logit_rows)
+        tokens, seqs, rows = len(step.token_ids), len(step.seq_lens), len(step.logits_indices)
         decode = tokens == seqs == rows
         bucket, T, S = self.pick(tokens, max(seqs, rows), decode)
         ring = self._turn
@@ -265,7 +265,7 @@ class Executor:
             ends = np.arange(1, rows + 1, dtype=np.int32) * (count // rows)
             zeros = np.zeros(count, dtype=np.int32)
             length = np.full(rows, count // rows, dtype=np.int32)
-            pages = np.zeros((len(self.windows), rows, -(-(count // rows) // self.page_size)), dtype=np.int32)
+            pages = np.zeros((len(self.windows), rows, -(-(count // rows) // self.block_size)), dtype=np.int32)
             starts = np.concatenate([zeros[:1], ends])
             self.run(StepInput(zeros, zeros, zeros + 1, ends - 1, starts, length, pages))
 
@@ -288,7 +288,7 @@ class Executor:
 
         self._stream.submit(work)
 
-    def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy pages (from, to) in every cache tensor, in order with the steps."""
 
         def work() -> None:

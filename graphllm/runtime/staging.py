@@ -25,17 +25,17 @@ class StepInput(NamedTuple):
 
     `graphllm.ir.model.Step` says what the fields of the model mean, the ops of the sampling program the others.
     token_ids [T]: a negative -(slot + 1) takes the token last sampled for that slot, on the device. positions,
-    context_len [T]. logit_rows [R]: rows of the batch. query_start [n + 1], seq_len [n], block_table [groups, n,
-    width]; every sequence has a token. All further fields are [R], one entry for each sampled row; None is the neutral
-    value throughout.
+    context_len [T]. logits_indices [R]: rows of the batch. query_start_loc [n + 1], seq_lens [n],
+    block_table [groups, n, width]; every sequence has a token. All further fields are [R], one entry for each sampled
+    row; None is the neutral value throughout.
     """
 
     token_ids: np.ndarray
     positions: np.ndarray
     context_len: np.ndarray
-    logit_rows: np.ndarray
-    query_start: np.ndarray
-    seq_len: np.ndarray
+    logits_indices: np.ndarray
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
     block_table: np.ndarray
     slot: np.ndarray | None = None
     temperature: np.ndarray | None = None
@@ -144,7 +144,7 @@ class Staging:
         for name, values in zip(step._fields, step, strict=True):
             if name in arrays and values is not None:
                 arrays[name][: len(values)] = values
-        arrays["query_start"][len(step.query_start) :] = step.query_start[-1]
+        arrays["query_start_loc"][len(step.query_start_loc) :] = step.query_start_loc[-1]
         rows, columns = self._filled[ring] = step.block_table.shape[1:]
         packed = self._table_bytes(T, S) > _WHOLE_TABLES
         for name, table in zip(self._tables, step.block_table, strict=True):

@@ -18,7 +18,7 @@ _REASON = (
 
 
 def _owned_rows(out_THE: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
-    return out_THE[: int(args["query_start"][-1])]
+    return out_THE[: int(args["query_start_loc"][-1])]
 
 
 def _case(
@@ -62,8 +62,8 @@ def _case(
             starts.append(starts[-1] + n)
         return {
             "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": make.normal(total, 2, K, page, E),
-            "block_table": table.to(make.device), "query_start": make.tensor(starts, torch.int32),
-            "seq_len": make.tensor([length for _, length in sequences], torch.int32),
+            "block_table": table.to(make.device), "query_start_loc": make.tensor(starts, torch.int32),
+            "seq_lens": make.tensor([length for _, length in sequences], torch.int32),
             "scale": E**-0.5, "window": window, "softcap": softcap,
         }  # fmt: skip
 

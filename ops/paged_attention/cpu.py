@@ -12,7 +12,7 @@ from graphllm.ir.op import Site
 from graphllm.ops.paged_attention.op import paged_attention
 
 _SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor block_table, Tensor query_start, Tensor seq_len,"
+    "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens,"
     " Tensor(b!) out, SymInt T, SymInt S, SymInt H, SymInt K, SymInt E, SymInt P, SymInt q_token, SymInt q_head,"
     " SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt cache_page, SymInt cache_kind,"
     " SymInt cache_head, SymInt cache_slot, SymInt table_stride, float scale, SymInt window, float softcap) -> ()"
@@ -26,7 +26,7 @@ _kernels = {
 
 def _supports(site: Site) -> bool:
     values = [site.args[name] for name in ("q_THE", "k_TKE", "v_TKE", "kv_cache")]
-    tables = [site.args[name] for name in ("block_table", "query_start", "seq_len")]
+    tables = [site.args[name] for name in ("block_table", "query_start_loc", "seq_lens")]
     return all(t.dtype == values[0].dtype and t.dtype in _kernels and t.stride(-1) == 1 for t in values) and all(
         t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables
     )
@@ -39,8 +39,8 @@ def cpu_paged_attention(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -49,8 +49,8 @@ def cpu_paged_attention(
     out_THE = q_THE.new_empty(q_THE.shape)
     T, H, E = q_THE.shape
     _kernels[q_THE.dtype](
-        *(q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE),
-        *(T, seq_len.shape[0], H, k_TKE.shape[1], E, kv_cache.shape[3]),
+        *(q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE),
+        *(T, seq_lens.shape[0], H, k_TKE.shape[1], E, kv_cache.shape[3]),
         *(stride for t in (q_THE, k_TKE, v_TKE) for stride in t.stride()[:2]),
         *kv_cache.stride()[:4],
         *(block_table.stride(0), scale, window, softcap),

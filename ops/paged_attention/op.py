@@ -14,17 +14,17 @@ def _cost(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
 ) -> Cost:
     H, E = q_THE.shape[1:]
     K = k_TKE.shape[1]
-    queries = (query_start[1:] - query_start[:-1]).tolist()
+    queries = (query_start_loc[1:] - query_start_loc[:-1]).tolist()
     pairs = read = 0
-    for n, length in zip(queries, seq_len.tolist(), strict=True):
+    for n, length in zip(queries, seq_lens.tolist(), strict=True):
         if n == 0:
             continue
         spans = [min(p + 1, window) if window else p + 1 for p in range(length - n, length)]
@@ -41,8 +41,8 @@ def paged_attention(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -50,21 +50,20 @@ def paged_attention(
     """Causal attention of T new tokens over a paged KV cache, grouped-query heads, one ragged batch.
 
     q_THE [T, H, E], k_TKE and v_TKE [T, K, E]: the step's tokens, sequence after sequence; H is a multiple of K; rows
-    may
-    be strided, the last dimension is contiguous. kv_cache [B, 2, K, P, E]: B pages of P tokens, keys at index 0, values
-    at 1; written in place. block_table [S, N] int32: the pages of each sequence. query_start [S+1] int32: sequence s
-    owns
-    rows query_start[s]:query_start[s+1], possibly none. seq_len [S] int32: its tokens including these rows, so row i of
-    its n rows has position seq_len - n + i. scale: factor on q.k. window: if positive, a token sees itself and the
-    window - 1 tokens before it. softcap: if positive, scores become softcap * tanh(score / softcap) before the mask.
-    Returns [T, H, E] in q's dtype; rows at or after query_start[S] are padding and come back unspecified.
+    may be strided, the last dimension is contiguous. kv_cache [B, 2, K, P, E]: B blocks of P tokens, keys at index 0,
+    values at 1; written in place. block_table [S, N] int32: the blocks of each sequence. query_start_loc [S+1] int32:
+    sequence s owns rows query_start_loc[s]:query_start_loc[s+1], possibly none. seq_lens [S] int32: its tokens
+    including these rows, so row i of its n rows has position seq_lens - n + i. scale: factor on q.k. window: if
+    positive, a token sees itself and the window - 1 tokens before it. softcap: if positive, scores become
+    softcap * tanh(score / softcap) before the mask.
+    Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
     2023 (grouped queries); Gemma 2 report 2024 (soft cap).
     """
     _, H, E = q_THE.shape
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
-    starts, lengths = query_start.tolist(), seq_len.tolist()
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     accumulate = torch.float64 if q_THE.dtype == torch.float64 else torch.float32
     for s, length in enumerate(lengths):
         a, b = starts[s], starts[s + 1]
@@ -102,8 +101,8 @@ def _(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,

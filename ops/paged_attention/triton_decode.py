@@ -2,7 +2,7 @@
 
 One program attends for one sequence, one range of the context and one or more KV heads: all of their query heads are
 packed into the rows of a tile, the heads' keys into its columns, and scores between different heads are masked. The
-number of ranges is a launch constant; the ranges follow from seq_len on the device, so a captured launch serves every
+number of ranges is a launch constant; the ranges follow from seq_lens on the device, so a captured launch serves every
 length. The step's own token is taken from k and v directly, by the program of range 0, which also stores it into the
 cache: no program reads a position that another one writes. The last program of a sequence and its heads to finish joins
 the ranges, always in the same order.
@@ -441,8 +441,8 @@ def launch_decode(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     out_THE: Tensor,
     scale: float,
     window: int,
@@ -463,7 +463,7 @@ def launch_decode(
     """
     H, E = q_THE.shape[1:]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
-    S = seq_len.shape[0]
+    S = seq_lens.shape[0]
     shape = (S, splits, H) if splits > 1 else (1, 1, 1)
     partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
@@ -473,7 +473,7 @@ def launch_decode(
     launch_triton(
         _split_kernel, (K // heads, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
-        block_table, query_start, seq_len, *pointers,
+        block_table, query_start_loc, seq_lens, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_PAGE=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
@@ -539,8 +539,8 @@ def triton_decode(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -550,7 +550,7 @@ def triton_decode(
     """Pure decode: every sequence has zero or one query token. turn: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap, turn,
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, turn,
         write=True, **config,
     )  # fmt: skip
     return out_THE

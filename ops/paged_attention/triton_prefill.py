@@ -2,8 +2,8 @@
 
 A program of the flash kernel serves one block of query tokens of one sequence for one KV head, the query heads of that
 KV head packed into the tile's rows. The grid has room for one partly filled block per sequence; a program finds its
-sequence by comparing with query_start, on the device. Sequences with a single query token go to the split-KV kernels of
-triton_decode, which spread a long context over many programs.
+sequence by comparing with query_start_loc, on the device. Sequences with a single query token go to the split-KV
+kernels of triton_decode, which spread a long context over many programs.
 """
 
 # mypy: allow-untyped-defs
@@ -277,8 +277,8 @@ def triton_prefill(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
@@ -288,7 +288,7 @@ def triton_prefill(
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     T, H, E = q_THE.shape
     K, P = kv_cache.shape[2], kv_cache.shape[3]
-    G, S = H // K, seq_len.shape[0]
+    G, S = H // K, seq_lens.shape[0]
     cache = {
         "CACHE_PAGE": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
         "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E), "P": P,
@@ -297,7 +297,7 @@ def triton_prefill(
     (q_norm, k_norm, cos, sin), turning = turn_arguments(turn, q_THE)
     launch_triton(
         _write_kernel, (K, (T + _WRITE_TOKENS - 1) // _WRITE_TOKENS),
-        k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, k_norm, cos, sin, S,
+        k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, k_norm, cos, sin, S,
         K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
         BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache, **turning,
     )  # fmt: skip
@@ -305,13 +305,13 @@ def triton_prefill(
     score_scale, log2e_cap = score_constants(scale, softcap)
     launch_triton(
         _flash_kernel, ((T // (plan["block_m"] // G) + S) * K,),
-        q_THE, kv_cache, out_THE, block_table, query_start, seq_len, q_norm, cos, sin, S,
+        q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         H=H, K=K, G=G, BLOCK_M=plan["block_m"], BLOCK_N=plan["block_n"], num_warps=plan["warps"],
         num_stages=plan["stages"], **cache, **turning,
     )  # fmt: skip
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start, seq_len, out_THE, scale, window, softcap, turn,
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, turn,
         write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),
     )  # fmt: skip
     return out_THE

@@ -29,8 +29,8 @@ def rope_attention(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     cos_TF: Tensor,
     sin_TF: Tensor,
@@ -51,7 +51,7 @@ def rope_attention(
     return paged_attention.reference(
         rope.reference(q_THE, cos_TF, sin_TF),
         rope.reference(k_TKE, cos_TF, sin_TF),
-        *(v_TKE, kv_cache, block_table, query_start, seq_len, scale, window, softcap),
+        *(v_TKE, kv_cache, block_table, query_start_loc, seq_lens, scale, window, softcap),
     )
 
 
@@ -62,8 +62,8 @@ def _(
     v_TKE: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
-    query_start: Tensor,
-    seq_len: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
     scale: float,
     cos_TF: Tensor,
     sin_TF: Tensor,

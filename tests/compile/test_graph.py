@@ -85,7 +85,8 @@ def test_use_before_definition() -> None:
 
 def test_write_to_something_that_is_no_input() -> None:
     attn = {
-        "block_table": dense("int32", "S", 4), "query_start": dense("int32", "S + 1"), "seq_len": dense("int32", "S"),
+        "block_table": dense("int32", "S", 4), "query_start_loc": dense("int32", "S + 1"),
+        "seq_lens": dense("int32", "S"),
     }  # fmt: skip
     kv = dense("float32", 64, 2, 2, 8, 16)
     inputs = {"q": dense("float32", "T", 4, 16), "k": dense("float32", "T", 2, 16), "kv": kv, **attn}

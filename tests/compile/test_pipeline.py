@@ -31,7 +31,7 @@ GEMMA = LLAMA | {
 CONFIG = CompileConfig(
     Target("cpu", ("x86_64",)), backend="eager", dtype="float32",
     buckets=(Bucket("decode", 1, 1), Bucket("mixed", 2, 16)),
-    max_model_len=64, max_num_seqs=4, max_num_tokens=16, page_size=8,
+    max_model_len=64, max_num_seqs=4, max_num_batched_tokens=16, block_size=8,
 )  # fmt: skip
 
 

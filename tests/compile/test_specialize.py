@@ -40,7 +40,9 @@ pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="
 
 def _config() -> CompileConfig:
     buckets = default_buckets(TARGET, 40, 512)
-    return CompileConfig(TARGET, buckets=buckets, max_model_len=256, max_num_seqs=40, max_num_tokens=512, tune=True)
+    return CompileConfig(
+        TARGET, buckets=buckets, max_model_len=256, max_num_seqs=40, max_num_batched_tokens=512, tune=True
+    )
 
 
 def _linked(config: CompileConfig) -> Linked:

@@ -74,5 +74,5 @@ def finish(
     assert all(r.finish_reason for r in found.values())
     stats = core.stats()
     assert (stats.running, stats.waiting) == (0, 0)
-    assert stats.free_pages == stats.total_pages
+    assert stats.free_blocks == stats.total_blocks
     return found

@@ -183,7 +183,7 @@ class Simulation:
 
     def _check_streams(self, wanted: dict[str, int], plan: Plan | None) -> None:
         planned = [] if plan is None else [s.request.id for s in plan.sequences]
-        room = min(self.limits.max_num_tokens, self.limits.max_num_rows)
+        room = min(self.limits.max_num_batched_tokens, self.limits.max_num_rows)
         for id, tokens in wanted.items():
             if self.alive[id].slot >= 0:  # not preempted
                 room -= tokens
@@ -191,11 +191,11 @@ class Simulation:
 
     def _start(self, plan: Plan) -> tuple[Plan, list[str], np.ndarray, dict[int, list[int]]]:
         """What the device does with a step; checks that it may."""
-        limits, page = self.limits, self.limits.page_size
+        limits, page = self.limits, self.limits.block_size
         n = len(plan.sequences)
         assert n == len(set(plan.slots.tolist())) > 0
         assert [s.slot for s in plan.sequences] == plan.slots.tolist()
-        assert 0 < plan.counts.sum() <= limits.max_num_tokens
+        assert 0 < plan.counts.sum() <= limits.max_num_batched_tokens
         assert plan.rows.sum() <= limits.max_num_rows
         assert self.scheduler.running <= limits.max_num_seqs
         self.copied += plan.copies
@@ -246,7 +246,7 @@ class Simulation:
 
     def _check_past(self, plan: Plan, i: int, hashes: list[int], end: int) -> None:
         """What the entry's first position sees, up to ``end``, is there; what lies behind its window was given back."""
-        page, slot, start = self.limits.page_size, int(plan.slots[i]), int(plan.starts[i])
+        page, slot, start = self.limits.block_size, int(plan.slots[i]), int(plan.starts[i])
         for g, window in enumerate(self.windows):
             first = max(0, start - window + 1) if window else 0
             for position in range(first, end):
@@ -324,7 +324,7 @@ class Simulation:
         scheduler, pool = self.scheduler, self.pool
         counted: Counter[int] = Counter(scheduler.tables[scheduler.tables > 0].tolist())
         assert {p: r for p, r in enumerate(pool.references) if r} == dict(counted)
-        assert pool.free_pages + len(counted) == len(pool.references) - 1
+        assert pool.free_blocks + len(counted) == len(pool.references) - 1
         assert scheduler.unfinished == len(self.requests) - len(self.reason)
         assert scheduler.running + scheduler.waiting == scheduler.unfinished
         used = {s.slot for s in self.alive.values() if s.slot >= 0}

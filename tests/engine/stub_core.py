@@ -12,7 +12,7 @@ from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Ranked, 
 
 def info(vocab: int, **changes: int) -> CoreInfo:
     """Of a small core; ``changes`` replace its numbers."""
-    plain = {"max_model_len": 64, "max_num_seqs": 4, "max_num_tokens": 32, "page_size": 4, "kv_pages": 65}
+    plain = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 4, "num_blocks": 65}
     plain |= {"capacity": 256, "max_logprobs": 20, "max_logit_bias": 1024}
     return CoreInfo(**{**plain, "vocab": vocab, **changes}, device="cpu")  # type: ignore[arg-type]
 

@@ -87,7 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         assert self.pool.references == [0, *self.holders.values()]
-        assert self.pool.free_pages == len(self._free())
+        assert self.pool.free_blocks == len(self._free())
         found = {key: page for page, key in self.content.items()}
         for group in range(2):
             for digest in (b"a", b"b", b"c", b"d"):

@@ -308,7 +308,7 @@ def test_nan_logits_end_the_request_with_an_error(opened: Open, checkpoint: Path
         broken.model.norm.weight.fill_(float("nan"))
     broken.save_pretrained(tmp_path / "broken")
     source = prepare.open_source(tmp_path / "broken")
-    config = prepare.compile_config(source.config, prepare.Overrides("cpu", "eager", max_model_len=96, page_size=8))
+    config = prepare.compile_config(source.config, prepare.Overrides("cpu", "eager", max_model_len=96, block_size=8))
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     core = opened(folder=tmp_path / "broken", place=place)
     for params in (GREEDY, SamplingParams(temperature=1.0, max_tokens=5, logprobs=2, top_k=3)):
@@ -406,7 +406,9 @@ def test_windows_have_pages_of_their_own(opened: Open, tmp_path: Path) -> None:
     ).eval()  # fmt: skip
     made.save_pretrained(tmp_path / "gemma")
     source = prepare.open_source(tmp_path / "gemma")
-    wanted = prepare.Overrides("cpu", "eager", max_model_len=200, page_size=8, max_num_seqs=3, max_num_tokens=32)
+    wanted = prepare.Overrides(
+        "cpu", "eager", max_model_len=200, block_size=8, max_num_seqs=3, max_num_batched_tokens=32
+    )
     config = prepare.compile_config(source.config, wanted)
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     params = replace(GREEDY, max_tokens=50)
@@ -451,9 +453,9 @@ def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
         begun = time.monotonic()
         frame = start(step, full)
         frame.begun = (begun, called)  # type: ignore[attr-defined]
-        tokens, rows = len(step.token_ids), len(step.logit_rows)
-        decode = tokens == len(step.seq_len) == rows
-        bucket, padded, _ = executor.pick(tokens, max(len(step.seq_len), rows), decode)
+        tokens, rows = len(step.token_ids), len(step.logits_indices)
+        decode = tokens == len(step.seq_lens) == rows
+        bucket, padded, _ = executor.pick(tokens, max(len(step.seq_lens), rows), decode)
         expected[bucket.name] = [
             a + b for a, b in zip(expected[bucket.name], (1, tokens, padded - tokens), strict=True)
         ]

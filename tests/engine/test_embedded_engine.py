@@ -21,7 +21,7 @@ def _compile(folder: Path) -> None:
     from graphllm.compile.pipeline import compile_model
 
     source = prepare.open_source(MODEL_DIR)
-    wanted = prepare.Overrides("cpu", dtype="float32", max_model_len=256, max_num_seqs=64, page_size=8)
+    wanted = prepare.Overrides("cpu", dtype="float32", max_model_len=256, max_num_seqs=64, block_size=8)
     compile_model(source.config, source.tensors, prepare.compile_config(source.config, wanted), folder)
 
 

@@ -12,7 +12,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.pool import BlockPool
 from graphllm.engine.scheduler import QueueFullError, Scheduler, SchedulerLimits
 
-LIMITS = SchedulerLimits(max_num_seqs=4, max_num_tokens=16, max_num_rows=16, max_len=64, page_size=4)
+LIMITS = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_num_rows=16, max_len=64, block_size=4)
 
 
 def simulation(pages: int = 100, windows: tuple[int, ...] = (0,), caching: bool = True, **limits: Any) -> Simulation:
@@ -67,7 +67,7 @@ def test_rows_of_a_step() -> None:
 
 
 def test_a_long_prompt_does_not_hold_up_streams() -> None:
-    sim = simulation(max_num_tokens=8, max_len=200)
+    sim = simulation(max_num_batched_tokens=8, max_len=200)
     for i in range(3):
         sim.add(request(f"{i}", prompt(2, i), 60))
     sim.step()
@@ -275,7 +275,7 @@ def test_the_caller_ends_a_request() -> None:
     sim.step()
     sequence = sim.alive["a"]
     sim.scheduler.end(sequence, "stop")
-    assert (sequence.finish_reason, sim.scheduler.unfinished, sim.pool.free_pages) == ("stop", 0, 99)
+    assert (sequence.finish_reason, sim.scheduler.unfinished, sim.pool.free_blocks) == ("stop", 0, 99)
     sim.scheduler.fail(sequence, "why")
     assert (sequence.finish_reason, sequence.error) == ("error", "why")
 
@@ -317,7 +317,7 @@ def test_ids_are_unique() -> None:
 )
 def test_capacity(windows: tuple[int, ...], capacity: int) -> None:
     """What fits runs to its end alone, in steps of any size; what is longer is refused."""
-    sim = simulation(pages=9, windows=windows, max_num_tokens=8)
+    sim = simulation(pages=9, windows=windows, max_num_batched_tokens=8)
     assert sim.scheduler.capacity == capacity
     for i, length in enumerate((1, capacity // 2, capacity - 1)):
         sim.add(request(f"{i}", prompt(length, i), capacity - length))
@@ -404,7 +404,7 @@ def test_the_end_of_what_is_cached_is_evicted_first() -> None:
 
 def test_a_window_needs_only_its_pages() -> None:
     """Fewer pages than the prompt has: what lies behind the window was given back, and its end is found yet."""
-    sim = simulation(pages=8, windows=(4,), page_size=2, max_num_tokens=4)
+    sim = simulation(pages=8, windows=(4,), block_size=2, max_num_batched_tokens=4)
     assert _cached(sim, "a", prompt(21), limit=1) == 0
     assert _cached(sim, "b", prompt(21), limit=1) == 20
 
@@ -429,7 +429,7 @@ def test_groups_agree_on_what_is_found(earlier: bool) -> None:
 
 @pytest.mark.parametrize("windows", [(4,), (0, 6), (7, 3)])
 def test_pages_behind_the_window_are_given_back(windows: tuple[int, ...]) -> None:
-    sim = simulation(windows=windows, page_size=2, max_num_tokens=6)
+    sim = simulation(windows=windows, block_size=2, max_num_batched_tokens=6)
     sim.add(request("a", prompt(19), 30))
     while sim.unfinished:
         for entry in sim.step():
@@ -503,7 +503,7 @@ def test_the_leader_is_gone(caching: bool) -> None:
 
 def test_the_leader_was_preempted() -> None:
     """Its sibling waits until the prompt was computed again."""
-    sim = simulation(pages=14, max_num_seqs=2, max_num_tokens=6, caching=False, policy="priority")
+    sim = simulation(pages=14, max_num_seqs=2, max_num_batched_tokens=6, caching=False, policy="priority")
     _siblings(sim, 1, prompt(20), 12, priority=1)
     sim.add(request("first", prompt(8, 1), 24))
     while "0" not in sim.alive or not sim.alive["0"].preemptions:
@@ -543,7 +543,7 @@ def test_prompt_rows_are_limited() -> None:
 
 def test_as_many_rows_as_entries_though_not_one_each() -> None:
     """Two rows for a prompt's last chunk, none for the chunk beside it."""
-    sim = simulation(max_num_tokens=4, max_num_rows=4, long_prefill_token_threshold=2, caching=False)
+    sim = simulation(max_num_batched_tokens=4, max_num_rows=4, long_prefill_token_threshold=2, caching=False)
     sim.add(request("a", prompt(6), 1, scored=True))
     sim.add(request("b", prompt(9, 1), 1))
     plans = sim.run()
@@ -560,7 +560,7 @@ def test_scores_need_the_whole_prompt() -> None:
 
 
 def test_a_prompt_preempted_in_its_middle_is_not_scored_twice() -> None:
-    sim = simulation(pages=11, max_num_seqs=2, max_num_tokens=5, caching=False)
+    sim = simulation(pages=11, max_num_seqs=2, max_num_batched_tokens=5, caching=False)
     sim.add(request("first", prompt(3, 1), 29))
     while len(sim.output["first"]) < 8:
         sim.step()
@@ -578,7 +578,8 @@ def test_a_sibling_that_scores_goes_on_alone() -> None:
     """It began its prompt itself, the leader's window having moved on, and was preempted in the middle, as was the
     leader later. Now the leader's prompt is there again, but not the scores of the rest of it."""
     sim = simulation(
-        pages=32, windows=(0, 4), caching=False, page_size=2, max_num_seqs=3, max_num_tokens=4, policy="priority",
+        pages=32, windows=(0, 4), caching=False, block_size=2, max_num_seqs=3, max_num_batched_tokens=4,
+        policy="priority",
         long_prefill_token_threshold=2,
     )  # fmt: skip
     sim.add(request("first", prompt(2, 1), 40))
@@ -661,7 +662,7 @@ def test_a_stop_token_among_kept_drafts() -> None:
     sim.step()
     sim.step()
     assert (len(sim.output["a"]), sim.reason["a"], sim.alive["a"].stop_reason) == (5, "stop", 3)
-    assert sim.pool.free_pages == 99
+    assert sim.pool.free_blocks == 99
 
 
 @pytest.mark.parametrize("limit", [5, 6, 8])
@@ -688,7 +689,7 @@ def test_an_error_among_kept_drafts() -> None:
 
 
 def test_drafts_are_no_more_than_a_step_takes() -> None:
-    for sim in (simulation(max_num_tokens=4), simulation(max_num_rows=4)):
+    for sim in (simulation(max_num_batched_tokens=4), simulation(max_num_rows=4)):
         sim.add(request("a", prompt(3), 20))
         for _ in range(3):
             sim.step()
@@ -698,7 +699,7 @@ def test_drafts_are_no_more_than_a_step_takes() -> None:
         sim.run()
 
 
-@pytest.mark.parametrize("limits", [{"max_num_tokens": 6}, {"max_num_rows": 6}])
+@pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 6}, {"max_num_rows": 6}])
 def test_drafts_of_several_requests_share_a_step(limits: dict[str, Any]) -> None:
     """Those that are too many wait for the next one."""
     sim = simulation(**limits)
@@ -714,7 +715,7 @@ def test_drafts_of_several_requests_share_a_step(limits: dict[str, Any]) -> None
 
 
 def test_drafts_for_what_waits_or_is_computed_again_are_dropped() -> None:
-    sim = simulation(max_num_tokens=4)
+    sim = simulation(max_num_batched_tokens=4)
     sim.add(request("a", prompt(10), 6))
     sim.step()
     sim.scheduler.propose(sim.alive["a"], [1, 2])

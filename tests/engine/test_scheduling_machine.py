@@ -31,7 +31,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(
         windows=st.sampled_from([(0,), (0, 6), (4,)]),
-        page_size=st.integers(2, 4),
+        block_size=st.integers(2, 4),
         pages=st.integers(8, 30),
         seqs=st.integers(2, 5),
         tokens=st.integers(5, 14),
@@ -41,11 +41,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
     )
     def start(
-        self, windows: tuple[int, ...], page_size: int, pages: int, seqs: int, tokens: int, more_rows: int,
+        self, windows: tuple[int, ...], block_size: int, pages: int, seqs: int, tokens: int, more_rows: int,
         policy: str, threshold: int, caching: bool,
     ) -> None:  # fmt: skip
         limits = SchedulerLimits(
-            max_num_seqs=seqs, max_num_tokens=tokens, max_num_rows=seqs + more_rows, max_len=32, page_size=page_size,
+            max_num_seqs=seqs, max_num_batched_tokens=tokens, max_num_rows=seqs + more_rows, max_len=32,
+            block_size=block_size,
             policy=policy, long_prefill_token_threshold=threshold,
         )  # fmt: skip
         self.sim = Simulation(limits, pages, windows, caching)
@@ -131,7 +132,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule()
     def reset_cache(self) -> None:
-        idle = self.sim.pool.free_pages == len(self.sim.pool.references) - 1
+        idle = self.sim.pool.free_blocks == len(self.sim.pool.references) - 1
         assert self.sim.pool.reset_cache() == idle
 
     def teardown(self) -> None:
@@ -145,7 +146,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self._step()
         assert not sim.unfinished, "no progress"
         assert set(sim.reason) == set(sim.requests)
-        assert sim.pool.free_pages == len(sim.pool.references) - 1
+        assert sim.pool.free_blocks == len(sim.pool.references) - 1
 
 
 TestScheduler = SchedulerMachine.TestCase

@@ -35,7 +35,7 @@ def _make(folder: Path) -> None:
     ).save_pretrained(folder / "model")  # fmt: skip
     source = prepare.open_source(folder / "model")
     wanted = prepare.Overrides(
-        "cpu", dtype="float32", max_model_len=CONTEXT, max_num_seqs=24, max_num_tokens=512, page_size=PAGE
+        "cpu", dtype="float32", max_model_len=CONTEXT, max_num_seqs=24, max_num_batched_tokens=512, block_size=PAGE
     )
     compile_model(source.config, source.tensors, prepare.compile_config(source.config, wanted), folder / "artifact")
 

@@ -33,7 +33,7 @@ def _compile(checkpoint: Path, folder: Path) -> None:
 
     source = prepare.open_source(checkpoint)
     wanted = prepare.Overrides(
-        "cuda", "inductor", "float32", max_model_len=96, max_num_seqs=4, max_num_tokens=32, page_size=8
+        "cuda", "inductor", "float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, block_size=8
     )
     compile_model(source.config, source.tensors, prepare.compile_config(source.config, wanted), folder)
 

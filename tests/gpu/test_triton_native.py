@@ -52,13 +52,13 @@ def test_decode_graph_serves_other_lengths() -> None:
     with torch.cuda.graph(graph):
         out = decode(**static)
     other = _inputs(op, ragged, 1)
-    n, pages = len(other["seq_len"]), other["kv_cache"].shape[0]
+    n, pages = len(other["seq_lens"]), other["kv_cache"].shape[0]
     static["kv_cache"][:pages] = other["kv_cache"]
     static["block_table"].zero_()[:n, : other["block_table"].shape[1]] = other["block_table"][:, :columns]
-    static["query_start"][: n + 1] = other["query_start"]
-    static["query_start"][n + 1 :] = other["query_start"][-1]
-    static["seq_len"].zero_()[:n] = other["seq_len"]
-    rows = int(other["query_start"][-1])
+    static["query_start_loc"][: n + 1] = other["query_start_loc"]
+    static["query_start_loc"][n + 1 :] = other["query_start_loc"][-1]
+    static["seq_lens"].zero_()[:n] = other["seq_lens"]
+    rows = int(other["query_start_loc"][-1])
     for tensor in ("q_THE", "k_TKE", "v_TKE"):
         static[tensor][:rows] = other[tensor][:rows]
     graph.replay()

@@ -39,18 +39,18 @@ class Driver:
         source = prepare.open_source(folder)
         assert source.checkpoint is not None
         wanted = prepare.Overrides(
-            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_tokens=512, page_size=PAGE, tune=tune
+            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_batched_tokens=512, block_size=PAGE, tune=tune
         )
         config = replace(prepare.compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
         compile_model(source.config, source.tensors, config, place)
         manifest = artifact.verify(place)
         plan = WeightPlan.from_json((place / "weights.json").read_text())
-        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), kv_pages=512)
+        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), num_blocks=512)
 
     def forced(self, sequences: Sequence[Sequence[int]], n_tokens: int) -> list[Tensor]:
         """The logits [n_tokens, V] after each of the last tokens of every sequence, the first from its prefill and the
         others from decode steps of all sequences together."""
-        pages = _assign_pages([len(s) for s in sequences] * len(self.executor.windows), self.executor.kv_pages)
+        pages = _assign_pages([len(s) for s in sequences] * len(self.executor.windows), self.executor.num_blocks)
         count = len(sequences)
         tables = [pages[g * count : (g + 1) * count] for g in range(len(self.executor.windows))]
         done = [0] * count
@@ -70,7 +70,7 @@ class Driver:
         Returns, for each prompt, the logits [V] after its last token, and the n_tokens drawn ones.
         """
         lengths, groups = [len(p) + n_tokens for p in prompts], len(self.executor.windows)
-        pages = _assign_pages(lengths * groups, self.executor.kv_pages)
+        pages = _assign_pages(lengths * groups, self.executor.num_blocks)
         tables = [pages[g * len(prompts) : (g + 1) * len(prompts)] for g in range(groups)]
         new, done = [list(p) for p in prompts], [0] * len(prompts)
         prefill: list[Tensor] = []
@@ -105,8 +105,8 @@ def _step(new: Sequence[Sequence[int]], done: Sequence[int], tables: list[list[l
         token_ids=np.array([t for n in new for t in n], dtype=np.int32),
         positions=np.concatenate([np.arange(d, d + len(n), dtype=np.int32) for d, n in zip(done, new, strict=True)]),
         context_len=np.repeat(lengths, counts),
-        logit_rows=ends - 1,
-        query_start=np.concatenate([np.zeros(1, np.int32), ends]),
-        seq_len=lengths,
+        logits_indices=ends - 1,
+        query_start_loc=np.concatenate([np.zeros(1, np.int32), ends]),
+        seq_lens=lengths,
         block_table=np.stack([stack_tables(group) for group in tables]),
     )

@@ -167,8 +167,8 @@ def _batch(
             cache[at, :, :, position % page] = torch.randn(2, K, E).to(dtype)
     return {
         "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": cache, "block_table": table,
-        "query_start": torch.tensor(starts, dtype=torch.int32),
-        "seq_len": torch.tensor([length for _, length in sequences], dtype=torch.int32), "scale": E**-0.5,
+        "query_start_loc": torch.tensor(starts, dtype=torch.int32),
+        "seq_lens": torch.tensor([length for _, length in sequences], dtype=torch.int32), "scale": E**-0.5,
     }  # fmt: skip
 
 
@@ -178,7 +178,7 @@ def _check_attention(args: dict[str, object], tolerance: float) -> None:
     exact["kv_cache"] = exact["kv_cache"].nan_to_num()  # the reference multiplies what it masks by 0
     reference = paged_attention(**exact)
     out = cpu_paged_attention(**args)  # type: ignore[arg-type]
-    rows = int(args["query_start"][-1])  # type: ignore[index]
+    rows = int(args["query_start_loc"][-1])  # type: ignore[index]
     assert torch.equal(args["kv_cache"].double().nan_to_num(), exact["kv_cache"])  # type: ignore[attr-defined]
     assert torch.isfinite(out).all()
     if rows:

@@ -41,9 +41,9 @@ def _batch(parts: list[Part]) -> StepInput:
         token_ids=ints([t for p in parts for t in p.tokens]),
         positions=ints([p.start + i for p in parts for i in range(len(p.tokens))]),
         context_len=ints([p.start + len(p.tokens) for p in parts for _ in p.tokens]),
-        logit_rows=ints(ends - 1),
-        query_start=ints([0, *ends]),
-        seq_len=ints([p.start + len(p.tokens) for p in parts]),
+        logits_indices=ints(ends - 1),
+        query_start_loc=ints([0, *ends]),
+        seq_lens=ints([p.start + len(p.tokens) for p in parts]),
         block_table=stack_tables([p.pages for p in parts])[None],
     )
 
@@ -83,7 +83,7 @@ def _agree(executors: tuple[Executor, Executor], parts: list[Part]) -> np.ndarra
 def test_compiled_equals_eager_on_ragged_batches(executors: tuple[Executor, Executor], seed: int) -> None:
     """A random walk: sequences come, are prefilled in chunks, decode together or alone, and go."""
     rng = random.Random(seed)
-    limit, seqs, page = executors[0].max_num_tokens, executors[0].max_num_seqs, executors[0].page_size
+    limit, seqs, page = executors[0].max_num_batched_tokens, executors[0].max_num_seqs, executors[0].block_size
     free = list(range(PAGES))
     rng.shuffle(free)
     live: list[tuple[list[int], int, list[int]]] = []  # (known tokens, computed, pages)
@@ -195,7 +195,9 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
     copied whole, large ones as far as they are used."""
     from graphllm.compile.trace import step_specs
 
-    config = CompileConfig(Target("cpu", ()), max_model_len=longest, page_size=8, max_num_seqs=5, max_num_tokens=32)
+    config = CompileConfig(
+        Target("cpu", ()), max_model_len=longest, block_size=8, max_num_seqs=5, max_num_batched_tokens=32
+    )
     specs = {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step_specs(config, 70, groups=2).items()}
     staging = Staging(specs, {"T": 32, "S": 5}, 5, torch.device("cpu"))
     for turn in range(4):  # layouts move with T and S, and leave old bytes behind
@@ -224,7 +226,7 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
         staging.upload(ring, T, S)
         staging.upload_mask(ring, len(mask), T, S)
         views = {name.removeprefix("step."): view.numpy() for name, view in staging.tensors(T, S).items()}
-        neutral = {"query_start": sum(counts), "slot": 5, "top_p": 1, "repetition": 1, "mask_row": -1, "target": -1,
+        neutral = {"query_start_loc": sum(counts), "slot": 5, "top_p": 1, "repetition": 1, "mask_row": -1, "target": -1,
                    "wanted": -1}  # fmt: skip
         for group in (0, 1):
             found = views[f"block_table.{group}"]

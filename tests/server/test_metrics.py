@@ -102,7 +102,7 @@ def of(found: dict[str, Metric], name: str, **labels: str) -> float:
 def core(started: float, **fields: Any) -> CoreStats:
     """Figures of a core with two buckets."""
     buckets = {"decode-2-4": BucketStats(), "mixed-2-32": BucketStats()}
-    return CoreStats(**{"started": started, "total_pages": 48, "buckets": buckets, **fields})
+    return CoreStats(**{"started": started, "total_blocks": 48, "buckets": buckets, **fields})
 
 
 # --- the text

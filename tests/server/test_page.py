@@ -572,8 +572,8 @@ LONG = """Paged attention keeps the **keys and values** of a sequence in pages o
 3. a page is found through a table, as in an operating system.
 
 ```python
-def lookup(table: list[int], position: int, page_size: int = 16) -> tuple[int, int]:
-    return table[position // page_size], position % page_size
+def lookup(table: list[int], position: int, block_size: int = 16) -> tuple[int, int]:
+    return table[position // block_size], position % block_size
 ```
 
 | Batch | ms | tokens/s |

@@ -31,7 +31,7 @@ ASK = ("--prompt", "hello world", "--max-tokens", 12, "--temperature", 0, "--qui
 
 def _bake(checkpoint: Path, folder: Path) -> None:
     source = prepare.open_source(checkpoint)
-    wanted = prepare.Overrides("cpu", "eager", max_num_seqs=2, max_num_tokens=16)
+    wanted = prepare.Overrides("cpu", "eager", max_num_seqs=2, max_num_batched_tokens=16)
     config = prepare.compile_config(source.config, wanted)
     prepare.find_or_build(source, config, Env.read(), "rebuild", lambda *_: None, folder, bake=True)
 

@@ -109,7 +109,7 @@ class _Executor(Runner):
         from graphllm.weights import baked
 
         manifest = files.verify(Path(opened.settings.artifact))
-        self._width = -(-model.max_len // manifest["factors"]["compile"]["page_size"])
+        self._width = -(-model.max_len // manifest["factors"]["compile"]["block_size"])
         with alone():  # threads of this one would keep the kernels' from spinning
             self._executor = Executor(
                 artifact, manifest, baked.open_weights(artifact), model.batch * self._width + 1, model.threads
@@ -137,9 +137,9 @@ class _Executor(Runner):
             token_ids=np.array(rows, dtype=np.int32).reshape(-1),
             positions=np.tile(np.arange(start, length, dtype=np.int32), sequences),
             context_len=np.full(sequences * new, length, dtype=np.int32),
-            logit_rows=ends - 1,
-            query_start=np.concatenate([np.zeros(1, np.int32), ends]),
-            seq_len=np.full(sequences, length, dtype=np.int32),
+            logits_indices=ends - 1,
+            query_start_loc=np.concatenate([np.zeros(1, np.int32), ends]),
+            seq_lens=np.full(sequences, length, dtype=np.int32),
             block_table=pages.reshape(1, sequences, self._width),
         )
         found: list[int] = self._executor.run(step).tokens.tolist()

@@ -61,7 +61,7 @@ def layer(c, kind, w, x_TD, shared, step, kv_cache):
 
 
 def head(c, w, x_TD, step):
-    return lm_head(rms_norm(select_rows(x_TD, step.logit_rows), w.norm, EPS), w.out)
+    return lm_head(rms_norm(select_rows(x_TD, step.logits_indices), w.norm, EPS), w.out)
 
 
 register_model(

@@ -226,8 +226,8 @@ def _about(args: EngineArgs, loaded: Loaded) -> dict[str, Any]:
         | {
             "max_model_len": info.max_model_len,
             "max_num_seqs": info.max_num_seqs,
-            "max_num_batched_tokens": info.max_num_tokens,
-            "kv_cache_tokens": (info.kv_pages - 1) * info.page_size,
+            "max_num_batched_tokens": info.max_num_batched_tokens,
+            "kv_cache_tokens": (info.num_blocks - 1) * info.block_size,
             "device": info.device,
             "threads": torch.get_num_threads(),
         },
