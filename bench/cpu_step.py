@@ -57,11 +57,10 @@ class Timer:
             executor,
             batch(int(count), 1, context, executor) if name == "decode" else batch(1, int(count), 0, executor),
         )
-        rows = len(self.input.seq_lens)
         for _ in range(3):
             executor.run(self.input)
-        runner = executor._runner("plain", *executor.pick(len(self.input.token_ids), rows, name == "decode"))
-        self.launches = [launch for _, launches in runner._parts[""] for launch in launches]
+        bound = executor._main.bound("plain", executor._main.pick(self.input))
+        self.launches = [launch for _, launches in bound.parts[""] for launch in launches]
         shapes = {w.data_ptr(): tuple(w.shape) for w in weights.values()}
         self.labels = [label(x, shapes) for x in self.launches]
         self.steps: list[float] = []

@@ -25,31 +25,34 @@ from pathlib import Path
 import numpy as np
 from real_size import SHAPES, Ours, cpu_name, make_checkpoint
 
+from graphllm.program.schema import CacheGroup, CacheLayout
+
 IN, OUT, REQUESTS, SHARED = 128, 64, 64, 1024
 
 
 class StubExecutor:
     """An executor whose tokens are random numbers, at once."""
 
-    def __init__(self, slots: int, pages: int) -> None:
+    def __init__(self, slots: int, blocks: int) -> None:
         import torch
 
         self.max_num_seqs = self.max_rows = slots
-        self.max_num_batched_tokens, self.block_size, self.num_blocks, self.vocab = 8192, 16, pages, 32000
-        self.windows, self.depends_on_length, self.device = (0,), False, torch.device("cpu")
+        self.max_num_batched_tokens, self.vocab = 8192, 32000
+        self.layout = CacheLayout((CacheGroup("full", 0, 16),), blocks)
+        self.shareable, self.device = True, torch.device("cpu")
         self.max_logprobs, self.max_logit_bias = 20, 1024
         self._random = np.random.default_rng(0)
 
-    def start(self, step, full: bool = False):
+    def start(self, step, program: str = "plain"):
         from graphllm.runtime.executor import StepResult
 
-        tokens = self._random.integers(10, self.vocab, len(step.logits_indices)).astype(np.int32)
+        tokens = self._random.integers(10, self.vocab, step.rows).astype(np.int32)
 
-        class Frame:
+        class Handle:
             def wait(self) -> StepResult:
-                return StepResult(tokens, None, {}, None)  # type: ignore[arg-type]
+                return StepResult({"tokens": tokens}, {}, None)
 
-        return Frame()
+        return Handle()
 
     def close(self) -> None:
         pass

@@ -148,7 +148,7 @@ def logits() -> dict[str, Any]:
     from graphllm import artifact as files
     from graphllm.prepare import open_source
     from graphllm.runtime.executor import Executor
-    from graphllm.runtime.staging import StepInput
+    from graphllm.runtime.staging import ragged
     from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
 
@@ -158,14 +158,11 @@ def logits() -> dict[str, Any]:
     assert source.checkpoint is not None
     executor = Executor(artifact, manifest, load_weights(plan, source.checkpoint, "cuda"), 512)
     ids = np.random.default_rng(0).integers(0, 128256, 600).astype(np.int32)
-    pages = np.arange(1, 40, dtype=np.int32)[None, None]
+    blocks = np.arange(1, 40, dtype=np.int32)[None]
 
     def step(start: int, end: int) -> Any:
-        length, n = np.array([end], np.int32), end - start
-        found = executor.run(
-            StepInput(ids[start:end], np.arange(start, end, dtype=np.int32), np.full(n, end, np.int32),
-                      np.array([n - 1], np.int32), np.array([0, n], np.int32), length, pages[..., : -(-end // 16)])
-        )  # fmt: skip
+        found = executor.run(ragged([ids[start:end]], [start], [blocks[:, : -(-end // 16)]]))
+        assert found.logits is not None
         return found.logits[0].float().clone()
 
     ours = torch.stack([step(0, 584), *(step(i, i + 1) for i in range(584, 600))])

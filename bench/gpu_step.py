@@ -87,7 +87,7 @@ def worker(folder: Path, artifact: Path) -> None:
             executor.run(step)
             times.append(1e3 * (time.perf_counter() - start))
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        runner = executor._runner("plain", *executor.pick(size, size, True))
+        runner = executor._main.bound("plain", executor._main.pick(step))
 
         def replay(runner=runner, begin=begin, end=end) -> None:
             begin.record()
@@ -117,20 +117,12 @@ def batch(size: int, tokens: int, start: int, executor):
     """``size`` sequences with ``tokens`` new tokens each after ``start`` cached ones."""
     import numpy as np
 
-    from graphllm.runtime.staging import StepInput
+    from graphllm.runtime.staging import ragged
 
-    pages = -(-(start + tokens) // executor.block_size)
-    ends = np.arange(1, size + 1, dtype=np.int32) * tokens
+    blocks = -(-(start + tokens) // executor.layout.groups[0].block_size)
     rng = np.random.default_rng(0)
-    return StepInput(
-        token_ids=rng.integers(0, 1000, size * tokens).astype(np.int32),
-        positions=np.tile(np.arange(start, start + tokens, dtype=np.int32), size),
-        context_len=np.full(size * tokens, start + tokens, np.int32),
-        logits_indices=ends - 1,
-        query_start_loc=np.concatenate([np.zeros(1, np.int32), ends]),
-        seq_lens=np.full(size, start + tokens, np.int32),
-        block_table=rng.permutation(size * pages).astype(np.int32).reshape(1, size, pages),
-    )
+    table = rng.permutation(size * blocks).astype(np.int32).reshape(size, blocks)
+    return ragged(rng.integers(0, 1000, (size, tokens)), [start] * size, [table])
 
 
 def main() -> None:

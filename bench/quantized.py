@@ -101,7 +101,7 @@ def worker(folder: Path, place: Path) -> None:
 def logits(ours: Ours, ids: list[int]) -> torch.Tensor:
     """Of the last token of a prompt."""
     ours.step([ids], [0])
-    return next(reversed(ours.executor._bound.values())).results["logits"][0].float().clone()
+    return next(reversed(ours.executor._main._bound.values())).results["logits"][0].float().clone()
 
 
 def shape(wanted: list[str]) -> None:

@@ -79,21 +79,11 @@ class Ours:
     def step(self, rows: list[list[int]], starts: list[int]) -> list[int]:
         import numpy as np
 
-        from graphllm.runtime.staging import StepInput
+        from graphllm.runtime.staging import ragged
 
-        counts = [len(r) for r in rows]
-        S, ends = len(rows), np.cumsum(counts).astype(np.int32)
-        lengths = np.array([a + n for a, n in zip(starts, counts, strict=True)], np.int32)
-        width = min(self.executor.num_blocks // S, 128)
-        step = StepInput(
-            token_ids=np.concatenate([np.array(r, np.int32) for r in rows]),
-            positions=np.concatenate([np.arange(a, b, dtype=np.int32) for a, b in zip(starts, lengths, strict=True)]),
-            context_len=np.repeat(lengths, counts),
-            logits_indices=ends - 1,
-            query_start_loc=np.concatenate([np.zeros(1, np.int32), ends]),
-            seq_lens=lengths,
-            block_table=np.arange(S * width, dtype=np.int32).reshape(1, S, width),
-        )
+        S = len(rows)
+        width = min(self.executor.layout.num_blocks // S, 128)
+        step = ragged(rows, starts, [np.arange(S * width, dtype=np.int32).reshape(S, width)])
         return self.executor.run(step).tokens.tolist()
 
     def measure(self, what: str, batch: int) -> float:

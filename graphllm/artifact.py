@@ -22,7 +22,7 @@ from graphllm.config import CompileConfig, ConfigError, key_fields
 from graphllm.machine import detect_target, plugins, source_files, versions
 from graphllm.weights import baked
 
-FORMAT = 4
+FORMAT = 5
 # Fields of config.json that name things without changing the computation, with the reason.
 EXCLUDED_MODEL_FIELDS = {
     "_name_or_path": "where the checkpoint came from",
@@ -44,7 +44,7 @@ def source_digest() -> str:
     """SHA-256 over the project's own code that shapes artifacts: another compiler gives another key."""
     root = Path(graphllm.__file__).parent
     found = hashlib.sha256()
-    folders = ("ir", "compile", "ops", "passes", "model_defs", "weights", "runtime")  # runtime: plans the memory
+    folders = ("ir", "compile", "ops", "passes", "model_defs", "weights", "program")
     for part in (root / "cpp.py", *(root / folder for folder in folders)):
         for file in source_files(part) if part.is_dir() else [part]:
             found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())

@@ -40,16 +40,17 @@ class Target:
 
 @dataclass(frozen=True, order=True)
 class Bucket:
-    """A range of token counts that one specialization of the graph serves.
+    """A range of sizes that one specialization of a graph serves.
 
-    kind "decode": every scheduled sequence has exactly one token, so T == S. kind "mixed": one ragged batch of prefill
-    and decode. A bucket with ``lo == hi`` is compiled for that static T; T and S are dynamic (and at least 2)
-    otherwise.
+    kind "decode": ``lo`` to ``hi`` sequences that have ``query_len`` tokens each, all of which are sampled from: one in
+    plain decoding, more where drafts are verified. kind "mixed": one ragged batch of ``lo`` to ``hi`` tokens. A bucket
+    with ``lo == hi`` is compiled for that static size; sizes are dynamic (and at least 2) otherwise.
     """
 
     kind: Literal["decode", "mixed"]
     lo: int
     hi: int
+    query_len: int = 1
 
     @property
     def static(self) -> bool:
@@ -57,13 +58,15 @@ class Bucket:
 
     @property
     def name(self) -> str:
-        return f"{self.kind}-{self.lo}" if self.static else f"{self.kind}-{self.lo}-{self.hi}"
+        kind = self.kind if self.query_len == 1 else f"{self.kind}{self.query_len}"
+        return f"{kind}-{self.lo}" if self.static else f"{kind}-{self.lo}-{self.hi}"
 
     def limits(self, max_num_seqs: int) -> dict[str, int]:
-        """The largest T and S of a step in this bucket. A dynamic S is at least 2, however few sequences there are."""
-        if self.kind == "decode" or self.hi == 1:
-            return {"T": self.hi, "S": self.hi}
-        return {"T": self.hi, "S": max(2, max_num_seqs)}
+        """The largest T, S and R of a step in this bucket. Dynamic ones are at least 2, however few there are."""
+        if self.kind == "decode":
+            return {"T": self.query_len * self.hi, "S": self.hi, "R": self.query_len * self.hi}
+        rows = 1 if self.hi == 1 else max(2, max_num_seqs)
+        return {"T": self.hi, "S": rows, "R": rows}
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,8 @@ class CompileConfig:
     block_size: int = 16
     max_logprobs: int = 20
     max_logit_bias: int = 1024
+    item_tokens: int = 0
+    max_adapters: int = 0
     tune: bool = False
     quantize: Quantization | None = None
     dump: Path | None = field(

@@ -1,4 +1,4 @@
-"""Integer expressions over the symbols T and S, as they stand in piece files: sizes, strides, offsets, grids."""
+"""Integer expressions over the symbols T, S and R, as they stand in piece files: sizes, strides, offsets, grids."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse(text: str) -> Callable[[Mapping[str, Any]], Any]:
     try:
         tree = ast.parse(text, mode="eval")
     except SyntaxError as damage:
-        raise ValueError(f"not an integer expression over T and S: {text!r}") from damage
+        raise ValueError(f"not an integer expression over T, S and R: {text!r}") from damage
     return _build(tree.body, text)
 
 
@@ -47,7 +47,7 @@ def _build(node: ast.expr, text: str) -> Callable[[Mapping[str, Any]], Any]:
     ):
         function, parts = _FUNCTIONS[node.func.id], [_build(a, text) for a in node.args]
         return lambda values: function(*(p(values) for p in parts))
-    raise ValueError(f"not an integer expression over T and S: {text!r}")
+    raise ValueError(f"not an integer expression over T, S and R: {text!r}")
 
 
 def value(dim: int | str, symbols: Mapping[str, int]) -> int:

@@ -24,7 +24,7 @@ from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Env, Quantization, Target, key_fields
 from graphllm.engine.options import EngineOptions
 from graphllm.machine import detect_target, gpu_memory
-from graphllm.runtime.fresh import CacheMemory
+from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.weights import baked
 from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, has_weights
 
@@ -359,9 +359,9 @@ def _cache_memory(manifest: Mapping[str, Any], settings: CoreSettings) -> CacheM
     """A CPU's paged cache, whose memory comes while torch is imported."""
     if manifest["factors"]["compile"]["target"]["device"] != "cpu":
         return None
-    tensors = json.loads((Path(settings.artifact) / "program.json").read_text())["kv"]["tensors"]
-    pages = _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization)
-    return CacheMemory(tensors, pages, manifest["memory"]["kv page"] // max(1, tensors))
+    described = json.loads((Path(settings.artifact) / "program.json").read_text())["blocks"]
+    blocks = _num_blocks(manifest, settings.kv_memory, settings.gpu_memory_utilization)
+    return CacheMemory(described["tensors"], blocks, described["bytes"])
 
 
 def _load(
@@ -398,7 +398,7 @@ def _load(
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")
-    pages = cache.pages if cache else _kv_pages(manifest, settings.kv_memory, settings.gpu_memory_utilization)
+    pages = cache.blocks if cache else _num_blocks(manifest, settings.kv_memory, settings.gpu_memory_utilization)
     executor = Executor(place, manifest, weights, pages, threads, cache)
     grammars = None
     if (source.folder / "tokenizer.json").is_file():
@@ -429,7 +429,7 @@ def rehearse(executor: Executor, max_model_len: int) -> None:
 def gpu_bytes(memory: Mapping[str, int], pages: int) -> int:
     """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
     parts = sum(memory[name] for name in ("weights", "arena", "state"))
-    return parts + 4 * memory["zeroed"] + pages * memory["kv page"] + _BESIDE
+    return parts + 4 * memory["zeroed"] + pages * memory["block"] + _BESIDE
 
 
 def _named(name: str) -> LogitsProcessor:
@@ -443,10 +443,9 @@ def _named(name: str) -> LogitsProcessor:
         ) from missing
 
 
-def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: float) -> int:
+def _num_blocks(manifest: Mapping[str, Any], kv_memory: int | None, utilization: float) -> int:
     """Pages of the cache, with the null page, which is no request's; on a GPU, of what the weights have left."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
-    full = -(-compiled["max_model_len"] // compiled["block_size"])
     most = None
     if kv_memory is None and compiled["target"]["device"] == "cuda":
         import torch
@@ -456,11 +455,11 @@ def _kv_pages(manifest: Mapping[str, Any], kv_memory: int | None, utilization: f
     elif kv_memory is None:
         kv_memory = max(0, _available_memory() - memory["weights"]) // 4
         # A full batch of the longest sequences, and room for the prefix cache.
-        most = 4 * full * compiled["max_num_seqs"] * manifest["groups"] + 1
-    pages = kv_memory // memory["kv page"]
+        most = 4 * memory["blocks of a sequence"] * compiled["max_num_seqs"] + 1
+    pages = kv_memory // memory["block"]
     if pages < 2:
         raise ConfigError(
-            f"kv cache: {kv_memory / 1e6:.1f} MB left for it, it needs {2 * memory['kv page'] / 1e6:.1f} MB at least; "
+            f"kv cache: {kv_memory / 1e6:.1f} MB left for it, it needs {2 * memory['block'] / 1e6:.1f} MB at least; "
             "raise --kv-cache-memory or --gpu-memory-utilization"
         )
     return int(pages if most is None else min(pages, most))

@@ -10,7 +10,7 @@ from torch import Tensor
 from graphllm.config import ConfigError
 
 HF = Mapping[str, Any]
-_KINDS = {"full_attention": "global", "sliding_attention": "local"}
+_LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
 
 
 def number(hf: HF, name: str, default: Any = None) -> Any:
@@ -50,15 +50,15 @@ def head_dim(hf: HF, default: int | None = None) -> int:
     return D // H
 
 
-def kinds_of(layer_types: Sequence[str]) -> tuple[str, ...]:
-    """Layer kinds "global" and "local" from the file's ``layer_types``. Raises ConfigError for other types."""
+def layer_types_of(layer_types: Sequence[str]) -> tuple[str, ...]:
+    """Layer types "full" and "sliding" from the file's ``layer_types``. Raises ConfigError for other types."""
     for name in layer_types:
-        if name not in _KINDS:
+        if name not in _LAYER_TYPES:
             raise ConfigError(
                 f"config.json: layer_types has {name!r}, which is not supported; use a checkpoint with "
-                + " and ".join(_KINDS)
+                + " and ".join(_LAYER_TYPES)
             )
-    return tuple(_KINDS[name] for name in layer_types)
+    return tuple(_LAYER_TYPES[name] for name in layer_types)
 
 
 def split_heads(qkv_TO: Tensor, H: int, K: int, E: int) -> tuple[Tensor, Tensor, Tensor]:

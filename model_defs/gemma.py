@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import Tensor
 
-from graphllm.ir import Model, Step, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, check_plain, kinds_of, number, only, split_heads
+from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
+from graphllm.model_defs.common import HF, check_plain, layer_types_of, number, only, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.geglu import geglu
 from graphllm.ops.linear import linear
 from graphllm.ops.lm_head import lm_head
-from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
 from graphllm.ops.rope_table import Rope
@@ -43,7 +43,7 @@ class Config:
     F: int
     V: int
     max_len: int
-    kinds: tuple[str, ...]  # "global" and "local"
+    layer_types: tuple[str, ...]  # "full" and "sliding"
     window: int
     eps: float
     scale: float
@@ -77,7 +77,7 @@ def from_hf(hf: HF) -> Config:
         F=number(hf, "intermediate_size"),
         V=number(hf, "vocab_size"),
         max_len=max(number(hf, "max_position_embeddings", 8192), global_rope.max_len),
-        kinds=kinds_of(types),
+        layer_types=layer_types_of(types),
         window=number(hf, "sliding_window", 4096),
         eps=number(hf, "rms_norm_eps", 1e-6),
         scale=number(hf, "query_pre_attn_scalar", 256) ** -0.5,
@@ -104,7 +104,7 @@ def embed_weights(c: Config) -> dict[str, Weight]:
     return weights | ({"inv_freq_local": c.local_rope.weight()} if c.local_rope else {})
 
 
-def layer_weights(c: Config, kind: str) -> dict[str, Weight]:
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     hf = "model.layers.{layer}."
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
     qkv = tuple(f"{hf}self_attn.{p}_proj.weight" for p in "qkv")
@@ -131,33 +131,35 @@ def head_weights(c: Config) -> dict[str, Weight]:
     return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
 
 
-def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-    shared: tuple[Tensor, ...] = c.rope.table(step.positions, step.context_len, w.inv_freq)
+def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
+    return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),)
+
+
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+    shared: tuple[Tensor, ...] = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
     if c.local_rope:
-        shared += c.local_rope.table(step.positions, step.context_len, w.inv_freq_local)
-    return embedding(step.token_ids, w.tokens, c.embed_scale), shared
+        shared += c.local_rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq_local)
+    return embedding(ctx.inputs.token_ids, w.tokens, c.embed_scale), shared
 
 
-def layer(
-    c: Config, kind: str, w: SimpleNamespace, x_TD: Tensor, shared: tuple[Tensor, ...], step: Step, kv_cache: Tensor
-) -> Tensor:
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return rms_norm(x, weight, c.eps, 1.0)
 
     q_THE, k_TKE, v_TKE = split_heads(linear(norm(x_TD, w.attn_norm), w.qkv), c.H, c.K, c.E)
     if c.qk_norm:
         q_THE, k_TKE = norm(q_THE, w.q_norm), norm(k_TKE, w.k_norm)
-    angles = shared[-2:] if kind == "local" else shared[:2]
+    angles = ctx.shared[-2:] if layer_type == "sliding" else ctx.shared[:2]
     q_THE, k_TKE = rope(q_THE, *angles), rope(k_TKE, *angles)
-    window = c.window if kind == "local" else 0
-    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, c.scale, window, c.score_cap)
+    window = c.window if layer_type == "sliding" else 0
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, c.scale, window, c.score_cap)
     x_TD = x_TD + norm(linear(a_THE.flatten(1), w.o), w.attn_post_norm)
     h_TF = geglu(linear(norm(x_TD, w.ffn_norm), w.gate_up), c.gelu)
     return x_TD + norm(linear(h_TF, w.down), w.ffn_post_norm)
 
 
-def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
-    x_SD = select_rows(x_TD, step.logits_indices)
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    x_SD = select_rows(x_TD, ctx.inputs.logits_indices)
     return lm_head(rms_norm(x_SD, w.norm, c.eps, 1.0), w.lm_head, c.logit_cap)
 
 
@@ -165,12 +167,17 @@ register_model(
     Model(
         architectures=("Gemma2ForCausalLM", "Gemma3ForCausalLM"),
         config=from_hf,
-        kinds=lambda c: c.kinds,
-        embed_weights=embed_weights,
-        layer_weights=layer_weights,
-        head_weights=head_weights,
-        embed=embed,
-        layer=layer,
-        head=head,
+        graphs=(
+            Graph(
+                layer_types=lambda c: c.layer_types,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=head_weights,
+                embed=embed,
+                layer=layer,
+                head=head,
+                states=states,
+            ),
+        ),
     )
 )

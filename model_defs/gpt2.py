@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.ir import Model, Step, Weight, register_model, select_rows
+from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import HF, check_plain, number, only, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.layer_norm import layer_norm
 from graphllm.ops.linear import linear
 from graphllm.ops.lm_head import lm_head
-from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.paged_attention import kv_state, paged_attention
 
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
 
@@ -42,7 +42,7 @@ def from_hf(hf: HF) -> Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
     only(hf, "add_cross_attention", False)
-    only(hf, "scale_attn_by_inverse_layer_idx", False)  # layers of one kind must be the same function
+    only(hf, "scale_attn_by_inverse_layer_idx", False)  # layers of one type must be the same function
     D, H = number(hf, "n_embd", 768), number(hf, "n_head", 12)
     return Config(
         D=D,
@@ -78,7 +78,7 @@ def embed_weights(c: Config) -> dict[str, Weight]:
     }
 
 
-def layer_weights(c: Config, kind: str) -> dict[str, Weight]:
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     hf, inner = "h.{layer}.", c.H * c.E
     parts = (inner, inner, inner)
     return {
@@ -107,8 +107,12 @@ def head_weights(c: Config) -> dict[str, Weight]:
     }
 
 
-def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-    return embedding(step.token_ids, w.tokens) + embedding(step.positions, w.positions), ()
+def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
+    return (kv_state(c.K, c.E),)
+
+
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+    return embedding(ctx.inputs.token_ids, w.tokens) + embedding(ctx.inputs.positions, w.positions), ()
 
 
 def activate(name: str, x: Tensor) -> Tensor:
@@ -118,19 +122,17 @@ def activate(name: str, x: Tensor) -> Tensor:
     return torch.nn.functional.gelu(x, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def layer(
-    c: Config, kind: str, w: SimpleNamespace, x_TD: Tensor, shared: tuple[Tensor, ...], step: Step, kv_cache: Tensor
-) -> Tensor:
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     h_TD = layer_norm(x_TD, w.attn_norm, w.attn_norm_bias, c.eps)
     q_THE, k_TKE, v_TKE = split_heads(linear(h_TD, w.qkv, w.qkv_bias), c.H, c.K, c.E)
-    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, c.scale)
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, c.scale)
     x_TD = x_TD + linear(a_THE.flatten(1), w.o, w.o_bias)
     h_TD = layer_norm(x_TD, w.ffn_norm, w.ffn_norm_bias, c.eps)
     return x_TD + linear(activate(c.activation, linear(h_TD, w.up, w.up_bias)), w.down, w.down_bias)
 
 
-def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
-    x_SD = select_rows(x_TD, step.logits_indices)
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    x_SD = select_rows(x_TD, ctx.inputs.logits_indices)
     return lm_head(layer_norm(x_SD, w.norm, w.norm_bias, c.eps), w.lm_head)
 
 
@@ -138,12 +140,17 @@ register_model(
     Model(
         architectures=("GPT2LMHeadModel",),
         config=from_hf,
-        kinds=lambda c: ("layer",) * c.L,
-        embed_weights=embed_weights,
-        layer_weights=layer_weights,
-        head_weights=head_weights,
-        embed=embed,
-        layer=layer,
-        head=head,
+        graphs=(
+            Graph(
+                layer_types=lambda c: ("layer",) * c.L,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=head_weights,
+                embed=embed,
+                layer=layer,
+                head=head,
+                states=states,
+            ),
+        ),
     )
 )

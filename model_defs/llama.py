@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from graphllm.ir import Model, Step, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, check_plain, head_dim, kinds_of, number, only, split_heads
+from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
+from graphllm.model_defs.common import HF, check_plain, head_dim, layer_types_of, number, only, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
 from graphllm.ops.lm_head import lm_head
-from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
 from graphllm.ops.rope_table import Rope
@@ -30,7 +30,7 @@ class Config:
     F: int
     V: int
     max_len: int
-    kinds: tuple[str, ...]  # "global" or, with a sliding window, "local"
+    layer_types: tuple[str, ...]  # "full" or, with a sliding window, "sliding"
     window: int
     eps: float
     scale: float
@@ -65,7 +65,7 @@ def from_hf(hf: HF) -> Config:
         F=number(hf, "intermediate_size"),
         V=number(hf, "vocab_size"),
         max_len=max(number(hf, "max_position_embeddings", 2048), rope_settings.max_len),
-        kinds=_kinds(hf, L, window, mistral),
+        layer_types=_layer_types(hf, L, window, mistral),
         window=window,
         eps=number(hf, "rms_norm_eps", 1e-6),
         scale=E**-0.5,
@@ -79,24 +79,24 @@ def from_hf(hf: HF) -> Config:
 
 
 def _window(hf: HF, mistral: bool) -> int:
-    """The sliding window of "local" layers, 0 for none: Mistral's is always on, Qwen's when ``use_sliding_window``."""
+    """The window of "sliding" layers, 0 for none: Mistral's is always on, Qwen's when ``use_sliding_window``."""
     return hf.get("sliding_window", 4096) or 0 if mistral or hf.get("use_sliding_window") else 0
 
 
-def _kinds(hf: HF, L: int, window: int, mistral: bool) -> tuple[str, ...]:
+def _layer_types(hf: HF, L: int, window: int, mistral: bool) -> tuple[str, ...]:
     if mistral or not window:
-        return ("local" if window else "global",) * L
+        return ("sliding" if window else "full",) * L
     if hf.get("layer_types"):
-        return kinds_of(hf["layer_types"])
+        return layer_types_of(hf["layer_types"])
     first = number(hf, "max_window_layers", 28)
-    return tuple("local" if i >= first else "global" for i in range(L))
+    return tuple("sliding" if i >= first else "full" for i in range(L))
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
     return {"tokens": Weight((c.V, c.D), hf=("model.embed_tokens.weight",)), "inv_freq": c.rope.weight()}
 
 
-def layer_weights(c: Config, kind: str) -> dict[str, Weight]:
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     hf = "model.layers.{layer}."
     attn, mlp = hf + "self_attn.", hf + "mlp."
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
@@ -133,40 +133,48 @@ def head_weights(c: Config) -> dict[str, Weight]:
     return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
 
 
-def embed(c: Config, w: SimpleNamespace, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-    return embedding(step.token_ids, w.tokens), c.rope.table(step.positions, step.context_len, w.inv_freq)
+def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
+    return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),)
 
 
-def layer(
-    c: Config, kind: str, w: SimpleNamespace, x_TD: Tensor, shared: tuple[Tensor, ...], step: Step, kv_cache: Tensor
-) -> Tensor:
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    return embedding(ctx.inputs.token_ids, w.tokens), angles
+
+
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     h_TD = rms_norm(x_TD, w.attn_norm, c.eps)
     q_THE, k_TKE, v_TKE = split_heads(linear(h_TD, w.qkv, getattr(w, "qkv_bias", None)), c.H, c.K, c.E)
     if c.qk_norm:
         q_THE, k_TKE = rms_norm(q_THE, w.q_norm, c.eps), rms_norm(k_TKE, w.k_norm, c.eps)
-    q_THE, k_TKE = rope(q_THE, *shared), rope(k_TKE, *shared)
-    window = c.window if kind == "local" else 0
-    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, scale=c.scale, window=window)
+    q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
+    window = c.window if layer_type == "sliding" else 0
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.scale, window=window)
     x_TD = x_TD + linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
     h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
     gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
     return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
 
 
-def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
-    return lm_head(rms_norm(select_rows(x_TD, step.logits_indices), w.norm, c.eps), w.lm_head)
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    return lm_head(rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, c.eps), w.lm_head)
 
 
 register_model(
     Model(
         architectures=("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
         config=from_hf,
-        kinds=lambda c: c.kinds,
-        embed_weights=embed_weights,
-        layer_weights=layer_weights,
-        head_weights=head_weights,
-        embed=embed,
-        layer=layer,
-        head=head,
+        graphs=(
+            Graph(
+                layer_types=lambda c: c.layer_types,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=head_weights,
+                embed=embed,
+                layer=layer,
+                head=head,
+                states=states,
+            ),
+        ),
     )
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphllm.ir import Model, Weight, register_model
+from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import gpt2
 from graphllm.model_defs.common import HF, check_plain, number, only
 
@@ -48,7 +48,7 @@ def embed_weights(c: gpt2.Config) -> dict[str, Weight]:
     }
 
 
-def layer_weights(c: gpt2.Config, kind: str) -> dict[str, Weight]:
+def layer_weights(c: gpt2.Config, layer_type: str) -> dict[str, Weight]:
     hf, inner = "layers.{layer}.", c.H * c.E
     parts = (inner, inner, inner)
 
@@ -82,12 +82,17 @@ register_model(
     Model(
         architectures=("OPTForCausalLM",),
         config=from_hf,
-        kinds=lambda c: ("layer",) * c.L,
-        embed_weights=embed_weights,
-        layer_weights=layer_weights,
-        head_weights=head_weights,
-        embed=gpt2.embed,
-        layer=gpt2.layer,
-        head=gpt2.head,
+        graphs=(
+            Graph(
+                layer_types=lambda c: ("layer",) * c.L,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=head_weights,
+                embed=gpt2.embed,
+                layer=gpt2.layer,
+                head=gpt2.head,
+                states=gpt2.states,
+            ),
+        ),
     )
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphllm.ir import Model, Weight, register_model
+from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, check_plain, head_dim, number, only
 from graphllm.ops.rope_table import Rope
@@ -24,7 +24,7 @@ def from_hf(hf: HF) -> llama.Config:
         F=number(hf, "intermediate_size"),
         V=number(hf, "vocab_size"),
         max_len=max_len,
-        kinds=("local" if window else "global",) * number(hf, "num_hidden_layers"),
+        layer_types=("sliding" if window else "full",) * number(hf, "num_hidden_layers"),
         window=window,
         eps=number(hf, "rms_norm_eps", 1e-5),
         scale=E**-0.5,
@@ -33,10 +33,10 @@ def from_hf(hf: HF) -> llama.Config:
     )
 
 
-def layer_weights(c: llama.Config, kind: str) -> dict[str, Weight]:
+def layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
     hf = "model.layers.{layer}."
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
-    return llama.layer_weights(c, kind) | {
+    return llama.layer_weights(c, layer_type) | {
         "qkv": Weight((sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="rows"),
         "gate_up": Weight((2 * c.F, c.D), (hf + "mlp.gate_up_proj.weight",), (c.F, c.F), shard="rows"),
     }
@@ -46,12 +46,17 @@ register_model(
     Model(
         architectures=("Phi3ForCausalLM",),
         config=from_hf,
-        kinds=lambda c: c.kinds,
-        embed_weights=llama.embed_weights,
-        layer_weights=layer_weights,
-        head_weights=llama.head_weights,
-        embed=llama.embed,
-        layer=llama.layer,
-        head=llama.head,
+        graphs=(
+            Graph(
+                layer_types=lambda c: c.layer_types,
+                embed_weights=llama.embed_weights,
+                layer_weights=layer_weights,
+                head_weights=llama.head_weights,
+                embed=llama.embed,
+                layer=llama.layer,
+                head=llama.head,
+                states=llama.states,
+            ),
+        ),
     )
 )

@@ -105,11 +105,12 @@ def test_parse_buckets() -> None:
 
 
 def test_bucket_limits() -> None:
-    """The largest sizes a step may have: S is a dynamic dimension of its own in mixed batches, never below 2."""
-    assert Bucket("decode", 1, 1).limits(8) == {"T": 1, "S": 1}
-    assert Bucket("decode", 2, 8).limits(8) == {"T": 8, "S": 8}
-    assert Bucket("mixed", 2, 64).limits(8) == {"T": 64, "S": 8}
-    assert Bucket("mixed", 2, 64).limits(1) == {"T": 64, "S": 2}
+    """The largest sizes of a step: S and R are dynamic dimensions of their own in mixed batches, never below 2."""
+    assert Bucket("decode", 1, 1).limits(8) == {"T": 1, "S": 1, "R": 1}
+    assert Bucket("decode", 2, 8).limits(8) == {"T": 8, "S": 8, "R": 8}
+    assert Bucket("mixed", 2, 64).limits(8) == {"T": 64, "S": 8, "R": 8}
+    assert Bucket("mixed", 2, 64).limits(1) == {"T": 64, "S": 2, "R": 2}
+    assert Bucket("decode", 2, 8, query_len=4).limits(8) == {"T": 32, "S": 8, "R": 32}
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,8 @@ def test_the_description_of_the_artifact_is_complete(compiled_artifact: Path) ->
     """Every name in the files is explained, and every number is the code's."""
     from graphllm import artifact
     from graphllm.prepare import POLICIES
-    from graphllm.runtime import program, sizes
+    from graphllm.program import linking
+    from graphllm.runtime import padding
 
     text = (DOCS / "artifact.md").read_text()
     manifest = artifact.verify(compiled_artifact)
@@ -164,9 +165,9 @@ def test_the_description_of_the_artifact_is_complete(compiled_artifact: Path) ->
     assert {"empty", "view", "kernel", "op"} <= kinds
     assert [k for k in kinds if f'`["{k}", ' not in text] == []
     assert f"now {artifact.FORMAT}." in text
-    assert f"multiples of {program._ALIGN} bytes" in text
-    assert f"up to {sizes.GRAPH_SIZES[-1]:,}\ntokens ({sizes.MIXED_CAPTURED} with prompts)" in text
-    assert f"a multiple of {sizes._MIXED_STEP} " in text
+    assert f"multiples of {linking._ALIGN} bytes" in text
+    assert f"up to {padding.GRAPH_SIZES[-1]:,}\ntokens ({padding.MIXED_CAPTURED} with prompts)" in text
+    assert f"a multiple of {padding._MIXED_STEP} " in text
 
 
 @pytest.mark.parametrize("guide", _guides(), ids=lambda p: p.name)

@@ -25,7 +25,8 @@ from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.registry import load_ops
 from graphllm.runtime.kernels import CpuKernels
-from graphllm.runtime.program import Call, LinkedProgram
+from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.runtime.binding import bind
 
 ops = load_ops()
 shapes, bucket = Shapes("cpu"), Bucket("mixed", 2, 64)
@@ -37,10 +38,11 @@ folder = Path(tempfile.mkdtemp())
 backend = Cpu(Objects())
 built = backend.build(to_json(unit.graph, shapes), bucket, CompileConfig(Target("cpu", ())), {})
 backend.assemble([built], folder)
-program = LinkedProgram([Call(built.bundle, ["x"], ["y"])], ["y"], bucket.limits(4))
+program = LinkedProgram([Call(built.bundle, ["x"], ["y"])], ["y"])
+plan = plan_memory(program, bucket.limits(4))
 x = torch.randn(7, 48)
-arena = torch.zeros(program.arena_bytes, dtype=torch.uint8)
-bound = program.bind({"x": x}, arena, CpuKernels(folder / "kernels.so"), {"T": 7, "S": 2})
+arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+bound = bind(program, plan, {"x": x}, arena, CpuKernels(folder / "kernels.so"), {"T": 7, "S": 2})
 for _, launches in bound.parts[""]:
     for launch in launches:
         launch()

@@ -28,7 +28,7 @@ from graphllm.ir.weight import Weight
 from graphllm.ops.quant_linear import quant_linear
 from graphllm.ops.quant_linear.op import dequantize
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.staging import StepInput
+from graphllm.runtime.staging import ragged
 from graphllm.weights import loader
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.formats import FORMATS
@@ -144,12 +144,13 @@ def test_packing_in_parts_is_packing_at_once(name: str, rows: int, groups: int, 
 def quantized_plan(weights: dict[str, Weight], names: tuple[str, ...], fmt: str) -> WeightPlan:
     """The plan of embed weights with some of them quantized."""
     fake = SimpleNamespace(
-        kinds=lambda c: (),
+        prefix="",
+        layer_types=lambda c: (),
         embed_weights=lambda c: weights,
         layer_weights=lambda c, kind: {},
         head_weights=lambda c: {},
     )
-    plan = make_plan(cast(Model, fake), None, "bfloat16")
+    plan = make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "bfloat16")
     for name in names:
         old, f = plan[f"embed.{name}"], FORMATS[fmt]
         rows, inner = old.shape
@@ -234,14 +235,10 @@ def _quantized_artifact(folder: Path, place: Path, quantize: Any, backend: Any =
 
 
 def _logits(executor: Executor, ids: list[int]) -> torch.Tensor:
-    n = len(ids)
-    arrays = {
-        "token_ids": ids, "positions": range(n), "context_len": [n] * n, "logits_indices": [n - 1],
-        "query_start_loc": [0, n], "seq_lens": [n],
-    }  # fmt: skip
-    plain = {k: np.array(list(v), np.int32) for k, v in arrays.items()}
-    table = np.arange(1, 7, dtype=np.int32).reshape(1, 1, -1)
-    return executor.run(StepInput(**plain, block_table=table)).logits[0].float().clone()
+    table = np.arange(1, 7, dtype=np.int32)[None]
+    logits = executor.run(ragged([ids], [0], [table])).logits
+    assert logits is not None
+    return logits[0].float().clone()
 
 
 IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3]
@@ -325,7 +322,7 @@ def test_command_line(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
     assert manifest["memory"]["weights"] < 0.4 * before["memory"]["weights"]
     notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "quantize_linear" and p["changed"]}
     assert notes == {
-        "layer.global": ["qkv: int4", "o: int4", "gate_up: int4", "down: int4"],
+        "layer.full": ["qkv: int4", "o: int4", "gate_up: int4", "down: int4"],
         "head": ["lm_head: int4"],
     }
     assert "weights int4" in cli("inspect", place).out

@@ -72,7 +72,7 @@ def build(
     print(place)
     console.print(
         f"compiled in {time.perf_counter() - started:.1f} s: weights {memory['weights'] / 1e6:.1f} MB, "
-        f"arena {memory['arena'] / 1e6:.1f} MB, cache {memory['kv bytes per token']} bytes a token"
+        f"arena {memory['arena'] / 1e6:.1f} MB, cache {memory['cache bytes a token']} bytes a token"
     )
 
 

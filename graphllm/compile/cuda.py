@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
 from graphllm.ir.graph import TensorSpec, input_specs
 
-_TUNING_TOKENS = 512  # what kernels of a dynamic bucket are tuned at
+_TUNING_SEQUENCES = 8  # of mixed buckets
+_TUNING_SIZE = 512  # what kernels of a dynamic bucket are tuned at: tokens, sequences in decode
 
 
 class Cuda:
@@ -29,8 +31,8 @@ class Cuda:
         generated = generate(piece, bucket, config, choices, known)
         if generated is None:
             return Eager().build(piece, bucket, config, choices)
-        tokens = bucket.lo if bucket.static else min(bucket.hi, _TUNING_TOKENS)
-        sizes = {"T": tokens, "S": tokens if bucket.kind == "decode" else min(config.max_num_seqs, 8)}
+        usual = replace(bucket, hi=max(bucket.lo, min(bucket.hi, _TUNING_SIZE)))
+        sizes = usual.limits(min(config.max_num_seqs, _TUNING_SEQUENCES))
         names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}
         examples = [example(s, sizes) for s in input_specs(piece)]
         kernels, blobs = {}, {}

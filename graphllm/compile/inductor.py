@@ -68,7 +68,7 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
     """The Python source Inductor makes for the graph, without compiling any kernel in it."""
     fake = shapes.mode
     with (
-        inductor_config.patch(settings(shapes.device.type, one_token=isinstance(shapes.T, int) and shapes.T == 1)),
+        inductor_config.patch(settings(shapes.device.type, one_token=str(shapes.symbols["T"]) == "1")),
         tracing(TracingContext(fake)),
         V.set_fake_mode(fake),
         DebugContext(),

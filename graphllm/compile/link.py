@@ -1,6 +1,5 @@
-"""Link the units into the whole model's graph, cut it at boundary ops, and keep each distinct piece once.
+"""Link each graph's units into whole programs, cut them at boundary ops, and keep each distinct piece once.
 
-Two programs come out, alike up to the logits: "plain" samples from them, "full" edits them first and reports logprobs.
 Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention
 makes the
 repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer edge.
@@ -13,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from graphllm.compile import trace
 from graphllm.compile.passes import Unit, results_of
+from graphllm.compile.trace import Layout, TracedGraph
 from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
 from graphllm.ir.op import op_of
 
@@ -37,114 +38,86 @@ class Call(NamedTuple):
 
 
 class Program(NamedTuple):
-    """One order of calls. parts: the index of the first call of each part after the first; parts run one by one."""
+    """One order of calls. parts: the index of the first call of each part after the first; parts run one by one.
+    results: the values that must be there in the end."""
 
     calls: list[Call]
     parts: dict[str, int]
-
-
-class CacheLayout(NamedTuple):
-    """Cache groups: layers with the same attention window share page lists, and all groups draw pages from one pool.
-
-    windows: of each group, 0 sees everything. places: (group, tensor) of each layer; layers of different groups use the
-    same cache tensor, in different pages of it. tensors: how many there are.
-    """
-
-    windows: tuple[int, ...]
-    places: tuple[tuple[int, int], ...]
-    tensors: int
+    results: tuple[str, ...]
 
 
 class Linked(NamedTuple):
-    """The whole model: its distinct pieces by id and its programs.
-
-    "plain" ends with "tokens" sampled from the "logits". "full" has the parts "adjust" (logits to "adjusted"), "sample"
-    and "logprobs" ("scores") for steps in which a request asks for more. layout: where each layer's cache is.
-    """
+    """The whole model: its distinct pieces by id, and each graph's programs by name."""
 
     pieces: dict[str, Piece]
-    programs: dict[str, Program]
-    layout: CacheLayout
+    programs: list[dict[str, Program]]
+
+    def pieces_of(self, graph: int) -> list[Piece]:
+        """The distinct pieces of a graph's programs."""
+        used = dict.fromkeys(c.piece for program in self.programs[graph].values() for c in program.calls)
+        return [self.pieces[id] for id in used]
 
 
-# The units of each program after the model's own, and the parts that begin with them.
-_TAILS = {"plain": ("sample",), "full": ("adjust", "sample_adjusted", "logprobs")}
-_PARTS = {"adjust": "adjust", "sample_adjusted": "sample", "logprobs": "logprobs"}
-_RESULTS = ("logits", "adjusted", "tokens", "scores")
-
-
-def link(units: Sequence[Unit], kinds: Sequence[str], max_len: int) -> Linked:
-    """Chain feed, embed, every layer, head and the sampling units, and cut at boundaries. max_len: the context's."""
-    windows = {u.name: _window(u) for u in units}
-    layout = cache_layout([windows[f"layer.{kind}"] for kind in kinds], max_len)
+def link(graphs: Sequence[TracedGraph], layout: Layout) -> Linked:
+    """Chain the units of every program and cut at boundaries."""
     pieces: dict[str, Piece] = {}
-    programs = {name: _program(units, kinds, tail, layout, pieces) for name, tail in _TAILS.items()}
-    return Linked(pieces, programs, layout)
+    programs = [
+        {name: _Chain(graph, layout, number).program(program, pieces) for name, program in graph.programs.items()}
+        for number, graph in enumerate(graphs)
+    ]
+    return Linked(pieces, programs)
 
 
-def cache_layout(windows: Sequence[int], max_len: int) -> CacheLayout:
-    """Groups of equal size over layers with those windows; the fewer layers a window has, the smaller they all are."""
-    seen = [0 if w >= max_len else w for w in windows]
-    layers = {w: [i for i, v in enumerate(seen) if v == w] for w in sorted(set(seen))}
-    size = min(map(len, layers.values()))
-    found: list[int] = []
-    places: dict[int, tuple[int, int]] = {}
-    for window, members in layers.items():
-        for start in range(0, len(members), size):
-            for tensor, layer in enumerate(members[start : start + size]):
-                places[layer] = (len(found), tensor)
-            found.append(window)
-    return CacheLayout(tuple(found), tuple(places[i] for i in range(len(windows))), size)
+class _Chain:
+    """One graph's units as one program. values: what has a name so far, inputs and results."""
 
+    def __init__(self, graph: TracedGraph, layout: Layout, number: int) -> None:
+        self._graph, self._prefix = graph, graph.graph.prefix
+        self._states, self._groups = layout.layers[number], layout.groups[number]
+        self._whole = torch.fx.Graph()
+        self._values: dict[str, torch.fx.Node] = {}
+        self._body: list[tuple[str, torch.fx.Node]] = []
 
-def _window(unit: Unit) -> int:
-    """The window of a layer's attention, as its graph says."""
-    for node in unit.graph.nodes:
-        op = op_of(node.target)
-        if op is not None and "window" in op.signature.parameters and op.mutates:
-            return int(op.bind(node.args, node.kwargs)["window"])
-    return 0
+    def program(self, program: trace.Program, pieces: dict[str, Piece]) -> Program:
+        for name in program.units:
+            if name == "layers":
+                for i, layer_type in enumerate(self._graph.layer_types):
+                    self.add(self._graph.units[f"layer.{layer_type}"], f"{self._prefix}layers.{i}", i)
+            else:
+                self.add(self._graph.units[name], self._prefix + name, None)
+        begins = {self._graph.units[unit].name: part for unit, part in program.parts.items()}
+        results = {o.name: self._values[o.name] for o in program.results}
+        shapes = next(iter(self._graph.units.values())).shapes
+        return _cut(self._body, results, begins, shapes, pieces)
 
-
-def _program(
-    units: Sequence[Unit], kinds: Sequence[str], tail: Sequence[str], layout: CacheLayout, pieces: dict[str, Piece]
-) -> Program:
-    by_name = {u.name: u for u in units}
-    order = [("feed", by_name["feed"], -1), ("embed", by_name["embed"], -1)]
-    order += [(f"layers.{i}", by_name[f"layer.{kind}"], i) for i, kind in enumerate(kinds)]
-    order += [(name, by_name[name], -1) for name in ("head", *tail)]
-    shapes = units[0].shapes
-
-    whole = torch.fx.Graph()
-    values: dict[str, torch.fx.Node] = {}
-    body: list[tuple[str, torch.fx.Node]] = []
-    for prefix, unit, layer in order:
+    def add(self, unit: Unit, owner: str, layer: int | None) -> None:
         env: dict[torch.fx.Node, torch.fx.Node] = {}
         for node in unit.graph.find_nodes(op="placeholder"):
-            label = _global_name(node.meta["label"], prefix, layer, layout)
-            if label not in values:
-                values[label] = whole.placeholder(label.replace(".", "_"))
-                values[label].meta.update(node.meta, label=label)
-            env[node] = values[label]
+            label = self._global_name(node.meta["label"], owner, layer)
+            if label not in self._values:
+                self._values[label] = self._whole.placeholder(label.replace(".", "_"))
+                self._values[label].meta.update(node.meta, label=label)
+            env[node] = self._values[label]
         calls = [n for n in unit.graph.nodes if n.op == "call_function"]
-        body += [(unit.name, n) for n in copy_nodes(calls, whole, env)]
+        self._body += [(unit.name, n) for n in copy_nodes(calls, self._whole, env)]
         for name, node in zip(unit.outputs, results_of(unit), strict=True):
-            values[name] = env[node]
-    results = {name: values[name] for name in _RESULTS if name in values}
-    return _cut(body, results, shapes, pieces)
+            self._values[name] = env[node]
 
-
-def _global_name(label: str, prefix: str, layer: int, layout: CacheLayout) -> str:
-    if label.startswith("w."):
-        return f"{prefix}.{label[2:]}"
-    if label == "kv":
-        return f"kv.{layout.places[layer][1]}"
-    return f"step.block_table.{layout.places[layer][0]}" if label == "step.block_table" else label
+    def _global_name(self, label: str, owner: str, layer: int | None) -> str:
+        kind, _, name = label.partition(".")
+        if kind == "w":
+            return f"{owner}.{name}"
+        if layer is not None and kind == "state" and name in self._states[layer]:
+            return self._states[layer][name]
+        if layer is not None and label == "step.block_table":
+            return f"{label}.{self._groups[layer]}"
+        return label
 
 
 def _cut(
     body: list[tuple[str, torch.fx.Node]],
     results: dict[str, torch.fx.Node],
+    begins: dict[str, str],
     shapes: Shapes,
     pieces: dict[str, Piece],
 ) -> Program:
@@ -171,11 +144,11 @@ def _cut(
         outputs += [n for n in nodes if n in results.values() and n not in outputs]
         piece, inputs = _piece(nodes, outputs, shapes, " + ".join(dict.fromkeys(unit for unit, _ in segment)))
         pieces.setdefault(piece.id, piece)
-        if segment[0][0] in _PARTS:
-            parts.setdefault(_PARTS[segment[0][0]], len(calls))
+        if segment[0][0] in begins:
+            parts.setdefault(begins[segment[0][0]], len(calls))
         names_in = tuple(n.meta["label"] if n.op == "placeholder" else names[n] for n in inputs)
         calls.append(Call(piece.id, names_in, tuple(names[n] for n in outputs)))
-    return Program(calls, parts)
+    return Program(calls, parts, tuple(results))
 
 
 def _is_size(node: torch.fx.Node) -> bool:

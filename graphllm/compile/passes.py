@@ -28,12 +28,12 @@ class Stage(enum.IntEnum):
 
 
 class Unit(NamedTuple):
-    """The traced graph of one unit: "feed", "embed", "layer.<kind>", "head", or one of the sampling program's.
+    """The traced graph of one unit: "embed", "layer.<type>", "head", or one of the sampling programs'.
 
-    inputs and outputs name the values in order: "w.<weight>", "step.<field>", "state.<field>", "x", "shared.<i>", "kv",
-    "logits", "adjusted", "tokens", "scores". layers: the indices of the layers that a "layer.<kind>" stands for. At
-    SPECIALIZE it is a piece, with inputs "p<i>" and outputs "o<i>", and ``bucket`` says which sizes its fake values
-    have.
+    inputs and outputs name the values in order: "w.<weight>", "step.<input>", "state.<state>", "x", "shared.<i>", and
+    what heads and sampling make. layers: the indices of the layers that a "layer.<type>" stands for. prefix: of a
+    further graph's names. At SPECIALIZE it is a piece, with inputs "p<i>" and outputs "o<i>", and ``bucket`` says which
+    sizes its fake values have.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Unit(NamedTuple):
     shapes: Shapes
     bucket: Bucket | None = None
     layers: tuple[int, ...] = ()
+    prefix: str = ""
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -50,7 +51,7 @@ class Unit(NamedTuple):
 
     def entries(self, weight: str) -> tuple[str, ...]:
         """The names in the weight plan of what the unit takes as "w.<weight>": one, or one for each layer."""
-        owners = tuple(f"layers.{i}" for i in self.layers) or (self.name,)
+        owners = tuple(f"{self.prefix}layers.{i}" for i in self.layers) or (self.name,)
         return tuple(f"{owner}.{weight}" for owner in owners)
 
 

@@ -9,12 +9,12 @@ import concurrent.futures
 import contextlib
 import functools
 import json
-import math
 import multiprocessing
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,15 +22,17 @@ from graphllm import artifact
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import Stage, Unit, ordered_passes
-from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
+from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
+from graphllm.ir.specs import plain
 from graphllm.machine import compiler_version
-from graphllm.runtime.program import RESULTS, Call, LinkedProgram
+from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.program.states import place_bytes
 from graphllm.weights.plan import WeightPlan, make_plan
 
 if TYPE_CHECKING:
@@ -43,10 +45,9 @@ _MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
 
 
 class Traced(NamedTuple):
-    """The model after the passes: units, the edited plan, the report of every pass on every unit, and the readable IR
-    as traced and after each pass, by file name."""
+    """The model after the passes: the edited plan, the report of every pass on every unit, and the readable IR as
+    traced and after each pass, by file name."""
 
-    units: list[Unit]
     plan: WeightPlan
     reports: list[dict[str, Any]]
     texts: dict[str, str]
@@ -112,18 +113,21 @@ def compile_model(
     try:
         pieces = _made(building / "pieces")
         progress("trace", 0, 1)
-        units = trace_model(model, c, config)
+        layout = plan_layout(model, c, config)
+        graphs = trace_model(model, c, config, layout)
         timed("trace")
+        units = [unit for graph in graphs for unit in graph.units.values()]
         traced = run_passes(units, make_plan(model, c, config.dtype), config)
         timed("passes")
-        linked = link(traced.units, model.kinds(c), config.max_model_len)
+        linked = link(graphs, layout)
+        jobs = piece_buckets(graphs, linked, c, config)
         timed("link")
         with objects or Objects() as objects:
             if config.target.device == "cpu" and config.backend == "inductor":
                 objects.expect(sources_beside(linked))
             backend = open_backend(config, objects)
             timed("import backend")
-            with open_workers(config, len(linked.pieces) * len(config.buckets)) as workers:
+            with open_workers(config, len(jobs)) as workers:
                 measured: Mapping[str, Measured] = {}
                 if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
                     from graphllm.compile.tune import tune
@@ -132,17 +136,17 @@ def compile_model(
                     measured = tune(texts, config, workers, functools.partial(progress, "tune"), tuned)
                 choices = {key: m.choice for key, m in measured.items()}
                 timed("tune")
-                built = build_pieces(linked, config, backend, choices, workers, progress)
+                built = build_pieces(linked, jobs, config, backend, choices, workers, progress)
             timed("build")
             backend.assemble(built.values(), pieces)
             timed("assemble")
-        memory = write_program(building, linked, built, traced, c, config)
-        write_graphs(building / "graph", traced, linked, built)
+        memory = write_program(building, graphs, layout, linked, built, traced, c, config)
+        write_graphs(building / "graph", traced, units, linked, built)
         if measured:
             taken = {key: m.microseconds for key, m in measured.items()}
             (building / "graph" / "tuning.json").write_text(json.dumps(taken, indent=1))
         if config.dump:
-            write_graphs(config.dump, traced, linked, built)
+            write_graphs(config.dump, traced, units, linked, built)
         timed("package")
         if complete is not None:
             complete(building)
@@ -161,11 +165,10 @@ def compile_model(
             ),
         ],
         "pieces": {
-            f"{piece.label} [{piece.id}]": {b.name: list(built[piece.id, b].chosen) for b in config.buckets}
+            f"{piece.label} [{piece.id}]": {b.name: list(built[piece.id, b].chosen) for id, b in jobs if id == piece.id}
             for piece in linked.pieces.values()
         },
         "memory": memory,
-        "groups": len(linked.layout.windows),
         "seconds": seconds,
         "compilers": objects.seconds,
         "made_with": {"g++": compiler_version(), "machine": config.target.name},
@@ -192,7 +195,7 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Tr
             plan = report.plan or plan
             show(unit, number, p.name)
             reports.append(record)
-    return Traced(units, plan, reports, texts)
+    return Traced(plan, reports, texts)
 
 
 @contextlib.contextmanager
@@ -223,16 +226,33 @@ def sources_beside(linked: Linked) -> list[Path]:
     return sources_in({op.folder for op in ops if op is not None})
 
 
+def graph_buckets(graph: TracedGraph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
+    """The sizes that a graph is compiled for."""
+    return graph.graph.buckets(c) or config.buckets
+
+
+def piece_buckets(graphs: list[TracedGraph], linked: Linked, c: Any, config: CompileConfig) -> list[tuple[str, Bucket]]:
+    """What is built: every distinct piece for every bucket of the graphs that use it."""
+    return list(
+        dict.fromkeys(
+            (piece.id, bucket)
+            for number, graph in enumerate(graphs)
+            for piece in linked.pieces_of(number)
+            for bucket in graph_buckets(graph, c, config)
+        )
+    )
+
+
 def build_pieces(
     linked: Linked,
+    wanted: list[tuple[str, Bucket]],
     config: CompileConfig,
     backend: Backend,
     choices: Mapping[str, Choice],
     workers: concurrent.futures.Executor | None,
     progress: Progress,
 ) -> dict[tuple[str, Bucket], Built]:
-    """Every distinct piece for every bucket; first those that are one op, whose kernels compile beside the others."""
-    wanted = [(piece.id, bucket) for piece in linked.pieces.values() for bucket in config.buckets]
+    """Build them all; first those that are one op, whose kernels compile beside the others."""
     jobs = sorted(wanted, key=lambda job: not linked.pieces[job[0]].boundary)
     done: dict[tuple[str, Bucket], Built] = {}
     if workers is None:
@@ -252,63 +272,92 @@ def build_pieces(
 
 def write_program(
     folder: Path,
+    graphs: list[TracedGraph],
+    layout: Layout,
     linked: Linked,
     built: Mapping[tuple[str, Bucket], Built],
     traced: Traced,
     c: Any,
     config: CompileConfig,
 ) -> dict[str, Any]:
-    """Write pieces, program and weight plan; returns the memory table, in bytes."""
+    """Write pieces, programs with their memory plans, and the weight plan; returns the memory table, in bytes."""
     for (piece, bucket), b in built.items():
         (folder / "pieces" / f"{piece}-{bucket.name}.json").write_text(json.dumps(b.bundle, separators=(",", ":")))
         for name, blob in b.blobs.items():
             (folder / "pieces" / name).write_bytes(blob)
-    layout, kv = linked.layout, kv_spec(c, config, 1)
-    step, state = step_specs(config, c.V, len(layout.windows)), state_specs(config, c.V)
-    read = {i for program in linked.programs.values() for call in program.calls for i in call.inputs}
+    read: set[str] = set()
+    described, arenas, zeroed, shareable = [], {}, 0, True
+    for number, graph in enumerate(graphs):
+        buckets = graph_buckets(graph, c, config)
+        programs = {}
+        for name, program in linked.programs[number].items():
+            plans = {}
+            for bucket in buckets:
+                calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in program.calls]
+                plan = plan_memory(
+                    LinkedProgram(calls, program.results, program.parts), bucket.limits(config.max_num_seqs)
+                )
+                plans[bucket.name] = plan
+                arenas[f"{bucket.name} {graph.graph.prefix}{name}"] = plan.arena_bytes
+                zeroed = max(zeroed, plan.zeroed)
+            programs[name] = {
+                "calls": [[call.piece, list(call.inputs), list(call.outputs)] for call in program.calls],
+                "parts": program.parts,
+                "results": program.results,
+                "host": {o.name: o.shape[0] for o in graph.programs[name].results if o.host},
+                "memory": plans,
+            }
+        used = {i for program in linked.programs[number].values() for call in program.calls for i in call.inputs}
+        read |= used
+        inputs = {n: s for n, s in layout.inputs[number].items() if f"step.{n}" in used}
+        shareable &= all(s.shareable for s in inputs.values())
+        described.append(
+            {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
+             "buckets": [asdict(b) for b in buckets], "programs": programs}
+        )  # fmt: skip
+    states = {n: place for n, place in layout.states.items() if n in read}
+    blocks = layout.blocks
+    counts = {
+        "slot": config.max_num_seqs + 1,
+        "token": config.max_num_batched_tokens,
+        "item": config.item_tokens,
+        "adapter": config.max_adapters + 1,
+    }
     description = {
-        "programs": {
-            name: {"calls": [[call.piece, list(call.inputs), list(call.outputs)] for call in program.calls],
-                   "parts": program.parts}
-            for name, program in linked.programs.items()
-        },
-        "step": {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step.items()},
-        "state": {n: [s.dtype, list(s.shape)] for n, s in state.items()},
-        "kv": {"tensors": layout.tensors, "dtype": kv.dtype, "page": list(kv.shape[1:]), "windows": layout.windows,
-               "depends on length": "step.context_len" in read},
+        "graphs": described,
+        "states": states,
+        "blocks": {"groups": blocks.groups, "tensors": blocks.tensors, "bytes": blocks.block_bytes},
+        "entries": counts,
+        "shareable": shareable,
         "vocab": c.V,
-    }  # fmt: skip
+    }
     (folder / "program.json").write_text(json.dumps(description, indent=1))
     (folder / "weights.json").write_text(traced.plan.to_json())
-    arenas, zeroed = {}, 0
-    for bucket in config.buckets:
-        limits = bucket.limits(config.max_num_seqs)
-        for name, program in linked.programs.items():
-            calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in program.calls]
-            done = LinkedProgram(calls, RESULTS, limits, program.parts)
-            arenas[f"{bucket.name} {name}"] = done.arena_bytes
-            zeroed = max(zeroed, done.zeroed)
-    item = {"bfloat16": 2, "float16": 2, "float32": 4}[kv.dtype]
-    page = layout.tensors * math.prod(int(d) for d in kv.shape[1:]) * item
     return {
         "weights": traced.plan.total_bytes,
         "arena": max(arenas.values()),
         "arena by bucket": arenas,
         "zeroed": zeroed,
-        "state": sum(math.prod(int(d) for d in s.shape) * 4 for s in state.values()),
-        "kv page": page,
-        "kv bytes per token": page // config.block_size,
+        "state": sum(place_bytes(p, counts[p.axis]) for p in states.values() if p.axis != "block"),
+        "block": blocks.bytes_per_block,
+        "cache bytes a token": sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
+        "blocks of a sequence": sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),
+        "unused of a block": blocks.tensors * max(blocks.unused, default=0),
     }
 
 
-def write_graphs(folder: Path, traced: Traced, linked: Linked, built: Mapping[tuple[str, Bucket], Built]) -> None:
+def write_graphs(
+    folder: Path, traced: Traced, units: list[Unit], linked: Linked, built: Mapping[tuple[str, Bucket], Built]
+) -> None:
     """The readable IR: units after each stage, distinct pieces, and each piece as lowered for each bucket."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in traced.texts.items():
         (folder / name).write_text(text)
-    shapes = traced.units[0].shapes
+    shapes = units[0].shapes
     for piece in linked.pieces.values():
-        times = max(sum(call.piece == piece.id for call in p.calls) for p in linked.programs.values())
+        times = max(
+            sum(call.piece == piece.id for call in p.calls) for programs in linked.programs for p in programs.values()
+        )
         title = f"piece {piece.id}: {piece.label}, runs {times} times a step"
         (folder / f"piece.{piece.id}.txt").write_text(to_text(piece.graph, shapes, title))
     for (piece_id, bucket), b in built.items():

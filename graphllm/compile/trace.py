@@ -1,173 +1,254 @@
-"""Trace a model: embed, one layer of each kind, head, and the sampling program around it, each once, on fake tensors
-with symbolic T and S."""
+"""Trace a model: of each graph embed, one layer of each type and head, and the sampling units around it, each once, on
+fake tensors with symbolic T, S and R."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from graphllm.compile import sampling
 from graphllm.compile.passes import Unit, results_of
 from graphllm.config import CompileConfig
-from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead
-from graphllm.ir.model import Attn, Model, Step
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
+from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model
+from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
-from graphllm.ops.adjust_logits import adjust_logits
-from graphllm.ops.record_tokens import record_tokens
-from graphllm.ops.sample import sample
-from graphllm.ops.token_logprobs import token_logprobs
+from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
+
+# Any number of entries does: no piece depends on it. It is larger than 1, else it would be mistaken for a broadcast.
+_ENTRIES = 64
 
 
-def step_specs(config: CompileConfig, vocab: int, groups: int = 1) -> dict[str, TensorSpec]:
-    """The step's inputs by name, in the order in which they are staged; `Step`, `sample`, `adjust_logits` and
-    `token_logprobs` say what they mean.
+class Layout(NamedTuple):
+    """Everything a model's graphs read and leave, planned before they are traced.
 
-    groups: cache groups, each with a block table of its own. A block table is exactly max_model_len wide. The mask
-    comes last, so that steps without one need not copy it.
+    blocks: the pool of block states, over the layers of all graphs in their order. states: where each one lies, by its
+    name in programs. layers: for each graph, the states of each layer by the layer's own names for them. inputs: of
+    each graph, by name. versions: of recurrent states, one for each token of a verification step. groups: the cache
+    group of each graph's layers, 0 for those without one.
     """
-    pages = -(-config.max_model_len // config.block_size)
-    dense = TensorSpec.contiguous
-    tables = {f"step.block_table.{g}": dense("int32", "S", pages) for g in range(groups)}
-    ints = ("top_k", "draw", "slot", "counted", "mask_row", "bias_count", "target", "wanted")
-    floats = ("temperature", "top_p", "min_p", "repetition", "frequency", "presence")
-    return {
-        "step.token_ids": dense("int32", "T"),
-        "step.positions": dense("int32", "T"),
-        "step.context_len": dense("int32", "T"),
-        "step.logits_indices": dense("int32", "S"),
-        "step.query_start_loc": dense("int32", "S + 1"),
-        "step.seq_lens": dense("int32", "S"),
-        **tables,
-        "step.seed": dense("int64", "S"),
-        **{f"step.{n}": dense("int32", "S") for n in ints},
-        **{f"step.{n}": dense("float32", "S") for n in floats},
-        "step.mask": dense("int32", "S", -(-vocab // 32)),
-    }
+
+    blocks: BlockPlan
+    states: dict[str, StatePlace]
+    layers: list[list[dict[str, str]]]
+    inputs: list[dict[str, InputSpec]]
+    versions: int
+    groups: list[list[int]]
 
 
-def state_specs(config: CompileConfig, vocab: int) -> dict[str, TensorSpec]:
-    """What stays on the device between steps, by slot; the last slot is scrap, for padding rows."""
-    slots, dense = config.max_num_seqs + 1, TensorSpec.contiguous
-    return {
-        "state.last_token": dense("int32", slots),
-        "state.counts": dense("int32", slots, vocab),
-        "state.bias_token": dense("int32", slots, config.max_logit_bias),
-        "state.bias_value": dense("float32", slots, config.max_logit_bias),
-    }
+class Program(NamedTuple):
+    """The units of a program in order, "layers" standing for all of them, and the parts that begin with some.
+
+    results: the values that must be there in the end.
+    """
+
+    units: tuple[str, ...]
+    parts: dict[str, str]
+    results: tuple[OutputSpec, ...]
 
 
-def kv_spec(model_config: Any, config: CompileConfig, pages: int | str) -> TensorSpec:
-    """One layer's cache: [pages, 2, K, P, E], see `paged_attention`."""
-    shape = (2, model_config.K, config.block_size, model_config.E)
-    return TensorSpec.contiguous(config.dtype, pages, *shape)
+class TracedGraph(NamedTuple):
+    """A graph's units by their short names ("embed", "layer.<type>", "head" ...) and its programs."""
+
+    graph: Graph
+    units: dict[str, Unit]
+    programs: dict[str, Program]
+    layer_types: tuple[str, ...]
 
 
-def trace_model(model: Model, c: Any, config: CompileConfig) -> list[Unit]:
-    """The units of a model in program order: feed, embed, each layer kind once, head, and the sampling program's:
-    "sample", or "adjust", "sample_adjusted" and "logprobs"."""
+def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, InputSpec]:
+    """What every graph may read; see `ForwardContext`. A block table is exactly max_model_len wide."""
+    specs = [
+        InputSpec("token_ids", ("T",)),
+        InputSpec("positions", ("T",)),
+        InputSpec("context_lens", ("T",), shareable=False),
+        InputSpec("logits_indices", ("R",)),
+        InputSpec("query_start_loc", ("S + 1",), padding="last"),
+        InputSpec("seq_lens", ("S",)),
+        InputSpec("slots", ("S",), neutral=config.max_num_seqs),
+    ]
+    for number, group in enumerate(groups):
+        width = -(-config.max_model_len // group.block_size)
+        specs.append(InputSpec(f"block_table.{number}", ("S", width), provider="block_table", ragged=True))
+    return {s.name: s for s in specs}
+
+
+def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
+    """Where the states that a family declares lie, and the inputs of its graphs. Raises ConfigError for states that
+    contradict each other."""
+    per_graph = [
+        [tuple(_typed(s, config) for s in graph.states(c, layer_type)) for layer_type in graph.layer_types(c)]
+        for graph in model.graphs
+    ]
+    layers = [states for graph in per_graph for states in graph]
+    blocks = plan_blocks(layers, config.block_size, config.max_model_len)
+    versions = max(b.query_len for b in config.buckets)
+    states: dict[str, StatePlace] = {}
+    names: list[list[dict[str, str]]] = []
+    groups: list[list[int]] = []
+    number = 0
+    for graph, declared in zip(model.graphs, per_graph, strict=True):
+        names.append([])
+        groups.append([])
+        for i, of_layer in enumerate(declared):
+            places = layer_places(of_layer, blocks, number, versions)
+            named = {n: f"state.{graph.prefix}layers.{i}.{n}" for n in places}
+            states |= {named[n]: place for n, place in places.items()}
+            names[-1].append(named)
+            place = blocks.places[number]
+            groups[-1].append(place[0] if place else 0)
+            number += 1
+    own = [*(_typed(s, config) for s in model.states(c))]
+    if any(graph.task == "generate" for graph in model.graphs):
+        own += sampling.states(config, c.V, versions)
+    states |= {f"state.{s.name}": own_place(s, versions) for s in own}
+    inputs = []
+    for graph in model.graphs:
+        specs = base_inputs(config, blocks.groups) | {s.name: s for s in graph.inputs(c)}
+        if graph.task == "generate":
+            specs |= {s.name: s for s in sampling.inputs(config, c.V)}
+        inputs.append(specs)
+    return Layout(blocks, states, names, inputs, versions, groups)
+
+
+def _typed(state: StateSpec, config: CompileConfig) -> StateSpec:
+    return dataclasses.replace(state, dtype=config.dtype) if state.dtype == "model" else state
+
+
+def trace_model(model: Model, c: Any, config: CompileConfig, layout: Layout) -> list[TracedGraph]:
+    """The units of every graph, each in program order: what resolves token ids, embed, each layer type once, head, and
+    the units of its programs behind it."""
     shapes = Shapes(config.target.device)
-    specs = step_specs(config, c.V) | state_specs(config, c.V)
-    specs["step.block_table"] = specs.pop("step.block_table.0")  # linking says which group's
-    # Any page count does: no piece depends on it. It is larger than 1 so that it is not mistaken for a broadcast.
-    specs["kv"] = kv_spec(c, config, 64)
+    return [_Tracer(graph, c, config, layout, i, shapes).graph() for i, graph in enumerate(model.graphs)]
 
-    def trace(
-        name: str,
-        extra: dict[str, TensorSpec],
-        fn: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]],
-        output: str = "x",
-        layers: tuple[int, ...] = (),
-    ) -> Unit:
-        return trace_unit(name, {**specs, **extra}, fn, shapes, output, layers)
 
-    def weights(declared: dict[str, Weight]) -> dict[str, TensorSpec]:
-        dtypes = {"model": config.dtype, "float32": "float32"}
+class _Tracer:
+    def __init__(
+        self, graph: Graph, c: Any, config: CompileConfig, layout: Layout, number: int, shapes: Shapes
+    ) -> None:
+        self._graph, self._c, self._config, self._layout, self._number = graph, c, config, layout, number
+        self._shapes = shapes
+        self._inputs = {f"step.{n}": _input(s) for n, s in layout.inputs[number].items()}
+        layer_states = {name for graph in layout.layers for layer in graph for name in layer.values()}
+        self._states = {n: _state(p) for n, p in layout.states.items() if n not in layer_states}
+        self.units: dict[str, Unit] = {}
+
+    def graph(self) -> TracedGraph:
+        graph, c, config = self._graph, self._c, self._config
+        layer_types = graph.layer_types(c)
+        generates = graph.task == "generate"
+        begin: tuple[str, ...] = ("embed",)
+        resolved: dict[str, TensorSpec] = {}
+        if generates:
+            resolve = sampling.beginning(self._layout.versions)
+            begin = (resolve.name, "embed")
+            unit = self.trace(resolve.name, {}, resolve.run, resolve.outputs)
+            resolved = dict(zip(unit.outputs, output_specs(unit), strict=True))
+            self._inputs |= {n: spec for n, spec in resolved.items() if n.startswith("step.")}
+        embed = self.trace(
+            "embed", self.weights(graph.embed_weights(c)), lambda v: _flat(graph.embed(c, _weights(v), self.context(v)))
+        )
+        carried = dict(zip(embed.outputs, output_specs(embed), strict=True))
+        for layer_type in dict.fromkeys(layer_types):
+            self.layer(layer_type, tuple(i for i, t in enumerate(layer_types) if t == layer_type), carried)
+        tails = sampling.programs(config, self._layout.versions) if generates else {graph.task: ()}
+        results = {"generate": sampling.OUTPUTS, "pool": (OutputSpec("pooled", ("R", "D"), "model", host=True),)}
+        made = results.get(graph.task, ())
+        names = {"generate": ("logits",), "pool": ("pooled",)}.get(graph.task, ())
+        head = self.trace(
+            "head",
+            self.weights(graph.head_weights(c)) | carried,
+            lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v))),
+            names,
+        )
+        values = resolved | dict(zip(head.outputs, output_specs(head), strict=True))
+        for stage in (t for program in tails.values() for t in program):
+            unit = self.trace(stage.name, values, stage.run, stage.outputs)
+            values |= zip(unit.outputs, output_specs(unit), strict=True)
+        programs = {}
+        for name, program in tails.items():
+            order = (*begin, "layers", "head", *(t.name for t in program))
+            made_here = {*names, *(n for t in program for n in t.outputs)}
+            programs[name] = Program(
+                order, {t.name: t.part for t in program if t.part}, tuple(o for o in made if o.name in made_here)
+            )
+        return TracedGraph(graph, self.units, programs, layer_types)
+
+    def layer(self, layer_type: str, layers: tuple[int, ...], carried: dict[str, TensorSpec]) -> None:
+        """One layer of a type, traced with the states and the block table of the first such layer: linking puts those
+        of each layer in their place."""
+        graph, c = self._graph, self._c
+        own = self._layout.layers[self._number][layers[0]]
+        states = {f"state.{n}": _state(self._layout.states[name]) for n, name in own.items()}
+        extra = self.weights(graph.layer_weights(c, layer_type)) | carried | states
+        if self._layout.blocks.groups:
+            group = self._layout.groups[self._number][layers[0]]
+            extra["step.block_table"] = self._inputs[f"step.block_table.{group}"]
+
+        def run(v: dict[str, Any]) -> tuple[Tensor]:
+            return (graph.layer(c, layer_type, _weights(v), v["x"], self.context(v)),)
+
+        self.trace(f"layer.{layer_type}", extra, run, layers=layers)
+
+    def weights(self, declared: Mapping[str, Weight]) -> dict[str, TensorSpec]:
+        dtypes = {"model": self._config.dtype, "float32": "float32"}
         return {f"w.{n}": TensorSpec.contiguous(dtypes[w.dtype], *w.shape) for n, w in declared.items()}
 
-    feed = trace("feed", {}, _feed, "step.token_ids")
-    embed = trace("embed", weights(model.embed_weights(c)), lambda v: _flat(model.embed(c, _weights(v), _step(v))))
-    carried = dict(zip(embed.outputs, output_specs(embed), strict=True))
-    units = [feed, embed]
-    kinds = model.kinds(c)
-    for kind in dict.fromkeys(kinds):
+    def context(self, v: Mapping[str, Any]) -> ForwardContext:
+        inputs = {n.removeprefix("step."): t for n, t in v.items() if n.startswith("step.")}
+        if "state_versions" not in inputs:  # nothing is rolled back: recurrent states have one version
+            inputs["state_versions"] = torch.zeros_like(inputs["slots"])
+        table = inputs.get("block_table")
+        attn = AttentionMetadata(table, inputs["query_start_loc"], inputs["seq_lens"])  # type: ignore[arg-type]
+        states = {n.removeprefix("state."): t for n, t in v.items() if n.startswith("state.")}
+        shared = tuple(t for n, t in v.items() if n.startswith("shared."))
+        return ForwardContext(SimpleNamespace(**inputs), SimpleNamespace(**states), attn, shared)
 
-        def layer(v: dict[str, Any], kind: str = kind) -> tuple[torch.Tensor]:
-            return (model.layer(c, kind, _weights(v), v["x"], _shared(v), _step(v), v["kv"]),)
-
-        layers = tuple(i for i, of in enumerate(kinds) if of == kind)
-        extra = weights(model.layer_weights(c, kind)) | carried
-        units.append(trace(f"layer.{kind}", extra, layer, layers=layers))
-    head = trace(
-        "head",
-        weights(model.head_weights(c)) | {"x": carried["x"]},
-        lambda v: (model.head(c, _weights(v), v["x"], _step(v)),),
-        "logits",
-    )
-    logits = {"logits": output_specs(head)[0]}
-    sample = trace("sample", logits, lambda v: _sample(v, "logits"), "tokens")
-    adjust = trace("adjust", logits, _adjust, "adjusted")
-    adjusted = {"adjusted": output_specs(adjust)[0]}
-    sample_adjusted = trace("sample_adjusted", adjusted, lambda v: _sample(v, "adjusted"), "tokens")
-    tokens = {"tokens": output_specs(sample)[0]}
-    k = config.max_logprobs
-    logprobs = trace(
-        "logprobs",
-        logits | tokens,
-        lambda v: (token_logprobs(v["logits"], v["tokens"], v["step.target"], v["step.wanted"], k),),
-        "scores",
-    )
-    return [*units, head, sample, adjust, sample_adjusted, logprobs]
-
-
-def _feed(v: dict[str, Any]) -> tuple[torch.Tensor]:
-    """A negative id -(slot + 1) stands for the token last sampled for that slot, which the host does not know yet.
-
-    That one is -1 where none could be chosen: the host will end the request, whose next step must not fail before.
-    """
-    ids_T = v["step.token_ids"]
-    last_T = torch.index_select(v["state.last_token"], 0, (-1 - ids_T).clamp(min=0)).clamp(min=0)
-    return (torch.where(ids_T < 0, last_T, ids_T),)
-
-
-def _sample(v: dict[str, Any], logits: str) -> tuple[torch.Tensor]:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "draw")
-    tokens_S = sample(v[logits], *(v[f"step.{n}"] for n in names))
-    state = (v["state.last_token"], v["state.counts"])
-    return (record_tokens(tokens_S, v["step.slot"], v["step.counted"], *state),)
-
-
-def _adjust(v: dict[str, Any]) -> tuple[torch.Tensor]:
-    rows = ("slot", "mask_row", "mask", "bias_count", "repetition", "frequency", "presence")
-    state = ("counts", "bias_token", "bias_value")
-    return (adjust_logits(v["logits"], *(v[f"step.{n}"] for n in rows), *(v[f"state.{n}"] for n in state)),)
+    def trace(
+        self,
+        name: str,
+        extra: Mapping[str, TensorSpec],
+        fn: Callable[[dict[str, Any]], tuple[Tensor, ...]],
+        outputs: tuple[str, ...] = ("x",),
+        layers: tuple[int, ...] = (),
+    ) -> Unit:
+        inputs = {**self._inputs, **self._states, **extra}
+        unit = trace_unit(self._graph.prefix + name, inputs, fn, self._shapes, outputs, layers)
+        self.units[name] = unit._replace(prefix=self._graph.prefix)
+        return self.units[name]
 
 
 def trace_unit(
     name: str,
-    inputs: dict[str, TensorSpec],
-    fn: Callable[[dict[str, Any]], tuple[torch.Tensor, ...]],
+    inputs: Mapping[str, TensorSpec],
+    fn: Callable[[dict[str, Any]], tuple[Tensor, ...]],
     shapes: Shapes,
-    output: str = "x",
+    outputs: tuple[str, ...] = ("x",),
     layers: tuple[int, ...] = (),
 ) -> Unit:
     """Trace ``fn`` over named inputs. Inputs it does not read are left out of the unit.
 
-    output: name of the first result; further ones are "shared.<i>". layers: see `Unit`.
+    outputs: names of the first results; further ones are "shared.<i>". layers: see `Unit`.
     """
     names = list(inputs)
     fakes = [shapes.tensor(inputs[n]) for n in names]
     with shapes.mode, torch.no_grad():
         traced = make_fx(lambda *values: fn(dict(zip(names, values, strict=True))))(*fakes)
+    if fixed := shapes.fixed():
+        raise GraphError(f"tracing {name} made {fixed}: an op's reference or a model function needs a size as a number")
     graph = traced.graph
     for node, label in zip(list(graph.find_nodes(op="placeholder")), names, strict=True):
         node.meta["label"] = label
     eliminate_dead(graph)
     unit = Unit(name, graph, (), shapes, layers=layers)
-    shared = tuple(f"shared.{i}" for i in range(len(results_of(unit)) - 1))
-    return unit._replace(outputs=(output, *shared))
+    shared = tuple(f"shared.{i}" for i in range(len(results_of(unit)) - len(outputs)))
+    return unit._replace(outputs=(*outputs, *shared))
 
 
 def output_specs(unit: Unit) -> list[TensorSpec]:
@@ -175,19 +256,21 @@ def output_specs(unit: Unit) -> list[TensorSpec]:
     return [unit.shapes.spec(n.meta["val"]) for n in results_of(unit)]
 
 
-def _flat(result: tuple[torch.Tensor, tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+def _input(spec: InputSpec) -> TensorSpec:
+    return TensorSpec.contiguous(spec.dtype, *spec.shape)
+
+
+def _state(place: StatePlace) -> TensorSpec:
+    return TensorSpec(place.dtype, (_ENTRIES, *place.shape), place.stride)
+
+
+def _flat(result: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return (result[0], *result[1])
+
+
+def _results(made: Any) -> tuple[Tensor, ...]:
+    return () if made is None else (made,)
 
 
 def _weights(values: dict[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{n[2:]: v for n, v in values.items() if n.startswith("w.")})
-
-
-def _shared(values: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    return tuple(v for n, v in values.items() if n.startswith("shared."))
-
-
-def _step(values: dict[str, Any]) -> Step:
-    attn = Attn(*(values[f"step.{f}"] for f in Attn._fields))
-    plain = {f: values[f"step.{f}"] for f in Step._fields if f != "attn"}
-    return Step(**plain, attn=attn)

@@ -169,14 +169,14 @@ class _Translator:
         raise TranslateError(f"not a tensor: {ast.unparse(node)}")
 
     def integer(self, node: ast.expr) -> int | str:
-        """An integer expression over T and S."""
+        """An integer expression over T, S and R."""
         if isinstance(node, ast.Constant) and isinstance(node.value, int):
             return int(node.value)
         text = self.shapes.rename(ast.unparse(_Substitute(self.ints).visit(node)))
         try:
-            evaluate(text, {"T": 1009, "S": 101})
+            evaluate(text, {"T": 1009, "S": 101, "R": 53})
         except (ValueError, KeyError) as problem:
-            raise TranslateError(f"not an integer expression over T and S in generated source: {text}") from problem
+            raise TranslateError(f"not an integer expression over T, S and R in generated source: {text}") from problem
         folded = ast.parse(text, mode="eval").body
         return int(ast.literal_eval(folded)) if isinstance(folded, ast.Constant) else text
 

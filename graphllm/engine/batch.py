@@ -3,6 +3,8 @@ input."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from collections.abc import Sequence as Sequence_
 from typing import NamedTuple
 
 import numpy as np
@@ -12,6 +14,7 @@ from graphllm.runtime.staging import StepInput
 
 _FULL = -1  # all bits set
 _INT32 = 2**31 - 1
+IN_PROMPT = 1 << 30  # flag of `adjust_logits` in the counts
 _NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to those of no step
 
 
@@ -91,6 +94,16 @@ class SamplingTable:
         self.special[slot] = has_state or wants or self.masked[slot]
         return has_state
 
+    def states(
+        self, prompt: Sequence_[int], output: Sequence_[int], bias: Mapping[int, float]
+    ) -> dict[str, np.ndarray]:
+        """What a slot's states begin with: penalty counts for both lists, and the logit bias."""
+        counts = np.zeros(self._vocab, dtype=np.int32)
+        np.add.at(counts, np.asarray(output, dtype=np.int64), 1)
+        counts[np.asarray(prompt, dtype=np.int64)] |= IN_PROMPT
+        tokens, values = np.array(list(bias), dtype=np.int32), np.array(list(bias.values()), dtype=np.float32)
+        return {"counts": counts, "bias_token": tokens, "bias_value": values}
+
     def mask_row(self, row: np.ndarray, slot: int, sequence: Sequence, draw: int) -> None:
         """Write the mask [words] of everything but a grammar: allowed ids, bad words, and no stop before min_tokens.
 
@@ -131,19 +144,22 @@ class SamplingTable:
             draw = positions[logits_indices] + 1 - self.prompt_len[slot_R]
         special = self.special[slot_R] | (draw < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
-        step = StepInput(
-            token_ids=self._token_ids(plan, scheduler, query_start_loc[1:], T),
-            positions=positions,
-            context_len=known,
-            logits_indices=logits_indices,
-            query_start_loc=query_start_loc,
-            seq_lens=total,
-            block_table=plan.tables[:, slots, : -(-int(total.max()) // scheduler.block_size)],
+        width = -(-int(total.max()) // scheduler.block_size)
+        arrays = {
+            "token_ids": self._token_ids(plan, scheduler, query_start_loc[1:], T),
+            "positions": positions,
+            "context_lens": known,
+            "logits_indices": logits_indices,
+            "query_start_loc": query_start_loc,
+            "seq_lens": total,
+            "slots": slots,
+            **{f"block_table.{g}": table[slots, :width] for g, table in enumerate(plan.tables)},
             # Only the row that ends a sequence's known tokens leaves a token for its next step.
-            slot=np.where(last & (draw >= 0), slot_R, self._scrap),
-            draw=draw,
+            "row_slots": np.where(last & (draw >= 0), slot_R, self._scrap),
+            "draw": draw,
             **self._sampling(slot_R),
-        )
+        }
+        step = StepInput(T, n, len(logits_indices), int(n == T == len(logits_indices)), arrays)
         if not full:
             return Batch(step, Rows(entry, slot_R, draw, draw, draw[:0]), False)
         return self._full(plan, step, entry, slot_R, draw)
@@ -165,16 +181,17 @@ class SamplingTable:
         for row in np.flatnonzero(~sampling):
             prompt = plan.sequences[entry[row]].request.prompt
             target[row] = prompt[len(prompt) + draw[row]]
-        step = step._replace(
-            counted=np.where(sampling, self.counted[slot_R], 0),
-            mask_row=mask_row,
-            bias_count=np.where(sampling, self.bias_count[slot_R], 0),
-            repetition=self.repetition[slot_R],
-            frequency=self.frequency[slot_R],
-            presence=self.presence[slot_R],
-            target=target,
-            wanted=wanted,
-        )
+        edits = {
+            "counted": np.where(sampling, self.counted[slot_R], 0),
+            "mask_row": mask_row,
+            "bias_count": np.where(sampling, self.bias_count[slot_R], 0),
+            "repetition": self.repetition[slot_R],
+            "frequency": self.frequency[slot_R],
+            "presence": self.presence[slot_R],
+            "target": target,
+            "wanted": wanted,
+        }
+        step = step._replace(arrays={**step.arrays, **edits})
         return Batch(step, Rows(entry, slot_R, draw, wanted, masked), True)
 
     def _token_ids(self, plan: Plan, scheduler: Scheduler, ends: np.ndarray, T: int) -> np.ndarray:

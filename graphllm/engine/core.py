@@ -22,7 +22,7 @@ from graphllm.engine.pool import BlockPool
 from graphllm.engine.request import BucketStats, CoreInfo, CoreStats, EngineRequest, Ranked, Update
 from graphllm.engine.scheduler import Plan, Scheduler, SchedulerLimits
 from graphllm.engine.scheduler import Sequence as Running
-from graphllm.runtime.executor import Executor, Frame, StepResult
+from graphllm.runtime.executor import Executor, StepHandle, StepResult
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +41,7 @@ class _InFlight(NamedTuple):
 
     plan: Plan
     batch: Batch
-    frame: Frame
+    frame: StepHandle
     begun: float
 
 
@@ -58,19 +58,19 @@ class EngineCore:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
-        caching = options.enable_prefix_caching and not executor.depends_on_length
-        self._pool = BlockPool(executor.num_blocks, caching)
+        caching = options.enable_prefix_caching and executor.shareable
+        self._pool = BlockPool(executor.layout.num_blocks, caching)
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
             max_num_rows=executor.max_rows,
             max_len=max_len,
-            block_size=executor.block_size,
+            block_size=executor.layout.groups[0].block_size,
             max_num_queued_reqs=options.max_num_queued_reqs,
             policy=options.scheduling_policy,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
         )
-        self._scheduler = Scheduler(limits, self._pool, executor.windows)
+        self._scheduler = Scheduler(limits, self._pool, tuple(g.window for g in executor.layout.groups))
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab)
         self._in_flight: _InFlight | None = None
         self._news: list[Update] = []  # of requests that ended outside a step
@@ -81,7 +81,7 @@ class EngineCore:
         self._ended = time.monotonic()  # the last step
         self._stats = CoreStats(
             started=self._ended,
-            total_blocks=executor.num_blocks - 1,
+            total_blocks=executor.layout.num_blocks - 1,
             buckets={b.name: BucketStats() for b in executor.buckets},
         )
         self.info = CoreInfo(
@@ -89,8 +89,8 @@ class EngineCore:
             vocab=executor.vocab,
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
-            block_size=executor.block_size,
-            num_blocks=executor.num_blocks,
+            block_size=executor.layout.groups[0].block_size,
+            num_blocks=executor.layout.num_blocks,
             capacity=self._scheduler.capacity,
             max_logprobs=executor.max_logprobs,
             max_logit_bias=executor.max_logit_bias,
@@ -181,21 +181,21 @@ class EngineCore:
             several = any(len(words) > 1 for words in request.bad_words)
             if self._table.admit(sequence, always_masked=id in self._matchers or several):
                 bias = request.params.logit_bias or {}
-                self._executor.set_slot(sequence.slot, request.prompt, sequence.output, bias)
+                self._executor.write_slot(sequence.slot, self._table.states(request.prompt, sequence.output, bias))
         if plan.copies:
             self._executor.copy_blocks(plan.copies)
         batch = self._table.stage(plan, self._scheduler, bool(self._processors))
         self._stats.steps += 1
-        return _InFlight(plan, batch, self._executor.start(batch.step, batch.full), begun)
+        return _InFlight(plan, batch, self._executor.start(batch.step, "full" if batch.full else "plain"), begun)
 
     def _measure(self, step: _InFlight) -> None:
         """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
         later than its own start: the host had both in flight until then."""
         now = time.monotonic()
-        bucket, tokens = self._stats.buckets[step.frame.bucket], len(step.batch.step.token_ids)
+        bucket, tokens = self._stats.buckets[step.frame.size.bucket.name], step.batch.step.tokens
         bucket.seconds.observe(now - max(step.begun, self._ended))
         bucket.tokens += tokens
-        bucket.padding += step.frame.size[0] - tokens
+        bucket.padding += step.frame.size.T - tokens
         self._stats.step_tokens.observe(tokens)
         self._ended = now
 
@@ -291,17 +291,16 @@ class EngineCore:
         """Log-probabilities of the step's sampled tokens by request; those inside prompts are put aside."""
         found: dict[str, list[Ranked]] = {}
         rows = step.batch.rows
-        if result.scores is None:
+        scores = result.outputs.get("scores")
+        if scores is None:
             return found
         for row in np.flatnonzero(rows.wanted >= 0):
             sequence = step.plan.sequences[rows.entry[row]]
             if sequence.finish_reason is not None:
                 continue
             inside = rows.draw[row] < 0
-            targets = step.batch.step.target
-            assert targets is not None
-            token = int(targets[row]) if inside else int(result.tokens[row])
-            ranked = _ranked(token, result.scores[row], int(rows.wanted[row]), result.whole.get(int(row)))
+            token = int(step.batch.step.arrays["target"][row]) if inside else int(result.tokens[row])
+            ranked = _ranked(token, scores[row], int(rows.wanted[row]), result.whole.get(int(row)))
             (self._scored if inside else found).setdefault(sequence.request.id, []).append(ranked)
         return found
 

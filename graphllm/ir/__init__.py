@@ -1,11 +1,12 @@
 """The intermediate representation: registered ops, weights as data, the contracts of models and passes."""
 
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
-from graphllm.ir.model import Attn, Model, Step, register_model, select_rows
+from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model, register_model, select_rows
 from graphllm.ir.op import Cost, Impl, Op, Site, nbytes, op
+from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 __all__ = [
-    "Attn", "CKernel", "Cost", "Impl", "Model", "Op", "Site", "Step", "Weight",
-    "launch_triton", "nbytes", "op", "register_model", "select_rows", "zeroed",
+    "AttentionMetadata", "CKernel", "Cost", "ForwardContext", "Graph", "Impl", "InputSpec", "Model", "Op", "OutputSpec",
+    "Site", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

@@ -1,7 +1,7 @@
 """The IR graph: an FX graph of ``graphllm::`` ops and aten shape work, with its printer, verifier and canonical form.
 
-Dimensions are ints or expressions over the symbols T (tokens) and S (sequences). The canonical JSON of a graph is its
-identity: pieces are deduplicated by its hash, and the eager backend interprets it.
+Dimensions are ints or expressions over the symbols T (tokens), S (sequences) and R (sampled rows). The canonical JSON
+of a graph is its identity: pieces are deduplicated by its hash, and the eager backend interprets it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from graphllm.config import Bucket, ConfigError
 from graphllm.expr import parse
 from graphllm.ir.op import NAMESPACE, all_ops, op_of
+from graphllm.ir.specs import Dim
 
-Dim = int | str
 _PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
     "floordiv": operator.floordiv, "mod": operator.mod, "neg": operator.neg,
@@ -43,11 +43,13 @@ class TensorSpec:
 
     @staticmethod
     def contiguous(dtype: str, *shape: Dim) -> TensorSpec:
-        """Row-major strides; all dimensions but the first must be ints."""
-        stride = [1]
+        """Row-major strides."""
+        stride: list[Dim] = [1]
         for d in shape[:0:-1]:
-            assert isinstance(d, int)
-            stride.append(stride[-1] * d)
+            inner = stride[-1]
+            stride.append(
+                d * inner if isinstance(d, int) and isinstance(inner, int) else d if inner == 1 else f"{d}*{inner}"
+            )
         return TensorSpec(dtype, shape, tuple(reversed(stride)) if shape else ())
 
     def __str__(self) -> str:
@@ -65,25 +67,24 @@ def _is_contiguous(spec: TensorSpec) -> bool:
 
 
 class Shapes:
-    """The symbols of one trace: a fake-tensor mode in which T and S are given ints or symbolic with a size hint."""
+    """The symbols of one trace: a fake-tensor mode in which T, S and R are given ints or symbolic with a size hint."""
 
     def __init__(self, device: str, bucket: Bucket | None = None) -> None:
         self.device = torch.device(device)
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-        if bucket and bucket.static:
-            self.T: Any = bucket.lo
-        else:
-            self.T = self._symbol(bucket.hi if bucket else 37)
         if bucket and bucket.kind == "decode":
-            self.S = self.T  # one token per sequence
-        elif bucket and bucket.static and bucket.lo == 1:
-            self.S = 1
+            S: Any = bucket.lo if bucket.static else self._symbol(bucket.hi)
+            tokens = bucket.query_len * S if bucket.query_len > 1 else S
+            self.symbols = {"T": tokens, "S": S, "R": tokens}
+        elif bucket and bucket.static:
+            few = 1 if bucket.lo == 1 else 0
+            self.symbols = {"T": bucket.lo, "S": few or self._symbol(3), "R": few or self._symbol(3)}
         else:
-            self.S = self._symbol(min(bucket.hi, 5) if bucket else 5)
-        names = {str(v.node.expr): n for n, v in (("T", self.T), ("S", self.S)) if isinstance(v, torch.SymInt)}
-        if isinstance(self.T, torch.SymInt) and self.S is self.T:
-            names = {str(self.T.node.expr): "T"}
-        self.names = names
+            hint = bucket.hi if bucket else 37
+            self.symbols = {"T": self._symbol(hint), "S": self._symbol(min(hint, 5)), "R": self._symbol(min(hint, 3))}
+        # Where sizes are equal, the first of them names them all; a multiple of another one has no name of its own.
+        named = {n: v.node.expr for n, v in self.symbols.items() if isinstance(v, torch.SymInt)}
+        self.names = {str(e): n for n, e in reversed(named.items()) if e.is_symbol}
 
     def _symbol(self, hint: int) -> torch.SymInt:
         context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])
@@ -109,25 +110,24 @@ class Shapes:
         )
 
     def dim(self, value: int | torch.SymInt) -> Dim:
-        """A size as an int or as text over T and S."""
+        """A size as an int or as text over T, S and R."""
         if isinstance(value, int):
             return value
         return self.rename(str(value.node.expr))
 
     def rename(self, text: str) -> str:
-        """Text with the trace's own symbol names replaced by T and S."""
+        """Text with the trace's own symbol names replaced by T, S and R."""
         for symbol, name in self.names.items():
             text = _replace_name(text, symbol, name)
         return text
 
     def fixed(self) -> str:
         """The symbols that tracing took for numbers, "T = 16", or an empty text: such code serves one size only."""
-        values = {"T": self.T, "S": self.S}
-        names = {n: v.node.expr for n, v in values.items() if isinstance(v, torch.SymInt)}
+        names = {n: v.node.expr for n, v in self.symbols.items() if isinstance(v, torch.SymInt)}
         return ", ".join(f"{n} = {expr}" for n, expr in names.items() if expr.is_number)
 
     def _value(self, dim: Dim) -> Any:
-        return dim if isinstance(dim, int) else evaluate(dim, {"T": self.T, "S": self.S})
+        return dim if isinstance(dim, int) else evaluate(dim, self.symbols)
 
 
 def _replace_name(text: str, old: str, new: str) -> str:

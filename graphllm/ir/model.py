@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from graphllm.config import Bucket
+from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 _models: dict[str, Model] = {}
+Task = Literal["generate", "pool", "encode"]
 
 
-class Attn(NamedTuple):
-    """Where each sequence's tokens and KV pages are, in the argument order of `paged_attention` after ``kv_cache``.
+class AttentionMetadata(NamedTuple):
+    """Where each sequence's tokens and their blocks are, in the argument order of `paged_attention` behind the cache.
 
-    block_table [S, B] int32: page ids. query_start_loc [S+1] int32: sequence s owns rows
-    query_start_loc[s]:query_start_loc[s+1].
-    seq_lens [S] int32: tokens of the sequence including this step's.
+    block_table [S, B] int32: block ids of the layer's cache group. query_start_loc [S+1] int32: sequence s owns rows
+    query_start_loc[s]:query_start_loc[s+1]. seq_lens [S] int32: tokens of the sequence including this step's.
     """
 
     block_table: Tensor
@@ -28,30 +30,65 @@ class Attn(NamedTuple):
     seq_lens: Tensor
 
 
-class Step(NamedTuple):
-    """What a model function may read about the running step; all tensors live on the device.
+class ForwardContext(NamedTuple):
+    """What a model function may read beside its weights and x; all tensors live on the device.
 
-    token_ids [T] int32. positions [T] int32: position of the token in its sequence. context_len [T] int32: number of
-    tokens of the sequence known when the token was scheduled (the prompt's length during prefill), for position
-    encodings that depend on length. logits_indices [S] int32: the row of x whose logits are wanted, one per sequence.
+    inputs: the step's arrays by name. Those of every graph: token_ids [T], positions [T] (of the token in its
+    sequence), context_lens [T] (tokens of the sequence known when the token was scheduled, the prompt's length during
+    prefill, for position encodings that depend on length), logits_indices [R] (rows of x that are wanted),
+    query_start_loc [S+1], seq_lens [S], slots [S] (entries of slot states; padding has the scrap one), all int32; and
+    what the graph declares. state: a layer's own states and the family's, by name. attn: of a layer with block states.
+    shared: what ``embed`` returned beside x (rotary cos and sin).
     """
 
-    token_ids: Tensor
-    positions: Tensor
-    context_len: Tensor
-    logits_indices: Tensor
-    attn: Attn
+    inputs: SimpleNamespace
+    state: SimpleNamespace
+    attn: AttentionMetadata
+    shared: tuple[Tensor, ...] = ()
 
 
 class ModelConfig(Protocol):
     """What every family's Config offers; the rest is the family's own."""
 
-    D: int  # model width
-    H: int  # query heads
-    K: int  # key/value heads
-    E: int  # head dimension
     V: int  # vocabulary
     max_len: int  # positions the checkpoint was made for
+
+
+def _no_specs(*_: Any) -> tuple[Any, ...]:
+    return ()
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One graph of a family: a decoder, an encoder, a draft head.
+
+    layer_types: the type of each layer, in order (one name repeated, or e.g. "full" and "sliding"); layers of one type
+    differ in their parameters only. *_weights: the parameters of each unit as data. states: those of a layer, by its
+    type; block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w,
+    x_TD, ctx) -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each
+    sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. inputs: beside those of
+    every graph; one of an equal name takes its place. buckets: the sizes it is compiled for, None for the config's.
+    checkpoint: which of several checkpoints its parameters are in, "" for the main one.
+    """
+
+    layer_types: Callable[[Any], tuple[str, ...]]
+    embed_weights: Callable[[Any], dict[str, Weight]]
+    layer_weights: Callable[[Any, str], dict[str, Weight]]
+    head_weights: Callable[[Any], dict[str, Weight]]
+    embed: Callable[[Any, SimpleNamespace, ForwardContext], tuple[Tensor, tuple[Tensor, ...]]]
+    layer: Callable[[Any, str, SimpleNamespace, Tensor, ForwardContext], Tensor]
+    head: Callable[[Any, SimpleNamespace, Tensor, ForwardContext], Any]
+    states: Callable[[Any, str], tuple[StateSpec, ...]] = _no_specs
+    inputs: Callable[[Any], tuple[InputSpec, ...]] = _no_specs
+    outputs: Callable[[Any], tuple[OutputSpec, ...]] = _no_specs
+    buckets: Callable[[Any], tuple[Bucket, ...] | None] = lambda c: None
+    task: Task = "generate"
+    name: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What the names of its weights, units and layer states begin with; nothing for a family's main graph."""
+        return f"{self.name}." if self.name else ""
 
 
 @dataclass(frozen=True)
@@ -59,21 +96,19 @@ class Model:
     """One architecture family.
 
     architectures: names in ``config.json`` that it serves. config: builds the family's frozen Config from that file's
-    dict. kinds: the kind of each layer, in order (one name repeated, or e.g. "local"/"global"). *_weights: the
-    parameters of each unit as data. embed(c, w, step) -> (x_TD, shared): shared is a tuple of tensors every layer may
-    read (rotary
-    cos/sin). layer(c, kind, w, x_TD, shared, step, kv_cache) -> x_TD. head(c, w, x_TD, step) -> logits_SV.
+    dict. graphs: the first one is the main one, without a name. states: those that belong to no layer; every graph may
+    read and write them.
     """
 
     architectures: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], Any]
-    kinds: Callable[[Any], tuple[str, ...]]
-    embed_weights: Callable[[Any], dict[str, Weight]]
-    layer_weights: Callable[[Any, str], dict[str, Weight]]
-    head_weights: Callable[[Any], dict[str, Weight]]
-    embed: Callable[[Any, SimpleNamespace, Step], tuple[Tensor, tuple[Tensor, ...]]]
-    layer: Callable[[Any, str, SimpleNamespace, Tensor, tuple[Tensor, ...], Step, Tensor], Tensor]
-    head: Callable[[Any, SimpleNamespace, Tensor, Step], Tensor]
+    graphs: tuple[Graph, ...]
+    states: Callable[[Any], tuple[StateSpec, ...]] = _no_specs
+
+    @property
+    def main(self) -> Graph:
+        """The graph that serves requests."""
+        return self.graphs[0]
 
 
 def register_model(model: Model) -> Model:
@@ -90,6 +125,6 @@ def all_models() -> dict[str, Model]:
     return dict(_models)
 
 
-def select_rows(x_TD: Tensor, rows_S: Tensor) -> Tensor:
-    """x_TD[rows_S]: plain aten shape work, for heads that need only some rows."""
-    return torch.index_select(x_TD, 0, rows_S)
+def select_rows(x_TD: Tensor, rows_R: Tensor) -> Tensor:
+    """x_TD[rows_R]: plain aten shape work, for heads that need only some rows."""
+    return torch.index_select(x_TD, 0, rows_R)

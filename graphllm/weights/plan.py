@@ -199,16 +199,19 @@ class WeightPlan:
 def make_plan(model: Model, config: Any, dtype: str) -> WeightPlan:
     """The plan of a model's parameters with ``dtype`` for those that do not fix their own.
 
-    Names: "embed.<n>", "layers.<i>.<n>", "head.<n>". Raises ValueError, naming the parameter, for a `Weight` that
-    contradicts itself: that is a mistake in the model file.
+    Names: "embed.<n>", "layers.<i>.<n>", "head.<n>", behind the prefix of a further graph. Raises ValueError, naming
+    the parameter, for a `Weight` that contradicts itself: that is a mistake in the model file.
     """
-    entries = [_entry(f"embed.{n}", w, dtype, None) for n, w in model.embed_weights(config).items()]
-    by_kind: dict[str, dict[str, Weight]] = {}
-    for i, kind in enumerate(model.kinds(config)):
-        if kind not in by_kind:
-            by_kind[kind] = model.layer_weights(config, kind)
-        entries += [_entry(f"layers.{i}.{n}", w, dtype, i) for n, w in by_kind[kind].items()]
-    entries += [_entry(f"head.{n}", w, dtype, None) for n, w in model.head_weights(config).items()]
+    entries: list[Entry] = []
+    for graph in model.graphs:
+        prefix = graph.prefix
+        entries += [_entry(f"{prefix}embed.{n}", w, dtype, None) for n, w in graph.embed_weights(config).items()]
+        by_type: dict[str, dict[str, Weight]] = {}
+        for i, layer_type in enumerate(graph.layer_types(config)):
+            if layer_type not in by_type:
+                by_type[layer_type] = graph.layer_weights(config, layer_type)
+            entries += [_entry(f"{prefix}layers.{i}.{n}", w, dtype, i) for n, w in by_type[layer_type].items()]
+        entries += [_entry(f"{prefix}head.{n}", w, dtype, None) for n, w in graph.head_weights(config).items()]
     _check_ties({e.name: e for e in entries})
     return WeightPlan(tuple(entries))
 

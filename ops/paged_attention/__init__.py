@@ -3,9 +3,9 @@
 import importlib.util
 
 from graphllm.ops.paged_attention import cpu  # noqa: F401
-from graphllm.ops.paged_attention.op import paged_attention
+from graphllm.ops.paged_attention.op import kv_state, paged_attention
 
 if importlib.util.find_spec("triton"):
     from graphllm.ops.paged_attention import triton_decode, triton_prefill  # noqa: F401
 
-__all__ = ["paged_attention"]
+__all__ = ["kv_state", "paged_attention"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphllm.ir import Cost, nbytes, op
+from graphllm.ir import Cost, StateSpec, nbytes, op
 
 
 def _cost(
@@ -32,6 +32,11 @@ def _cost(
         read += min(length, window + n - 1) if window else length
     cache = 2 * read * K * E * kv_cache.element_size()
     return Cost(2 * nbytes(q_THE) + 2 * nbytes(k_TKE, v_TKE) + cache, 4 * H * E * pairs)
+
+
+def kv_state(K: int, E: int, window: int = 0) -> StateSpec:
+    """The cache of one layer: keys and values of K heads of E numbers, of all tokens or of the last ``window``."""
+    return StateSpec("kv", "block", (2, K, "P", E), retention="window" if window else "full", window=window)
 
 
 @op(boundary=True, mutates=("kv_cache",), cost=_cost)

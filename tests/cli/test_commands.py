@@ -96,7 +96,7 @@ def test_inspect(cli: Any, compiled_artifact: Path, monkeypatch: pytest.MonkeyPa
         artifact.key_of(manifest["factors"])[:16], "cpu: ", f"graphllm {__version__}", "torch ",
         "LlamaForCausalLM, float32",
         "96 tokens of context, 4 sequences and 32 tokens a step, pages of 8", "decode 2..4", "mixed 2..32",
-        "fused by Inductor", "canonicalize", f"{manifest['memory']['arena']:,}", f"{manifest['memory']['kv page']:,}",
+        "fused by Inductor", "canonicalize", f"{manifest['memory']['arena']:,}", f"{manifest['memory']['block']:,}",
         f"{len(manifest['files'])} files",
     ):  # fmt: skip
         assert part in done.out, part
@@ -214,7 +214,7 @@ def test_other_model_with_the_same_name(
 def test_unknown_op(command: str, cli: Any) -> None:
     done = cli("op", command, "flux_capacitor")
     assert (done.code, done.out) == (2, "")
-    expected = r"graphllm: op: 'flux_capacitor' is not registered; there are adjust_logits, .*swiglu.*\n"
+    expected = r"graphllm: op: 'flux_capacitor' is not registered; there are accept_drafts, adjust_logits, .*swiglu.*\n"
     assert re.fullmatch(expected, done.err)
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from graphllm import artifact, prepare
-from graphllm.compile.link import Linked, cache_layout, link
+from graphllm.compile.link import Linked, link
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
-from graphllm.compile.trace import trace_model
+from graphllm.compile.trace import plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.runtime.executor import Executor
@@ -40,8 +40,10 @@ def _link(hf: dict[str, Any]) -> Linked:
     load_passes()
     model = find_model(hf)
     c = model.config(hf)
-    traced = run_passes(trace_model(model, c, CONFIG), make_plan(model, c, "float32"), CONFIG)
-    return link(traced.units, model.kinds(c), CONFIG.max_model_len)
+    layout = plan_layout(model, c, CONFIG)
+    graphs = trace_model(model, c, CONFIG, layout)
+    run_passes([u for g in graphs for u in g.units.values()], make_plan(model, c, "float32"), CONFIG)
+    return link(graphs, layout)
 
 
 @pytest.mark.parametrize("layers", [2, 3, 9])
@@ -50,20 +52,20 @@ def test_equal_layers_share_their_pieces(layers: int) -> None:
     at any depth."""
     linked = _link(LLAMA | {"num_hidden_layers": layers})
     assert len(linked.pieces) == 4 + 2 + 2  # sample and record are the same in both programs; adjust, logprobs
-    plain, full = linked.programs["plain"].calls, linked.programs["full"].calls
+    plain, full = linked.programs[0]["plain"].calls, linked.programs[0]["full"].calls
     assert [c.piece for c in plain[1:-2:2]] == [plain[1].piece] * layers
     assert len(plain) == 2 * layers + 3
     assert plain[:-2] == full[: len(plain) - 2]
-    assert linked.pieces[plain[2].piece].label == "layer.global"
+    assert linked.pieces[plain[2].piece].label == "layer.full"
     names = {n for c in plain for n in c.inputs}
-    assert {f"layers.{i}.qkv" for i in range(layers)} | {f"kv.{i}" for i in range(layers)} <= names
+    assert {f"layers.{i}.qkv" for i in range(layers)} | {f"state.layers.{i}.kv" for i in range(layers)} <= names
     for calls in (plain, full):
         made = [n for c in calls for n in c.outputs]
         assert len(made) == len(set(made))
     assert plain[-1].outputs == ("tokens",)
     assert full[-1].outputs == ("scores",)
-    assert linked.programs["plain"].parts == {}
-    assert linked.programs["full"].parts == {
+    assert linked.programs[0]["plain"].parts == {}
+    assert linked.programs[0]["full"].parts == {
         "adjust": len(full) - 4,
         "sample": len(full) - 3,
         "logprobs": len(full) - 1,
@@ -77,29 +79,14 @@ def test_two_kinds_of_layers_share_what_is_equal() -> None:
     assert counts == [9, 9]
 
 
-def test_layers_with_one_window_share_pages() -> None:
-    """Groups of equal size, so that pages of every group fit into the same cache tensors."""
-    layout = cache_layout([4, 4, 4, 4, 4, 0], 100)
-    assert layout.windows == (0, 4, 4, 4, 4, 4)
-    assert layout.tensors == 1
-    layout = cache_layout([4, 0, 4, 0], 100)
-    assert (layout.windows, layout.tensors) == ((0, 4), 2)
-    assert layout.places == ((1, 0), (0, 0), (1, 1), (0, 1))
-    layout = cache_layout([4, 4, 4, 0, 0], 100)
-    assert (layout.windows, layout.tensors) == ((0, 4, 4), 2)
-    assert sorted(layout.places) == sorted(set(layout.places))
-    # A window that is never reached is none.
-    assert cache_layout([100, 0, 100, 0], 100) == ((0,), ((0, 0), (0, 1), (0, 2), (0, 3)), 4)
-
-
 def test_program_runs_in_order() -> None:
     """Every value is made before it is read, and what is read was made or comes from outside."""
     linked = _link(LLAMA | {"num_hidden_layers": 3})
-    for program in linked.programs.values():
+    for program in linked.programs[0].values():
         made: set[str] = set()
         for call in program.calls:
             for name in call.inputs:
-                outside = name.startswith(("step.", "state.", "kv.", "embed.", "layers.", "head."))
+                outside = name.startswith(("step.", "state.", "embed.", "layers.", "head."))
                 assert outside or name in made, name
             made |= set(call.outputs)
         assert {"logits", "tokens"} <= made
@@ -117,7 +104,9 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, dump=tmp_path / "dump")
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     files = sorted(p.name for p in (tmp_path / "dump").iterdir())
-    units = ("adjust", "embed", "feed", "head", "layer.global", "logprobs", "sample", "sample_adjusted")
+    units = (
+        "embed", "head", "layer.full", "logprobs", "process_logits", "resolve_token_ids", "sample", "sample_adjusted"
+    )  # fmt: skip
     assert [f for f in files if not f.startswith("piece.")] == [
         f"{stage}.{unit}.txt"
         for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-fuse_attention")
@@ -132,7 +121,7 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
         assert RETURN.fullmatch(last), last
         for line in body:
             assert INPUT.fullmatch(line) or VALUE.fullmatch(line), line
-    layer = (tmp_path / "dump" / "01-canonicalize.layer.global.txt").read_text()
+    layer = (tmp_path / "dump" / "01-canonicalize.layer.full.txt").read_text()
     assert re.search(r"input %\w+ \(w\.qkv\): float32\[128, 64\]", layer)
     assert re.search(r"%\w+: float32\[T, 4, 16\] = graphllm::paged_attention\(", layer)
     assert not any("artifact" in f for f in files)
@@ -157,7 +146,8 @@ def test_files_of_an_artifact(compiled_artifact: Path) -> None:
     program = json.loads((compiled_artifact / "program.json").read_text())
     manifest = artifact.verify(compiled_artifact)
     buckets = [Bucket(**b) for b in manifest["factors"]["compile"]["buckets"]]
-    calls = [call for p in program["programs"].values() for call in p["calls"]]
+    (graph,) = program["graphs"]
+    calls = [call for p in graph["programs"].values() for call in p["calls"]]
     pieces = {call[0] for call in calls}
     assert {p.name for p in (compiled_artifact / "pieces").iterdir()} == {
         "kernels.so", *(f"{piece}-{b.name}.json" for piece in pieces for b in buckets)
@@ -169,7 +159,9 @@ def test_files_of_an_artifact(compiled_artifact: Path) -> None:
             assert {i[0] for i in bundle["code"]} <= {"empty", "view", "kernel", "op", "call", "ir"}
             called = {i[1] for i in bundle["code"] if i[0] == "kernel"}
             assert called == set(bundle["kernels"])
-    assert program["step"]["step.block_table.0"] == ["int32", ["S", 12], [12, 1]]  # 96 tokens in pages of 8
+    table = graph["inputs"]["block_table.0"]
+    assert table["shape"] == ["S", 12]  # 96 tokens in blocks of 8
+    assert table["provider"] == "block_table"
     assert b"pickle" not in b"".join(p.read_bytes() for p in compiled_artifact.rglob("*.json"))
 
 
@@ -182,16 +174,21 @@ def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> Non
     weights = load_weights(WeightPlan.from_json((compiled_artifact / "weights.json").read_text()), source)
     assert memory["weights"] == sum({t.data_ptr(): t.nbytes for t in weights.values()}.values())
     executor = Executor(compiled_artifact, manifest, weights, 3)
-    caches = [t for n, t in executor._outside.items() if n.startswith("kv.")]
-    assert len(caches) == 2
-    assert 3 * memory["kv page"] == sum(c.nbytes for c in caches)
-    assert memory["kv bytes per token"] * 8 == memory["kv page"]
+    pool = executor.states._pool
+    assert len(pool) == 2
+    assert 3 * memory["block"] == sum(t.nbytes for t in pool)
+    assert memory["unused of a block"] == 0
+    for name, tensor in executor.states.tensors.items():
+        if name.endswith(".kv"):
+            assert tensor.shape == (3, 2, 2, 8, 16)
+            assert tensor.is_contiguous()
     assert memory["arena"] == max(memory["arena by bucket"].values())
     assert set(memory["arena by bucket"]) == {
         f"{b} {p}" for b in ("decode-1", "decode-2-4", "mixed-2-32") for p in ("plain", "full")
     }
     assert executor._arena.nbytes == memory["arena"]
-    assert sum(t.nbytes for t in executor.state.values()) == memory["state"]
+    own = [t for n, t in executor.states.tensors.items() if not n.endswith(".kv")]
+    assert sum(t.nbytes for t in own) == memory["state"]
 
 
 def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
@@ -199,8 +196,17 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
         (name, unit)
         for name in ("canonicalize", "quantize_linear", "fuse_attention")
-        for unit in ("feed", "embed", "layer.global", "head", "sample", "adjust", "sample_adjusted", "logprobs")
-    ] + [("select_early", "layer.global + head mixed-2-32")]
+        for unit in (
+            "resolve_token_ids",
+            "embed",
+            "layer.full",
+            "head",
+            "sample",
+            "process_logits",
+            "sample_adjusted",
+            "logprobs",
+        )
+    ] + [("select_early", "layer.full + head mixed-2-32")]
     assert list(manifest["seconds"]) == [
         "assemble", "build", "import backend", "link", "package", "passes", "trace", "tune"
     ]  # fmt: skip

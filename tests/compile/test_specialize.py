@@ -19,7 +19,7 @@ from graphllm.compile.link import Linked, link
 from graphllm.compile.lower import Choice, lower, site_key, site_of
 from graphllm.compile.pipeline import find_model, run_passes
 from graphllm.compile.specialize import specialize
-from graphllm.compile.trace import trace_model, trace_unit
+from graphllm.compile.trace import plan_layout, trace_model, trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir import Cost, Op
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
@@ -52,8 +52,10 @@ def _linked(config: CompileConfig) -> Linked:
     c = model.config(QWEN)
     # Traced on the CPU, so that no GPU is needed; passes and kernels are those of the GPU.
     on_cpu = dataclasses.replace(config, target=Target("cpu", ()))
-    traced = run_passes(trace_model(model, c, on_cpu), make_plan(model, c, config.dtype), config)
-    return link(traced.units, model.kinds(c), config.max_model_len)
+    layout = plan_layout(model, c, on_cpu)
+    graphs = trace_model(model, c, on_cpu, layout)
+    run_passes([u for g in graphs for u in g.units.values()], make_plan(model, c, config.dtype), config)
+    return link(graphs, layout)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def linked(config: CompileConfig) -> Linked:
 
 def _middle(linked: Linked) -> Any:
     """The piece between two attentions."""
-    (piece,) = (p for p in linked.pieces.values() if p.label == "layer.global" and not p.boundary)
+    (piece,) = (p for p in linked.pieces.values() if p.label == "layer.full" and not p.boundary)
     return piece
 
 
@@ -102,7 +104,7 @@ def _lower_with_every_kernel() -> int:
 
             lowered = lower(special.unit.graph, input_specs(piece), TARGET, bucket, pick)
             assert all(f": {name}" in c for c in lowered.chosen)
-            assert isinstance(lowered.shapes.T, int) == bucket.static
+            assert isinstance(lowered.shapes.symbols["T"], int) == bucket.static
             count += 1
     return count
 

@@ -17,8 +17,9 @@ from graphllm.compile.trace import trace_unit
 from graphllm.compile.translate import Bundle, TranslateError, translate
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
+from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.runtime.binding import bind
 from graphllm.runtime.kernels import CpuKernels
-from graphllm.runtime.program import Call, LinkedProgram
 
 dense = TensorSpec.contiguous
 
@@ -189,9 +190,10 @@ def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> N
         given[n] = torch.randint(0, T, shape, dtype=torch.int32) if spec.dtype == "int32" else torch.randn(shape)
     want = fn(given)
     outputs = [f"o{i}" for i in range(len(want))]
-    linked = LinkedProgram([Call(pieces[name, bucket].bundle, list(given), outputs)], outputs, bucket.limits(5))
-    arena = torch.full((max(linked.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
-    bound = linked.bind(given, arena, CpuKernels(library), {"T": T, "S": S})
+    linked = LinkedProgram([Call(pieces[name, bucket].bundle, list(given), outputs)], outputs)
+    plan = plan_memory(linked, bucket.limits(5))
+    arena = torch.full((max(plan.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
+    bound = bind(linked, plan, given, arena, CpuKernels(library), {"T": T, "S": S})
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()

@@ -45,7 +45,7 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
     stop_ids = options.pop("stop_ids", ())
     manifest = artifact.verify(place)
     settings = prepare.CoreSettings(
-        model=str(folder), artifact=str(place), kv_memory=pages * manifest["memory"]["kv page"],
+        model=str(folder), artifact=str(place), kv_memory=pages * manifest["memory"]["block"],
         options=EngineOptions(**options), stop_ids=stop_ids,
     )  # fmt: skip
     return prepare.load_core(settings, processors=processors)

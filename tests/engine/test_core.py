@@ -26,8 +26,9 @@ from graphllm.config import ConfigError
 from graphllm.engine.core import EngineCore
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import CoreStats
-from graphllm.runtime import sizes
-from graphllm.runtime.executor import Frame
+from graphllm.runtime.executor import Executor, StepHandle
+from graphllm.runtime.padding import Size, pick
+from graphllm.runtime.staging import StepInput
 
 V = 311
 Open = Callable[..., EngineCore]
@@ -437,25 +438,27 @@ def test_a_full_queue(opened: Open) -> None:
     assert ended == {"0": "abort", "1": "length"}
 
 
+def _padded_as_on_a_gpu(executor: Executor, step: StepInput) -> Size:
+    most = executor.max_num_seqs
+    return pick(executor.buckets, step.tokens, step.sequences, step.rows, step.query_len, most, exact=False)
+
+
 def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
     """By bucket: the seconds are those in which any step was in flight, the tokens those computed and padded."""
     core = opened()
     executor = core._executor
-    padded_as_on_a_gpu = functools.partial(sizes.pick, executor.buckets, most_rows=executor.max_num_seqs)
-    monkeypatch.setattr(executor, "pick", padded_as_on_a_gpu)
+    monkeypatch.setattr(executor._main, "pick", functools.partial(_padded_as_on_a_gpu, executor))
     called = 0.0  # when the current call of step() began
     surely: list[tuple[float, float]] = []  # in flight, of each step
     maybe: list[tuple[float, float]] = []  # with all of the calls that began and ended it
     expected = {b.name: [0, 0, 0] for b in executor.buckets}
-    start, wait = executor.start, Frame.wait
+    start, wait = executor.start, StepHandle.wait
 
-    def started(step: Any, full: bool = False) -> Frame:
+    def started(step: Any, program: str) -> StepHandle:
         begun = time.monotonic()
-        frame = start(step, full)
+        frame = start(step, program)
         frame.begun = (begun, called)  # type: ignore[attr-defined]
-        tokens, rows = len(step.token_ids), len(step.logits_indices)
-        decode = tokens == len(step.seq_lens) == rows
-        bucket, padded, _ = executor.pick(tokens, max(len(step.seq_lens), rows), decode)
+        bucket, tokens, padded = frame.size.bucket, step.tokens, frame.size.T
         expected[bucket.name] = [
             a + b for a, b in zip(expected[bucket.name], (1, tokens, padded - tokens), strict=True)
         ]
@@ -468,7 +471,7 @@ def test_steps_are_measured(opened: Open, monkeypatch: Any) -> None:
         return result
 
     monkeypatch.setattr(executor, "start", started)
-    monkeypatch.setattr(Frame, "wait", waited)
+    monkeypatch.setattr(StepHandle, "wait", waited)
     for turn in range(2):
         for i, prompt in enumerate(_prompts(7, seed=turn)):
             core.add(request(f"{turn}-{i}", prompt, replace(GREEDY, max_tokens=5, logprobs=1 if i == 3 else None)))

@@ -7,18 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from graphllm import artifact, prepare
 from graphllm.config import Bucket
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.staging import StepInput, stack_tables
+from graphllm.runtime.staging import ragged, stack_tables
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
-PAGE = 16
+BLOCK = 16
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 8), Bucket("mixed", 2, 512))
 
 
@@ -39,7 +38,7 @@ class Driver:
         source = prepare.open_source(folder)
         assert source.checkpoint is not None
         wanted = prepare.Overrides(
-            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_batched_tokens=512, block_size=PAGE, tune=tune
+            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_batched_tokens=512, block_size=BLOCK, tune=tune
         )
         config = replace(prepare.compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
         compile_model(source.config, source.tensors, config, place)
@@ -50,15 +49,22 @@ class Driver:
     def forced(self, sequences: Sequence[Sequence[int]], n_tokens: int) -> list[Tensor]:
         """The logits [n_tokens, V] after each of the last tokens of every sequence, the first from its prefill and the
         others from decode steps of all sequences together."""
-        pages = _assign_pages([len(s) for s in sequences] * len(self.executor.windows), self.executor.num_blocks)
+        pages = _assign_pages(
+            [len(s) for s in sequences] * len(self.executor.layout.groups), self.executor.layout.num_blocks
+        )
         count = len(sequences)
-        tables = [pages[g * count : (g + 1) * count] for g in range(len(self.executor.windows))]
+        tables = [pages[g * count : (g + 1) * count] for g in range(len(self.executor.layout.groups))]
         done = [0] * count
         rows: list[list[Tensor]] = [[] for _ in sequences]
         for step in range(n_tokens):
             ends = [len(s) - n_tokens + 1 + step for s in sequences]
             new = [s[d:e] for s, d, e in zip(sequences, done, ends, strict=True)]
-            logits = self.executor.run(_step(new, done, tables)).logits[:count].float().cpu()
+            logits = (
+                self.executor.run(ragged(new, done, [stack_tables(group) for group in tables]))
+                .logits[:count]
+                .float()
+                .cpu()
+            )
             for row, found in zip(rows, logits, strict=True):
                 row.append(found.clone())
             done = ends
@@ -69,14 +75,14 @@ class Driver:
 
         Returns, for each prompt, the logits [V] after its last token, and the n_tokens drawn ones.
         """
-        lengths, groups = [len(p) + n_tokens for p in prompts], len(self.executor.windows)
-        pages = _assign_pages(lengths * groups, self.executor.num_blocks)
+        lengths, groups = [len(p) + n_tokens for p in prompts], len(self.executor.layout.groups)
+        pages = _assign_pages(lengths * groups, self.executor.layout.num_blocks)
         tables = [pages[g * len(prompts) : (g + 1) * len(prompts)] for g in range(groups)]
         new, done = [list(p) for p in prompts], [0] * len(prompts)
         prefill: list[Tensor] = []
         tokens: list[list[int]] = [[] for _ in prompts]
         for _ in range(n_tokens):
-            result = self.executor.run(_step(new, done, tables))
+            result = self.executor.run(ragged(new, done, [stack_tables(group) for group in tables]))
             drawn = result.tokens.tolist()
             prefill = prefill or list(result.logits[: len(prompts)].float().cpu().clone())
             done = [d + len(n) for d, n in zip(done, new, strict=True)]
@@ -87,26 +93,11 @@ class Driver:
 
 
 def _assign_pages(lengths: Sequence[int], pages: int) -> list[list[int]]:
-    """Pages for all sequences, in shuffled order."""
+    """Blocks for all sequences, in shuffled order."""
     order = torch.randperm(pages, generator=torch.Generator().manual_seed(0)).tolist()
     tables = []
     for n in lengths:
-        count = -(-n // PAGE)
+        count = -(-n // BLOCK)
         tables.append(order[:count])
         order = order[count:]
     return tables
-
-
-def _step(new: Sequence[Sequence[int]], done: Sequence[int], tables: list[list[list[int]]]) -> StepInput:
-    """The batch in which sequence s, of which ``done[s]`` tokens are cached, runs the tokens ``new[s]``."""
-    counts = np.array([len(n) for n in new], dtype=np.int32)
-    ends, lengths = np.cumsum(counts, dtype=np.int32), np.array(done, dtype=np.int32) + counts
-    return StepInput(
-        token_ids=np.array([t for n in new for t in n], dtype=np.int32),
-        positions=np.concatenate([np.arange(d, d + len(n), dtype=np.int32) for d, n in zip(done, new, strict=True)]),
-        context_len=np.repeat(lengths, counts),
-        logits_indices=ends - 1,
-        query_start_loc=np.concatenate([np.zeros(1, np.int32), ends]),
-        seq_lens=lengths,
-        block_table=np.stack([stack_tables(group) for group in tables]),
-    )

@@ -93,13 +93,11 @@ def test_published_files_mean_what_transformers_reads(name: str) -> None:
     assert (D, H, K, theirs.vocab_size) == (c.D, c.H, c.K, c.V)
     assert getattr(theirs, "head_dim", D // H) == c.E
     assert c.tied == theirs.tie_word_embeddings
-    assert len(model.kinds(c)) == theirs.num_hidden_layers
+    assert len(model.main.layer_types(c)) == theirs.num_hidden_layers
     assert c.max_len == max(theirs.max_position_embeddings, 131072 if "yarn" in name else 0)
     if hasattr(theirs, "layer_types"):
-        assert ["sliding" if k == "local" else "full" for k in model.kinds(c)] == [
-            t.removesuffix("_attention") for t in theirs.layer_types
-        ]
-    if (getattr(theirs, "sliding_window", None) or 0) and "local" in model.kinds(c):
+        assert list(model.main.layer_types(c)) == [t.removesuffix("_attention") for t in theirs.layer_types]
+    if (getattr(theirs, "sliding_window", None) or 0) and "sliding" in model.main.layer_types(c):
         assert c.window == theirs.sliding_window
     assert hash(c) is not None
     assert key_fields(c)["D"] == D
@@ -120,7 +118,7 @@ def test_frequencies(name: str) -> None:
         _check_row(c.rope.inv_freq[0], _default(theirs.rope_parameters["rope_theta"], c.E))
         return
     for row, length in zip(c.rope.inv_freq, (None, 10**6), strict=False):
-        expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_lens=length)
+        expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=length)
         _check_row(row, expected)
         assert c.rope.scale == pytest.approx(scale, rel=1e-12)
 

@@ -48,7 +48,7 @@ def _both(v: Values) -> tuple[Tensor, ...]:
 
 
 def _run(fn: Callable[[Values], tuple[Tensor, ...]], config: CompileConfig = GPU) -> tuple[Unit, PassReport, list[str]]:
-    unit = trace_unit("layer.global", SPECS, fn, Shapes("cpu"))
+    unit = trace_unit("layer.full", SPECS, fn, Shapes("cpu"))
     report = fuse_attention(unit, WeightPlan(()), config)
     verify(unit.graph, "after")
     return unit, report, [target_name(n.target) for n in unit.graph.nodes if n.op == "call_function"]

@@ -42,7 +42,7 @@ def _plan(**steps: tuple[Step, ...]) -> WeightPlan:
 
 
 def _run(fn: Fn, plan: WeightPlan | None = None, quantize: Any = "int8") -> tuple[Unit, PassReport, list[str]]:
-    unit = trace_unit("layer.global", SPECS, fn, Shapes("cpu"), layers=(0, 2))
+    unit = trace_unit("layer.full", SPECS, fn, Shapes("cpu"), layers=(0, 2))
     config = CompileConfig(Target("cpu", ()), quantize=quantize)
     report = quantize_linear(unit, plan or _plan(), config)
     verify(unit.graph, "after")
@@ -85,7 +85,7 @@ def test_same_numbers(name: str) -> None:
     """The rewritten graph on packed weights gives what the old one gives on the weights they stand for."""
     torch.manual_seed(0)
     fmt = FORMATS[name]
-    before = trace_unit("layer.global", SPECS, _both, Shapes("cpu"))
+    before = trace_unit("layer.full", SPECS, _both, Shapes("cpu"))
     values = {"x": torch.randn(3, 40), "w.bias": torch.randn(24)}
     weights = {"a": torch.randn(24, 40), "b": torch.randn(40, 24)}
     for n, weight in weights.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,38 +14,27 @@ from hypothesis import strategies as st
 
 from graphllm import artifact, prepare
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.ir.specs import InputSpec
+from graphllm.program.schema import CacheGroup
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.staging import Staging, StepInput, stack_tables
+from graphllm.runtime.padding import Size
+from graphllm.runtime.staging import Staging, StepInput, ragged, stack_tables
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
-PAGES = 64
+BLOCKS = 64
 
 
 class Part(NamedTuple):
-    """One sequence's part of a batch: its new tokens, how many came before, and its pages."""
+    """One sequence's part of a batch: its new tokens, how many came before, and its blocks."""
 
     tokens: list[int]
     start: int
-    pages: list[int]
+    blocks: list[int]
 
 
 def _batch(parts: list[Part]) -> StepInput:
-    counts = [len(p.tokens) for p in parts]
-    ends = np.cumsum(counts)
-
-    def ints(values: Any) -> np.ndarray:
-        return np.array(values, dtype=np.int32)
-
-    return StepInput(
-        token_ids=ints([t for p in parts for t in p.tokens]),
-        positions=ints([p.start + i for p in parts for i in range(len(p.tokens))]),
-        context_len=ints([p.start + len(p.tokens) for p in parts for _ in p.tokens]),
-        logits_indices=ints(ends - 1),
-        query_start_loc=ints([0, *ends]),
-        seq_lens=ints([p.start + len(p.tokens) for p in parts]),
-        block_table=stack_tables([p.pages for p in parts])[None],
-    )
+    return ragged([p.tokens for p in parts], [p.start for p in parts], [stack_tables([p.blocks for p in parts])])
 
 
 def _open(folder: Path, checkpoint: Path) -> Executor:
@@ -53,7 +42,7 @@ def _open(folder: Path, checkpoint: Path) -> Executor:
     plan = WeightPlan.from_json((folder / "weights.json").read_text())
     source = prepare.open_source(checkpoint).checkpoint
     assert source is not None
-    return Executor(folder, manifest, load_weights(plan, source), PAGES)
+    return Executor(folder, manifest, load_weights(plan, source), BLOCKS)
 
 
 @pytest.fixture(scope="module")
@@ -83,10 +72,11 @@ def _agree(executors: tuple[Executor, Executor], parts: list[Part]) -> np.ndarra
 def test_compiled_equals_eager_on_ragged_batches(executors: tuple[Executor, Executor], seed: int) -> None:
     """A random walk: sequences come, are prefilled in chunks, decode together or alone, and go."""
     rng = random.Random(seed)
-    limit, seqs, page = executors[0].max_num_batched_tokens, executors[0].max_num_seqs, executors[0].block_size
-    free = list(range(PAGES))
+    limit, seqs = executors[0].max_num_batched_tokens, executors[0].max_num_seqs
+    block_size = executors[0].layout.groups[0].block_size
+    free = list(range(BLOCKS))
     rng.shuffle(free)
-    live: list[tuple[list[int], int, list[int]]] = []  # (known tokens, computed, pages)
+    live: list[tuple[list[int], int, list[int]]] = []  # (known tokens, computed, blocks)
     used = set()
     for _ in range(40):
         if len(live) < seqs and rng.random() < 0.5:
@@ -96,22 +86,21 @@ def test_compiled_equals_eager_on_ragged_batches(executors: tuple[Executor, Exec
             continue
         budget, parts, chosen = limit, [], []
         for i in rng.sample(range(len(live)), rng.randint(1, len(live))):
-            known, computed, pages = live[i]
+            known, computed, blocks = live[i]
             count = min(rng.randint(1, len(known) - computed), budget)
             if count:
-                parts.append(Part(known[computed : computed + count], computed, pages[: -(-len(known) // page)]))
+                parts.append(Part(known[computed : computed + count], computed, blocks[: -(-len(known) // block_size)]))
                 chosen.append(i)
                 budget -= count
-        T, S = sum(len(p.tokens) for p in parts), len(parts)
-        used.add((executors[1].pick(T, S, T == S)[0].name, T == 1))
+        used.add(executors[1].start(_batch(parts)).size.bucket.name)
         for i, part, token in zip(chosen, parts, _agree(executors, parts).tolist(), strict=True):
-            known, computed, pages = live[i]
+            known, computed, blocks = live[i]
             computed += len(part.tokens)
-            live[i] = ([*known, token] if computed == len(known) else known, computed, pages)
+            live[i] = ([*known, token] if computed == len(known) else known, computed, blocks)
         for gone in [s for s in live if len(s[0]) > 90 or rng.random() < 0.05]:
             live = [s for s in live if s is not gone]
             free += gone[2]
-    assert {"decode-1", "decode-2-4", "mixed-2-32"} <= {name for name, _ in used}
+    assert {"decode-1", "decode-2-4", "mixed-2-32"} <= used
 
 
 def test_smallest_batches(executors: tuple[Executor, Executor]) -> None:
@@ -133,15 +122,16 @@ def test_a_batch_does_not_change_its_members(executors: tuple[Executor, Executor
 
 
 def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Executor]) -> None:
-    """Page 0 and the scrap slot are no request's; all else is as before, and every bucket has run."""
+    """Block 0 and the scrap slot are no request's; all else is as before, and every bucket has run."""
     for executor in executors:
         prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [7])])
         expected = executor.run(prefilled).logits[0].clone()
-        before = [cache[1:].clone() for cache in executor._kv], executor.state["last_token"][:-1].clone()
+        pool, last = executor.states._pool, executor.states.tensors["state.last_token"]
+        before = [blocks[1:].clone() for blocks in pool], last[:-1].clone()
         executor.warm_up()
-        assert all(torch.equal(cache[1:], old) for cache, old in zip(executor._kv, before[0], strict=True))
-        assert torch.equal(executor.state["last_token"][:-1], before[1])
-        ran = {bucket for _, bucket, _, _ in executor._bound}
+        assert all(torch.equal(blocks[1:], old) for blocks, old in zip(pool, before[0], strict=True))
+        assert torch.equal(last[:-1], before[1])
+        ran = {size.bucket.name for _, size in executor._main._bound}
         assert ran >= {b.name for b in executor.buckets}
         decode = executor.run(_batch([Part([9], 5, [7])])).logits[0].clone()
         again = executor.run(_batch([Part([3, 1, 4, 1, 5, 9], 0, [8])])).logits[0]
@@ -151,7 +141,7 @@ def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Exec
 
 
 def test_rehearsing_leaves_nothing_behind(executors: tuple[Executor, Executor]) -> None:
-    """Requests of a core that is thrown away: a later prompt that fills the same pages gives what it gave before."""
+    """Requests of a core that is thrown away: a later prompt that fills the same blocks gives what it gave before."""
     for executor in executors:
         prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [1])])
         expected = executor.run(prefilled).logits[0].clone()
@@ -160,13 +150,16 @@ def test_rehearsing_leaves_nothing_behind(executors: tuple[Executor, Executor]) 
 
 
 def test_pick(executors: tuple[Executor, Executor]) -> None:
-    pick = executors[0].pick
-    assert pick(1, 1, True) == (Bucket("decode", 1, 1), 1, 1)
-    assert pick(3, 3, True) == (Bucket("decode", 2, 4), 3, 3)
-    assert pick(2, 1, False) == (Bucket("mixed", 2, 32), 2, 2)
-    assert pick(32, 4, False) == (Bucket("mixed", 2, 32), 32, 4)
+    def pick(tokens: int, sequences: int, rows: int, query_len: int) -> Size:
+        return executors[0]._main.pick(StepInput(tokens, sequences, rows, query_len, {}))
+
+    assert pick(1, 1, 1, 1) == (Bucket("decode", 1, 1), 1, 1, 1)
+    assert pick(3, 3, 3, 1) == (Bucket("decode", 2, 4), 3, 3, 3)
+    assert pick(2, 1, 0, 0) == (Bucket("mixed", 2, 32), 2, 2, 2)
+    assert pick(32, 3, 4, 0) == (Bucket("mixed", 2, 32), 32, 3, 4)
+    assert pick(4, 2, 4, 2) == (Bucket("mixed", 2, 32), 4, 2, 4)  # no bucket with two tokens a sequence
     with pytest.raises(ConfigError, match="no bucket of the artifact takes 33 tokens; compile with larger --buckets"):
-        pick(33, 4, False)
+        pick(33, 4, 1, 0)
 
 
 def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
@@ -176,14 +169,14 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
     plan = WeightPlan.from_json((compiled_artifact / "weights.json").read_text())
     source = prepare.open_source(checkpoint).checkpoint
     assert source is not None
-    executor = Executor(compiled_artifact, manifest, load_weights(plan, source), PAGES)
+    executor = Executor(compiled_artifact, manifest, load_weights(plan, source), BLOCKS)
     with pytest.raises(ConfigError, match=r"memory table.*compile again"):
         executor.run(_batch([Part([1, 2, 3], 0, [0])]))
 
 
 def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None:
     manifest = artifact.verify(eager_artifact)
-    with pytest.raises(ConfigError, match=r"kv cache: \d+ pages do not fit in memory"):
+    with pytest.raises(ConfigError, match=r"kv cache: \d+ blocks do not fit in memory"):
         Executor(eager_artifact, manifest, {}, 10**12)
 
 
@@ -193,13 +186,16 @@ def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None
 def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
     """What was filled in is what the device views hold; padding rows are zero and own no tokens. Small block tables are
     copied whole, large ones as far as they are used."""
-    from graphllm.compile.trace import step_specs
+    from graphllm.compile import sampling
+    from graphllm.compile.trace import base_inputs
 
     config = CompileConfig(
         Target("cpu", ()), max_model_len=longest, block_size=8, max_num_seqs=5, max_num_batched_tokens=32
     )
-    specs = {n: [s.dtype, list(s.shape), list(s.stride)] for n, s in step_specs(config, 70, groups=2).items()}
-    staging = Staging(specs, {"T": 32, "S": 5}, 5, torch.device("cpu"))
+    groups = (CacheGroup("full", 0, 8), CacheGroup("window", 40, 16))
+    wide = InputSpec("wide", (3, "T"), "float32", neutral=2.5)
+    specs = [*base_inputs(config, groups).values(), *sampling.inputs(config, 70), wide]
+    staging = Staging(specs, {"T": 32, "S": 5, "R": 6}, torch.device("cpu"))
     for turn in range(4):  # layouts move with T and S, and leave old bytes behind
         counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
         rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
@@ -209,33 +205,43 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
         ]
         batch = _batch(parts)
         step = batch._replace(
-            block_table=np.concatenate([batch.block_table, batch.block_table + 1]),
-            slot=rng.integers(0, 5, len(counts)).astype(np.int32),
-            temperature=rng.random(len(counts), np.float32) + 1,
-            top_k=rng.integers(1, 9, len(counts)).astype(np.int32),
-            seed=rng.integers(-(2**63), 2**63, len(counts), np.int64),
-            draw=rng.integers(1, 9, len(counts)).astype(np.int32),
-            wanted=None if turn % 2 else rng.integers(0, 9, len(counts)).astype(np.int32),
+            arrays={
+                **batch.arrays,
+                "block_table.1": batch.arrays["block_table.0"][:, :4] + 1,
+                "row_slots": rng.integers(0, 5, len(counts)).astype(np.int32),
+                "temperature": rng.random(len(counts), np.float32) + 1,
+                "top_k": rng.integers(1, 9, len(counts)).astype(np.int32),
+                "seed": rng.integers(-(2**63), 2**63, len(counts), np.int64),
+                "draw": rng.integers(1, 9, len(counts)).astype(np.int32),
+                "wide": rng.random((3, sum(counts)), np.float32),
+                **({} if turn % 2 else {"wanted": rng.integers(0, 9, len(counts)).astype(np.int32)}),
+            }
         )
         mask = rng.integers(-(2**31), 2**31, (data.draw(st.integers(0, len(counts))), 3)).astype(np.int32)
         T = data.draw(st.integers(sum(counts), 32))
-        S = data.draw(st.integers(len(counts), 5))
-        ring = turn % Staging.rings
-        staging.fill(ring, step, T, S)
-        staging.fill_mask(ring, mask, T, S)
-        staging.upload(ring, T, S)
-        staging.upload_mask(ring, len(mask), T, S)
-        views = {name.removeprefix("step."): view.numpy() for name, view in staging.tensors(T, S).items()}
-        neutral = {"query_start_loc": sum(counts), "slot": 5, "top_p": 1, "repetition": 1, "mask_row": -1, "target": -1,
-                   "wanted": -1}  # fmt: skip
+        S, R = data.draw(st.integers(len(counts), 5)), data.draw(st.integers(len(counts), 6))
+        sizes, index = {"T": T, "S": S, "R": R}, turn % Staging.buffers
+        staging.fill(index, step, sizes)
+        staging.fill_late(index, "mask", mask, sizes)
+        staging.upload(index, sizes)
+        staging.upload_late(index, "mask", len(mask), sizes)
+        views = {name.removeprefix("step."): view.numpy() for name, view in staging.tensors(sizes).items()}
+        neutral = {"query_start_loc": sum(counts), "slots": 5, "row_slots": 5, "top_p": 1, "repetition": 1,
+                   "mask_row": -1, "target": -1, "wanted": -1}  # fmt: skip
         for group in (0, 1):
             found = views[f"block_table.{group}"]
-            table = step.block_table[group]
+            table = step.arrays[f"block_table.{group}"]
             assert np.array_equal(found[: len(counts), : table.shape[1]], table)
         assert np.array_equal(views["mask"][: len(mask)], mask)
-        for name in set(StepInput._fields) - {"block_table"}:
-            given, found = getattr(step, name), views[name]
-            assert len(found) == {"T": T, "S": S, "S + 1": S + 1}[specs[f"step.{name}"][1][0]]
+        assert np.array_equal(views["wide"][:, : sum(counts)], step.arrays["wide"])
+        assert (views["wide"][:, sum(counts) :] == 2.5).all()
+        assert views["wide"].shape == (3, T)
+        for spec in specs:
+            if len(spec.shape) > 1:
+                continue
+            name = spec.name
+            given, found = step.arrays.get(name), views[name]
+            assert len(found) == {"T": T, "S": S, "R": R, "S + 1": S + 1}[spec.shape[0]]
             count = 0
             if given is not None:
                 count = len(given)

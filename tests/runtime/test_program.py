@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from graphllm.expr import value
-from graphllm.runtime.program import Call, LinkedProgram
+from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.runtime.binding import bind
 
 LIMITS = {"T": 9, "S": 4}
 GUARD = 4096
@@ -144,21 +145,22 @@ def _expected(program: Program, outside: Mapping[str, np.ndarray], symbols: Mapp
 @settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(program=programs(), T=st.integers(1, LIMITS["T"]), S=st.integers(1, LIMITS["S"]))
 def test_planned_memory_changes_nothing(program: Program, T: int, S: int) -> None:
-    linked = LinkedProgram(program.calls, program.results, LIMITS)
+    linked = LinkedProgram(program.calls, program.results)
+    plan = plan_memory(linked, LIMITS)
     for symbols in ({"T": T, "S": S}, LIMITS):
         rng = np.random.default_rng(0)
         outside = {n: rng.integers(1, 99, (value(v.rows, symbols), v.width)) for n, v in program.outside.items()}
-        memory = torch.full((linked.arena_bytes + GUARD,), 0x5A, dtype=torch.uint8)
-        arena = memory[: max(linked.arena_bytes, 8)]
+        memory = torch.full((plan.arena_bytes + GUARD,), 0x5A, dtype=torch.uint8)
+        arena = memory[: max(plan.arena_bytes, 8)]
         tensors = {n: torch.from_numpy(a.copy()) for n, a in outside.items()}
-        bound = linked.bind(tensors, arena, FakeKernels(), symbols)
+        bound = bind(linked, plan, tensors, arena, FakeKernels(), symbols)
         for _ in range(2):  # a bound program is run many times over the same memory
             for _, launches in bound.parts[""]:
                 for launch in launches:
                     launch()
             for name, expected in _expected(program, outside, symbols).items():
                 assert np.array_equal(bound.results[name].numpy(), expected)
-        assert bool((memory[linked.arena_bytes :] == 0x5A).all()), "written behind the arena"
+        assert bool((memory[plan.arena_bytes :] == 0x5A).all()), "written behind the arena"
         assert all(np.array_equal(tensors[n].numpy(), a) for n, a in outside.items())
 
 
@@ -175,10 +177,10 @@ def _chain(length: int, rows: int | str = "T") -> list[Call]:
 def test_memory_is_reused_exactly() -> None:
     """A chain of any length needs two values at a time, 9 x 32 x 8 bytes each: already a multiple of 256."""
     for length in (2, 3, 40):
-        assert LinkedProgram(_chain(length), [f"v{length}"], LIMITS).arena_bytes == 2 * 9 * 32 * 8
-    assert LinkedProgram(_chain(1), ["v1"], LIMITS).arena_bytes == 9 * 32 * 8
-    assert LinkedProgram(_chain(5), [f"v{i}" for i in range(1, 6)], LIMITS).arena_bytes == 5 * 9 * 32 * 8
-    assert LinkedProgram(_chain(3, rows=0), ["v3"], LIMITS).arena_bytes == 0
+        assert plan_memory(LinkedProgram(_chain(length), [f"v{length}"]), LIMITS).arena_bytes == 2 * 9 * 32 * 8
+    assert plan_memory(LinkedProgram(_chain(1), ["v1"]), LIMITS).arena_bytes == 9 * 32 * 8
+    assert plan_memory(LinkedProgram(_chain(5), [f"v{i}" for i in range(1, 6)]), LIMITS).arena_bytes == 5 * 9 * 32 * 8
+    assert plan_memory(LinkedProgram(_chain(3, rows=0), ["v3"]), LIMITS).arena_bytes == 0
 
 
 def test_places_are_aligned() -> None:
@@ -188,10 +190,11 @@ def test_places_are_aligned() -> None:
         "code": [*(["empty", n, [1, 3], [3, 1], "int64"] for n in "xyz"),
                  *(["op", "aten::mul.out", [{"t": "a"}, 2], {"out": {"t": n}}] for n in "xyz")],
     }  # fmt: skip
-    linked = LinkedProgram([Call(bundle, ["in"], ["x", "y", "z"])], ["x", "y", "z"], LIMITS)
-    assert linked.arena_bytes == 3 * 256
-    arena = torch.zeros(linked.arena_bytes, dtype=torch.uint8)
-    bound = linked.bind({"in": torch.tensor([[1, 2, 3]])}, arena, FakeKernels(), {"T": 1, "S": 1})
+    linked = LinkedProgram([Call(bundle, ["in"], ["x", "y", "z"])], ["x", "y", "z"])
+    plan = plan_memory(linked, LIMITS)
+    assert plan.arena_bytes == 3 * 256
+    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    bound = bind(linked, plan, {"in": torch.tensor([[1, 2, 3]])}, arena, FakeKernels(), {"T": 1, "S": 1})
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
@@ -206,10 +209,11 @@ def test_call_instructions_copy_fresh_results() -> None:
         "code": [["empty", "v", ["T"], [1], "float32"], ["empty", "i", ["T"], [1], "int64"],
                  ["call", ["v", "i"], "aten::max.dim", [{"t": "a"}, 1], {}]],
     }  # fmt: skip
-    linked = LinkedProgram([Call(bundle, ["in"], ["best", "where"])], ["best", "where"], LIMITS)
-    arena = torch.zeros(linked.arena_bytes, dtype=torch.uint8)
+    linked = LinkedProgram([Call(bundle, ["in"], ["best", "where"])], ["best", "where"])
+    plan = plan_memory(linked, LIMITS)
+    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     given = torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 1.0]])
-    bound = linked.bind({"in": given}, arena, FakeKernels(), {"T": 2, "S": 1})
+    bound = bind(linked, plan, {"in": given}, arena, FakeKernels(), {"T": 2, "S": 1})
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
@@ -226,9 +230,10 @@ def test_zeroed_scratch_is_one_buffer_outside_the_arena() -> None:
         return {"inputs": ["a"], "outputs": ["o"], "kernels": {"k": {}}, "code": code}
 
     calls = [Call(counts("8 * S"), ["in"], ["x"]), Call(counts(5), ["x"], ["y"])]
-    linked = LinkedProgram(calls, ["y"], LIMITS)
-    assert linked.zeroed == 8 * LIMITS["S"]
-    assert LinkedProgram(_chain(1), ["v1"], LIMITS).zeroed == 0
+    linked = LinkedProgram(calls, ["y"])
+    plan = plan_memory(linked, LIMITS)
+    assert plan.zeroed == 8 * LIMITS["S"]
+    assert plan_memory(LinkedProgram(_chain(1), ["v1"]), LIMITS).zeroed == 0
     seen: list[list[int]] = []
 
     class Kernels:
@@ -236,8 +241,8 @@ def test_zeroed_scratch_is_one_buffer_outside_the_arena() -> None:
             seen.append(list(arguments))
             return lambda: None
 
-    zeros, arena = torch.zeros(linked.zeroed, dtype=torch.int32), torch.zeros(linked.arena_bytes, dtype=torch.uint8)
-    linked.bind({"in": torch.zeros(2, dtype=torch.int64), "zeroed": zeros}, arena, Kernels(), {"T": 2, "S": 1})
+    zeros, arena = torch.zeros(plan.zeroed, dtype=torch.int32), torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    bind(linked, plan, {"in": torch.zeros(2, dtype=torch.int64), "zeroed": zeros}, arena, Kernels(), {"T": 2, "S": 1})
     assert [arguments[0] for arguments in seen] == [zeros.data_ptr()] * 2
     assert seen[0][2] == seen[1][1]
 
@@ -255,9 +260,10 @@ def test_interpreted_pieces_are_segments_of_their_own() -> None:
         Call(kept, ["v2"], ["v3"]),
         Call(plain, ["v3"], ["v4"]),
     ]
-    linked = LinkedProgram(calls, ["v1", "v3"], LIMITS)
-    arena = torch.zeros(linked.arena_bytes, dtype=torch.uint8)
-    bound = linked.bind({"v0": torch.ones(2, 32, dtype=torch.int64)}, arena, FakeKernels(), {"T": 2, "S": 1})
+    linked = LinkedProgram(calls, ["v1", "v3"])
+    plan = plan_memory(linked, LIMITS)
+    arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
+    bound = bind(linked, plan, {"v0": torch.ones(2, 32, dtype=torch.int64)}, arena, FakeKernels(), {"T": 2, "S": 1})
     assert [(safe, len(launches)) for safe, launches in bound.parts[""]] == [(True, 1), (False, 2), (True, 1)]
     for _, launches in bound.parts[""]:
         for launch in launches:
@@ -268,4 +274,4 @@ def test_interpreted_pieces_are_segments_of_their_own() -> None:
 def test_unknown_instruction() -> None:
     bundle = {"inputs": [], "outputs": [], "code": [["teleport", [], []]], "kernels": {}}
     with pytest.raises(ValueError, match="does not know the piece instruction 'teleport'; recompile"):
-        LinkedProgram([Call(bundle, [], [])], [], LIMITS)
+        LinkedProgram([Call(bundle, [], [])], [])

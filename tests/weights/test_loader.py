@@ -31,12 +31,13 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch
 
 def plan_of(weights: dict[str, Weight], dtype: str = "float32") -> WeightPlan:
     fake = SimpleNamespace(
-        kinds=lambda c: (),
+        prefix="",
+        layer_types=lambda c: (),
         embed_weights=lambda c: weights,
         layer_weights=lambda c, kind: {},
         head_weights=lambda c: {},
     )
-    return make_plan(cast(Model, fake), None, dtype)
+    return make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, dtype)
 
 
 def checkpoint_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
@@ -114,12 +115,13 @@ def test_layers_ties_values_and_progress(tmp_path: Path) -> None:
     index = ",".join(f'"{n}": "{1 if "q" in n else 2}.safetensors"' for n in tensors)
     (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{{index}}}}}')
     fake = SimpleNamespace(
-        kinds=lambda c: ("any",) * 3,
+        prefix="",
+        layer_types=lambda c: ("any",) * 3,
         embed_weights=lambda c: {"tokens": Weight((8, 3), hf=("e",)), "scale": Weight((), value=(0.1,))},
         layer_weights=lambda c, kind: {"qk": Weight((8, 3), hf=("l{layer}.q", "l{layer}.k"), segments=(4, 4))},
         head_weights=lambda c: {"out": Weight((8, 3), tie="embed.tokens")},
     )
-    plan = make_plan(cast(Model, fake), None, "float32")
+    plan = make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "float32")
     seen: list[tuple[int, int]] = []
     with small_reads():
         w = load_weights(plan, Checkpoint.open(tmp_path), progress=lambda done, total: seen.append((done, total)))

@@ -19,12 +19,13 @@ from graphllm.weights.plan import ITEMSIZE, Entry, Read, Tie, Values, WeightPlan
 def model(embed: dict[str, Weight], layer: Any = None, head: dict[str, Weight] | None = None, kinds: Any = ()) -> Model:
     """Only what a plan is made of."""
     fake = SimpleNamespace(
-        kinds=lambda c: tuple(kinds),
+        prefix="",
+        layer_types=lambda c: tuple(kinds),
         embed_weights=lambda c: embed,
         layer_weights=layer or (lambda c, kind: {}),
         head_weights=lambda c: head or {},
     )
-    return cast(Model, fake)
+    return cast(Model, SimpleNamespace(graphs=(fake,)))
 
 
 def test_names_kinds_and_sizes() -> None:

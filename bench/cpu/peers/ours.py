@@ -127,21 +127,10 @@ class _Executor(Runner):
     def _step(self, rows: list[list[int]], start: int) -> list[int]:
         import numpy as np
 
-        from graphllm.runtime.staging import StepInput
+        from graphllm.runtime.staging import ragged
 
-        sequences, new = len(rows), len(rows[0])
-        ends = (np.arange(sequences, dtype=np.int32) + 1) * new
-        length = start + new
-        pages = np.arange(1, sequences * self._width + 1, dtype=np.int32)
-        step = StepInput(
-            token_ids=np.array(rows, dtype=np.int32).reshape(-1),
-            positions=np.tile(np.arange(start, length, dtype=np.int32), sequences),
-            context_len=np.full(sequences * new, length, dtype=np.int32),
-            logits_indices=ends - 1,
-            query_start_loc=np.concatenate([np.zeros(1, np.int32), ends]),
-            seq_lens=np.full(sequences, length, dtype=np.int32),
-            block_table=pages.reshape(1, sequences, self._width),
-        )
+        blocks = np.arange(1, len(rows) * self._width + 1, dtype=np.int32)
+        step = ragged(rows, [start] * len(rows), [blocks.reshape(len(rows), self._width)])
         found: list[int] = self._executor.run(step).tokens.tolist()
         return found
 

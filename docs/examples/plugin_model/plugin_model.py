@@ -2,12 +2,12 @@
 
 from dataclasses import dataclass
 
-from graphllm.ir import Model, Weight, register_model, select_rows
+from graphllm.ir import Graph, Model, Weight, register_model, select_rows
 from graphllm.model_defs.common import number, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
 from graphllm.ops.lm_head import lm_head
-from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
 
 EPS = 1e-6
@@ -37,7 +37,7 @@ def embed_weights(c):
     }
 
 
-def layer_weights(c, kind):
+def layer_weights(c, layer_type):
     of = "layers.{layer}."
     return {
         "norm": Weight((c.D,), (of + "norm.weight",)),
@@ -50,30 +50,35 @@ def head_weights(c):
     return {"norm": Weight((c.D,), ("norm.weight",)), "out": Weight((c.V, c.D), tie="embed.tokens", shard="rows")}
 
 
-def embed(c, w, step):
-    return embedding(step.token_ids, w.tokens) + embedding(step.positions, w.positions), ()
+def embed(c, w, ctx):
+    return embedding(ctx.inputs.token_ids, w.tokens) + embedding(ctx.inputs.positions, w.positions), ()
 
 
-def layer(c, kind, w, x_TD, shared, step, kv_cache):
+def layer(c, layer_type, w, x_TD, ctx):
     q_THE, k_TKE, v_TKE = split_heads(linear(rms_norm(x_TD, w.norm, EPS), w.qkv), c.H, c.K, c.E)
-    a_THE = paged_attention(q_THE, k_TKE, v_TKE, kv_cache, *step.attn, scale=c.E**-0.5)
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.E**-0.5)
     return x_TD + linear(a_THE.flatten(1), w.o)
 
 
-def head(c, w, x_TD, step):
-    return lm_head(rms_norm(select_rows(x_TD, step.logits_indices), w.norm, EPS), w.out)
+def head(c, w, x_TD, ctx):
+    return lm_head(rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, EPS), w.out)
 
 
 register_model(
     Model(
         architectures=("PlainForCausalLM",),
         config=config,
-        kinds=lambda c: ("global",) * c.layers,
-        embed_weights=embed_weights,
-        layer_weights=layer_weights,
-        head_weights=head_weights,
-        embed=embed,
-        layer=layer,
-        head=head,
+        graphs=(
+            Graph(
+                layer_types=lambda c: ("full",) * c.layers,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=head_weights,
+                embed=embed,
+                layer=layer,
+                head=head,
+                states=lambda c, layer_type: (kv_state(c.K, c.E),),
+            ),
+        ),
     )
 )

@@ -11,7 +11,7 @@ import ctypes
 import threading
 
 from graphllm.config import ConfigError
-from graphllm.pages import zeros
+from graphllm.hugepages import zeros
 
 _POPULATE_WRITE = 23  # of madvise: map the pages, writable, as if written to; since Linux 5.14
 _HUGE, _SMALL = 2 << 20, 4096
@@ -19,38 +19,38 @@ _FIRST = 128 << 20  # bytes, for the first prompts
 
 
 class CacheMemory:
-    """Zeros for equal cache tensors. tensors: of each, [pages, page_bytes] uint8. A thread asks for the ``first`` bytes
-    at once. Raises ConfigError when there is no room."""
+    """Zeros for equal cache tensors. tensors: of each, [blocks, block_bytes] uint8. A thread asks for the ``first``
+    bytes at once. Raises ConfigError when there is no room."""
 
-    def __init__(self, tensors: int, pages: int, page_bytes: int, first: int = _FIRST) -> None:
+    def __init__(self, tensors: int, blocks: int, block_bytes: int, first: int = _FIRST) -> None:
         try:
-            self.tensors = [zeros(pages * page_bytes).reshape(pages, page_bytes) for _ in range(tensors)]
+            self.tensors = [zeros(blocks * block_bytes).reshape(blocks, block_bytes) for _ in range(tensors)]
         except MemoryError as failure:
             raise ConfigError(
-                f"kv cache: {pages} pages do not fit in memory ({failure}); lower --kv-cache-memory"
+                f"kv cache: {blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory"
             ) from failure
-        self.pages, self._page_bytes = pages, page_bytes
+        self.blocks, self._block_bytes = blocks, block_bytes
         self._places = [t.ctypes.data for t in self.tensors]
         self._asked = 0
         self._asking = threading.Lock()
         self._madvise = ctypes.CDLL(None).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        until = min(pages, first // (page_bytes * max(1, tensors)))
+        until = min(blocks, first // (block_bytes * max(1, tensors)))
         threading.Thread(target=self._begin, args=(until,), name="graphllm-cache-memory", daemon=True).start()
 
     def _begin(self, until: int) -> None:
         while self._asked < until:
             self.reach(self._asked)
 
-    def reach(self, page: int) -> None:
-        """Have the memory of all pages up to this one. A system that does not know how gives it at first use."""
-        if page < self._asked:
+    def reach(self, block: int) -> None:
+        """Have the memory of all blocks up to this one. A system that does not know how gives it at first use."""
+        if block < self._asked:
             return
         with self._asking:
-            if page < self._asked:
+            if block < self._asked:
                 return
-            until = min(self.pages, page + -(-_HUGE // self._page_bytes))
+            until = min(self.blocks, block + -(-_HUGE // self._block_bytes))
             for place in self._places:
-                first = (place + self._asked * self._page_bytes) // _SMALL * _SMALL
-                self._madvise(first, place + until * self._page_bytes - first, _POPULATE_WRITE)
+                first = (place + self._asked * self._block_bytes) // _SMALL * _SMALL
+                self._madvise(first, place + until * self._block_bytes - first, _POPULATE_WRITE)
             self._asked = until

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from graphllm.config import ConfigError
-from graphllm.runtime.fresh import CacheMemory
+from graphllm.runtime.cpu_cache_memory import CacheMemory
 
 PAGES, SIZE, SMALL = 64, 256 << 10, 4096
 
@@ -57,7 +57,7 @@ def test_memory_that_malloc_kept_is_not_cleared_at_once() -> None:
 
 
 def test_more_than_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"kv cache: 1099511627776 pages do not fit .*lower --kv-cache-memory"):
+    with pytest.raises(ConfigError, match=r"kv cache: 1099511627776 blocks do not fit .*lower --kv-cache-memory"):
         CacheMemory(1, 1 << 40, SIZE)
 
 

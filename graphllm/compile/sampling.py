@@ -1,0 +1,177 @@
+"""The units around a graph that generates: what feeds it token ids, and the programs that sample from its logits.
+
+Their inputs and states are declared here as those of models are; the ops say what each one means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from graphllm.config import CompileConfig
+from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
+from graphllm.ops.accept_drafts import accept_drafts
+from graphllm.ops.adjust_logits import adjust_logits
+from graphllm.ops.record_tokens import record_tokens
+from graphllm.ops.resolve_drafts import resolve_drafts
+from graphllm.ops.sample import sample
+from graphllm.ops.token_logprobs import token_logprobs
+
+Values = dict[str, Any]
+
+
+class Stage(NamedTuple):
+    """A unit of a sampling program. outputs: what it makes. part: the part of the program that it begins, "" for
+    none."""
+
+    name: str
+    run: Callable[[Values], tuple[Tensor, ...]]
+    outputs: tuple[str, ...]
+    part: str = ""
+
+
+def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
+    """Of every sampled row, in the order in which they are staged; rows that nobody asked for get neutral values.
+
+    The mask comes last, so that steps without one need not copy it.
+    """
+
+    def rows(name: str, dtype: str, neutral: float = 0) -> InputSpec:
+        return InputSpec(name, ("R",), dtype, neutral=neutral)
+
+    return (
+        rows("seed", "int64"),
+        rows("top_k", "int32"),
+        rows("draw", "int32"),
+        rows("row_slots", "int32", config.max_num_seqs),  # the scrap one
+        rows("counted", "int32"),
+        rows("mask_row", "int32", -1),
+        rows("bias_count", "int32"),
+        rows("target", "int32", -1),
+        rows("wanted", "int32", -1),
+        rows("temperature", "float32"),
+        rows("top_p", "float32", 1.0),
+        rows("min_p", "float32"),
+        rows("repetition", "float32", 1.0),
+        rows("frequency", "float32"),
+        rows("presence", "float32"),
+        InputSpec("mask", ("R", -(-vocab // 32)), late=True),
+        # Read only where drafts are verified: the sequence of each token, whether the step in flight verifies drafts of
+        # a sequence, and where its rows begin.
+        InputSpec("sequence_ids", ("T",)),
+        InputSpec("pending", ("S",)),
+        InputSpec("row_start_loc", ("S + 1",), padding="last"),
+    )
+
+
+def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec, ...]:
+    """What sampling keeps of each running sequence. versions: tokens of a step that may be verified, 1 without drafts.
+    drafts: proposed tokens, -1 for none. rejected: how many of the last step's. version: which version of recurrent
+    states is valid."""
+    verifying = (
+        StateSpec("drafts", "slot", (versions - 1,), "int32", "none"),
+        StateSpec("rejected", "slot", (), "int32", "none"),
+        StateSpec("version", "slot", (), "int32", "none"),
+    )
+    return (
+        *(verifying if versions > 1 else ()),
+        StateSpec("last_token", "slot", (), "int32", "none"),
+        StateSpec("counts", "slot", (vocab,), "int32", "none"),
+        StateSpec("bias_token", "slot", (config.max_logit_bias,), "int32", "none"),
+        StateSpec("bias_value", "slot", (config.max_logit_bias,), "float32", "none"),
+    )
+
+
+OUTPUTS = (
+    OutputSpec("tokens", ("R",), "int32", host=True),
+    OutputSpec("kept", ("S",), "int32", host=True),
+    OutputSpec("logits", ("R", "V"), "model"),
+    OutputSpec("adjusted", ("R", "V"), "float32"),
+    OutputSpec("scores", ("R", "2 + 2 * max_logprobs"), "float32"),
+)
+
+
+def beginning(versions: int) -> Stage:
+    """What comes before the model's own units."""
+    if versions == 1:
+        return Stage("resolve_token_ids", lambda v: (_resolve(v),), ("step.token_ids",))
+    made = ("token_ids", "drafts", "positions", "context_lens", "seq_lens", "state_versions")
+    outputs = tuple(n if n == "drafts" else f"step.{n}" for n in made)
+    return Stage("resolve_drafts", _resolve_drafts, outputs)
+
+
+def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...]]:
+    """The units behind the head by program: "plain" samples from the logits; "full" has the parts "adjust" (logits to
+    "adjusted"), "sample" and "logprobs" ("scores") for steps in which a request asks for more. Where drafts are
+    verified, both keep of each sequence's sampled tokens the first "kept"."""
+
+    def sampled(logits: str) -> Stage:
+        name = "sample" if logits == "logits" else "sample_adjusted"
+        part = "" if logits == "logits" else "sample"
+        if versions == 1:
+            return Stage(name, lambda v: (_record(v, _sample(v, logits), v["step.row_slots"]),), ("tokens",), part)
+        return Stage(name, lambda v: _verify(v, logits, versions), ("tokens", "kept"), part)
+
+    def logprobs(v: Values) -> tuple[Tensor]:
+        return (token_logprobs(v["logits"], v["tokens"], v["step.target"], v["step.wanted"], config.max_logprobs),)
+
+    return {
+        "plain": (sampled("logits"),),
+        "full": (
+            Stage("process_logits", _process, ("adjusted",), part="adjust"),
+            sampled("adjusted"),
+            Stage("logprobs", logprobs, ("scores",), part="logprobs"),
+        ),
+    }
+
+
+def _resolve(v: Values) -> Tensor:
+    """A negative id -(slot + 1) stands for the token last sampled for that slot, which the host does not know yet.
+
+    That one is -1 where none could be chosen: the host will end the request, whose next step must not fail before.
+    """
+    ids_T = v["step.token_ids"]
+    last_T = torch.index_select(v["state.last_token"], 0, (-1 - ids_T).clamp(min=0)).clamp(min=0)
+    return torch.where(ids_T < 0, last_T, ids_T)
+
+
+def _resolve_drafts(v: Values) -> tuple[Tensor, ...]:
+    inputs = (
+        "token_ids",
+        "positions",
+        "context_lens",
+        "seq_lens",
+        "sequence_ids",
+        "query_start_loc",
+        "slots",
+        "pending",
+    )
+    states = ("last_token", "drafts", "rejected")
+    resolved = resolve_drafts(*(v[f"step.{n}"] for n in inputs), *(v[f"state.{n}"] for n in states))
+    return (*resolved, torch.index_select(v["state.version"], 0, v["step.slots"]))
+
+
+def _sample(v: Values, logits: str) -> Tensor:
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "draw")
+    return sample(v[logits], *(v[f"step.{n}"] for n in names))
+
+
+def _record(v: Values, tokens_R: Tensor, row_slots_R: Tensor) -> Tensor:
+    return record_tokens(tokens_R, row_slots_R, v["step.counted"], v["state.last_token"], v["state.counts"])
+
+
+def _verify(v: Values, logits: str, versions: int) -> tuple[Tensor, Tensor]:
+    tokens_R = _sample(v, logits)
+    rows = (v["step.logits_indices"], v["step.row_slots"], v["drafts"])
+    where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
+    row_slots_R, kept_S = accept_drafts(tokens_R, *rows, *where, v["state.rejected"], v["state.version"], versions)
+    return _record(v, tokens_R, row_slots_R), kept_S
+
+
+def _process(v: Values) -> tuple[Tensor]:
+    rows = ("row_slots", "mask_row", "mask", "bias_count", "repetition", "frequency", "presence")
+    state = ("counts", "bias_token", "bias_value")
+    return (adjust_logits(v["logits"], *(v[f"step.{n}"] for n in rows), *(v[f"state.{n}"] for n in state)),)

@@ -1,0 +1,78 @@
+"""What a graph reads and leaves behind, as data: the inputs of a step, states that outlive it, and outputs.
+
+Models and ops declare them, `program.json` lists them, and whoever allocates or fills them follows that list. No torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Dim = int | str
+SYMBOLS = ("T", "S", "R")  # of every graph: tokens, sequences and sampled rows of one step
+BLOCK_TOKENS = "P"  # in the shape of a block state: the tokens of one block
+
+Axis = Literal["block", "slot", "item", "adapter", "token"]
+Retention = Literal["full", "window", "last", "none"]
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """An array of one step.
+
+    shape: over T, S and R. provider: the registered name of what fills it on the host, by default its own name.
+    neutral: the value of padding entries, where padding does not repeat the last one. ragged: of its rows and columns
+    only the beginnings are filled. late: it is filled once logits are known. shareable: whether cached states of a
+    prefix stay valid whatever this input holds for what follows the prefix.
+    """
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str = "int32"
+    provider: str = ""
+    neutral: float = 0
+    padding: Literal["neutral", "last"] = "neutral"
+    ragged: bool = False
+    late: bool = False
+    shareable: bool = True
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """Memory that outlives a step.
+
+    axis: what indexes its first dimension, which ``shape`` leaves out: "block" (block ids; ``shape`` holds "P", the
+    tokens of a block), "slot" (one entry for each running sequence and a scrap one), "item" (rows of encoded inputs),
+    "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step). dtype: a torch
+    dtype's name, or "model" for the artifact's. retention: what of a sequence it keeps; "full" and "window" (of so many
+    tokens) for blocks, "last" for recurrent slot states, which are zeroed when a sequence enters, rolled back with
+    rejected tokens and copied to snapshots; "none" for what only programs and host use between them.
+    """
+
+    name: str
+    axis: Axis
+    shape: tuple[Dim, ...]
+    dtype: str = "model"
+    retention: Retention = "full"
+    window: int = 0
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What a program leaves. shape: over T, S and R. host: whether every step copies it to the host."""
+
+    name: str
+    shape: tuple[Dim, ...]
+    dtype: str
+    host: bool = False
+
+
+def provider_of(spec: InputSpec) -> str:
+    """The name of what fills an input."""
+    return spec.provider or spec.name
+
+
+def plain(spec: Any) -> dict[str, Any]:
+    """A spec as JSON, without what is as usual."""
+    fields = type(spec).__dataclass_fields__
+    return {n: getattr(spec, n) for n, f in fields.items() if getattr(spec, n) != f.default}

@@ -1,0 +1,133 @@
+"""One graph of an artifact at run time: its inputs, and its programs bound to the sizes in which they run."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphllm.config import Bucket, ConfigError
+from graphllm.ir.specs import InputSpec
+from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
+from graphllm.runtime import padding
+from graphllm.runtime.binding import Bound, bind
+from graphllm.runtime.kernels import Kernels, Launch
+from graphllm.runtime.padding import Size
+from graphllm.runtime.staging import Staging, StepInput
+
+_BOUND_KEPT = 128
+
+
+class GraphPrograms:
+    """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
+    max_num_seqs: sequences of a step."""
+
+    def __init__(
+        self,
+        folder: Path,
+        described: Mapping[str, Any],
+        outside: Mapping[str, torch.Tensor],
+        arena: torch.Tensor,
+        kernels: Kernels,
+        max_num_seqs: int,
+    ) -> None:
+        self.name, self.task = described["name"], described["task"]
+        self.buckets = [Bucket(**b) for b in described["buckets"]]
+        self.inputs = {n: InputSpec(**spec) for n, spec in described["inputs"].items()}
+        self._folder, self._programs = folder / "pieces", described["programs"]
+        self._outside, self._arena, self._kernels, self._max_num_seqs = outside, arena, kernels, max_num_seqs
+        limits = [b.limits(max_num_seqs) for b in self.buckets]
+        self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
+        self.staging = Staging(list(self.inputs.values()), self.most, arena.device)
+        self._bundles: dict[str, Any] = {}
+        self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
+        self._bound: OrderedDict[tuple[str, Size], BoundProgram] = OrderedDict()
+        # One pool for all graphs, which never run at once: libraries take their workspace from it once.
+        self._graph_pool = torch.cuda.graph_pool_handle() if arena.is_cuda else None
+
+    def pick(self, step: StepInput) -> Size:
+        """What a batch is padded to."""
+        exact = self._graph_pool is None
+        return padding.pick(
+            self.buckets, step.tokens, step.sequences, step.rows, step.query_len, self._max_num_seqs, exact
+        )
+
+    def host_results(self, program: str) -> dict[str, str]:
+        """The results that every run of a program copies to the host, and whether they have a row for each of T, S or
+        R."""
+        return dict(self._programs[program]["host"])
+
+    def bound(self, name: str, size: Size) -> BoundProgram:
+        """A program at a padded size, bound when it is first asked for."""
+        key = (name, size)
+        if key not in self._bound:
+            linked, plan = self._link(name, size.bucket)
+            outside = {**self._outside, **self.staging.tensors(size.symbols)}
+            bound = bind(linked, plan, outside, self._arena, self._kernels, size.symbols)
+            captured = padding.is_captured(size.bucket, size.T)
+            self._bound[key] = BoundProgram(bound, self._kernels, self._graph_pool if captured else None)
+            if len(self._bound) > _BOUND_KEPT:
+                self._bound.popitem(last=False)
+        self._bound.move_to_end(key)
+        return self._bound[key]
+
+    def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
+        key = f"{bucket.name} {name}"
+        if key not in self._linked:
+            described = self._programs[name]
+            calls = [Call(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in described["calls"]]
+            program = LinkedProgram(calls, described["results"], described["parts"])
+            plan = MemoryPlan(*described["memory"][bucket.name])
+            if plan.arena_bytes > self._arena.numel():
+                raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")
+            self._linked[key] = program, plan
+        return self._linked[key]
+
+    def _bundle(self, piece: str, bucket: Bucket) -> Any:
+        file = f"{piece}-{bucket.name}.json"
+        if file not in self._bundles:
+            self._bundles[file] = json.loads((self._folder / file).read_text())
+        return self._bundles[file]
+
+
+class BoundProgram:
+    """A bound program. With ``pool``, a memory pool, what can be is captured as CUDA graphs at a part's first run and
+    replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
+    pieces otherwise. on_host: results as the host sees them on a CPU."""
+
+    def __init__(self, bound: Bound, kernels: Kernels, pool: Any | None) -> None:
+        self.parts, self._pool, self.results = bound.parts, pool, bound.results
+        self.on_host = {
+            n: t.numpy() for n, t in self.results.items() if t.device.type == "cpu" and t.dtype != torch.bfloat16
+        }
+        self._launches = {
+            name: kernels.join([launch for _, ls in segments for launch in ls])
+            for name, segments in bound.parts.items()
+        }
+        self._captured: set[str] = set()
+
+    def run(self, part: str = "") -> None:
+        """Run a part of the step on the current stream."""
+        for launch in self._launches[part]:
+            launch()
+        if self._pool is not None and part not in self._captured:
+            # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched
+            # twice.
+            torch.cuda.current_stream().synchronize()
+            segments = self.parts[part]
+            self._launches[part] = [
+                launch for safe, ls in segments for launch in (_capture(ls, self._pool) if safe else ls)
+            ]
+            self._captured.add(part)
+
+
+def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+        for launch in launches:
+            launch()
+    return [graph.replay]

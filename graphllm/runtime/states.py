@@ -1,0 +1,155 @@
+"""The states of a loaded artifact: memory for each, and what the host does with it between steps.
+
+Block states are views of a pool of equal blocks. Slots, snapshots and blocks are numbers here: who uses which one, the
+cache manager knows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphllm.config import ConfigError
+from graphllm.hugepages import zeros
+from graphllm.program.schema import CacheGroup
+from graphllm.program.states import StatePlace, place_from
+from graphllm.runtime.cpu_cache_memory import CacheMemory
+
+
+class States:
+    """described: program.json. num_blocks: of the pool, block 0 is never written by a request. counts: entries by axis
+    of the other states. num_snapshots: copies of recurrent states. cache: the pool's memory on a CPU, None to make it
+    here. Raises ConfigError when the memory cannot be allocated."""
+
+    def __init__(
+        self,
+        described: Mapping[str, Any],
+        device: torch.device,
+        num_blocks: int,
+        counts: Mapping[str, int],
+        num_snapshots: int = 0,
+        cache: CacheMemory | None = None,
+    ) -> None:
+        self._device, self.num_blocks, self.num_snapshots = device, num_blocks, num_snapshots
+        blocks = described["blocks"]
+        self.groups = tuple(CacheGroup(*g) for g in blocks["groups"])
+        self._cache = cache
+        self._pool = self._allocate(blocks["tensors"], blocks["bytes"])
+        places = {name: place_from(p) for name, p in described["states"].items()}
+        self.tensors = {
+            name: self._block_view(p) if p.axis == "block" else self.zeros((counts[p.axis], *p.shape), p.dtype)
+            for name, p in places.items()
+        }
+        self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
+        self._snapshots = [self.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether there are states that a sequence's entry must be zeroed or restored for."""
+        return bool(self._recurrent)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in all tensors."""
+        return sum(t[0].nbytes for t in self._pool)
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Of one snapshot."""
+        return sum(t[0, 0].nbytes for t in self._recurrent)
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
+        """Zeros on the device; on a CPU in memory that is given at its first use."""
+        kind = getattr(torch, dtype)
+        if self._device.type == "cuda":
+            return torch.zeros(shape, dtype=kind, device=self._device)
+        return (
+            torch.from_numpy(zeros(max(1, math.prod(shape)) * kind.itemsize))
+            .view(kind)[: math.prod(shape)]
+            .view(*shape)
+        )
+
+    def _allocate(self, tensors: int, block_bytes: int) -> list[Tensor]:
+        # Zeroed: a block's unused tail is multiplied by a weight of zero, which must not meet NaN.
+        if not tensors:
+            return []
+        if self._device.type == "cpu":
+            self._cache = self._cache or CacheMemory(tensors, self.num_blocks, block_bytes)
+            return [torch.from_numpy(t) for t in self._cache.tensors]
+        try:
+            return [self.zeros((self.num_blocks, block_bytes), "uint8") for _ in range(tensors)]
+        except RuntimeError as failure:
+            raise ConfigError(
+                f"kv cache: {self.num_blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory or "
+                "--gpu-memory-utilization"
+            ) from failure
+
+    def _block_view(self, place: StatePlace) -> Tensor:
+        typed = self._pool[place.tensor].view(-1).view(getattr(torch, place.dtype))
+        return typed.as_strided((self.num_blocks, *place.shape), place.stride, place.offset)
+
+    def reach(self, block: int) -> None:
+        """Have the memory of all blocks up to this one, on a CPU."""
+        if self._cache is not None:
+            self._cache.reach(block)
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in every tensor of the pool."""
+        for tensor in self._pool:
+            for source, target in pairs:
+                tensor[target].copy_(tensor[source])
+
+    def reset_slots(self, slots: Sequence[int]) -> None:
+        """Zero the recurrent states of slots."""
+        for tensor in self._recurrent:
+            for slot in slots:
+                tensor[slot].zero_()
+
+    def save_snapshots(self, pairs: Sequence[tuple[int, int]], versions: Tensor | None) -> None:
+        """Copy recurrent states (slot, snapshot), at the version that is valid. versions [slots]: which that is, None
+        where there is one only."""
+        for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
+            for slot, snapshot in pairs:
+                entry = tensor[slot]
+                valid = entry[0] if versions is None else entry.index_select(0, versions[slot].view(1).long())[0]
+                kept[snapshot].copy_(valid)
+
+    def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy snapshots (snapshot, slot) into slots, as their first version."""
+        for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
+            for snapshot, slot in pairs:
+                tensor[slot, 0].copy_(kept[snapshot])
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, all tensors one after another."""
+        return [b"".join(t[block].cpu().numpy().tobytes() for t in self._pool) for block in blocks]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_blocks` gave, maybe in another process."""
+        self.reach(max(blocks, default=0))
+        for block, content in zip(blocks, contents, strict=True):
+            _scatter(content, [t[block] for t in self._pool])
+
+    def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
+        """The bytes of snapshots."""
+        return [b"".join(_bytes_of(t[i]).cpu().numpy().tobytes() for t in self._snapshots) for i in snapshots]
+
+    def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_snapshots` gave."""
+        for i, content in zip(snapshots, contents, strict=True):
+            _scatter(content, [_bytes_of(t[i]) for t in self._snapshots])
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _scatter(content: bytes, into: Sequence[Tensor]) -> None:
+    whole, at = torch.frombuffer(bytearray(content), dtype=torch.uint8), 0
+    for tensor in into:
+        tensor.copy_(whole[at : at + tensor.numel()])
+        at += tensor.numel()
