@@ -25,6 +25,7 @@ from pathlib import Path
 import torch
 
 from graphllm.cpp import compiler_command
+from graphllm.hugepages import zeros
 from graphllm.ir.cases import Maker
 from graphllm.ir.kernels import c_kernel
 from graphllm.ops.linear.cpu import streaming_linear
@@ -32,7 +33,6 @@ from graphllm.ops.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.sample.cases import CASES as SAMPLE_CASES
 from graphllm.ops.sample.cpu import cpu_sample
-from graphllm.pages import zeros
 from graphllm.weights.formats import FORMATS
 
 POOL = 1200 << 20

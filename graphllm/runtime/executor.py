@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.pages import zeros
+from graphllm.hugepages import zeros
 from graphllm.runtime import sizes
 from graphllm.runtime.fresh import CacheMemory
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch

@@ -11,7 +11,7 @@ import ctypes
 import threading
 
 from graphllm.config import ConfigError
-from graphllm.pages import zeros
+from graphllm.hugepages import zeros
 
 _POPULATE_WRITE = 23  # of madvise: map the pages, writable, as if written to; since Linux 5.14
 _HUGE, _SMALL = 2 << 20, 4096

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.pages import zeros
+from graphllm.hugepages import zeros
 from graphllm.weights.checkpoint import Checkpoint, TensorInfo, WeightError
 from graphllm.weights.formats import BLOCK, FORMATS, Format
 from graphllm.weights.plan import Entry, Made, Quantize, Read, Tie, Values, WeightPlan
