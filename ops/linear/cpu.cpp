@@ -4,6 +4,8 @@
 // rows. Few rows of x: the time is that of reading the weights once, so everything serves the memory stream: dot products,
 // some weight rows at a time, or AMX with 16 weight rows as the left operand, loaded straight from memory, and x, which is
 // small, packed once per thread as the right operand. Many rows: weights packed on the way, a panel at a time.
+#include <array>
+
 #include "cpu_panels.h"
 
 namespace graphllm {

@@ -5,9 +5,13 @@
 // the running maximum and sum of the online softmax are plain vector operations and keys are used as they lie in the
 // cache; values are transposed once a chunk and item (tiles.h). Items of few rows, as in decode, go another way
 // (few_rows.h).
+#include <cmath>
+#include <limits>
 #include <optional>
+#include <type_traits>
 
-#include "cpu_common.h"
+#include "cpu_amx.h"
+#include "cpu_threads.h"
 #include "few_rows.h"
 #include "tiles.h"
 
@@ -33,6 +37,20 @@ inline Vec cap_scores(Vec x, float softcap) {
   return softcap * (y < 0.0f ? -magnitude : magnitude);
 }
 
+// The arithmetic of tiles.h and of few_rows.h that serves a dtype.
+template <typename T>
+struct Arithmetic {
+  using ManyRows = Floats<T>;
+  using FewRows = FewFloats<T>;
+};
+#ifdef GRAPHLLM_AVX512
+template <>
+struct Arithmetic<bf16> {
+  using ManyRows = Pairs;
+  using FewRows = FewPairs;
+};
+#endif
+
 // Where 16 rows stand.
 struct Rows {
   Ints position;  // of each lane's query
@@ -50,9 +68,9 @@ struct Item {
 // sums of values. States of parts of a context merge element by element.
 template <typename T>
 class Worker {
-  using Math = typename MathOf<T>::type;
+  using Math = typename Arithmetic<T>::ManyRows;
   using Cell = typename Math::Cell;
-  using Few = typename FewOf<T>::type;
+  using Few = typename Arithmetic<T>::FewRows;
 
  public:
   Worker(const Args<T>& a, i64 most_rows, i64 heads) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
@@ -396,7 +414,7 @@ class Batch {
   }
 
  private:
-  using Math = typename MathOf<T>::type;
+  using Math = typename Arithmetic<T>::ManyRows;
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
   bool decode() const { return most_ <= 1; }

@@ -4,6 +4,8 @@
 // are quantized to int8 in the same groups of inner entries when the kernel begins, so that a line is one integer
 // product (vpdpbusd), or two, for each row of x; products of a group add up exactly and are scaled in float32 once. Many rows
 // of x with AMX: weights are scaled and rounded to bfloat16 on the way, and x stays what it is.
+#include <type_traits>
+
 #include "cpu_panels.h"
 
 #if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VNNI__)

@@ -1,131 +1,12 @@
-// What the C++ kernels of several ops share: bfloat16, vector helpers, AMX set-up, aligned scratch and work division.
-//
-// Three levels are chosen when the file is compiled: AMX (GRAPHLLM_AMX), AVX-512 with bfloat16 dot products
-// (GRAPHLLM_AVX512) and plain C++ that the compiler vectorizes. -DGRAPHLLM_GENERIC forces the last one, for tests.
+// Several values side by side: loads and stores, transposition, sums over lanes, comparison and powers of two.
 #pragma once
 
-#include <omp.h>
-
 #include <algorithm>
-#include <array>
-#include <atomic>
-#include <cmath>
-#include <cstdint>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <type_traits>
 
-#if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
-    defined(__AVX512VL__) && defined(__AVX512BF16__)
-#define GRAPHLLM_AVX512 1
-#endif
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
-#if defined(GRAPHLLM_AVX512) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#define GRAPHLLM_AMX 1
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
+#include "cpu_target.h"
 
 namespace graphllm {
-namespace {  // every kernel source is its own translation unit of one library
-
-using i64 = std::int64_t;
-using f32 = float;
-
-struct bf16 {
-  std::uint16_t bits;
-};
-
-inline float to_float(float x) { return x; }
-inline float to_float(bf16 x) {
-  std::uint32_t bits = std::uint32_t(x.bits) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-// Round to nearest even; a NaN stays one because its quiet bit is set.
-inline bf16 to_bf16(float x) {
-  std::uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  std::uint32_t rounded = bits + 0x7FFF + ((bits >> 16) & 1);
-  return {std::uint16_t(((bits & 0x7FFFFFFF) > 0x7F800000 ? bits | 0x400000 : rounded) >> 16)};
-}
-inline void store(float* to, float x) { *to = x; }
-inline void store(bf16* to, float x) { *to = to_bf16(x); }
-
-// A thread's reusable buffer, 64-byte aligned: grows, is never returned, so that no step after the first allocates.
-class Scratch {
- public:
-  ~Scratch() { std::free(data_); }
-  template <typename T>
-  T* get(i64 count) {
-    std::size_t bytes = (std::size_t(count) * sizeof(T) + 127) / 64 * 64;
-    if (bytes > size_) {
-      std::free(data_);
-      data_ = std::aligned_alloc(64, bytes);
-      if (!data_) std::abort();
-      size_ = bytes;
-    }
-    return static_cast<T*>(data_);
-  }
-
- private:
-  void* data_ = nullptr;
-  std::size_t size_ = 0;
-};
-
-// The [from, to) of ``count`` equal items that falls to this thread of the team.
-struct Range {
-  i64 from, to;
-};
-inline Range share(i64 count) {
-  i64 threads = omp_get_num_threads(), mine = omp_get_thread_num();
-  return {count * mine / threads, count * (mine + 1) / threads};
-}
-
-inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
-
-// `count` equal items for the threads of a team: each takes of its share, in order and a quarter of what is left at a time, at
-// least `part` items, then of the others' shares. A thread that the machine holds up, or whose half of the memory is slower,
-// is then not waited for. Few takes: at each the processor stops to read ahead.
-class Shares {
- public:
-  Shares(i64 count, i64 part, i64 threads) : part_(part), shares_(std::min<i64>(threads, kMost)) {
-    for (i64 t = 0; t < shares_; t++) {
-      all_[t].next.store(count * t / shares_, std::memory_order_relaxed);
-      all_[t].to = count * (t + 1) / shares_;
-    }
-  }
-
-  // By every thread of the team: work(Range) for the parts that fall to it.
-  template <typename Work>
-  void each(Work&& work) {
-    const i64 own = omp_get_thread_num();
-    for (i64 i = 0; i < shares_; i++) {
-      Share& share = all_[(own + i) % shares_];
-      i64 from = share.next.load(std::memory_order_relaxed);
-      while (from < share.to) {
-        const i64 left = share.to - from, to = from + std::min(left, std::max(part_, left / 4));
-        if (!share.next.compare_exchange_weak(from, to, std::memory_order_relaxed)) continue;
-        work(Range{from, to});
-        from = share.next.load(std::memory_order_relaxed);
-      }
-    }
-  }
-
- private:
-  static constexpr i64 kMost = 128;  // shares: further threads take of these
-  struct alignas(64) Share {
-    std::atomic<i64> next;
-    i64 to;
-  };
-  const i64 part_, shares_;
-  Share all_[kMost];
-};
+namespace {
 
 #ifdef GRAPHLLM_AVX512
 
@@ -194,11 +75,21 @@ inline __m512 add_lanes(const __m512 v[16]) {
 
 #endif  // GRAPHLLM_AVX512
 
-// Eight floats: what AVX2 has; gcc 12 keeps wider sums in memory there.
-using Eight = float __attribute__((vector_size(32)));
-using EightInts = std::int32_t __attribute__((vector_size(32)));
-using EightWords = std::uint32_t __attribute__((vector_size(32)));
-using EightHalves = std::uint16_t __attribute__((vector_size(16)));
+// So many values of each kind. The compiler splits them into what the machine has; where it has no good translation of
+// what is meant, the instruction is named. Typedefs, because gcc drops a dependent size from an alias.
+template <int kCount>
+struct Wide {
+  typedef float Floats __attribute__((vector_size(4 * kCount)));
+  typedef std::int32_t Ints __attribute__((vector_size(4 * kCount)));  // a comparison gives -1 and 0
+  typedef std::uint32_t Words __attribute__((vector_size(4 * kCount)));
+  typedef std::uint16_t Halves __attribute__((vector_size(2 * kCount)));
+};
+
+// Eight: what AVX2 has; gcc 12 keeps wider sums in memory there.
+using Eight = Wide<8>::Floats;
+using EightInts = Wide<8>::Ints;
+using EightWords = Wide<8>::Words;
+using EightHalves = Wide<8>::Halves;
 
 inline Eight load8(const float* from) {
   Eight out;
@@ -268,22 +159,19 @@ inline Eight add_lanes(const Eight v[8]) {
   return mix<0, 1, 2, 3, 8, 9, 10, 11>(b[0], b[1]) + mix<4, 5, 6, 7, 12, 13, 14, 15>(b[0], b[1]);
 }
 
-// Sixteen values side by side. The compiler splits them into what the machine has; where it has no good translation of
-// what is meant, the AVX-512 instruction is named.
 constexpr i64 kLanes = 16;
-using Vec = float __attribute__((vector_size(64)));
-using Ints = std::int32_t __attribute__((vector_size(64)));  // a comparison gives -1 and 0
+using Vec = Wide<kLanes>::Floats;
+using Ints = Wide<kLanes>::Ints;
 
-// As many of them as a register of this machine holds.
+// As many as a register of this machine holds.
 #ifdef GRAPHLLM_AVX512
-using Reg = Vec;
-using RegInts = Ints;
+constexpr i64 kRegLanes = 16;
 #else
-using Reg = Eight;
-using RegInts = EightInts;
+constexpr i64 kRegLanes = 8;
 #endif
-constexpr int kRegs = sizeof(Vec) / sizeof(Reg);
-constexpr i64 kRegLanes = kLanes / kRegs;
+constexpr int kRegs = kLanes / kRegLanes;
+using Reg = Wide<kRegLanes>::Floats;
+using RegInts = Wide<kRegLanes>::Ints;
 
 template <typename P, typename V>
 inline P reg_of(const V& values, int index) {
@@ -378,61 +266,6 @@ inline Vec exp2_vec(Vec x) {
   return by_halves([](Eight half) { return exp2_vec<kPrecise>(half); }, x);
 }
 #endif
-
-#ifdef GRAPHLLM_AMX
-
-// The kernel grants AMX state to a process that asks once; containers may refuse it.
-inline bool amx_granted() {
-  static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
-  return granted;
-}
-
-// Tile t has ``rows[t]`` rows of ``columns[t]`` 32-bit columns. The configuration is per thread and is released at the end of a
-// kernel, so that context switches need not save 8 KB and oneDNN finds the state it expects.
-class Tiles {
- public:
-  using Sizes = std::array<int, 8>;
-  static constexpr Sizes kWhole = {16, 16, 16, 16, 16, 16, 16, 16};
-
-  explicit Tiles(const Sizes& columns = kWhole, const Sizes& rows = kWhole) {
-    struct alignas(64) {
-      std::uint8_t palette, start, reserved[14];
-      std::uint16_t bytes_per_row[16];
-      std::uint8_t rows[16];
-    } config{};
-    config.palette = 1;
-    for (int t = 0; t < 8; t++) {
-      config.rows[t] = std::uint8_t(rows[t]);
-      config.bytes_per_row[t] = std::uint16_t(columns[t] * 4);
-    }
-    // gcc's own macro says that it reads eight bytes of it: the rest may not have been written then.
-    asm volatile("ldtilecfg %0" ::"m"(config));
-  }
-  ~Tiles() { _tile_release(); }
-  Tiles(const Tiles&) = delete;
-};
-
-// The tile instructions by constant tile number. Unlike gcc's own macros they clobber memory, so that what is written to
-// a buffer is there when a tile is loaded from it.
-template <int kTile>
-inline void tile_load(const void* from, i64 stride_bytes) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride_bytes), "i"(kTile) : "memory");
-}
-template <int kTile>
-inline void tile_store(void* to, i64 stride_bytes) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride_bytes), "i"(kTile) : "memory");
-}
-template <int kTile>
-inline void tile_zero() {
-  asm volatile("tilezero %%tmm%c0" ::"i"(kTile));
-}
-// kSum += kLeft (16 rows of 32 bf16) times kRight (16 rows of `columns` pairs of bf16).
-template <int kSum, int kLeft, int kRight>
-inline void tile_product() {
-  asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(kSum), "i"(kLeft), "i"(kRight));
-}
-
-#endif  // GRAPHLLM_AMX
 
 }  // namespace
 }  // namespace graphllm
