@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if !defined(GRAPHLLM_GENERIC) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && \
     defined(__AVX512VL__) && defined(__AVX512BF16__)
@@ -23,6 +24,10 @@ namespace {  // every kernel source is its own translation unit of one library
 
 using i64 = std::int64_t;
 using f32 = float;
+
+// A number for which a generic lambda is compiled.
+template <int kIndex>
+using Index = std::integral_constant<int, kIndex>;
 
 inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 

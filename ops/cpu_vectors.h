@@ -83,6 +83,7 @@ struct Wide {
   typedef std::int32_t Ints __attribute__((vector_size(4 * kCount)));  // a comparison gives -1 and 0
   typedef std::uint32_t Words __attribute__((vector_size(4 * kCount)));
   typedef std::uint16_t Halves __attribute__((vector_size(2 * kCount)));
+  typedef std::int8_t Bytes __attribute__((vector_size(kCount)));
 };
 
 // Eight: what AVX2 has; gcc 12 keeps wider sums in memory there.

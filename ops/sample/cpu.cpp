@@ -14,7 +14,7 @@
 namespace graphllm {
 namespace {
 
-using Bits = std::uint32_t __attribute__((vector_size(sizeof(Reg))));
+using Bits = Wide<kRegLanes>::Words;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = -std::numeric_limits<float>::max();
