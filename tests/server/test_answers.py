@@ -19,9 +19,10 @@ from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, 
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
-from graphllm.server.answers import Reading, completion_logprobs, failure, response_body, shown_text
-from graphllm.server.openai import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
-from graphllm.server.replies import CallStart, Reasoning, ReplyFormat, Text, Usage, merged
+from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
+from graphllm.server.chat.reading import Reading, failure, shown_text
+from graphllm.server.chat.replies import CallStart, Reasoning, ReplyFormat, Text, Usage, merged
+from graphllm.server.openai.answers import completion_logprobs, response_body
 
 OPEN = SamplingParams(max_tokens=None)
 HELLO = [{"role": "user", "content": "hello"}]

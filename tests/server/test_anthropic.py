@@ -23,17 +23,17 @@ from reply_parts import ARGUMENTS, BROKEN, ENDINGS, USAGES, Replay, batches, blo
 
 from graphllm.config import ConfigError
 from graphllm.engine.params import SamplingParams
-from graphllm.server.anthropic import (
+from graphllm.server.anthropic.events import MessageWriter
+from graphllm.server.anthropic.requests import (
     CountTokensRequest,
     MessagesRequest,
     count_to_chat,
-    error_body,
     omits_thinking,
     to_chat,
 )
-from graphllm.server.message_events import MessageWriter
-from graphllm.server.openai import CHAT, parse_call
-from graphllm.server.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.server.chat.call import CHAT, parse_call
+from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.server.http.error_bodies import anthropic_error_body
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -412,7 +412,7 @@ def test_what_goes_wrong_in_a_stream(reason: str) -> None:
     ],
 )  # fmt: skip
 def test_errors(status: int, kind: str) -> None:
-    body = error_body(status, "no")
+    body = anthropic_error_body(status, "no")
     assert body == {"type": "error", "error": {"type": kind, "message": "no"}}
     if status != 413:  # documented, and missing in the client's types
         ErrorResponse.model_validate(body, strict=True)

@@ -22,9 +22,9 @@ from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import Processor
 from graphllm.engine.request import EngineRequest, Ranked, Update
 from graphllm.engine.text import Tokenizer
-from graphllm.server.answers import ChunkWriter, response_body
-from graphllm.server.openai import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
-from graphllm.server.replies import ReplyFormat
+from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
+from graphllm.server.chat.replies import ReplyFormat
+from graphllm.server.openai.answers import ChunkWriter, response_body
 
 OPEN = SamplingParams(max_tokens=None)
 HELLO = [{"role": "user", "content": "hello"}]

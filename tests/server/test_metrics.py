@@ -31,7 +31,7 @@ from graphllm.engine.request import (
     EngineRequest,
     Update,
 )
-from graphllm.server.metrics import Metrics
+from graphllm.server.operations.metrics import Metrics
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]

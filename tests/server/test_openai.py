@@ -12,8 +12,9 @@ import pytest
 from graphllm.config import ConfigError
 from graphllm.engine.params import SamplingParams, StructuredOutputsParams
 from graphllm.engine.text import Tokenizer
-from graphllm.server.openai import CHAT, COMPLETIONS, Call, Style, error_body, parse_call, write_out
-from graphllm.server.replies import ReplyFormat
+from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
+from graphllm.server.chat.replies import ReplyFormat
+from graphllm.server.http.error_bodies import error_body
 
 OPEN = SamplingParams(max_tokens=None)  # defaults that leave the length to the endpoint
 HELLO = [{"role": "user", "content": "hello"}]

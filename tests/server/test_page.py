@@ -19,10 +19,9 @@ import pytest
 from browser import DESKTOP, PHONE, Box, ChatPage, Chromium, chromium, needs_chromium
 from fake_server import CARD, Reply, State, answer, call, chunk, error, serving, usage
 
-import graphllm.server
+from graphllm.server.page.routes import chat_page
 
 pytestmark = needs_chromium
-PAGE = Path(graphllm.server.__path__[0]) / "page" / "index.html"
 HOSTILE = """<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>"""
 
 
@@ -48,7 +47,7 @@ def browser() -> Iterator[Chromium]:
 
 
 def _serve_page(state: State, strict: bool = True) -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text, _ = chat_page()
     headers = {"Content-Type": "text/html; charset=utf-8"}
     if strict:
         headers["Content-Security-Policy"] = _policy(text)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import graphllm.embedded
 from graphllm.engine.text import Tokenizer
-from graphllm.server.replies import (
+from graphllm.server.chat.replies import (
     CallArguments,
     CallStart,
     Part,

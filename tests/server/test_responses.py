@@ -24,11 +24,11 @@ from reply_parts import BROKEN, ENDINGS, Replay, batches, blocks, replies, spoil
 
 from graphllm.config import ConfigError
 from graphllm.engine.params import SamplingParams
-from graphllm.server.openai import CHAT, parse_call
-from graphllm.server.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
-from graphllm.server.response_events import ResponseWriter
-from graphllm.server.response_store import Record, ResponseStore
-from graphllm.server.responses import ResponsesRequest, conversation, to_chat
+from graphllm.server.chat.call import CHAT, parse_call
+from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.server.responses.events import ResponseWriter
+from graphllm.server.responses.requests import ResponsesRequest, conversation, to_chat
+from graphllm.server.responses.store import ResponseStore, StoredResponse
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -465,8 +465,8 @@ def test_a_response_that_is_cancelled() -> None:
 # --- what is kept
 
 
-def _record(size: int = 0, task: asyncio.Task[Any] | None = None) -> Record:
-    return Record({"id": "x" * size}, [], task)
+def _record(size: int = 0, task: asyncio.Task[Any] | None = None) -> StoredResponse:
+    return StoredResponse({"id": "x" * size}, [], task)
 
 
 SIZE = len(json.dumps([{"id": ""}, []], separators=(",", ":")))
@@ -500,7 +500,7 @@ def test_bytes_are_counted() -> None:
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 60), st.booleans())))
 def test_the_store_keeps_its_limits(puts: list[tuple[str, int, bool]]) -> None:
     store = ResponseStore(count=3, bytes=120)
-    kept: dict[str, Record] = {}
+    kept: dict[str, StoredResponse] = {}
     for name, size, remove in puts:
         if remove:
             before = store.get(name)

@@ -19,8 +19,8 @@ from graphllm.config import ConfigError
 from graphllm.engine.grammar import GrammarCompiler
 from graphllm.engine.params import StructuredOutputsParams
 from graphllm.engine.text import Tokenizer
-from graphllm.server.replies import ReplyFormat, ReplyReader, merged
-from graphllm.server.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template
+from graphllm.server.chat.replies import ReplyFormat, ReplyReader, merged
+from graphllm.server.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template
 
 EMBEDDED = Path(graphllm.embedded.__file__).parent / "model"
 STOP = 2

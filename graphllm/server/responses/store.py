@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from graphllm.server.responses import Chat
+from graphllm.server.responses.requests import Chat
 
 
 @dataclass(frozen=True)
-class Record:
+class StoredResponse:
     """body: the response. conversation: the chat up to its end, without instructions. task: what writes the response,
     while it runs in the background."""
 
@@ -33,13 +33,13 @@ class ResponseStore:
 
     def __init__(self, count: int = 1000, bytes: int = 256 << 20) -> None:
         self._limits = count, bytes
-        self._records: dict[str, tuple[Record, int]] = {}  # with its bytes, oldest first
+        self._records: dict[str, tuple[StoredResponse, int]] = {}  # with its bytes, oldest first
         self.bytes = 0
 
     def __len__(self) -> int:
         return len(self._records)
 
-    def put(self, id: str, record: Record) -> None:
+    def put(self, id: str, record: StoredResponse) -> None:
         """Keeps a record, as the newest, in the place of one with the same id."""
         self.remove(id)
         size = len(msgspec.json.encode([record.body, record.conversation]))
@@ -51,11 +51,11 @@ class ResponseStore:
                 break
             self.remove(oldest)
 
-    def get(self, id: str) -> Record | None:
+    def get(self, id: str) -> StoredResponse | None:
         kept = self._records.get(id)
         return kept[0] if kept else None
 
-    def remove(self, id: str) -> Record | None:
+    def remove(self, id: str) -> StoredResponse | None:
         """Forgets a record. It is the caller's to cancel its task."""
         record, size = self._records.pop(id, (None, 0))
         self.bytes -= size

@@ -6,8 +6,6 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from graphllm.server.protocol import ErrorBody
-
 Responses = dict[int | str, dict[str, Any]]
 
 _ERRORS = {
@@ -24,6 +22,21 @@ GENERATES = (*READS, 429)
 METRICS: Responses = {
     200: {"content": {kind: {"schema": {"type": "string"}} for kind in ("text/plain", "application/openmetrics-text")}}
 }
+
+
+class ErrorDetail(BaseModel):
+    """message: for people. param: the field of the request that is at fault."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | int | None = None
+
+
+class ErrorBody(BaseModel):
+    """Every error."""
+
+    error: ErrorDetail
 
 
 def errors(*statuses: int, body: type[BaseModel] = ErrorBody) -> Responses:

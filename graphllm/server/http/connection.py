@@ -6,7 +6,7 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from graphllm.server.wire import encode
+from graphllm.server.http.wire import encode
 
 _HEADER_BYTES = 64 << 10  # of the request line and all headers
 _HEADER_SECONDS = 30.0  # from the first byte, or from the connection, to the end of the headers

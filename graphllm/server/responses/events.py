@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from graphllm.engine.params import SamplingParams
-from graphllm.server.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
-from graphllm.server.responses import Chat, is_object, messages_of
+from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.server.responses.requests import Chat, is_object, messages_of
 
 _PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}  # of an item's id
 _TEXT = {

@@ -1,10 +1,10 @@
-"""Requests of OpenAI's API, /v1/chat/completions and /v1/completions, with vLLM's extra fields: a body becomes prompts
-and sampling parameters. Plain JSON objects, for batch files and the server; `graphllm.server.answers` is the way back.
+"""A call: what a body of OpenAI's API asks for, /v1/chat/completions or /v1/completions with vLLM's extra fields, as
+prompts and sampling parameters. Plain JSON objects, for batch files and the server; `graphllm.server.openai.answers` is
+the way back, and requests of the other APIs become such bodies first.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from graphllm.engine.options import EngineOptions
 from graphllm.engine.params import SamplingParams
 from graphllm.engine.processor import Prompt
 from graphllm.engine.text import Tokenizer
-from graphllm.server.replies import ReplyFormat
-from graphllm.server.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template
+from graphllm.server.chat.replies import ReplyFormat
+from graphllm.server.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_COMPLETIONS = 1024  # of one request
 _DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
 # About whose request it is and how it is billed, not about the output.
 _IGNORED = frozenset(
@@ -32,14 +33,6 @@ _NEUTRAL: dict[str, Any] = {
     "return_tokens_as_token_ids": False,
     "store": False,
     "suffix": "",
-}
-_ORIGINS = {
-    "prompt": ("messages", "input"),
-    "messages": ("input",),
-    "structured_outputs": ("response_format", "text", "tools"),
-    "response_format": ("text",),
-    "max_tokens": ("max_completion_tokens", "max_output_tokens"),
-    "tool_choice": ("tools",),  # which make it auto
 }
 # A small model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
 _SPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,64}"}
@@ -309,15 +302,3 @@ def _tool_format(use: ToolUse, style: Style) -> str | None:
                 )
             return style.tools
     return "named"
-
-
-def error_body(message: str, body: object = None, type: str = "invalid_request_error") -> dict[str, Any]:
-    """The body of an error. message: of a ConfigError about ``body``, so it begins with a field, which is named."""
-    found = re.match(r"\w+", message)
-    param = found[0] if found else None
-    fields = body if isinstance(body, dict) else {}
-    if param == "logprobs" and fields.get(param) is True:
-        param = "top_logprobs"  # in a chat the number has this name
-    if param not in fields:  # what a field was turned into, in this API or another
-        param = next((origin for origin in _ORIGINS.get(param or "", ()) if origin in fields), None)
-    return {"error": {"message": message, "type": type, "param": param, "code": None}}

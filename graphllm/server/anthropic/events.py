@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic_core import from_json
 
-from graphllm.server.anthropic import error_body
-from graphllm.server.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.server.http.error_bodies import anthropic_error_body
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -104,7 +104,7 @@ class MessageWriter:
     def end(self, ending: Ending) -> list[dict[str, Any]]:
         """The last events. What went wrong is an event too, and then the message stays without an end."""
         if ending.finish_reason in ("error", "abort"):
-            return [error_body(500, ending.error or "the request was stopped before its end")]
+            return [anthropic_error_body(500, ending.error or "the request was stopped before its end")]
         closed = self._close()
         self._usage = ending.usage
         stop = ending.stop_reason if ending.finish_reason == "stop" else None

@@ -40,7 +40,7 @@ class Record:
 
 
 def record_of(scope: Scope) -> Record:
-    """Of a request that came through the guard."""
+    """Of a request that came through the middleware."""
     return scope["graphllm"]
 
 

@@ -13,10 +13,8 @@ from graphllm.config import ConfigError
 from graphllm.engine.async_llm import EngineUnhealthyError
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.scheduler import QueueFullError
-from graphllm.server import anthropic
-from graphllm.server.host import UnavailableError
-from graphllm.server.openai import error_body
-from graphllm.server.wire import json_response, record_of
+from graphllm.server.http.error_bodies import anthropic_error_body, error_body
+from graphllm.server.http.wire import json_response, record_of
 
 _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -30,6 +28,14 @@ class NotFoundError(Exception):
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+class UnavailableError(Exception):
+    """The engine takes no requests now; the message says why. retry_after: seconds, a guess."""
+
+    def __init__(self, cause: str, retry_after: int) -> None:
+        super().__init__(cause)
+        self.retry_after = retry_after
 
 
 class EngineFailureError(Exception):
@@ -62,7 +68,7 @@ def error_response(
 def _body(scope: MutableMapping[str, Any], status: int, message: str, code: Any = None) -> dict[str, Any]:
     message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
     if scope["path"].startswith("/v1/messages"):
-        return anthropic.error_body(status, message)
+        return anthropic_error_body(status, message)
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     record = scope.get("graphllm")
     body = error_body(message, record.body if record is not None and status == 400 else None, kind)

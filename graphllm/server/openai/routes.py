@@ -10,25 +10,27 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from graphllm.config import ConfigError
-from graphllm.server import answers
-from graphllm.server.bodies import fields
-from graphllm.server.document import GENERATES, READS, errors
-from graphllm.server.document import answers as made
-from graphllm.server.errors import NotFoundError, event_body
+from graphllm.server.chat.call import CHAT, COMPLETIONS, parse_call, rendered
 from graphllm.server.generation import News
-from graphllm.server.openai import CHAT, COMPLETIONS, parse_call, rendered
-from graphllm.server.protocol import (
+from graphllm.server.http.bodies import fields
+from graphllm.server.http.document import GENERATES, READS, errors
+from graphllm.server.http.document import answers as made
+from graphllm.server.http.errors import NotFoundError, event_body
+from graphllm.server.http.wire import EventStream, JsonRoute, aside, event, json_response, record_of
+from graphllm.server.openai import answers
+from graphllm.server.openai.protocol import (
     ChatBody,
+    ChatCompletion,
+    Completion,
     CompletionBody,
     DetokenizeBody,
+    Detokenized,
     ModelCard,
     ModelList,
     TokenizeBody,
     Tokens,
 )
-from graphllm.server.response_models import ChatCompletion, Completion, Text
 from graphllm.server.service import Service, first_and_rest
-from graphllm.server.wire import EventStream, JsonRoute, aside, event, json_response, record_of
 
 _CHUNKS = "each is `data:` and a chunk as JSON, the last one `data: [DONE]`"
 
@@ -60,9 +62,9 @@ def openai_routes(service: Service) -> APIRouter:
         return card(name)
 
     def card(name: str) -> ModelCard:
-        host = service.host
-        root = host.opened.settings.model if host.opened else name
-        ready = host.engine.ready if host.status == "ready" else None
+        supervisor = service.supervisor
+        root = supervisor.opened.settings.model if supervisor.opened else name
+        ready = supervisor.engine.ready if supervisor.status == "ready" else None
         length = ready.info.max_model_len if ready else None
         return ModelCard(id=name, created=service.created, root=root, max_model_len=length)
 
@@ -74,12 +76,12 @@ def openai_routes(service: Service) -> APIRouter:
         return await aside(record, _tokens, service, record.body)
 
     @router.post("/detokenize", tags=["Tokenizer"], responses=errors(*READS))
-    async def detokenize(body: DetokenizeBody, request: Request) -> Text:
+    async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
         """The text of token ids."""
         service.check_model(body.model)
         record = record_of(request.scope)
         fields(record.body, "", DetokenizeBody.model_fields)  # there are no others
-        return Text(prompt=await aside(record, service.decode, "tokens", body.tokens))
+        return Detokenized(prompt=await aside(record, service.decode, "tokens", body.tokens))
 
     return router
 
@@ -107,7 +109,7 @@ def _ids(service: Service, body: dict[str, Any]) -> list[int]:
 
 def conversation_ids(service: Service, body: dict[str, Any]) -> list[int]:
     """Token ids of the body of a chat, as the model would see it."""
-    text = rendered(parse_call(CHAT, body, service.host.defaults), service.tokenizer, service.host.style)
+    text = rendered(parse_call(CHAT, body, service.supervisor.defaults), service.tokenizer, service.supervisor.style)
     return service.tokenizer.encode(text, add_special_tokens=False)
 
 

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's Responses API become bodies of its chat; `graphllm.server.response_events` is the way back."""
+"""Requests of OpenAI's Responses API become bodies of its chat; `graphllm.server.responses.events` is the way back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from graphllm.config import ConfigError
-from graphllm.server.bodies import Object, choice, fields, objects, optional, refuse_unless, required, unsupported
+from graphllm.server.http.bodies import Object, choice, fields, objects, optional, refuse_unless, required, unsupported
 
 Chat = list[dict[str, Any]]  # messages of a chat
 

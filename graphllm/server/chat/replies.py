@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from graphllm.server.scan import SPACE, Source, Wait
+from graphllm.server.chat.scan import SPACE, Source, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Ending(NamedTuple):
     error: str | None = None
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A whole tool call. arguments: JSON text, as the model wrote it."""
 
     id: str
@@ -80,7 +80,7 @@ class Reply(NamedTuple):
 
     reasoning: str
     text: str
-    calls: list[Call]
+    calls: list[FunctionCall]
 
 
 def merged(parts: Iterable[Part]) -> Reply:
@@ -95,7 +95,7 @@ def merged(parts: Iterable[Part]) -> Reply:
     for part in parts:
         if isinstance(part, CallArguments):
             arguments[part.index].append(part.text)
-    calls = [Call(start.id, start.name, "".join(arguments[index])) for index, start in starts.items()]
+    calls = [FunctionCall(start.id, start.name, "".join(arguments[index])) for index, start in starts.items()]
     return Reply(text(Reasoning), text(Text), calls)
 
 

@@ -1,7 +1,7 @@
 """Prometheus metrics of the server, each family under this project's name and, where there is one, vLLM's.
 
 Used from one event loop. Requests are counted by their `Tracker`; the engine core's own figures come with each reading.
-The table of families is `graphllm.server.families`.
+The table of families is `graphllm.server.operations.metric_families`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ import graphllm
 from graphllm.engine.outputs import RequestMetrics, RequestOutput
 from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.request import CoreStats, Distribution
-from graphllm.server.families import BY_NAME, COUNTED, FAMILIES, OF_CORE, OF_REQUESTS, Family, Finished, Labels, Series
+from graphllm.server.operations.metric_families import (
+    BY_NAME,
+    COUNTED,
+    FAMILIES,
+    OF_CORE,
+    OF_REQUESTS,
+    Family,
+    Finished,
+    Labels,
+    Series,
+)
 
 
 class Metrics(Collector):

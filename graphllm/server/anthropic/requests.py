@@ -1,4 +1,4 @@
-"""Requests of Anthropic's Messages API become bodies of OpenAI's chat; `graphllm.server.message_events` is the way
+"""Requests of Anthropic's Messages API become bodies of OpenAI's chat; `graphllm.server.anthropic.events` is the way
 back."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from graphllm.config import ConfigError
-from graphllm.server.bodies import Object, choice, fields, objects, optional, refuse_unless, required
+from graphllm.server.http.bodies import Object, choice, fields, objects, optional, refuse_unless, required
 
 _NEUTRAL: dict[str, Any] = {"speed": "standard"}
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt")  # as in a chat
@@ -29,19 +29,8 @@ _TOOL = frozenset(
 _NEUTRAL_TOOL: dict[str, Any] = {"defer_loading": False, "input_examples": [], "allowed_callers": ["direct"]}
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
-_ERRORS = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-    529: "overloaded_error",
-}
 
-
-class Message(Object):
+class MessageParam(Object):
     """One turn, or a part of it: neighbours with the same role are one turn."""
 
     role: Literal["user", "assistant", "system"]
@@ -92,7 +81,7 @@ class CountTokensRequest(Object):
     """POST /v1/messages/count_tokens"""
 
     model: str | None = None
-    messages: list[Message]
+    messages: list[MessageParam]
     system: str | list[dict[str, Any]] | None = Field(None, description="Text, or blocks of type text.")
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
@@ -295,9 +284,3 @@ def _format(given: Mapping[str, Any], output: Mapping[str, Any]) -> dict[str, An
         raise ConfigError(f"{where}.type is {wanted.get('type')!r:.80}: give json_schema")
     schema = {"name": "output", "schema": required(wanted, "schema", dict, where)}
     return {"response_format": {"type": "json_schema", "json_schema": schema}}
-
-
-def error_body(status: int, message: str) -> dict[str, Any]:
-    """The body of an error, for an HTTP status from 400."""
-    kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}

@@ -13,19 +13,19 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from graphllm.config import ConfigError
-from graphllm.server import responses
-from graphllm.server.answers import Reading
-from graphllm.server.document import GENERATES, answers, errors
-from graphllm.server.errors import NotFoundError, describe, event_body
+from graphllm.server.chat.call import CHAT
+from graphllm.server.chat.reading import Reading
+from graphllm.server.chat.replies import Ending
 from graphllm.server.generation import News
-from graphllm.server.openai import CHAT
-from graphllm.server.replies import Ending
-from graphllm.server.response_events import ResponseWriter
-from graphllm.server.response_models import Deleted, ResponseObject
-from graphllm.server.response_store import Record, ResponseStore
-from graphllm.server.responses import Chat, ResponsesRequest
+from graphllm.server.http.document import GENERATES, answers, errors
+from graphllm.server.http.errors import NotFoundError, describe, event_body
+from graphllm.server.http.wire import EventStream, JsonRoute, json_response, named_event, record_of
+from graphllm.server.responses import requests
+from graphllm.server.responses.events import ResponseWriter
+from graphllm.server.responses.protocol import Deleted, ResponseObject
+from graphllm.server.responses.requests import Chat, ResponsesRequest
+from graphllm.server.responses.store import ResponseStore, StoredResponse
 from graphllm.server.service import Service, Started, first_and_rest
-from graphllm.server.wire import EventStream, JsonRoute, json_response, named_event, record_of
 
 _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
 
@@ -40,17 +40,17 @@ def responses_routes(service: Service) -> APIRouter:
         """The answer to text or items, maybe as a continuation of an earlier response."""
         given = record_of(request.scope).body
         earlier = _earlier(store, given.get("previous_response_id"))
-        started = await service.start(request, CHAT, responses.to_chat(given, earlier))
+        started = await service.start(request, CHAT, requests.to_chat(given, earlier))
         # Not the id of the request, which others may guess.
         id = f"resp_{secrets.token_hex(16)}"
         name = started.call.model or service.names[0]
         writer = ResponseWriter(id, int(time.time()), name, given, started.call.params)
         reading = Reading(started.call, service.count)
-        chat = responses.conversation(given, earlier)
+        chat = requests.conversation(given, earlier)
 
         def keep(task: asyncio.Task[None] | None = None) -> None:
             if given.get("store") is not False:
-                store.put(id, Record(writer.body(), [*chat, *writer.conversation()], task))
+                store.put(id, StoredResponse(writer.body(), [*chat, *writer.conversation()], task))
 
         if given.get("background"):
             if started.call.stream or given.get("store") is False:
@@ -95,14 +95,14 @@ def responses_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _ended(record: Record) -> None:
+async def _ended(record: StoredResponse) -> None:
     """Cancel what writes a response, and wait until it has kept what there is."""
     if record.task is not None:
         record.task.cancel()
         await asyncio.wait({record.task})
 
 
-def _kept(store: ResponseStore, id: str) -> Record:
+def _kept(store: ResponseStore, id: str) -> StoredResponse:
     record = store.get(id)
     if record is None:
         raise NotFoundError(f"response_id is {id!r:.80}: no such response is kept here", "response_not_found")

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from graphllm.server.errors import error_response
-from graphllm.server.metrics import Metrics
-from graphllm.server.wire import App, Message, Receive, Record, Scope, Send
+from graphllm.server.http.errors import error_response
+from graphllm.server.http.wire import App, Message, Receive, Record, Scope, Send
+from graphllm.server.operations.metrics import Metrics
 
 # Probes of an orchestrator have no key, and the page, which holds nothing of anybody, is where a person types it in.
 OPEN_PATHS = frozenset({"/", "/health", "/health/startup", "/health/live", "/health/ready", "/ping"})
@@ -30,7 +30,7 @@ _LINGER_SECONDS = 2.0  # for what a client still sends of a body that was refuse
 _log = logging.getLogger("graphllm.access")
 
 
-class Guard:
+class Middleware:
     """ASGI middleware. keys: any of them opens; none: everything is open. max_body: bytes."""
 
     def __init__(self, app: App, keys: Sequence[str], max_body: int, metrics: Metrics) -> None:

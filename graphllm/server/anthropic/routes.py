@@ -7,17 +7,17 @@ from collections.abc import AsyncGenerator
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from graphllm.server import anthropic
-from graphllm.server.answers import Reading
-from graphllm.server.document import READS, answers, errors
-from graphllm.server.errors import event_body
+from graphllm.server.anthropic import requests
+from graphllm.server.anthropic.events import MessageWriter
+from graphllm.server.anthropic.protocol import AnthropicError, InputTokens, MessageObject
+from graphllm.server.chat.call import CHAT
+from graphllm.server.chat.reading import Reading
 from graphllm.server.generation import News
-from graphllm.server.message_events import MessageWriter
-from graphllm.server.openai import CHAT
-from graphllm.server.openai_routes import conversation_ids
-from graphllm.server.response_models import AnthropicError, InputTokens, MessageObject
+from graphllm.server.http.document import READS, answers, errors
+from graphllm.server.http.errors import event_body
+from graphllm.server.http.wire import EventStream, JsonRoute, aside, json_response, named_event, record_of
+from graphllm.server.openai.routes import conversation_ids
 from graphllm.server.service import Service, first_and_rest
-from graphllm.server.wire import EventStream, JsonRoute, aside, json_response, named_event, record_of
 
 _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
 
@@ -27,13 +27,13 @@ def anthropic_routes(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute, tags=["Anthropic"], responses=errors(*READS, body=AnthropicError))
 
     @router.post("/v1/messages", responses=answers(MessageObject, _EVENTS) | errors(429, body=AnthropicError))
-    async def messages(body: anthropic.MessagesRequest, request: Request) -> Response:
+    async def messages(body: requests.MessagesRequest, request: Request) -> Response:
         """The next message of a conversation; with stream: true as server-sent events."""
         record = record_of(request.scope)
-        started = await service.start(request, CHAT, anthropic.to_chat(record.body))
+        started = await service.start(request, CHAT, requests.to_chat(record.body))
         reading = Reading(started.call, service.count)
         name = started.call.model or service.names[0]
-        writer = MessageWriter(f"msg_{record.id}", name, anthropic.omits_thinking(record.body))
+        writer = MessageWriter(f"msg_{record.id}", name, requests.omits_thinking(record.body))
         if started.call.stream:
             return EventStream(_events(request, writer, reading, await first_and_rest(request, started)))
         (output,) = await service.whole(request, started)
@@ -44,11 +44,11 @@ def anthropic_routes(service: Service) -> APIRouter:
         return json_response(writer.body())
 
     @router.post("/v1/messages/count_tokens")
-    async def count_tokens(body: anthropic.CountTokensRequest, request: Request) -> InputTokens:
+    async def count_tokens(body: requests.CountTokensRequest, request: Request) -> InputTokens:
         """Tokens of the prompt that these messages make."""
         service.check_model(body.model)
         record = record_of(request.scope)
-        chat = anthropic.count_to_chat(record.body)
+        chat = requests.count_to_chat(record.body)
         return InputTokens(input_tokens=len(await aside(record, conversation_ids, service, chat)))
 
     return router

@@ -20,7 +20,8 @@ from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import CoreStats
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
-from graphllm.server.openai import Style
+from graphllm.server.chat.call import Style
+from graphllm.server.http.errors import UnavailableError
 
 _log = logging.getLogger(__name__)
 _TICK = 0.25  # seconds between two looks at the engine
@@ -29,16 +30,8 @@ _BACKOFF = (1.0, 60.0)  # seconds before a restart after another one failed: the
 _STATS_TIMEOUT = 1.0  # seconds that a question to the core may take; it answers between two steps
 
 
-class UnavailableError(Exception):
-    """The engine takes no requests now; the message says why. retry_after: seconds, a guess."""
-
-    def __init__(self, cause: str, retry_after: int) -> None:
-        super().__init__(cause)
-        self.retry_after = retry_after
-
-
 @dataclass(frozen=True)
-class HostOptions:
+class SupervisorOptions:
     """seed: of requests without one. restart: bring a dead engine back. step_timeout: seconds of one step, without the
     end of a kernel, after which the engine counts as stuck. tool_parser, reasoning_parser: "auto" follows the chat
     template. silence: seconds without a heartbeat."""
@@ -61,12 +54,12 @@ class HostOptions:
 
 
 @dataclass
-class EngineHost:
+class EngineSupervisor:
     """One engine after another for the same model. open: finds the model, in a thread. child: the first one's process,
     already started."""
 
     open: Callable[[], Opened]
-    options: HostOptions = HostOptions()
+    options: SupervisorOptions = SupervisorOptions()
     child: Child | None = None
     status: str = "starting"
     cause: str | None = None
@@ -227,7 +220,7 @@ def _warm(tokenizer: Tokenizer | None) -> None:
             tokenizer.encode(tokenizer.render_chat([{"role": "user", "content": "x"}]))
 
 
-def _cause(health: Health, options: HostOptions) -> str:
+def _cause(health: Health, options: SupervisorOptions) -> str:
     if health.cause is not None:
         return health.cause.message
     if health.state == "stuck":

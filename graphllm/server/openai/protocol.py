@@ -1,6 +1,8 @@
-"""The bodies of requests as the OpenAPI document shows them: names and types. `openai.parse_call` says what they mean.
+"""Bodies of requests and of answers as the OpenAPI document shows them: names and types.
 
-Types are strict ("5" is no number). Fields that are not here are refused by name, unless their value changes nothing.
+Those of requests are strict ("5" is no number); fields that are not here are refused by name, unless their value
+changes nothing, and `parse_call` says what they mean. Answers are written as plain JSON of these shapes, so their
+models do not run while serving; a test holds every answer against the document.
 """
 
 from __future__ import annotations
@@ -9,9 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from graphllm.server.bodies import Object
+from graphllm.server.chat.call import MAX_COMPLETIONS
+from graphllm.server.http.bodies import Answer, Object
 
-MAX_COMPLETIONS = 1024  # of one request
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
@@ -121,21 +123,6 @@ class Tokens(BaseModel):
     token_strs: list[str] | None = None
 
 
-class ErrorDetail(BaseModel):
-    """message: for people. param: the field of the request that is at fault."""
-
-    message: str
-    type: str
-    param: str | None = None
-    code: str | int | None = None
-
-
-class ErrorBody(BaseModel):
-    """Every error."""
-
-    error: ErrorDetail
-
-
 class ModelCard(BaseModel):
     """Of /v1/models."""
 
@@ -155,8 +142,120 @@ class ModelList(BaseModel):
     data: list[ModelCard]
 
 
-class HealthStatus(BaseModel):
-    """status: starting, ready, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready."""
+class TokenLogprob(Answer):
+    """bytes: the token's text in UTF-8."""
 
-    status: str
-    cause: str | None = None
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Answer):
+    """A list each with an entry for every token; null where a prompt begins."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(Answer):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null for the first token
+
+
+class CachedTokens(Answer):
+    cached_tokens: int
+
+
+class ReasoningTokens(Answer):
+    reasoning_tokens: int
+
+
+class UsageBlock(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens = Field(default=ReasoningTokens(reasoning_tokens=0))
+
+
+class CalledFunction(Answer):
+    """arguments: JSON text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = Field(default=[])
+    reasoning_content: str = Field(default="", description="What a model that thinks in tags has thought.")
+    reasoning: str = Field(default="", description="The same text, under its newer name.")
+
+
+class ChatChoice(Answer):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
+
+
+class ChatCompletion(Answer):
+    """Of /v1/chat/completions"""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBlock
+    prompt_logprobs: PromptLogprobs = Field(default=[])
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
+    prompt_logprobs: PromptLogprobs = Field(default=[])
+
+
+class Completion(Answer):
+    """Of /v1/completions"""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBlock
+
+
+class Detokenized(Answer):
+    """Of /detokenize"""
+
+    prompt: str

@@ -1,5 +1,5 @@
-"""What requests of other APIs than OpenAI's chat are read with: the base of their models, and readers of untyped JSON
-whose errors name the place, such as ``messages[0].content[1].text``."""
+"""The bases of the models of bodies, and readers of untyped JSON whose errors name the place, such as
+``messages[0].content[1].text``."""
 
 from __future__ import annotations
 
@@ -26,6 +26,12 @@ class Object(BaseModel):
     refused in our own words; the documentation says that there is nothing else."""
 
     model_config = ConfigDict(extra="allow", strict=True, json_schema_extra={"additionalProperties": False})
+
+
+class Answer(BaseModel):
+    """What has no other fields than these."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 def within(where: str, name: str) -> str:
