@@ -6,8 +6,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -17,9 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseInputParam, ResponseStreamEvent
 from pydantic import TypeAdapter, ValidationError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from reply_parts import BROKEN, ENDINGS, Replay, batches, blocks, replies, spoiled, unknown
 
 from graphllm.config import ConfigError

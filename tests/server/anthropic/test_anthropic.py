@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -16,9 +14,6 @@ from anthropic.types.shared import ErrorResponse
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
-
-sys.path.insert(0, str(Path(__file__).parent))
-
 from reply_parts import ARGUMENTS, BROKEN, ENDINGS, USAGES, Replay, batches, blocks, replies, spoiled, unknown
 
 from graphllm.config import ConfigError
