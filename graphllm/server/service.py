@@ -13,7 +13,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.processor import check_vocabulary
 from graphllm.engine.request import CoreInfo
 from graphllm.engine.text import Tokenizer
-from graphllm.server.chat.call import MAX_COMPLETIONS, Call, check_priority, parse_call, write_out
+from graphllm.server.chat.call import CHAT, MAX_COMPLETIONS, Call, check_priority, parse_call, rendered, write_out
 from graphllm.server.generation import News, generate
 from graphllm.server.http.errors import NotFoundError, UnavailableError
 from graphllm.server.http.wire import aside, record_of, while_there
@@ -118,6 +118,12 @@ class Service:
             return [found[i] for i in range(len(found))]
 
         return await while_there(request, collect())
+
+    def conversation_ids(self, body: dict[str, Any]) -> list[int]:
+        """Token ids of the body of a chat, as the model would see it."""
+        supervisor = self.supervisor
+        text = rendered(parse_call(CHAT, body, supervisor.defaults), self.tokenizer, supervisor.style)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""

@@ -16,7 +16,6 @@ from graphllm.server.generation import News
 from graphllm.server.http.document import READS, answers, errors
 from graphllm.server.http.errors import event_body
 from graphllm.server.http.wire import EventStream, JsonRoute, aside, json_response, named_event, record_of
-from graphllm.server.openai.routes import conversation_ids
 from graphllm.server.service import Service, first_and_rest
 
 _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
@@ -49,7 +48,7 @@ def anthropic_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         record = record_of(request.scope)
         chat = requests.count_to_chat(record.body)
-        return InputTokens(input_tokens=len(await aside(record, conversation_ids, service, chat)))
+        return InputTokens(input_tokens=len(await aside(record, service.conversation_ids, chat)))
 
     return router
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from graphllm.config import ConfigError
-from graphllm.server.chat.call import CHAT, COMPLETIONS, parse_call, rendered
+from graphllm.server.chat.call import CHAT, COMPLETIONS
 from graphllm.server.generation import News
 from graphllm.server.http.bodies import fields
 from graphllm.server.http.document import GENERATES, READS, errors
@@ -104,13 +104,7 @@ def _ids(service: Service, body: dict[str, Any]) -> list[int]:
             name = next(name for name in given if name != "prompt")
             raise ConfigError(f"{name} is {given[name]!r:.80}: not supported with a prompt; leave it out")
         return service.tokenizer.encode(given["prompt"], add_special_tokens=special)
-    return conversation_ids(service, given)
-
-
-def conversation_ids(service: Service, body: dict[str, Any]) -> list[int]:
-    """Token ids of the body of a chat, as the model would see it."""
-    text = rendered(parse_call(CHAT, body, service.supervisor.defaults), service.tokenizer, service.supervisor.style)
-    return service.tokenizer.encode(text, add_special_tokens=False)
+    return service.conversation_ids(given)
 
 
 async def answer(service: Service, request: Request, url: str) -> Response:
