@@ -7,7 +7,8 @@
 #include <cstring>
 #include <vector>
 
-#include "cpu_common.h"
+#include "cpu_amx.h"
+#include "cpu_vectors.h"
 
 namespace {
 

@@ -3,10 +3,13 @@
 // row of x eight, of AMX two. Without bfloat16 instructions a panel is 16 rows as [k][16] floats.
 #pragma once
 
+#include <array>
 #include <optional>
 #include <utility>
 
-#include "cpu_common.h"
+#include "cpu_amx.h"
+#include "cpu_threads.h"
+#include "cpu_vectors.h"
 
 namespace graphllm {
 namespace {

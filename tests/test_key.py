@@ -142,7 +142,7 @@ def test_source_digest_of_a_copy_is_the_same(monkeypatch: pytest.MonkeyPatch, tr
         "compile/lower.py",
         "ops/linear/op.py",
         "ops/linear/cpu.cpp",
-        "ops/cpu_common.h",
+        "ops/cpu_vectors.h",
         "passes/canonicalize.py",
         "model_defs/llama.py",
         "weights/plan.py",

@@ -220,8 +220,8 @@ def serve_command(
         from graphllm.cli.serve import serve, start_log, started_at
         from graphllm.engine.load import EngineArgs
         from graphllm.prepare import parse_bytes
-        from graphllm.server.host import HostOptions
         from graphllm.server.launch import ServerOptions
+        from graphllm.server.operations.engine_supervisor import SupervisorOptions
 
         start_log(log_format, log_level)
         args = EngineArgs(
@@ -257,7 +257,7 @@ def serve_command(
             max_body=parse_bytes("max-body-size", max_body_size),
             started=started_at(),
         )
-        watched = HostOptions(seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
+        watched = SupervisorOptions(seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
         raise typer.Exit(serve(args, options, watched, child))
     finally:
         child.kill()

@@ -16,8 +16,10 @@ from typing import IO, Any
 from graphllm.config import ConfigError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.params import SamplingParams
-from graphllm.server import answers, openai
-from graphllm.server.openai import Call
+from graphllm.server.chat.call import Call, parse_call
+from graphllm.server.chat.reading import failure, usage_of
+from graphllm.server.http.error_bodies import error_body
+from graphllm.server.openai import answers
 
 DEFAULT_MAX_TOKENS = 256  # of a plain prompt
 _LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt"})
@@ -80,7 +82,7 @@ class PlainItem:
         row = {"id": self.id, **(choices[0] if len(choices) == 1 else {"choices": choices})}
         if output.prompt_logprobs is not None:
             row["prompt_logprobs"] = answers.prompt_logprobs(output.prompt_logprobs)
-        return row | {"usage": answers.usage_body(answers.usage_of(call, output))}
+        return row | {"usage": answers.usage_body(usage_of(call, output))}
 
     def refused(self, mistake: ConfigError) -> dict[str, Any]:
         """Its line when it cannot run."""
@@ -100,20 +102,20 @@ class BatchItem:
         """What it asks for. Raises ConfigError for a request that cannot be used."""
         if self.method != "POST":
             raise ConfigError(f"method is {self.method!r:.80}: give POST")
-        call = openai.parse_call(self.url, self.body, defaults)
+        call = parse_call(self.url, self.body, defaults)
         if call.stream:
             raise ConfigError("stream is True: a batch has whole answers; leave it out")
         return call
 
     def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
         """Its line in the results."""
-        if (broken := answers.failure(outputs)) is not None:
-            return self._row(500, openai.error_body(broken, type="server_error"))
+        if (broken := failure(outputs)) is not None:
+            return self._row(500, error_body(broken, type="server_error"))
         return self._row(200, answers.response_body(call, outputs, uuid.uuid4().hex, model, int(time.time())))
 
     def refused(self, mistake: ConfigError) -> dict[str, Any]:
         """Its line when it cannot run."""
-        return self._row(400, openai.error_body(str(mistake), self.body))
+        return self._row(400, error_body(str(mistake), self.body))
 
     def _row(self, status: int, body: dict[str, Any]) -> dict[str, Any]:
         number = uuid.uuid4().hex

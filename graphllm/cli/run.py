@@ -23,8 +23,8 @@ from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import ParsedRequest, Processor
 from graphllm.engine.text import Tokenizer
-from graphllm.server.answers import failure
-from graphllm.server.openai import Call, Style, check_priority, write_out
+from graphllm.server.chat.call import Call, Style, check_priority, write_out
+from graphllm.server.chat.reading import failure
 
 _AHEAD = 2  # completions in the engine, as a multiple of those in one step
 _ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer

@@ -15,15 +15,15 @@ from graphllm.cli.build import build_errors
 from graphllm.config import ConfigError
 from graphllm.engine.load import EngineArgs, Opened, open_model
 from graphllm.engine.spawn import Child
-from graphllm.server.host import HostOptions
 from graphllm.server.launch import ServerOptions
 from graphllm.server.launch import serve as serve_forever
+from graphllm.server.operations.engine_supervisor import SupervisorOptions
 
 _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
 
 
-def serve(args: EngineArgs, options: ServerOptions, host: HostOptions, child: Child) -> int:
+def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, child: Child) -> int:
     """Serve a model until it is told to stop; the exit status. child: the engine's process. Raises ConfigError for what
     cannot be used."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

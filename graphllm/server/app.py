@@ -15,17 +15,15 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
 from graphllm import __version__
-from graphllm.server.anthropic_routes import anthropic_routes
-from graphllm.server.document import METRICS, errors
-from graphllm.server.errors import KNOWN, describe, error_response
-from graphllm.server.guard import Guard
-from graphllm.server.openai_routes import openai_routes
-from graphllm.server.pages import chat_page
-from graphllm.server.protocol import HealthStatus
-from graphllm.server.response_models import Load, Version
-from graphllm.server.responses_routes import responses_routes
+from graphllm.server.anthropic.routes import anthropic_routes
+from graphllm.server.http.errors import KNOWN, describe, error_response
+from graphllm.server.http.wire import App, GoneError, record_of
+from graphllm.server.openai.routes import openai_routes
+from graphllm.server.operations.middleware import Middleware
+from graphllm.server.operations.probes import probe_routes
+from graphllm.server.page.routes import page_routes
+from graphllm.server.responses.routes import responses_routes
 from graphllm.server.service import Service
-from graphllm.server.wire import App, GoneError, json_response, record_of
 
 
 @dataclass(frozen=True)
@@ -46,69 +44,14 @@ def create_app(service: Service, access: Access = Access()) -> App:
     )
     for routes in (openai_routes, responses_routes, anthropic_routes):
         app.include_router(routes(service))
-    guard = Guard(app, access.keys, service.limits.body, service.metrics)
-    _add_probes(app, service, guard)
+    middleware = Middleware(app, access.keys, service.limits.body, service.metrics)
+    app.include_router(probe_routes(service.supervisor, service.metrics, middleware))
+    app.include_router(page_routes())
     _add_errors(app)
     if not access.origins:
-        return guard
+        return middleware
     headers = ["x-request-id", "retry-after"]
-    return CORSMiddleware(guard, access.origins, allow_methods=["*"], allow_headers=["*"], expose_headers=headers)
-
-
-def _add_probes(app: FastAPI, service: Service, guard: Guard) -> None:
-    host, metrics = service.host, service.metrics
-
-    def health(good: bool) -> Response:
-        body = HealthStatus(status=host.status, cause=host.cause)
-        response = json_response(body.model_dump(exclude_none=True), 200 if good else 503)
-        response.headers["cache-control"] = "no-store"
-        return response
-
-    probe: dict[str, Any] = {
-        "tags": ["Health"],
-        "responses": {200: {"model": HealthStatus}, 503: {"model": HealthStatus}},
-    }
-
-    @app.get("/health/startup", **probe)
-    async def startup() -> Response:
-        """200 once the engine has been ready."""
-        return health(host.was_ready.is_set())
-
-    @app.get("/health/live", **probe)
-    async def live() -> Response:
-        """503 when only a new process can help."""
-        host.look()
-        return health(host.live)
-
-    @app.get("/health/ready", **probe)
-    @app.get("/health", **probe)
-    @app.get("/ping", **probe)
-    async def ready() -> Response:
-        """200 while the engine makes progress, or could."""
-        return health(host.ready)
-
-    @app.get("/version", tags=["Server"], responses=errors(401))
-    async def version() -> Version:
-        """Of graphllm."""
-        return Version(version=__version__)
-
-    @app.get("/load", tags=["Server"], responses=errors(401))
-    async def load() -> Load:
-        """Requests that are being answered, this one not counted."""
-        return Load(server_load=guard.in_flight - 1)
-
-    @app.get("/metrics", tags=["Server"], response_class=Response, responses=METRICS | errors(401))
-    async def prometheus(request: Request) -> Response:
-        """For Prometheus."""
-        wants_open = "application/openmetrics-text" in request.headers.get("accept", "")
-        text, kind = metrics.render(await host.stats(), wants_open)
-        return Response(text, headers={"content-type": kind})
-
-    page = chat_page()
-
-    @app.get("/", include_in_schema=False)
-    async def root() -> Response:
-        return page
+    return CORSMiddleware(middleware, access.origins, allow_methods=["*"], allow_headers=["*"], expose_headers=headers)
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -16,11 +16,11 @@ from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.params import RequestOutputKind
 from graphllm.engine.processor import Prompt
 from graphllm.engine.scheduler import QueueFullError
-from graphllm.server.answers import failure
-from graphllm.server.errors import EngineFailureError
-from graphllm.server.metrics import Metrics
-from graphllm.server.openai import Call
-from graphllm.server.wire import Record
+from graphllm.server.chat.call import Call
+from graphllm.server.chat.reading import failure
+from graphllm.server.http.errors import EngineFailureError
+from graphllm.server.http.wire import Record
+from graphllm.server.operations.metrics import Metrics
 
 
 class News(NamedTuple):

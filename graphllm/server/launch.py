@@ -24,8 +24,8 @@ from graphllm.engine.spawn import Child
 if TYPE_CHECKING:
     import uvicorn
 
-    from graphllm.server.host import EngineHost, HostOptions
-    from graphllm.server.metrics import Metrics
+    from graphllm.server.operations.engine_supervisor import EngineSupervisor, SupervisorOptions
+    from graphllm.server.operations.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -49,7 +49,9 @@ class ServerOptions:
     started: float = field(default_factory=time.monotonic)
 
 
-def serve(open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions, child: Child) -> int:
+def serve(
+    open: Callable[[], Opened], options: ServerOptions, supervisor_options: SupervisorOptions, child: Child
+) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""
     # A connection is a file, and the soft limit is often 1,024.
@@ -58,10 +60,10 @@ def serve(open: Callable[[], Opened], options: ServerOptions, host_options: Host
     with _socket(options) as listener:
         import uvloop
 
-        from graphllm.server.host import EngineHost
+        from graphllm.server.operations.engine_supervisor import EngineSupervisor
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(EngineHost(open, host_options, child), options, listener))
+            return runner.run(_serve(EngineSupervisor(open, supervisor_options, child), options, listener))
 
 
 @contextlib.contextmanager
@@ -113,7 +115,7 @@ def _check_unused(path: Path) -> None:
     raise ConfigError(f"uds is {str(path)!r}: another server listens there; give another path")
 
 
-async def _serve(host: EngineHost, options: ServerOptions, listener: socket.socket) -> int:
+async def _serve(supervisor: EngineSupervisor, options: ServerOptions, listener: socket.socket) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     presses = 0
@@ -123,27 +125,27 @@ async def _serve(host: EngineHost, options: ServerOptions, listener: socket.sock
         presses += 1
         if presses > 1:
             _log.warning("a second signal: stopping at once")
-            host.kill()
+            supervisor.kill()
             os._exit(130)
         ended.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    host.phases["imports"] = time.monotonic() - options.started
-    engine = asyncio.create_task(host.run())
+    supervisor.phases["imports"] = time.monotonic() - options.started
+    engine = asyncio.create_task(supervisor.run())
     # The engine's process loads while the application is imported here; its start must not wait for that.
     await asyncio.wait({engine}, timeout=0.05)
     begun = time.monotonic()
-    server, metrics = _http(host, options)
-    host.phases["application"] = time.monotonic() - begun
+    server, metrics = _http(supervisor, options)
+    supervisor.phases["application"] = time.monotonic() - begun
     http = asyncio.create_task(server.serve([listener]))
     _log.info("listening on %s", options.uds or f"http://{options.host}:{listener.getsockname()[1]}")
-    telling = asyncio.create_task(_tell(host, metrics, options))
+    telling = asyncio.create_task(_tell(supervisor, metrics, options))
     await asyncio.wait({engine, http, asyncio.create_task(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
     telling.cancel()
     code = 0
     if ended.is_set():
-        await _drain(host, options.shutdown_timeout)
+        await _drain(supervisor, options.shutdown_timeout)
     engine.cancel()
     try:
         await engine
@@ -153,18 +155,18 @@ async def _serve(host: EngineHost, options: ServerOptions, listener: socket.sock
         _log.error("the engine did not start: %s\n%s", death, death.cause.traceback)
         code = 1
     finally:
-        await host.close()
+        await supervisor.close()
         server.should_exit = True
         await http
     return code
 
 
-def _http(host: EngineHost, options: ServerOptions) -> tuple[uvicorn.Server, Metrics]:
+def _http(supervisor: EngineSupervisor, options: ServerOptions) -> tuple[uvicorn.Server, Metrics]:
     import uvicorn
 
     from graphllm.server.app import Access, create_app
-    from graphllm.server.connection import LimitedProtocol
-    from graphllm.server.metrics import Metrics
+    from graphllm.server.http.connection import LimitedProtocol
+    from graphllm.server.operations.metrics import Metrics
     from graphllm.server.service import Limits, Service
 
     class Server(uvicorn.Server):
@@ -174,7 +176,7 @@ def _http(host: EngineHost, options: ServerOptions) -> tuple[uvicorn.Server, Met
 
     names = tuple(options.names)
     metrics = Metrics(names[0], {"model": names[0]})
-    service = Service(host, names, metrics, Limits(body=options.max_body))
+    service = Service(supervisor, names, metrics, Limits(body=options.max_body))
     config = uvicorn.Config(
         create_app(service, Access(options.keys, options.origins)),
         http=LimitedProtocol,
@@ -191,23 +193,25 @@ def _http(host: EngineHost, options: ServerOptions) -> tuple[uvicorn.Server, Met
     return Server(config), metrics
 
 
-async def _tell(host: EngineHost, metrics: Metrics, options: ServerOptions) -> None:
+async def _tell(supervisor: EngineSupervisor, metrics: Metrics, options: ServerOptions) -> None:
     """The start-up line, once the engine is ready."""
-    await host.was_ready.wait()
-    host.phases["total"] = time.monotonic() - options.started
-    metrics.startup(host.phases)
+    await supervisor.was_ready.wait()
+    supervisor.phases["total"] = time.monotonic() - options.started
+    metrics.startup(supervisor.phases)
     _log.info(
-        "ready in %.2f s", host.phases["total"], extra={"notes": {k: round(v, 3) for k, v in host.phases.items()}}
+        "ready in %.2f s",
+        supervisor.phases["total"],
+        extra={"notes": {k: round(v, 3) for k, v in supervisor.phases.items()}},
     )
 
 
-async def _drain(host: EngineHost, seconds: float) -> None:
+async def _drain(supervisor: EngineSupervisor, seconds: float) -> None:
     """Refuse new requests and let those in flight end."""
-    count = host.running
+    count = supervisor.running
     _log.info("shutting down: %d requests in flight, %.0f s for them", count, seconds)
-    host.drain()
+    supervisor.drain()
     deadline = time.monotonic() + seconds
-    while host.running and time.monotonic() < deadline:
+    while supervisor.running and time.monotonic() < deadline:
         await asyncio.sleep(0.05)
-    if host.running:
-        _log.warning("%d requests are cut off; --shutdown-timeout gives them longer", host.running)
+    if supervisor.running:
+        _log.warning("%d requests are cut off; --shutdown-timeout gives them longer", supervisor.running)

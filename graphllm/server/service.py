@@ -13,13 +13,12 @@ from graphllm.config import ConfigError
 from graphllm.engine.processor import check_vocabulary
 from graphllm.engine.request import CoreInfo
 from graphllm.engine.text import Tokenizer
-from graphllm.server.errors import NotFoundError
+from graphllm.server.chat.call import CHAT, MAX_COMPLETIONS, Call, check_priority, parse_call, rendered, write_out
 from graphllm.server.generation import News, generate
-from graphllm.server.host import EngineHost, UnavailableError
-from graphllm.server.metrics import Metrics
-from graphllm.server.openai import Call, check_priority, parse_call, write_out
-from graphllm.server.protocol import MAX_COMPLETIONS
-from graphllm.server.wire import aside, record_of, while_there
+from graphllm.server.http.errors import NotFoundError, UnavailableError
+from graphllm.server.http.wire import aside, record_of, while_there
+from graphllm.server.operations.engine_supervisor import EngineSupervisor
+from graphllm.server.operations.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Started(NamedTuple):
 class Service:
     """names: of the model, the first is its own. created: Unix time of the start."""
 
-    host: EngineHost
+    supervisor: EngineSupervisor
     names: tuple[str, ...]
     metrics: Metrics
     limits: Limits = Limits()
@@ -76,7 +75,7 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         """Raises ConfigError where there is none, UnavailableError while the model is not open."""
-        opened = self.host.opened
+        opened = self.supervisor.opened
         if opened is None:
             raise UnavailableError("the engine is starting", 5)
         if opened.tokenizer is None:
@@ -86,7 +85,7 @@ class Service:
     @property
     def info(self) -> CoreInfo:
         """Sizes of the engine. Raises UnavailableError."""
-        ready = self.host.engine.ready
+        ready = self.supervisor.engine.ready
         assert ready is not None
         return ready.info
 
@@ -97,19 +96,19 @@ class Service:
 
     async def start(self, request: Request, url: str, body: Any) -> Started:
         """Raises what `describe` knows, before anything runs."""
-        engine, record = self.host.engine, record_of(request.scope)
+        engine, record = self.supervisor.engine, record_of(request.scope)
         call, prompts = await aside(record, self._checked, url, body)
         return Started(call, generate(engine, call, prompts, record, self.metrics))
 
     def _checked(self, url: str, body: Any) -> tuple[Call, Sequence[Any]]:
         """What a body asks for, and its prompts."""
-        host = self.host
-        call = parse_call(url, body, host.defaults)
+        supervisor = self.supervisor
+        call = parse_call(url, body, supervisor.defaults)
         self.check_model(call.model)
         self.limits.check(call)
-        assert host.opened is not None
-        check_priority(call, host.opened.settings.options)
-        return write_out(call, self.tokenizer, host.style) if call.chat or call.echo else (call, call.prompts)
+        assert supervisor.opened is not None
+        check_priority(call, supervisor.opened.settings.options)
+        return write_out(call, self.tokenizer, supervisor.style) if call.chat or call.echo else (call, call.prompts)
 
     async def whole(self, request: Request, started: Started) -> list[Any]:
         """The finished outputs, in the order of the prompts. Raises GoneError when the client leaves."""
@@ -119,6 +118,12 @@ class Service:
             return [found[i] for i in range(len(found))]
 
         return await while_there(request, collect())
+
+    def conversation_ids(self, body: dict[str, Any]) -> list[int]:
+        """Token ids of the body of a chat, as the model would see it."""
+        supervisor = self.supervisor
+        text = rendered(parse_call(CHAT, body, supervisor.defaults), self.tokenizer, supervisor.style)
+        return self.tokenizer.encode(text, add_special_tokens=False)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""

@@ -1,5 +1,7 @@
 // adjust_logits: mask, bias and penalties on a row of logits, a chunk of the vocabulary at a time.
-#include "cpu_common.h"
+#include <limits>
+
+#include "cpu_threads.h"
 
 namespace graphllm {
 namespace {

@@ -2,9 +2,8 @@
 
 `row_kernel` serves one row of x: each program loads whole rows of the weights into registers, before it even waits for
 the kernel that makes x. `tile_kernel` serves up to some hundred rows with tensor cores: the weights are the left
-operand,
-so that few tokens waste little of it; a long inner dimension is split among programs, of which the last to arrive adds
-the parts, always in the same order.
+operand, so that few tokens waste little of it; a long inner dimension is split among programs, of which the last to
+arrive adds the parts, always in the same order.
 
 Kernels start while their predecessor still runs (programmatic dependent launch): what they read before `gdc_wait` is
 constant.

@@ -88,7 +88,7 @@ CASES = (
     _case("decode_page32_fused", [(1, 31), (1, 32), (1, 33), (1, 150)], (8, 1, 128), page=32, fused=True),
     _case("decode_page128_head96", [(1, 127), (1, 128), (1, 300)], (4, 4, 96), page=128),
     _case("decode_nothing", [(0, 0)]),
-    _case("decode_two_heads", [(1, 1), (0, 0), (1, 2100), (1, 33)], (16, 8, 32), most=128, fused=True),
+    _case("decode_two_heads", [(1, 1), (0, 0), (1, 2100), (1, 33)], (8, 4, 32), most=256, fused=True),
     _case("decode_four_heads", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, fused=True),
     _case("decode_four_heads_group4", [(1, 130), (1, 1), (1, 65)], (32, 8, 16), most=256, page=64),
     _case("decode_four_heads_window", [(1, 90), (1, 17)], (4, 4, 32), most=512, window=20),

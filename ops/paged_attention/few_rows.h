@@ -8,7 +8,10 @@
 // Two kinds of it, as in tiles.h: FewFloats (float32, and bfloat16 without AVX-512) and FewPairs (bfloat16 dot products).
 #pragma once
 
-#include "cpu_common.h"
+#include <algorithm>
+#include <limits>
+
+#include "cpu_vectors.h"
 
 namespace graphllm {
 namespace {
@@ -292,17 +295,6 @@ struct FewPairs {
 };
 
 #endif  // GRAPHLLM_AVX512
-
-template <typename T>
-struct FewOf {
-  using type = FewFloats<T>;
-};
-#ifdef GRAPHLLM_AVX512
-template <>
-struct FewOf<bf16> {
-  using type = FewPairs;
-};
-#endif
 
 }  // namespace
 }  // namespace graphllm

@@ -5,7 +5,11 @@
 // operands are row-major; right operands have 16 columns, pairs of consecutive rows interleaved for Pairs.
 #pragma once
 
-#include "cpu_common.h"
+#include <algorithm>
+#include <type_traits>
+
+#include "cpu_amx.h"
+#include "cpu_vectors.h"
 
 namespace graphllm {
 namespace {
@@ -326,17 +330,6 @@ struct Pairs {
 };
 
 #endif  // GRAPHLLM_AVX512
-
-template <typename T>
-struct MathOf {
-  using type = Floats<T>;
-};
-#ifdef GRAPHLLM_AVX512
-template <>
-struct MathOf<bf16> {
-  using type = Pairs;
-};
-#endif
 
 }  // namespace
 }  // namespace graphllm

@@ -5,12 +5,16 @@
 // top-k and top-p need only the tokens near the maximum: those within a reach are collected, the reach is widened until
 // it suffices, and a radix select on the float's bits finds the last token kept. The draw is an exponential race; a token
 // can win only if its uniform number is below exp(off - best so far), so almost none needs logarithms.
-#include "cpu_common.h"
+#include <cmath>
+#include <limits>
+
+#include "cpu_threads.h"
+#include "cpu_vectors.h"
 
 namespace graphllm {
 namespace {
 
-using Bits = std::uint32_t __attribute__((vector_size(sizeof(Reg))));
+using Bits = Wide<kRegLanes>::Words;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLeast = -std::numeric_limits<float>::max();

@@ -53,14 +53,11 @@ def sample(
     """One token id per row: greedy, or a random draw after temperature, min-p, top-k and top-p, in this order.
 
     logits_SV [S, V], any float dtype, computed in float32. temperature_S [S] float32: 0 means greedy (the lowest id
-    among
-    equal maxima), else logits are divided by it. min_p_S [S] float32: drop tokens less likely than min_p times the most
-    likely; 0 is off. top_k_S [S] int32: keep the k largest logits, ties with the k-th kept; 0 is off. top_p_S [S]
-    float32:
-    of what is left, keep the most likely tokens until their (renormalized) mass reaches p, ties with the last kept; 1
-    is
-    off. seed_S [S] int64 and draw_S [S] int32: the random bits are a pure function of (seed, draw, token), see
-    `uniform_bits`, so a sequence's draws do not depend on the batch; the winner is the argmin of
+    among equal maxima), else logits are divided by it. min_p_S [S] float32: drop tokens less likely than min_p times
+    the most likely; 0 is off. top_k_S [S] int32: keep the k largest logits, ties with the k-th kept; 0 is off. top_p_S
+    [S] float32: of what is left, keep the most likely tokens until their (renormalized) mass reaches p, ties with the
+    last kept; 1 is off. seed_S [S] int64 and draw_S [S] int32: the random bits are a pure function of (seed, draw,
+    token), see `uniform_bits`, so a sequence's draws do not depend on the batch; the winner is the argmin of
     -log1p(-u) / probability with u = (bits + 0.5) / 2^32, at most 1 - 2^-24 (an exponential race). NaN logits are
     treated as -inf, and a token of -inf is never chosen. Returns [S] int32: -1 for a row without any other token,
     greedy or drawn. Source: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Gumbel-max in its exponential

@@ -2,7 +2,11 @@
 //
 // Rows are cut into parts where there are fewer of them than threads; a part gives its maximum, its sum relative to
 // that, how many logits beat the scored token's, and its k largest in order. Then the parts of a row are merged.
-#include "cpu_common.h"
+#include <cmath>
+#include <limits>
+
+#include "cpu_threads.h"
+#include "cpu_vectors.h"
 
 namespace graphllm {
 namespace {

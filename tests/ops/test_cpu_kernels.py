@@ -7,11 +7,13 @@ whatever else the machine is). The shared suite covers the ops' cases; here is w
 from __future__ import annotations
 
 import ctypes
+import functools
 import platform
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,32 +83,50 @@ def _error(out: torch.Tensor, reference: torch.Tensor) -> float:
 # ---- linear
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 130, 300])
-def test_linear_any_size(level: str, threads: int, rows: int) -> None:
-    """Rows in every tile count, K and N that end inside a tile, strided x and weights, with and without bias."""
+@functools.cache
+def _known_products(rows: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]]:
+    """x, weight, bias and the product of them in float64, once for all levels and counts of threads."""
     torch.manual_seed(rows)
+    found = []
     for out, inner in ((48, 64), (1, 8), (33, 72), (15, 33), (130, 61), (576, 896), (40, 4864), (37, 4870)):
         x = torch.randn(rows, inner + 8).bfloat16()[:, :inner]
         weight = (torch.randn(out, inner + 4) * inner**-0.5).bfloat16()[:, :inner]
         for bias in (None, torch.randn(out).bfloat16()):
             reference = linear(x.double(), weight.double(), None if bias is None else bias.double())
-            assert _error(streaming_linear(x, weight, bias), reference) < 4e-3, (out, inner)
+            found.append((x, weight, bias, reference))
+    return found
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 16, 17, 33, 130])
-def test_gated_linear_any_size(level: str, threads: int, rows: int) -> None:
-    """Halves that end inside a block, rows on both sides of the two ways to compute."""
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 33, 64, 65, 130, 300])
+def test_linear_any_size(level: str, threads: int, rows: int) -> None:
+    """Rows in every tile count, K and N that end inside a tile, strided x and weights, with and without bias."""
+    for x, weight, bias, reference in _known_products(rows):
+        assert _error(streaming_linear(x, weight, bias), reference) < 4e-3, weight.shape
+
+
+@functools.cache
+def _known_gated(rows: int) -> list[tuple[dict[str, Any], torch.Tensor]]:
+    """Arguments and references, once for all levels and counts of threads."""
     torch.manual_seed(rows)
+    found = []
     for out, inner in ((1, 8), (17, 72), (48, 64), (31, 33), (300, 896), (40, 2600)):
         x = torch.randn(rows, inner + 8).bfloat16()[:, :inner]
         weight = (torch.randn(2 * out, inner + 4) * inner**-0.5).bfloat16()[:, :inner]
         for bias in (None, torch.randn(2 * out).bfloat16()):
             given = {"x_TI": x, "weight_OI": weight, "bias_O": bias, "gated": True}
-            wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-            found = gated_linear(**given)  # type: ignore[arg-type]
-            assert found.shape == (rows, out)
-            if rows:
-                assert _error(found, fused_linear.reference(**wide)) < 1e-2, (out, inner)
+            wide: dict[str, Any] = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+            found.append((given, fused_linear.reference(**wide)))
+    return found
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 16, 17, 33, 130])
+def test_gated_linear_any_size(level: str, threads: int, rows: int) -> None:
+    """Halves that end inside a block, rows on both sides of the two ways to compute."""
+    for given, reference in _known_gated(rows):
+        found = gated_linear(**given)
+        assert found.shape == reference.shape == (rows, given["weight_OI"].shape[0] // 2)
+        if rows:
+            assert _error(found, reference) < 1e-2, given["weight_OI"].shape
 
 
 def test_linear_without_rows(level: str) -> None:
@@ -172,14 +192,21 @@ def _batch(
     }  # fmt: skip
 
 
-def _check_attention(args: dict[str, object], tolerance: float) -> None:
+def _exact_attention(args: dict[str, object]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The reference's result in float64, and the cache that it leaves."""
     names = ("q_THE", "k_TKE", "v_TKE", "kv_cache")
     exact = args | {n: args[n].double() for n in names}  # type: ignore[attr-defined]
     exact["kv_cache"] = exact["kv_cache"].nan_to_num()  # the reference multiplies what it masks by 0
-    reference = paged_attention(**exact)
+    return paged_attention(**exact), exact["kv_cache"]
+
+
+def _check_attention(
+    args: dict[str, object], tolerance: float, exact: tuple[torch.Tensor, torch.Tensor] | None = None
+) -> None:
+    reference, written = exact or _exact_attention(args)
     out = cpu_paged_attention(**args)  # type: ignore[arg-type]
     rows = int(args["query_start_loc"][-1])  # type: ignore[index]
-    assert torch.equal(args["kv_cache"].double().nan_to_num(), exact["kv_cache"])  # type: ignore[attr-defined]
+    assert torch.equal(args["kv_cache"].double().nan_to_num(), written)  # type: ignore[attr-defined]
     assert torch.isfinite(out).all()
     if rows:
         assert _error(out[:rows], reference[:rows]) < tolerance
@@ -195,11 +222,19 @@ RAGGED = {
 }
 
 
+@functools.cache
+def _known_batch(batch: str, dtype: torch.dtype) -> tuple[dict[str, object], tuple[torch.Tensor, torch.Tensor]]:
+    """Arguments and what the reference makes of them, once for all levels and counts of threads."""
+    torch.manual_seed(0)
+    args = _batch(RAGGED[batch], (14, 2, 64), 16, dtype, pad=3)
+    return args, _exact_attention(args)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("batch", RAGGED)
 def test_attention_batches(level: str, threads: int, batch: str, dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    _check_attention(_batch(RAGGED[batch], (14, 2, 64), 16, dtype, pad=3), TOLERANCE[dtype])
+    args, exact = _known_batch(batch, dtype)
+    _check_attention(args | {"kv_cache": args["kv_cache"].clone()}, TOLERANCE[dtype], exact)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
@@ -263,13 +298,19 @@ ROWS = [
 ]
 
 
+@functools.cache
+def _known_draws(V: int, spread: float, dtype: torch.dtype) -> list[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+    """Requests and the reference's tokens, once for all levels and counts of threads."""
+    torch.manual_seed(V)
+    requests = [_requests(ROWS, V, spread, dtype) for _ in range(3)]
+    return [(args, sample(**args)) for args in requests]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("V", "spread"), [(7, 1.0), (33, 2.0), (5000, 4.0), (5000, 0.02), (20011, 1.0), (9000, 30.0)])
 def test_sample_draws_as_the_reference(level: str, threads: int, V: int, spread: float, dtype: torch.dtype) -> None:
-    torch.manual_seed(V)
-    for _ in range(3):
-        args = _requests(ROWS, V, spread, dtype)
-        assert torch.equal(cpu_sample(**args), sample(**args))
+    for args, expected in _known_draws(V, spread, dtype):
+        assert torch.equal(cpu_sample(**args), expected)
 
 
 def test_sample_greedy_takes_the_lowest_of_equals_and_no_nan(level: str, threads: int) -> None:
@@ -290,18 +331,27 @@ def test_sample_ignores_nan_and_hidden_tokens(level: str) -> None:
     assert torch.equal(cpu_sample(**args), sample(**args))
 
 
-@pytest.mark.parametrize("allowed", [0, 1, 2, 19, 300])
-def test_sample_never_chooses_a_banned_token(level: str, threads: int, allowed: int) -> None:
-    """Every filter with fewer tokens left than its k, in float32 as the mask leaves them, with and without NaN."""
+@functools.cache
+def _known_choices(allowed: int) -> list[tuple[dict[str, torch.Tensor], torch.Tensor, torch.Tensor]]:
+    """Requests of which so many tokens are allowed, which, and the reference's, once for all levels and threads."""
     torch.manual_seed(allowed)
     rows = [*ROWS, (1.0, 50, 0.9, 0.0), (0.7, 3000, 0.99, 0.1), (0.01, 5, 0.5, 0.0)]
+    known = []
     for hidden in (-torch.inf, torch.nan):
         args = _requests(rows, 4000, 2.0, torch.float32)
         order = torch.rand(len(rows), 4000).argsort(dim=1)
         kept = torch.zeros(len(rows), 4000, dtype=torch.bool).scatter(1, order[:, :allowed], True)
         args["logits_SV"] = args["logits_SV"].masked_fill(~kept, hidden)
+        known.append((args, kept, sample(**args)))
+    return known
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2, 19, 300])
+def test_sample_never_chooses_a_banned_token(level: str, threads: int, allowed: int) -> None:
+    """Every filter with fewer tokens left than its k, in float32 as the mask leaves them, with and without NaN."""
+    for args, kept, expected in _known_choices(allowed):
         found = cpu_sample(**args)
-        assert torch.equal(found, sample(**args))
+        assert torch.equal(found, expected)
         if allowed:
             assert kept.gather(1, found[:, None].long()).all()
         else:
@@ -405,20 +455,31 @@ def test_adjust_logits_leaves_alone_what_is_off(level: str, threads: int) -> Non
 # ---- token_logprobs
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("S", "V", "k"), [(1, 70000, 20), (3, 70001, 7), (1, 15, 20), (6, 5003, 20), (2, 40000, 0)])
-@pytest.mark.parametrize("spread", [3.0, 0.01])
-def test_token_logprobs(level: str, threads: int, S: int, V: int, k: int, spread: float, dtype: torch.dtype) -> None:
-    """Rows in parts and whole, k of 0 and beyond the vocabulary, ties, NaN, banned tokens; ids and ranks exactly."""
+@functools.cache
+def _known_logprobs(
+    S: int, V: int, k: int, spread: float, dtype: torch.dtype
+) -> list[tuple[tuple[torch.Tensor, ...], torch.Tensor]]:
+    """Arguments and what the reference makes of them in float64, once for all levels and counts of threads."""
     torch.manual_seed(V)
-    logits = (torch.randn(S, V + 3) * spread).to(dtype)[:, :V]
+    logits = (torch.randn(S, V + 3) * spread).to(dtype)
+    known = []
     for hidden in (0, V // 3, V - 4):
         logits[:, torch.randperm(V)[:hidden]] = -torch.inf
         logits[:, torch.randperm(V)[: hidden // 2]] = torch.nan
         tokens, target, wanted = (torch.randint(-2, V, (S,)).clamp(min=-1).int() for _ in range(3))
         target[::2], wanted[0] = -1, 0
-        found = cpu_token_logprobs(logits, tokens, target, wanted, k)
-        exact = token_logprobs(logits.double(), tokens, target, wanted, k).float()
+        args = (logits.clone()[:, :V], tokens, target, wanted)
+        known.append((args, token_logprobs(args[0].double(), *args[1:], k).float()))
+    return known
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("S", "V", "k"), [(1, 70000, 20), (3, 70001, 7), (1, 15, 20), (6, 5003, 20), (2, 40000, 0)])
+@pytest.mark.parametrize("spread", [3.0, 0.01])
+def test_token_logprobs(level: str, threads: int, S: int, V: int, k: int, spread: float, dtype: torch.dtype) -> None:
+    """Rows in parts and whole, k of 0 and beyond the vocabulary, ties, NaN, banned tokens; ids and ranks exactly."""
+    for args, exact in _known_logprobs(S, V, k, spread, dtype):
+        found = cpu_token_logprobs(*args, k)
         ids = [1, *range(2 + k, 2 + 2 * k)]
         assert torch.equal(found[:, ids], exact[:, ids])
         torch.testing.assert_close(found, exact, rtol=1e-6, atol=2e-6)

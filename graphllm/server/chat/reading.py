@@ -1,0 +1,104 @@
+"""Outputs of the engine read as replies to a call: the parts of a chat, why it ended, what it used, what went wrong."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable
+
+from graphllm.engine.outputs import CompletionOutput, RequestOutput
+from graphllm.server.chat.call import Call
+from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, ReplyReader, Usage
+
+Count = Callable[[str], int]  # tokens of a text
+
+
+def reader_of(call: Call) -> ReplyReader:
+    """For one completion of a chat."""
+    # Mistral's templates refuse longer ids when they come back.
+    return ReplyReader(call.reply, (lambda: secrets.token_hex(5)[:9]) if call.reply.tools == "mistral" else _new_id)
+
+
+def _new_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
+    """What is new in a completion of a chat."""
+    parts = reader.feed(shown_text(call, completion))
+    if completion.finished:
+        parts += reader.finish()
+    if call.tools.parallel:
+        return parts
+    return [part for part in parts if not (isinstance(part, (CallStart, CallArguments)) and part.index > 0)]
+
+
+def shown_text(call: Call, completion: CompletionOutput) -> str:
+    """A completion's text without the token that ended it."""
+    text = completion.text
+    if completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str):
+        for ending in call.hidden:
+            if text.endswith(ending):
+                return text[: -len(ending)]
+    return text
+
+
+def finish_reason(completion: CompletionOutput, reader: ReplyReader) -> str | None:
+    """Of a chat's completion, whose text was read by ``reader``."""
+    called = reader.called and completion.finish_reason == "stop"
+    return "tool_calls" if called else completion.finish_reason
+
+
+def usage_of(call: Call, output: RequestOutput) -> Usage:
+    """Tokens of a finished output."""
+    completion = 0 if call.alone else sum(len(c.token_ids) for c in output.outputs)
+    return Usage(len(output.prompt_token_ids), completion, output.num_cached_tokens)
+
+
+def add_usage(used: Iterable[Usage]) -> Usage:
+    """The sum."""
+    listed = list(used)
+    return Usage(*(sum(column) for column in zip(*listed, strict=True))) if listed else Usage(0, 0)
+
+
+def failure(outputs: Iterable[RequestOutput]) -> str | None:
+    """What went wrong in the engine with the first completion that has finish_reason "error"."""
+    broken = (c for output in outputs for c in output.outputs if c.finish_reason == "error")
+    return next((c.error or "the engine could not go on with it" for c in broken), None)
+
+
+class Reading:
+    """The parts of a chat that has one choice, as its outputs come; for APIs that are no OpenAI chat."""
+
+    def __init__(self, call: Call, count: Count) -> None:
+        self._call, self._count = call, count
+        self._reader = reader_of(call)
+        self._thoughts: list[str] = []
+        self._used = Usage(0, 0)
+        self._last: CompletionOutput | None = None
+
+    def read(self, output: RequestOutput) -> list[Part]:
+        """What is new in an output. The calls end with the reply, so they are told by their order."""
+        used, call = usage_of(self._call, output), self._call
+        self._used = used._replace(completion=used.completion + self._used.completion)
+        parts: list[Part] = []
+        for completion in output.outputs:
+            parts += parts_of(call, completion, self._reader)
+            if completion.finished:
+                self._last = completion
+        self._thoughts += [part.text for part in parts if isinstance(part, Reasoning)]
+        if self._last is not None and self._thoughts:
+            # Once it is whole: pieces of a text may have more tokens.
+            self._used = self._used._replace(reasoning=self._count("".join(self._thoughts)))
+        return parts
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return self._used
+
+    @property
+    def ending(self) -> Ending:
+        """Once the last output was read."""
+        last = self._last
+        assert last is not None
+        return Ending(finish_reason(last, self._reader) or "stop", self._used, last.stop_reason, last.error)

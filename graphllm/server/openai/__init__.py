@@ -1,0 +1,1 @@
+"""OpenAI's chat and completions, its models, and the tokenizer's routes."""

@@ -1,0 +1,271 @@
+"""Answers of OpenAI's API, /v1/chat/completions and /v1/completions: outputs of the engine become the body of a
+response or the chunks of a stream. Plain JSON objects, for batch files and the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from graphllm.engine.outputs import CompletionOutput, Logprob, Position, RequestOutput
+from graphllm.server.chat.call import Call
+from graphllm.server.chat.reading import Count, add_usage, finish_reason, parts_of, reader_of, usage_of
+from graphllm.server.chat.replies import CallArguments, CallStart, Part, Reasoning, ReplyReader, Text, Usage, merged
+
+_LOWEST = -9999.0  # stands for the logarithm of 0, which JSON has not
+
+
+def response_body(
+    call: Call, outputs: Sequence[RequestOutput], response_id: str, model: str, created: int, count: Count | None = None
+) -> dict[str, Any]:
+    """The response to a call whose outputs, one for each prompt, are finished. response_id: without the endpoint's
+    prefix. model: the name for a body that gives none. created: Unix time in seconds. count: for the tokens of
+    reasoning, which are 0 without it."""
+    choices = []
+    reasoning = 0
+    for i, output in enumerate(outputs):
+        for completion in output.outputs:
+            choice, thoughts = _choice(call, output, completion, i * call.params.n + completion.index)
+            choices.append(choice)
+            reasoning += count(thoughts) if count and thoughts else 0
+    used = add_usage(usage_of(call, output) for output in outputs)
+    body: dict[str, Any] = {
+        "id": ("chatcmpl-" if call.chat else "cmpl-") + response_id,
+        "object": "chat.completion" if call.chat else "text_completion",
+        "created": created,
+        "model": call.model or model,
+        "choices": choices,
+        "usage": usage_body(used._replace(reasoning=reasoning), call.reply.reasoning),
+    }
+    if call.chat and outputs[0].prompt_logprobs is not None:
+        body["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
+    return body
+
+
+def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, index: int) -> tuple[dict[str, Any], str]:
+    """A choice, and the reasoning in it."""
+    ended = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
+    if not call.chat:
+        text, logprobs = completion.text, completion.logprobs
+        if call.alone:
+            text, logprobs, ended["finish_reason"] = "", None if logprobs is None else [], "length"
+        given = None if logprobs is None else completion_logprobs(logprobs)
+        if call.echo:
+            text = (output.prompt or "") + text
+            if logprobs is not None:
+                first, others = _echoed(output)
+                given = completion_logprobs([*others, *logprobs], first=first)
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": given, **ended}
+        if output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        return choice, ""
+    reader = reader_of(call)
+    reply = merged(parts_of(call, completion, reader))
+    # Text that is all calls is null, as OpenAI has it.
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": reply.text or (None if reply.calls else ""),
+        "refusal": None,
+    }
+    if reply.calls:
+        message["tool_calls"] = [
+            {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+            for c in reply.calls
+        ]
+        ended["finish_reason"] = finish_reason(completion, reader)
+    if reply.reasoning and call.reasoning:
+        message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
+    content = None if completion.logprobs is None else chat_logprobs(completion.logprobs, call.params.logprobs or 0)
+    logprobs_body = None if content is None else {"content": content, "refusal": None}
+    return {"index": index, "message": message, "logprobs": logprobs_body, **ended}, reply.reasoning
+
+
+class ChunkWriter:
+    """The chunks of a streamed answer, from outputs of kind DELTA. For the arguments see `response_body`."""
+
+    def __init__(self, call: Call, response_id: str, model: str, created: int, count: Count | None = None) -> None:
+        self._call, self._count = call, count
+        self._head = {
+            "id": ("chatcmpl-" if call.chat else "cmpl-") + response_id,
+            "object": "chat.completion.chunk" if call.chat else "text_completion",
+            "created": created,
+            "model": call.model or model,
+        }
+        self._readers: dict[int, ReplyReader] = {}
+        self._offsets: dict[int, int] = {}  # characters of each choice so far, for its logprobs
+        self._used: dict[int, Usage] = {}  # by prompt
+        self._thoughts: dict[int, list[str]] = {}  # of each choice that goes on
+        self._reasoning = 0  # tokens, of choices that have ended
+        self._prompts: dict[int, list[Position | None]] = {}  # their log-probabilities, which come only once
+
+    def write(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
+        """The chunks of what is new. prompt: its number, of several."""
+        tokens = sum(len(c.token_ids) for c in output.outputs)
+        before = self._used.get(prompt, Usage(len(output.prompt_token_ids), 0))
+        self._used[prompt] = before._replace(
+            completion=before.completion + (0 if self._call.alone else tokens), cached=output.num_cached_tokens
+        )
+        if output.prompt_logprobs is not None:
+            self._prompts[prompt] = output.prompt_logprobs
+        elif prompt in self._prompts:
+            output = replace(output, prompt_logprobs=self._prompts[prompt])
+        chunks = []
+        for completion in output.outputs:
+            index = prompt * self._call.params.n + completion.index
+            choices = self._chat(index, completion) if self._call.chat else self._text(index, output, completion)
+            chunks += [self._chunk([choice]) for choice in choices]
+        if self._call.chat and chunks and prompt in self._prompts:
+            chunks[0]["prompt_logprobs"] = prompt_logprobs(self._prompts.pop(prompt))
+        return chunks
+
+    def last(self) -> list[dict[str, Any]]:
+        """What comes after all choices have ended."""
+        return [{**self._head, "choices": [], "usage": self._usage()}] if self._call.usage else []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk: dict[str, Any] = {**self._head, "choices": choices}
+        if self._call.usage:
+            chunk["usage"] = self._usage() if self._call.running_usage else None
+        return chunk
+
+    def _usage(self) -> dict[str, Any]:
+        used = add_usage(self._used.values())
+        return usage_body(used._replace(reasoning=self._reasoning), self._call.reply.reasoning)
+
+    def _chat(self, index: int, completion: CompletionOutput) -> list[dict[str, Any]]:
+        call, begins = self._call, index not in self._readers
+        if begins:
+            self._readers[index] = reader_of(call)
+        reader = self._readers[index]
+        parts = parts_of(call, completion, reader)
+        self._think(index, parts, completion.finished)
+        deltas = [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
+        content: dict[str, Any] | None = None
+        if completion.logprobs is not None:
+            content = {"content": chat_logprobs(completion.logprobs, call.params.logprobs or 0), "refusal": None}
+            deltas = deltas or [{"content": ""}]  # the text is held back, the log-probabilities are not
+        if completion.finished and not deltas:
+            deltas = [{}]
+        choices: list[dict[str, Any]] = [
+            # All tokens of an output have their log-probabilities in the first of its chunks.
+            {"index": index, "delta": delta, "logprobs": content if i == 0 else None, "finish_reason": None}
+            for i, delta in enumerate(deltas)
+        ]
+        if begins:
+            # Clients take log-probabilities in a choice's first chunk twice.
+            role = {"role": "assistant", "content": ""}
+            choices.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
+        if completion.finished:
+            choices[-1] |= {"finish_reason": finish_reason(completion, reader), "stop_reason": completion.stop_reason}
+        return choices
+
+    def _think(self, index: int, parts: Iterable[Part], ended: bool) -> None:
+        """Count the tokens of reasoning, once it is whole: pieces of a text may have more."""
+        pieces = self._thoughts.setdefault(index, [])
+        pieces += [part.text for part in parts if isinstance(part, Reasoning)]
+        if ended and self._thoughts.pop(index) and self._count is not None:
+            self._reasoning += self._count("".join(pieces))
+
+    def _text(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[dict[str, Any]]:
+        call, begins = self._call, index not in self._offsets
+        text = "" if call.alone else completion.text
+        positions, first = None if completion.logprobs is None else list(completion.logprobs), None
+        if positions and call.alone:
+            positions = []
+        if not (text or positions or completion.finished or (call.echo and begins)):
+            return []
+        offset = self._offsets.setdefault(index, 0)
+        if call.echo and begins:
+            text = (output.prompt or "") + text
+            if positions is not None:
+                first, others = _echoed(output)
+                positions = [*others, *positions]
+        logprobs = None if positions is None else completion_logprobs(positions, offset, first)
+        self._offsets[index] += len("".join(logprobs["tokens"])) if logprobs else 0
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        if begins and output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        if completion.finished:
+            reason = "length" if call.alone else completion.finish_reason
+            choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
+        return [choice]
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    match part:
+        case Text(text):
+            return {"content": text}
+        case Reasoning(text):
+            return {"reasoning_content": text, "reasoning": text}
+        case CallStart(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
+
+
+def usage_body(used: Usage, reasoning: bool = False) -> dict[str, Any]:
+    """The usage block. reasoning: the model is known to think."""
+    body: dict[str, Any] = {
+        "prompt_tokens": used.prompt,
+        "completion_tokens": used.completion,
+        "total_tokens": used.prompt + used.completion,
+        "prompt_tokens_details": {"cached_tokens": used.cached},
+    }
+    return body | ({"completion_tokens_details": {"reasoning_tokens": used.reasoning}} if reasoning else {})
+
+
+def _echoed(output: RequestOutput) -> tuple[str, list[Position]]:
+    """Text of the prompt's first token, which has no log-probability, and the other positions."""
+    others = [position for position in output.prompt_logprobs or () if position is not None]
+    texts = "".join(next(iter(position.values())).decoded_token or "" for position in others)
+    prompt = output.prompt or ""
+    return prompt[: -len(texts)] if texts and prompt.endswith(texts) else "", others
+
+
+def chat_logprobs(positions: Iterable[Position], top: int) -> list[dict[str, Any]]:
+    """Log-probabilities in a chat's form. top: the likeliest tokens listed for each, -1 for all."""
+    found = []
+    for position in positions:
+        # The token that was taken stands first, wherever it ranks.
+        likeliest = sorted(position.values(), key=lambda entry: entry.rank or 0)
+        listed = likeliest if top < 0 else [e for e in likeliest if (e.rank or 0) <= top][:top]
+        taken = next(iter(position.values()))
+        found.append({**_token(taken), "top_logprobs": [_token(entry) for entry in listed]})
+    return found
+
+
+def _token(entry: Logprob) -> dict[str, Any]:
+    text = entry.decoded_token or ""
+    return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode())}
+
+
+def completion_logprobs(positions: Iterable[Position], offset: int = 0, first: str | None = None) -> dict[str, Any]:
+    """Log-probabilities in a completion's form. offset: characters before them. first: text of a token before them that
+    has no log-probability, as the first one of a prompt."""
+    found: dict[str, list[Any]] = {"text_offset": [], "token_logprobs": [], "tokens": [], "top_logprobs": []}
+    if first is not None:
+        found = {"text_offset": [offset], "token_logprobs": [None], "tokens": [first], "top_logprobs": [None]}
+        offset += len(first)
+    for position in positions:
+        taken = next(iter(position.values()))
+        top: dict[str, float] = {}
+        for entry in position.values():  # tokens that are parts of a character may have the same text; the first stays
+            top.setdefault(entry.decoded_token or "", max(entry.logprob, _LOWEST))
+        text = taken.decoded_token or ""
+        values = (offset, max(taken.logprob, _LOWEST), text, top)
+        for name, value in zip(found, values, strict=True):
+            found[name].append(value)
+        offset += len(text)
+    return found
+
+
+def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[str, Any] | None]:
+    """vLLM's extra field: by token id, for each token of the prompt; None for the first."""
+    return [
+        None
+        if position is None
+        else {str(i): {**e._asdict(), "logprob": max(e.logprob, _LOWEST)} for i, e in position.items()}
+        for position in positions
+    ]

@@ -1,0 +1,261 @@
+"""Bodies of requests and of answers as the OpenAPI document shows them: names and types.
+
+Those of requests are strict ("5" is no number); fields that are not here are refused by name, unless their value
+changes nothing, and `parse_call` says what they mean. Answers are written as plain JSON of these shapes, so their
+models do not run while serving; a test holds every answer against the document.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from graphllm.server.chat.call import MAX_COMPLETIONS
+from graphllm.server.http.bodies import Answer, Object
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
+class Body(Object):
+    """What all bodies have in common."""
+
+    model: str | None = Field(None, description="One of the names that /v1/models lists; left out: the first of them.")
+
+
+class Sampling(Body):
+    """Fields of `graphllm.SamplingParams`; None, and left out, mean the model's own default."""
+
+    n: int | None = Field(None, ge=1, le=MAX_COMPLETIONS, description="Completions.")
+    temperature: float | None = Field(None, ge=0, description="0 takes the most likely token.")
+    top_p: float | None = Field(None, gt=0, le=1, description="Keep the most likely tokens of this total probability.")
+    top_k: int | None = Field(None, ge=-1, description="Keep so many tokens; 0 and -1 keep all.")
+    min_p: float | None = Field(None, ge=0, le=1, description="Keep tokens of this share of the likeliest one's.")
+    max_tokens: int | None = Field(None, ge=0, description="Tokens of output at most.")
+    min_tokens: int | None = Field(None, ge=0, description="Nothing ends the output before these.")
+    seed: Int64 | None = Field(None, description="The same seed gives the same tokens.")
+    stop: str | list[str] | None = Field(None, description="Strings that end the output and are not part of it.")
+    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the output.")
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = Field(None, description="Go on behind the end-of-sequence token.")
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, description="Above 1: fewer tokens that are there.")
+    logit_bias: dict[str, float] | None = Field(None, description="Added to the logits, by token id.")
+    allowed_token_ids: list[int] | None = Field(None, description="No other token is sampled.")
+    bad_words: list[str] | None = Field(None, description="Never appear.")
+    prompt_logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each prompt position.")
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    structured_outputs: dict[str, Any] | None = Field(
+        None, description="One of json (a schema), regex, choice, grammar, json_object."
+    )
+    response_format: dict[str, Any] | None = Field(None, description="type: text, json_object or json_schema.")
+    stream: bool | None = None
+    stream_options: dict[str, Any] | None = Field(None, description="include_usage, continuous_usage_stats.")
+    priority: Int64 | None = Field(None, description="Lower goes first, with --scheduling-policy priority.")
+    cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prompts.")
+    user: str | None = Field(None, description="Ignored.")
+    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+
+
+class ChatMessage(BaseModel):
+    """One message. content: text, or parts of type text."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class ChatBody(Sampling):
+    """POST /v1/chat/completions"""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; it wins.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each position.")
+    tools: list[dict[str, Any]] | None = Field(None, description="Functions, with JSON schemas of their arguments.")
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer.")
+    reasoning_effort: str | None = Field(None, description="For chat templates that know it.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
+    add_generation_prompt: bool | None = None
+
+
+class CompletionBody(Sampling):
+    """POST /v1/completions"""
+
+    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="Text or token ids, one or several.")
+    echo: bool | None = Field(None, description="Put the prompt before the completion; max_tokens may be 0 then.")
+    logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each position.")
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: of a prompt, or of messages as the chat template writes them."""
+
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize"""
+
+    tokens: list[int]
+
+
+class Tokens(BaseModel):
+    """Of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class ModelCard(BaseModel):
+    """Of /v1/models."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "graphllm"
+    root: str
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class ModelList(BaseModel):
+    """GET /v1/models"""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenLogprob(Answer):
+    """bytes: the token's text in UTF-8."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChosenLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[ChosenLogprob]
+    refusal: None
+
+
+class CompletionLogprobs(Answer):
+    """A list each with an entry for every token; null where a prompt begins."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(Answer):
+    logprob: float
+    rank: int | None
+    decoded_token: str | None
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null for the first token
+
+
+class CachedTokens(Answer):
+    cached_tokens: int
+
+
+class ReasoningTokens(Answer):
+    reasoning_tokens: int
+
+
+class UsageBlock(Answer):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens = Field(default=ReasoningTokens(reasoning_tokens=0))
+
+
+class CalledFunction(Answer):
+    """arguments: JSON text, as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Answer):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AssistantMessage(Answer):
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[ToolCall] = Field(default=[])
+    reasoning_content: str = Field(default="", description="What a model that thinks in tags has thought.")
+    reasoning: str = Field(default="", description="The same text, under its newer name.")
+
+
+class ChatChoice(Answer):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length", "tool_calls"]
+    stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
+
+
+class ChatCompletion(Answer):
+    """Of /v1/chat/completions"""
+
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageBlock
+    prompt_logprobs: PromptLogprobs = Field(default=[])
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"]
+    stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
+    prompt_logprobs: PromptLogprobs = Field(default=[])
+
+
+class Completion(Answer):
+    """Of /v1/completions"""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageBlock
+
+
+class Detokenized(Answer):
+    """Of /detokenize"""
+
+    prompt: str

@@ -1,0 +1,134 @@
+"""Routes of OpenAI's API, and the tokenizer's: chat, completions, models, tokenize, detokenize."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from graphllm.config import ConfigError
+from graphllm.server.chat.call import CHAT, COMPLETIONS
+from graphllm.server.generation import News
+from graphllm.server.http.bodies import fields
+from graphllm.server.http.document import GENERATES, READS, errors
+from graphllm.server.http.document import answers as made
+from graphllm.server.http.errors import NotFoundError, event_body
+from graphllm.server.http.wire import EventStream, JsonRoute, aside, event, json_response, record_of
+from graphllm.server.openai import answers
+from graphllm.server.openai.protocol import (
+    ChatBody,
+    ChatCompletion,
+    Completion,
+    CompletionBody,
+    DetokenizeBody,
+    Detokenized,
+    ModelCard,
+    ModelList,
+    TokenizeBody,
+    Tokens,
+)
+from graphllm.server.service import Service, first_and_rest
+
+_CHUNKS = "each is `data:` and a chunk as JSON, the last one `data: [DONE]`"
+
+
+def openai_routes(service: Service) -> APIRouter:
+    """The routes, for one service."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(CHAT, tags=["OpenAI"], responses=made(ChatCompletion, _CHUNKS) | errors(*GENERATES))
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """The next message of a conversation; with stream: true as server-sent events."""
+        return await answer(service, request, CHAT)
+
+    @router.post(COMPLETIONS, tags=["OpenAI"], responses=made(Completion, _CHUNKS) | errors(*GENERATES))
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """What comes behind one or several prompts; with stream: true as server-sent events."""
+        return await answer(service, request, COMPLETIONS)
+
+    @router.get("/v1/models", tags=["OpenAI"], responses=errors(401))
+    async def models() -> ModelList:
+        """The names under which the model is served."""
+        return ModelList(data=[card(name) for name in service.names])
+
+    @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses=errors(401, 404))
+    async def model(name: str) -> ModelCard:
+        """One of them."""
+        if name not in service.names:
+            raise NotFoundError(f"model is {name!r:.80}: not served here", "model_not_found")
+        return card(name)
+
+    def card(name: str) -> ModelCard:
+        supervisor = service.supervisor
+        root = supervisor.opened.settings.model if supervisor.opened else name
+        ready = supervisor.engine.ready if supervisor.status == "ready" else None
+        length = ready.info.max_model_len if ready else None
+        return ModelCard(id=name, created=service.created, root=root, max_model_len=length)
+
+    @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True, responses=errors(*READS))
+    async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
+        """Token ids of a prompt, or of messages as the chat template writes them."""
+        service.check_model(body.model)
+        record = record_of(request.scope)
+        return await aside(record, _tokens, service, record.body)
+
+    @router.post("/detokenize", tags=["Tokenizer"], responses=errors(*READS))
+    async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
+        """The text of token ids."""
+        service.check_model(body.model)
+        record = record_of(request.scope)
+        fields(record.body, "", DetokenizeBody.model_fields)  # there are no others
+        return Detokenized(prompt=await aside(record, service.decode, "tokens", body.tokens))
+
+    return router
+
+
+def _tokens(service: Service, body: dict[str, Any]) -> Tokens:
+    tokenizer, ids = service.tokenizer, _ids(service, body)
+    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if body.get("return_token_strs") else None
+    return Tokens(count=len(ids), max_model_len=service.info.max_model_len, tokens=ids, token_strs=texts)
+
+
+def _ids(service: Service, body: dict[str, Any]) -> list[int]:
+    given = {
+        name: value for name, value in body.items() if name not in ("model", "return_token_strs") and value is not None
+    }
+    if ("prompt" in given) == ("messages" in given):
+        raise ConfigError(f"prompt is {given.get('prompt')!r:.80}: give either prompt or messages")
+    if "prompt" in given:
+        special = given.pop("add_special_tokens", True)
+        if len(given) > 1:
+            name = next(name for name in given if name != "prompt")
+            raise ConfigError(f"{name} is {given[name]!r:.80}: not supported with a prompt; leave it out")
+        return service.tokenizer.encode(given["prompt"], add_special_tokens=special)
+    return service.conversation_ids(given)
+
+
+async def answer(service: Service, request: Request, url: str) -> Response:
+    """To the body of a chat or a completion."""
+    record = record_of(request.scope)
+    started = await service.start(request, url, record.body)
+    call, about = started.call, (record.id, service.names[0], int(time.time()))
+    if call.stream:
+        writer = answers.ChunkWriter(call, *about, service.count)
+        return EventStream(_chunks(request, writer, await first_and_rest(request, started)))
+    outputs = await service.whole(request, started)
+    return json_response(answers.response_body(call, outputs, *about, service.count))
+
+
+async def _chunks(
+    request: Request, writer: answers.ChunkWriter, stream: AsyncGenerator[News, None]
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async for news in stream:
+            chunks = writer.write(news.prompt, news.output)
+            if chunks:
+                yield b"".join(map(event, chunks))
+        yield b"".join(map(event, writer.last())) + b"data: [DONE]\n\n"
+    except Exception as error:
+        yield event(event_body(request.scope, error))
+    finally:
+        await stream.aclose()

@@ -1,0 +1,1 @@
+"""What runs a server: its engine, metrics, probes, and what every request passes."""

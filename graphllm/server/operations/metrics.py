@@ -1,0 +1,252 @@
+"""Prometheus metrics of the server, each family under this project's name and, where there is one, vLLM's.
+
+Used from one event loop. Requests are counted by their `Tracker`; the engine core's own figures come with each reading.
+The table of families is `graphllm.server.operations.metric_families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import prometheus_client as prometheus
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.openmetrics import exposition
+from prometheus_client.registry import Collector
+
+import graphllm
+from graphllm.engine.outputs import RequestMetrics, RequestOutput
+from graphllm.engine.params import RequestOutputKind, SamplingParams
+from graphllm.engine.request import CoreStats, Distribution
+from graphllm.server.operations.metric_families import (
+    BY_NAME,
+    COUNTED,
+    FAMILIES,
+    OF_CORE,
+    OF_REQUESTS,
+    Family,
+    Finished,
+    Labels,
+    Series,
+)
+
+
+class Metrics(Collector):
+    """All metrics of one server.
+
+    model_name: for vLLM's label of that name. build: what is served, shown as labels of graphllm_build_info beside the
+    version.
+    """
+
+    def __init__(self, model_name: str, build: Mapping[str, str] | None = None) -> None:
+        self._alias_labels = {"model_name": model_name, "engine": "0"}
+        self._counts: dict[str, dict[Labels, float]] = {}
+        self._spread: dict[str, dict[Labels, Distribution]] = {}
+        for family in (*OF_REQUESTS, *COUNTED):
+            if family.kind == "histogram":
+                self._spread[family.name] = {labels: Distribution.over(family.bounds) for labels in family.start}
+            else:
+                self._counts[family.name] = dict.fromkeys(family.start, 0.0)
+        self.first_token = self._distribution("time_to_first_token_seconds")
+        self.between_tokens = self._distribution("inter_token_latency_seconds")
+        self._core = CoreStats()  # as it was last known
+        self._gone: dict[str, Series] = {}  # what cores before it had counted
+        self._registry = prometheus.CollectorRegistry()
+        self._registry.register(self)
+        prometheus.ProcessCollector(registry=self._registry)
+        info = prometheus.Info("graphllm_build", "What is served, and by which version.", registry=self._registry)
+        info.info({**(build or {}), "version": graphllm.__version__})
+
+    def track(self, params: SamplingParams) -> Tracker:
+        """Begin to count a request."""
+        return Tracker(self, params)
+
+    def rejected(self, reason: str) -> None:
+        """Count a request that was refused. reason: the name of the limit, such as "max_num_queued_reqs"."""
+        self._count("admission_rejections", reason)
+
+    def completed(self, reason: str) -> None:
+        """Count a completion that ended, by its finish_reason."""
+        self._count("requests_finished", reason)
+
+    def finished(self, done: Finished) -> None:
+        """Count a request that ran to its end."""
+        for family in OF_REQUESTS:
+            assert family.request is not None
+            if (value := family.request(done)) is not None:
+                self._distribution(family.name).observe(value)
+
+    def http_begins(self) -> None:
+        """An HTTP request has come; `http` must follow."""
+        self._counts["http_requests_in_flight"][()] += 1
+
+    def http(self, route: str, status: int, seconds: float) -> None:
+        """An HTTP request was answered, or its client left. route: the path's pattern, one name for all unknown paths:
+        each value makes series of its own."""
+        self._counts["http_requests_in_flight"][()] -= 1
+        self._count("http_requests", route, str(status))
+        self._distribution("http_request_seconds", route).observe(seconds)
+
+    def startup(self, phases: Mapping[str, float]) -> None:
+        """The seconds of each phase of the engine's start; they replace those of an earlier one."""
+        self._counts["startup_seconds"] = {(phase,): seconds for phase, seconds in phases.items()}
+
+    def render(self, stats: CoreStats | None, openmetrics: bool = False) -> tuple[bytes, str]:
+        """The text of all metrics and its content type. stats: the core's figures as of now, None if it does not
+        answer; its counters then stay what they were, and go on from there when another core has taken its place."""
+        self._counts["engine_up"][()] = float(stats is not None)
+        if stats is not None:
+            if stats.started != self._core.started:
+                self._gone = {f.name: self._cumulated(f) for f in OF_CORE if f.kind != "gauge"}
+            self._core = stats
+        if openmetrics:
+            # Any other way of escaping replaces the colon of vLLM's names.
+            text = exposition.generate_latest(self._registry, escaping=exposition.ALLOWUTF8)
+            return text, exposition.CONTENT_TYPE_LATEST
+        return prometheus.generate_latest(self._registry), prometheus.CONTENT_TYPE_PLAIN_0_0_4
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry: every family under its own name, then under vLLM's."""
+        for family in FAMILIES:
+            metric = _metric(family, self._series(family))
+            if metric.samples:
+                yield metric
+                if family.alias:
+                    yield _renamed(metric, "vllm:" + family.alias, self._alias_labels)
+
+    def _count(self, name: str, *labels: str) -> None:
+        counts = self._counts[name]
+        counts[labels] = counts.get(labels, 0.0) + 1
+
+    def _distribution(self, name: str, *labels: str) -> Distribution:
+        series = self._spread[name]
+        if labels not in series:
+            series[labels] = Distribution.over(BY_NAME[name].bounds)
+        return series[labels]
+
+    def _series(self, family: Family) -> Series:
+        if family.core is None:
+            return self._spread[family.name] if family.kind == "histogram" else self._counts[family.name]
+        if family.kind == "gauge":
+            return family.core(self._core) if self._counts["engine_up"][()] else {}
+        return self._cumulated(family)
+
+    def _cumulated(self, family: Family) -> Series:
+        """What this core and those before it have counted."""
+        assert family.core is not None
+        total = dict(self._gone.get(family.name, {}))
+        for labels, value in family.core(self._core).items():
+            before = total.get(labels)
+            total[labels] = value if before is None else value + before  # type: ignore[operator]
+        return total
+
+
+class Tracker:
+    """Counts one request, from the outputs that its reader is given. Tokens of outputs that were merged, because the
+    reader was slow, share the time that they took together."""
+
+    __slots__ = ("_delta", "_metrics", "_open", "_params", "_reasons", "_seen", "_tokens")
+
+    def __init__(self, metrics: Metrics, params: SamplingParams) -> None:
+        self._metrics, self._params, self._open = metrics, params, True
+        self._delta = params.output_kind is RequestOutputKind.DELTA
+        self._tokens = [0] * params.n
+        self._seen = [0.0] * params.n  # when the newest token of each completion came
+        self._reasons: list[str | None] = [None] * params.n
+
+    def output(self, output: RequestOutput) -> None:
+        """Count what is new; each output must be shown once, in order."""
+        if self._params.output_kind is RequestOutputKind.FINAL_ONLY:
+            self._final(output)
+        else:
+            for completion in output.outputs:
+                index, count = completion.index, len(completion.token_ids)
+                new = count if self._delta else count - self._tokens[index]
+                if new:
+                    self._tokens[index] += new
+                    self._came(index, new, output.metrics)
+                self._reasons[index] = completion.finish_reason
+        if output.finished and self._open:
+            self._finish(output)
+
+    def _came(self, index: int, new: int, times: RequestMetrics) -> None:
+        """New tokens of a completion."""
+        before, now = self._seen[index], times.last_token_time
+        if before:
+            self._metrics.between_tokens.observe((now - before) / new, new)
+        else:
+            if not any(self._seen):
+                self._metrics.first_token.observe(times.first_token_time - times.arrival_time)
+            if new > 1 and now > times.first_token_time:
+                self._metrics.between_tokens.observe((now - times.first_token_time) / (new - 1), new - 1)
+        self._seen[index] = now
+
+    def _final(self, output: RequestOutput) -> None:
+        """Only the first and the last token's times are known; completions of one request run together."""
+        times = output.metrics
+        self._tokens = [len(completion.token_ids) for completion in output.outputs]
+        self._reasons = [completion.finish_reason for completion in output.outputs]
+        if times.first_token_time:
+            self._metrics.first_token.observe(times.first_token_time - times.arrival_time)
+        if (longest := max(self._tokens)) > 1:
+            pace = (times.last_token_time - times.first_token_time) / (longest - 1)
+            self._metrics.between_tokens.observe(pace, sum(count - 1 for count in self._tokens if count))
+
+    def _finish(self, output: RequestOutput) -> None:
+        if all(reason in ("stop", "length") for reason in self._reasons):
+            prompt = len(output.prompt_token_ids)
+            self._metrics.finished(
+                Finished(output.metrics, self._params, prompt, output.num_cached_tokens, self._tokens)
+            )
+        self.end()
+
+    def end(self, reason: str = "abort") -> None:
+        """The request is over: completions without an end of their own ended for this reason, "abort" (nobody wants
+        the rest) or "error" (the engine failed). Does nothing for one that is over."""
+        if self._open:
+            self._open = False
+            for own in self._reasons:
+                self._metrics.completed(own or reason)
+
+    def reject(self, reason: str) -> None:
+        """The request was refused because of the load and never ran; as `Metrics.rejected`."""
+        self._metrics.rejected(reason)
+        self.drop()
+
+    def drop(self) -> None:
+        """The request cannot run, because of a mistake in it: it is no request of the engine's."""
+        self._open = False
+
+
+def _metric(family: Family, series: Series) -> Metric:
+    name = "graphllm_" + family.name
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(name, family.help, labels=family.labels)
+        for labels, value in series.items():
+            assert isinstance(value, Distribution)
+            histogram.add_metric(labels, _cumulative(value), value.total)
+        return histogram
+    made = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = made(name, family.help, labels=family.labels)
+    for labels, value in series.items():
+        assert not isinstance(value, Distribution)
+        metric.add_metric(labels, value)
+    return metric
+
+
+def _cumulative(values: Distribution) -> list[tuple[str, float]]:
+    """Bounds as text, and how many values are up to each."""
+    found, count = [], 0
+    for bound, here in zip((*values.bounds, float("inf")), values.counts, strict=True):
+        count += here
+        found.append((prometheus.utils.floatToGoString(bound), float(count)))
+    return found
+
+
+def _renamed(metric: Metric, name: str, labels: Mapping[str, str]) -> Metric:
+    """The same samples under another name, with more labels."""
+    other = Metric(name, metric.documentation, metric.type)
+    other.samples = [
+        sample._replace(name=name + sample.name.removeprefix(metric.name), labels={**labels, **sample.labels})
+        for sample in metric.samples
+    ]
+    return other

@@ -1,0 +1,85 @@
+"""Routes of those who run a server: is it up, how busy, which version, and its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from graphllm import __version__
+from graphllm.server.http.bodies import Answer
+from graphllm.server.http.document import METRICS, errors
+from graphllm.server.http.wire import json_response
+from graphllm.server.operations.engine_supervisor import EngineSupervisor
+from graphllm.server.operations.metrics import Metrics
+from graphllm.server.operations.middleware import Middleware
+
+
+class HealthStatus(BaseModel):
+    """status: starting, ready, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready."""
+
+    status: str
+    cause: str | None = None
+
+
+class Version(Answer):
+    version: str
+
+
+class Load(Answer):
+    server_load: int
+
+
+def probe_routes(supervisor: EngineSupervisor, metrics: Metrics, middleware: Middleware) -> APIRouter:
+    """The routes, for one server."""
+    router = APIRouter()
+
+    def health(good: bool) -> Response:
+        body = HealthStatus(status=supervisor.status, cause=supervisor.cause)
+        response = json_response(body.model_dump(exclude_none=True), 200 if good else 503)
+        response.headers["cache-control"] = "no-store"
+        return response
+
+    probe: dict[str, Any] = {
+        "tags": ["Health"],
+        "responses": {200: {"model": HealthStatus}, 503: {"model": HealthStatus}},
+    }
+
+    @router.get("/health/startup", **probe)
+    async def startup() -> Response:
+        """200 once the engine has been ready."""
+        return health(supervisor.was_ready.is_set())
+
+    @router.get("/health/live", **probe)
+    async def live() -> Response:
+        """503 when only a new process can help."""
+        supervisor.look()
+        return health(supervisor.live)
+
+    @router.get("/health/ready", **probe)
+    @router.get("/health", **probe)
+    @router.get("/ping", **probe)
+    async def ready() -> Response:
+        """200 while the engine makes progress, or could."""
+        return health(supervisor.ready)
+
+    @router.get("/version", tags=["Server"], responses=errors(401))
+    async def version() -> Version:
+        """Of graphllm."""
+        return Version(version=__version__)
+
+    @router.get("/load", tags=["Server"], responses=errors(401))
+    async def load() -> Load:
+        """Requests that are being answered, this one not counted."""
+        return Load(server_load=middleware.in_flight - 1)
+
+    @router.get("/metrics", tags=["Server"], response_class=Response, responses=METRICS | errors(401))
+    async def prometheus(request: Request) -> Response:
+        """For Prometheus."""
+        wants_open = "application/openmetrics-text" in request.headers.get("accept", "")
+        text, kind = metrics.render(await supervisor.stats(), wants_open)
+        return Response(text, headers={"content-type": kind})
+
+    return router

@@ -1,0 +1,171 @@
+"""Routes of OpenAI's Responses API: create, also as a stream or in the background; retrieve, cancel, delete."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+
+from graphllm.config import ConfigError
+from graphllm.server.chat.call import CHAT
+from graphllm.server.chat.reading import Reading
+from graphllm.server.chat.replies import Ending
+from graphllm.server.generation import News
+from graphllm.server.http.document import GENERATES, answers, errors
+from graphllm.server.http.errors import NotFoundError, describe, event_body
+from graphllm.server.http.wire import EventStream, JsonRoute, json_response, named_event, record_of
+from graphllm.server.responses import requests
+from graphllm.server.responses.events import ResponseWriter
+from graphllm.server.responses.protocol import Deleted, ResponseObject
+from graphllm.server.responses.requests import Chat, ResponsesRequest
+from graphllm.server.responses.store import ResponseStore, StoredResponse
+from graphllm.server.service import Service, Started, first_and_rest
+
+_EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
+
+
+def responses_routes(service: Service) -> APIRouter:
+    """The routes, for one service. What they keep is in memory, and goes with the process."""
+    router = APIRouter(route_class=JsonRoute, tags=["OpenAI Responses"])
+    store = ResponseStore()
+
+    @router.post("/v1/responses", responses=answers(ResponseObject, _EVENTS) | errors(*GENERATES))
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        """The answer to text or items, maybe as a continuation of an earlier response."""
+        given = record_of(request.scope).body
+        earlier = _earlier(store, given.get("previous_response_id"))
+        started = await service.start(request, CHAT, requests.to_chat(given, earlier))
+        # Not the id of the request, which others may guess.
+        id = f"resp_{secrets.token_hex(16)}"
+        name = started.call.model or service.names[0]
+        writer = ResponseWriter(id, int(time.time()), name, given, started.call.params)
+        reading = Reading(started.call, service.count)
+        chat = requests.conversation(given, earlier)
+
+        def keep(task: asyncio.Task[None] | None = None) -> None:
+            if given.get("store") is not False:
+                store.put(id, StoredResponse(writer.body(), [*chat, *writer.conversation()], task))
+
+        if given.get("background"):
+            if started.call.stream or given.get("store") is False:
+                raise ConfigError(
+                    "background is True: give it without stream and store: false; ask for the response later"
+                )
+            task = asyncio.create_task(_in_background(request, writer, reading, started, keep))
+            keep(task)
+            return json_response(writer.body())
+        if started.call.stream:
+            return EventStream(_events(request, writer, reading, await first_and_rest(request, started), keep))
+        (output,) = await service.whole(request, started)
+        writer.start()
+        writer.parts(reading.read(output))
+        writer.end(reading.ending)
+        keep()
+        return json_response(writer.body())
+
+    @router.get("/v1/responses/{id}", responses=answers(ResponseObject) | errors(400, 401, 404))
+    async def retrieve(id: str, stream: bool = False) -> Response:
+        """A response that is kept; one that runs in the background as far as it is there."""
+        if stream:
+            raise ConfigError("stream is True: the events of a response are not kept; leave it out, and ask again")
+        return json_response(_kept(store, id).body)
+
+    @router.post("/v1/responses/{id}/cancel", responses=answers(ResponseObject) | errors(400, 401, 404))
+    async def cancel(id: str) -> Response:
+        """End a response that runs in the background."""
+        record = _kept(store, id)
+        if not record.body.get("background"):
+            raise ConfigError(f"response_id is {id!r:.80}: only responses made with background: true can be cancelled")
+        await _ended(record)
+        return json_response(_kept(store, id).body)
+
+    @router.delete("/v1/responses/{id}", responses=errors(401, 404))
+    async def delete(id: str) -> Deleted:
+        """Forget a response; one that runs ends."""
+        await _ended(_kept(store, id))
+        store.remove(id)
+        return Deleted(id=id, object="response", deleted=True)
+
+    return router
+
+
+async def _ended(record: StoredResponse) -> None:
+    """Cancel what writes a response, and wait until it has kept what there is."""
+    if record.task is not None:
+        record.task.cancel()
+        await asyncio.wait({record.task})
+
+
+def _kept(store: ResponseStore, id: str) -> StoredResponse:
+    record = store.get(id)
+    if record is None:
+        raise NotFoundError(f"response_id is {id!r:.80}: no such response is kept here", "response_not_found")
+    return record
+
+
+def _earlier(store: ResponseStore, id: str | None) -> Chat:
+    if id is None:
+        return []
+    record = store.get(id)
+    if record is None:
+        raise NotFoundError(f"previous_response_id is {id!r:.80}: no such response is kept here", "response_not_found")
+    if record.running:
+        raise ConfigError(f"previous_response_id is {id!r:.80}: it still runs; wait for its end")
+    return record.conversation
+
+
+async def _in_background(
+    request: Request, writer: ResponseWriter, reading: Reading, started: Started, keep: Any
+) -> None:
+    try:
+        writer.start()
+        async with contextlib.aclosing(started.news) as stream:
+            async for news in stream:
+                writer.parts(reading.read(news.output))
+        writer.end(reading.ending)
+    except asyncio.CancelledError:
+        writer.cancelled()
+        raise
+    except Exception as error:
+        event_body(request.scope, error)  # logs what is no mistake of the request
+        writer.end(Ending("error", reading.usage, error=describe(error)[1]))
+    finally:
+        keep()
+
+
+async def _events(
+    request: Request, writer: ResponseWriter, reading: Reading, stream: AsyncGenerator[News, None], keep: Any
+) -> AsyncGenerator[bytes, None]:
+    done = False
+
+    def end(ending: Ending) -> list[dict[str, Any]]:
+        # Kept before the client hears of the end: its next request may go on from here.
+        nonlocal done
+        done = True
+        events = writer.end(ending)
+        keep()
+        return events
+
+    try:
+        events = writer.start()
+        async for news in stream:
+            events += writer.parts(reading.read(news.output))
+            if news.output.finished:
+                events += end(reading.ending)
+            if events:
+                yield b"".join(map(named_event, events))
+            events = []
+    except Exception as error:
+        event_body(request.scope, error)  # logs what is no mistake of the request
+        yield b"".join(map(named_event, end(Ending("error", reading.usage, error=describe(error)[1]))))
+    finally:
+        if not done:  # the client has left
+            writer.cancelled()
+            keep()
+        await stream.aclose()

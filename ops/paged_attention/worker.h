@@ -1,0 +1,356 @@
+// A thread's attention for one item after the other: a block of query tokens of a sequence and some of its key/value heads.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "cpu_threads.h"
+#include "few_rows.h"
+#include "tiles.h"
+
+namespace graphllm {
+namespace {
+
+constexpr i64 kAheadBytes = 8 << 10;  // in decode: how far ahead the cache is asked for
+constexpr float kLowest = -1e30f;   // "no score yet": finite, so that differences from it are no NaN
+constexpr float kHidden = -std::numeric_limits<float>::infinity();
+constexpr float kLog2e = 1.44269504088896341f;
+
+// softcap * tanh(x / softcap) elementwise. Near zero a series, because 1 - exp loses the small result's digits.
+inline Vec cap_scores(Vec x, float softcap) {
+  const Vec y = x / softcap, a = larger(y, -y);
+  const Vec t = exp2_vec<true>(a * (-2 * kLog2e));
+  const Vec far = (1.0f - t) / (1.0f + t), s = y * y;
+  const Vec near = a * (1.0f + s * (-1.0f / 3 + s * (2.0f / 15 + s * (-17.0f / 315 + s * (62.0f / 2835)))));
+  const Vec magnitude = a < 0.3f ? near : far;
+  return softcap * (y < 0.0f ? -magnitude : magnitude);
+}
+
+// The arithmetic of tiles.h and of few_rows.h that serves a dtype.
+template <typename T>
+struct Arithmetic {
+  using ManyRows = Floats<T>;
+  using FewRows = FewFloats<T>;
+};
+#ifdef GRAPHLLM_AVX512
+template <>
+struct Arithmetic<bf16> {
+  using ManyRows = Pairs;
+  using FewRows = FewPairs;
+};
+#endif
+
+// Where 16 rows stand.
+struct Rows {
+  Ints position;  // of each lane's query
+  i64 first, last;  // the lowest and the highest of them
+  int regs;         // registers of lanes that hold rows
+};
+
+// One item: `tokens` query tokens of sequence s from its row `row`, key/value heads from `head`, context [from, to).
+struct Item {
+  i64 s, head, heads, row, tokens, position, from, to;
+};
+
+// Attends for one item after the other. What an item leaves are states, head after head, of tiles of 16 rows or, where rows
+// are few, of single rows: the largest score so far, the sum of 2^(score - top), scores in units of log2, and the weighted
+// sums of values. States of parts of a context merge element by element.
+template <typename T>
+class Worker {
+  using Math = typename Arithmetic<T>::ManyRows;
+  using Cell = typename Math::Cell;
+  using Few = typename Arithmetic<T>::FewRows;
+
+ public:
+  Worker(const Args<T>& a, i64 most_rows, i64 heads) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
+    const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
+    static thread_local Scratch cells, states, rows;
+    const i64 packed = std::max(tiles * kLanes * depth, heads * few_query(most_rows));
+    query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) +
+                             kLanes * std::max(2 * kChunk, heads * kFewRows));
+    keys_ = query_ + packed;
+    values_ = keys_ + kChunk * std::max(depth, height_);
+    weights_ = values_ + kChunk * (height_ + 16);
+    states_ = states.get<Vec>(room(a, most_rows, heads));
+    rows_ = rows.get<Rows>(tiles);
+  }
+
+  // The most that the states of so many rows and heads take.
+  static i64 room(const Args<T>& a, i64 rows, i64 heads) {
+    const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.E);
+    return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few);
+  }
+
+  // Attend; afterwards states() are those of the item. What `next` reads first, if given, is asked for on the way.
+  void run(const Item& item, const Item* next) {
+    if (few(item)) return run_few(item, next);
+    Item one = item;
+    one.heads = 1;
+    for (i64 head = 0; head < item.heads; head++, one.head++) run_tiles(one, states_ + head * head_size(item));
+  }
+
+  Vec* states() { return states_; }
+  // Vectors of a state and of all states of a head.
+  i64 unit_size(const Item& item) const { return few(item) ? few_state_size(a_.E) : 2 + height_; }
+  i64 head_size(const Item& item) const {
+    const i64 rows = item.tokens * group_;
+    return (few(item) ? few_padded(rows) : ceil_div(rows, kLanes)) * unit_size(item);
+  }
+
+  // Write the rows of an item whose states are given.
+  void finish(const Item& item, const Vec* states) const {
+    Item one = item;
+    for (i64 head = 0; head < item.heads; head++, one.head++) {
+      const Vec* state = states + head * head_size(item);
+      if (few(item)) {
+        for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item)) Few::store_row(state, a_.E, result(one, r));
+        continue;
+      }
+      for (i64 r = 0; r < item.tokens * group_; r += kLanes, state += unit_size(item))
+        store_tile(one, r / kLanes, state[1], state + 2);
+    }
+  }
+
+ private:
+  void run_tiles(const Item& item, Vec* states) {
+    const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
+    for (i64 tile = 0; tile < tiles; tile++) {
+      const T* from[kLanes];
+      Rows& rows = rows_[tile];
+      const i64 used = std::min(kLanes, count - tile * kLanes);
+      for (i64 i = 0; i < kLanes; i++) {
+        const i64 r = tile * kLanes + std::min(i, used - 1);
+        from[i] = query(item, r);
+        rows.position[i] = std::int32_t(item.position + r / group_);
+      }
+      rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
+      rows.regs = int(ceil_div(used, kRegLanes));
+      Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
+      clear(states + tile * (2 + height_), 2 + height_);
+    }
+    for (i64 j = item.from; j < item.to; j += kChunk) {
+      const i64 held = std::min(kChunk, item.to - j);
+      T* places[kChunk];
+      if (tiles <= 2 && j + kChunk < item.to) prefetch(item, j + kChunk, places);
+      a_.locate(item.s, item.head, j, held, places);
+      const auto keys = Math::keys(a_, places, held, keys_);
+      Math::values(a_, places, held, values_);
+      for (i64 tile = 0, together; tile < tiles; tile += together) {
+        together = std::min(i64(2), tiles - tile);
+        const i64 seen = std::min(held, rows_[tile + together - 1].last + 1 - j);
+        if (seen <= 0 || (a_.window > 0 && j + held <= rows_[tile].first - a_.window + 1)) continue;
+        step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows_ + tile, together,
+             states + tile * (2 + height_));
+      }
+    }
+  }
+
+  static constexpr i64 kFewRows = 16;
+
+  // Whether an item takes the way of few rows, for which pieces of pages and rows must be whole.
+  bool few(const Item& item) const {
+    return item.tokens * group_ <= kFewRows && a_.P % kPiece == 0 && a_.E % Few::kColumns == 0;
+  }
+  i64 few_query(i64 rows) const { return few_padded(std::min(rows, kFewRows)) * a_.E; }
+
+  const T* query(const Item& item, i64 r) const {
+    return a_.q + (item.row + r / group_) * a_.q_token + (item.head * group_ + r % group_) * a_.q_head;
+  }
+  T* result(const Item& item, i64 r) const {
+    return a_.out + ((item.row + r / group_) * a_.H + item.head * group_ + r % group_) * a_.E;
+  }
+  static void clear(Vec* state, i64 size) {
+    std::fill(state, state + size, Vec{});
+    state[0] = vec(kLowest);
+  }
+
+  void run_few(const Item& item, const Item* next) {
+    const i64 count = item.tokens * group_, size = few_state_size(a_.E), heads = item.heads;
+    const i64 padded = few_padded(count);
+    Item one = item;
+    for (i64 head = 0; head < heads; head++, one.head++)
+      for (i64 r = 0; r < padded; r++) {
+        Cell* to = query_ + (head * padded + r) * a_.E;
+        if (r >= count) {
+          std::fill(to, to + a_.E, Cell{});
+        } else {
+          Few::put_query(query(one, r), a_.E, to);
+        }
+        clear(states_ + (head * padded + r) * size, size);
+      }
+    Span spans[kFewRows];
+    for (i64 r = 0; r < padded; r++) {
+      spans[r].newest = std::int32_t(item.position + std::min(r, count - 1) / group_);
+      spans[r].oldest = a_.window > 0 ? spans[r].newest - std::int32_t(a_.window) : -1;
+    }
+    const Steps steps = steps_of(std::min(kFewBlock, count));
+    const i64 ahead = std::max(i64(1), kAheadBytes / (kPiece * a_.E * i64(sizeof(T))));
+    static thread_local Scratch lists;
+    const T** order = lists.get<const T*>(4 * heads * (kChunk / kPiece) + ahead);
+    i64 listed = list(item, item.from, order);
+    for (i64 j = item.from; j < item.to; j += kChunk) {
+      const i64 end = std::min(item.to, j + kChunk);
+      const T** later = order + listed;
+      const i64 upcoming = end < item.to ? list(item, end, later) : next ? list(*next, next->from, later) : 0;
+      std::fill(later + upcoming, later + upcoming + ahead, later[upcoming - 1]);
+      const T** at = order;
+      for (i64 from = j; from < end; from += kPiece, at += 2 * heads) {
+        const bool whole = from + kPiece <= spans[0].newest + 1 && spans[padded - 1].oldest < from;
+        const i64 used = std::min(kPiece, end - from);
+        for (i64 r = 0; r < heads * padded; r += kFewBlock)
+          steps.weigh(*this, at[r / padded], at[r / padded + ahead], query_ + r * a_.E, from,
+                      whole ? nullptr : spans + r % padded, weights_ + r * kPiece, states_ + r * size);
+        for (i64 r = 0; r < heads * padded; r += kFewBlock)
+          steps.accumulate(at[heads + r / padded], at[heads + r / padded + ahead], a_.cache_slot, used,
+                           weights_ + r * kPiece, a_.E, states_ + r * size);
+      }
+      std::copy(later, later + upcoming, order);
+      listed = upcoming;
+    }
+  }
+
+  // The pieces of a chunk in the order of their use, which should be that of their addresses: page after page, the keys of
+  // all heads, then the values. Returns their count.
+  i64 list(const Item& item, i64 from, const T** to) const {
+    const std::int32_t* table = a_.table + item.s * a_.table_stride;
+    const T** const first = to;
+    for (i64 at = from; at < std::min(item.to, from + kChunk); at += kPiece, to += item.heads) {
+      const T* keys = a_.cache + table[at / a_.P] * a_.cache_page + item.head * a_.cache_head + at % a_.P * a_.cache_slot;
+      for (i64 head = 0; head < item.heads; head++, to++, keys += a_.cache_head)
+        to[0] = keys, to[item.heads] = keys + a_.cache_kind;
+    }
+    return to - first;
+  }
+
+  // What is done with a piece, for up to eight rows of one head.
+  struct Steps {
+    void (*weigh)(const Worker&, const T* keys, const T* ask, const Cell* query, i64 from, const Span*, Cell* weights,
+                  Vec* states);
+    void (*accumulate)(const T* values, const T* ask, i64 slot, i64 count, const Cell* weights, i64 E, Vec* states);
+  };
+  template <int R>
+  static Steps steps() {
+    return {weigh<R>, Few::template accumulate<R>};
+  }
+  static Steps steps_of(i64 rows) {
+    return rows == 1 ? steps<1>() : rows == 2 ? steps<2>() : rows <= 4 ? steps<4>() : rows == 7 ? steps<7>() : steps<8>();
+  }
+  template <int R>
+  static void weigh(const Worker& w, const T* keys, const T* ask, const Cell* query, i64 from, const Span* spans,
+                    Cell* weights, Vec* states) {
+    const Args<T>& a = w.a_;
+    Vec scores[R];
+    Few::template scores<R>(keys, ask, a.cache_slot, query, a.E, scores);
+    const auto soften = [&](auto adjust) {
+      soften_rows<R, Math::kPrecise>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
+    };
+    if (a.softcap > 0) {
+      soften([&](Vec x) { return cap_scores(x * std::fabs(a.scale), a.softcap); });
+    } else if (a.scale < 0) {
+      soften([](Vec x) { return -x; });
+    } else {
+      soften([](Vec x) { return x; });
+    }
+  }
+
+  // What scores, after the soft cap if there is one, are multiplied by.
+  float log2_scale() const { return a_.softcap > 0 ? kLog2e : std::fabs(a_.scale) * kLog2e; }
+
+  // A tile is given by its weight sums and weighted sums of values.
+  void store_tile(const Item& item, i64 tile, Vec sum, const Vec* sums) const {
+    const Vec factor = 1.0f / sum;
+    const i64 count = std::min(kLanes, item.tokens * group_ - tile * kLanes);
+    T* to[kLanes];
+    for (i64 i = 0; i < count; i++) to[i] = result(item, tile * kLanes + i);
+    for (i64 e = 0; e < a_.E; e += 16) {
+#ifdef GRAPHLLM_AVX512
+      __m512i r[16];
+      for (i64 i = 0; i < 16; i++) r[i] = e + i < height_ ? (__m512i)(sums[e + i] * factor) : __m512i{};
+      transpose16(r);
+      for (i64 i = 0; i < count; i++) store16(to[i] + e, _mm512_castsi512_ps(r[i]), first16(a_.E - e));
+#else
+      for (i64 c = e; c < std::min(e + 16, a_.E); c++) {
+        const Vec x = sums[c] * factor;
+        for (i64 i = 0; i < count; i++) store(to[i] + c, x[i]);
+      }
+#endif
+    }
+  }
+
+  // Ask for a chunk's pages: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes a
+  // function that only prefetches for one without effect and drops the call.
+  __attribute__((always_inline)) void prefetch(const Item& item, i64 from, T** places) const {
+    const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(T));
+    a_.locate(item.s, item.head, from, count, places);
+    for (i64 j = 0; j < count; j++)
+      for (i64 at = 0; at < bytes; at += 64) {
+        __builtin_prefetch(reinterpret_cast<const char*>(places[j]) + at);
+        __builtin_prefetch(reinterpret_cast<const char*>(places[j] + a_.cache_kind) + at);
+      }
+  }
+
+  // One chunk of `count` tokens from position j for one or two tiles of rows.
+  void step(const typename Math::Keys& keys, const Cell* query, i64 j, i64 count, const Rows* rows, i64 tiles, Vec* states) {
+    alignas(64) Vec scores[2 * kChunk];
+    const int regs = rows[0].regs;  // only the last tile of an item has less than all
+    Math::scores(keys, query, a_.E, count, scores, tiles, regs);
+    for (i64 tile = 0; tile < tiles; tile++)
+      soften(j, count, rows[tile], scores + tile * kChunk, weights_ + tile * kChunk * kLanes, states + tile * (2 + height_));
+    Math::accumulate(values_, weights_, a_.E, count, states + 2, tiles, regs);
+  }
+
+  // Turn a tile's scores into weights; fade the sums where a score is the largest so far.
+  void soften(i64 j, i64 count, const Rows& rows, Vec* scores, Cell* weights, Vec* state) {
+    const float scale = log2_scale();
+    if (a_.softcap > 0) {
+      const float before = std::fabs(a_.scale);
+      for (i64 t = 0; t < count; t++) scores[t] = cap_scores(scores[t] * before, a_.softcap);
+    }
+    for (int reg = 0; reg < rows.regs; reg++) soften_reg(j, count, rows, scale, reg, scores, weights, state);
+  }
+
+  void soften_reg(i64 j, i64 count, const Rows& rows, float scale, int reg, Vec* scores, Cell* weights, Vec* state) {
+    const auto score = [&](i64 t) { return reg_of<Reg>(scores[t], reg); };
+    const bool whole = j + count - 1 <= rows.first && (a_.window == 0 || j > rows.last - a_.window);
+    if (!whole) {
+      const Reg hidden = Reg{} + kHidden;
+      const RegInts newest = reg_of<RegInts>(rows.position, reg);
+      const RegInts oldest = a_.window > 0 ? newest - std::int32_t(a_.window) : RegInts{} - 1;
+      const i64 seen = a_.window > 0 ? 0 : std::max(i64(0), rows.first + 1 - j);  // by every row
+      for (i64 t = seen; t < count; t++) {
+        const RegInts at = RegInts{} + std::int32_t(j + t);
+        put_reg(scores[t], reg, ((at <= newest) & (at > oldest)) ? score(t) : hidden);
+      }
+    }
+    Reg most[4] = {score(0), score(1), score(2), score(3)};
+    for (i64 t = 4; t < count; t += 4)
+#pragma GCC unroll 4
+      for (i64 i = 0; i < 4; i++) most[i] = larger(most[i], score(t + i));
+    const Reg found = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
+    Reg top = reg_of<Reg>(state[0], reg);
+    if (bits(found > top + Math::kSlack)) {
+      const Reg before = top;
+      top = larger(top, found);
+      const Reg fade = exp2_vec<Math::kPrecise>(before - top);
+      for (i64 i = 1; i < 2 + height_; i++) put_reg(state[i], reg, reg_of<Reg>(state[i], reg) * fade);
+      put_reg(state[0], reg, top);
+    }
+    Reg sum0{}, sum1{};
+    for (i64 t = 0; t < count; t += 2) {
+      const Reg p0 = exp2_vec<Math::kPrecise>(score(t) * scale - top);
+      const Reg p1 = exp2_vec<Math::kPrecise>(score(t + 1) * scale - top);
+      Math::put_weights(weights, t, reg, p0, p1);
+      sum0 += p0, sum1 += p1;
+    }
+    put_reg(state[1], reg, reg_of<Reg>(state[1], reg) + (sum0 + sum1));
+  }
+
+  const Args<T>& a_;
+  i64 group_, height_;
+  Cell *query_, *keys_, *values_, *weights_;
+  Vec* states_;
+  Rows* rows_;
+};
+
+}  // namespace
+}  // namespace graphllm
