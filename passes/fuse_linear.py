@@ -18,7 +18,7 @@ from graphllm.compile.lower import choose
 from graphllm.compile.passes import PassReport, Stage, Unit, register_pass
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import eliminate_dead
-from graphllm.ir.op import Op, Site, op_of
+from graphllm.ir.op import CallSite, Op, op_of
 from graphllm.ops.fused_linear import fused_linear
 from graphllm.ops.linear import linear
 from graphllm.ops.linear_add_norm import linear_add_norm
@@ -85,7 +85,7 @@ class _Fusion:
             return
         fused = linear.bind(node.args, node.kwargs) | {"gated": True}
         fakes = torch.fx.map_arg(fused, lambda n: n.meta["val"])
-        if choose(fused_linear, Site(fused_linear.bind((), fakes), target, bucket)) is None:
+        if choose(fused_linear, CallSite(fused_linear.bind((), fakes), target, bucket)) is None:
             return
         made = self.insert(user, fused_linear, fused)
         user.replace_all_uses_with(made)

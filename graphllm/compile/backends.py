@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 from graphllm.compile import inductor
 from graphllm.compile.calls import call_source
-from graphllm.compile.lower import Choice, needs_reference
+from graphllm.compile.lower import ImplChoice, needs_reference
 from graphllm.compile.objects import Objects
 from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import Bundle, translate
@@ -40,7 +40,7 @@ class Backend(Protocol):
     files all pieces share into ``folder``."""
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built: ...
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None: ...
@@ -66,7 +66,7 @@ def generate(
     piece: Mapping[str, Any],
     bucket: Bucket,
     config: CompileConfig,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, ImplChoice],
     known: MutableMapping[str, Generated],
 ) -> Generated | None:
     """Specialize, lower and generate; None for a piece that must be interpreted.
@@ -89,7 +89,7 @@ class Eager:
     """Keeps the IR: always available, and the numerical oracle of the others."""
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
         count = len(piece["made"])
         inputs, outputs = [f"p{i}" for i in range(len(piece["inputs"]))], [f"o{i}" for i in range(count)]
@@ -112,7 +112,7 @@ class Cpu:
         self._known: dict[str, Generated] = {}
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
         """Compilers of the hand-written kernels that a piece calls start at once, beside the next piece."""
         made = generate(piece, bucket, config, choices, self._known)

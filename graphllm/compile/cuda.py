@@ -11,7 +11,7 @@ import torch
 
 from graphllm.compile import inductor
 from graphllm.compile.backends import Built, Eager, Generated, generate
-from graphllm.compile.lower import Choice
+from graphllm.compile.lower import ImplChoice
 from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
 from graphllm.ir.graph import TensorSpec, input_specs
@@ -23,7 +23,7 @@ class Cuda:
     """Builds on the GPU it compiles for: generated kernels with several configurations are timed there."""
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
         known: dict[str, Generated] = {}  # what Triton kernels look like depends on the bucket's size too
         generated = generate(piece, bucket, config, choices, known)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphllm.compile.inductor import decompositions
 from graphllm.config import Bucket, Target
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
-from graphllm.ir.op import Impl, Op, Site, op_of
+from graphllm.ir.op import CallSite, Impl, Op, op_of
 
 
 class Lowered(NamedTuple):
@@ -27,7 +27,7 @@ class Lowered(NamedTuple):
     chosen: tuple[str, ...]
 
 
-def choose(op: Op, site: Site) -> Impl | None:
+def choose(op: Op, site: CallSite) -> Impl | None:
     """The first registered implementation for the target's device whose ``supports`` holds."""
     for impl in op.impls.values():
         if impl.device == site.target.device and impl.supports(site):
@@ -35,17 +35,17 @@ def choose(op: Op, site: Site) -> Impl | None:
     return None
 
 
-class Choice(NamedTuple):
+class ImplChoice(NamedTuple):
     """The implementation of an op at a site, and its launch constants."""
 
     impl: str
     config: Mapping[str, Any]
 
 
-def site_of(node: torch.fx.Node, op: Op, target: Target, bucket: Bucket) -> Site:
+def site_of(node: torch.fx.Node, op: Op, target: Target, bucket: Bucket) -> CallSite:
     """The site of an op's call in a specialized piece."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return Site(op.bind(args, kwargs), target, bucket)
+    return CallSite(op.bind(args, kwargs), target, bucket)
 
 
 def site_key(node: torch.fx.Node, op: Op, shapes: Shapes, bucket: Bucket) -> str:
@@ -59,7 +59,7 @@ def lower(
     inputs: list[TensorSpec],
     target: Target,
     bucket: Bucket,
-    chosen_at: Callable[[torch.fx.Node, Op], Choice | None] = lambda node, op: None,
+    chosen_at: Callable[[torch.fx.Node, Op], ImplChoice | None] = lambda node, op: None,
 ) -> Lowered:
     """Retrace a piece at the bucket's sizes with the chosen implementations in place of the ops.
 
@@ -80,11 +80,11 @@ def lower(
             if op is None:
                 return node_target(*args, **kwargs)
             bound = op.bind(args, kwargs)
-            site = Site(bound, target, bucket)
+            site = CallSite(bound, target, bucket)
             choice = chosen_at(self.node, op)
             if choice is None:
                 impl = choose(op, site)
-                choice = Choice(impl.name, impl.configs(site)[0]) if impl else None
+                choice = ImplChoice(impl.name, impl.configs(site)[0]) if impl else None
             if choice is None:
                 chosen.append(f"{op.name}: reference")
                 return op.reference(**bound)
@@ -113,4 +113,4 @@ def needs_reference(piece: torch.fx.Graph, inputs: list[TensorSpec], target: Tar
     shapes = Shapes(target.device, bucket)
     env = {n: shapes.tensor(s) for n, s in zip(piece.find_nodes(op="placeholder"), inputs, strict=True)}
     args, kwargs = torch.fx.map_arg((calls[0].args, calls[0].kwargs), lambda n: env[n])
-    return choose(op, Site(op.bind(args, kwargs), target, bucket)) is None
+    return choose(op, CallSite(op.bind(args, kwargs), target, bucket)) is None

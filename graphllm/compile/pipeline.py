@@ -35,7 +35,7 @@ from graphllm.weights.plan import WeightPlan, make_plan
 
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend, Built
-    from graphllm.compile.lower import Choice
+    from graphllm.compile.lower import ImplChoice
     from graphllm.compile.tune import Measured
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -227,7 +227,7 @@ def build_pieces(
     linked: Linked,
     config: CompileConfig,
     backend: Backend,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, ImplChoice],
     workers: concurrent.futures.Executor | None,
     progress: Progress,
 ) -> dict[tuple[str, Bucket], Built]:

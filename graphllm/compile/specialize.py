@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphllm.compile.lower import Choice, Lowered, lower, site_key
+from graphllm.compile.lower import ImplChoice, Lowered, lower, site_key
 from graphllm.compile.passes import Stage, Unit, ordered_passes
 from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import Shapes, from_json, input_specs
@@ -16,12 +16,12 @@ from graphllm.weights.plan import WeightPlan
 
 
 def lower_piece(
-    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
 ) -> tuple[Lowered, list[dict[str, Any]]]:
     """A piece, specialized and lowered with the ``choices`` that were measured by site, and the passes' reports."""
     unit, reports = specialize(piece, bucket, config)
 
-    def chosen_at(node: torch.fx.Node, op: Op) -> Choice | None:
+    def chosen_at(node: torch.fx.Node, op: Op) -> ImplChoice | None:
         return choices.get(site_key(node, op, unit.shapes, bucket))
 
     return lower(unit.graph, input_specs(piece), config.target, bucket, chosen_at), reports

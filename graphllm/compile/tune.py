@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.compile.cuda import example
-from graphllm.compile.lower import Choice, site_key, site_of
+from graphllm.compile.lower import ImplChoice, site_key, site_of
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
 from graphllm.config import CompileConfig
@@ -38,13 +38,13 @@ class Tunable(NamedTuple):
     op: str
     args: dict[str, Any]
     sizes: dict[str, int]
-    candidates: list[Choice]
+    candidates: list[ImplChoice]
 
 
 class Measured(NamedTuple):
     """What was chosen at a site, and what each candidate took, by description."""
 
-    choice: Choice
+    choice: ImplChoice
     microseconds: dict[str, float]
 
 
@@ -63,7 +63,7 @@ def tune(
     new = {key: site for key, site in sites.items() if key not in known}
     jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
     run = workers.map if workers else map
-    usable: dict[str, list[Choice]] = {key: [] for key in new}
+    usable: dict[str, list[ImplChoice]] = {key: [] for key in new}
     for i, works in enumerate(run(build_candidate, (new[key] for key, _ in jobs), (choice for _, choice in jobs))):
         progress(i, len(jobs))
         if works:
@@ -88,7 +88,7 @@ def tunables(pieces: Sequence[Mapping[str, Any]], config: CompileConfig) -> dict
                     continue
                 site = site_of(node, op, config.target, bucket)
                 candidates = [
-                    Choice(impl.name, constants)
+                    ImplChoice(impl.name, constants)
                     for impl in op.impls.values()
                     if impl.device == config.target.device and impl.supports(site)
                     for constants in impl.configs(site)
@@ -114,7 +114,7 @@ def read_measured(file: Path) -> dict[str, Measured]:
     """What earlier compiles found, by site; nothing when there is no such file."""
     if not file.exists():
         return {}
-    return {key: Measured(Choice(*choice), taken) for key, (choice, taken) in json.loads(file.read_text()).items()}
+    return {key: Measured(ImplChoice(*choice), taken) for key, (choice, taken) in json.loads(file.read_text()).items()}
 
 
 def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
@@ -125,7 +125,7 @@ def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
     partial.replace(file)
 
 
-def build_candidate(tunable: Tunable, choice: Choice) -> bool:
+def build_candidate(tunable: Tunable, choice: ImplChoice) -> bool:
     """Compile one candidate by running it; whether it could be. For worker processes."""
     try:
         _calls(tunable, choice, _inputs(tunable, 1))[0]()
@@ -135,7 +135,7 @@ def build_candidate(tunable: Tunable, choice: Choice) -> bool:
     return True
 
 
-def measure(tunable: Tunable, candidates: Sequence[Choice]) -> Measured:
+def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> Measured:
     """Time the candidates that could be built. Raises BuildError when none could."""
     if not candidates:
         raise BuildError(f"no implementation of {tunable.op} runs on this GPU with {tunable.args}")
@@ -164,7 +164,7 @@ def _inputs(tunable: Tunable, copies: int) -> list[dict[str, Any]]:
     return [given, *({**given, largest: example(specs[largest], tunable.sizes)} for _ in range(copies - 1))]
 
 
-def _calls(tunable: Tunable, choice: Choice, inputs: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:
+def _calls(tunable: Tunable, choice: ImplChoice, inputs: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:
     fn = all_ops()[tunable.op].impls[choice.impl].fn
     return [functools.partial(fn, **given, **choice.config) for given in inputs]
 

@@ -2,10 +2,10 @@
 
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
 from graphllm.ir.model import Attn, Model, Step, register_model, select_rows
-from graphllm.ir.op import Cost, Impl, Op, Site, nbytes, op
+from graphllm.ir.op import CallSite, Cost, Impl, Op, nbytes, op
 from graphllm.ir.weight import Weight
 
 __all__ = [
-    "Attn", "CKernel", "Cost", "Impl", "Model", "Op", "Site", "Step", "Weight",
+    "Attn", "CKernel", "CallSite", "Cost", "Impl", "Model", "Op", "Step", "Weight",
     "launch_triton", "nbytes", "op", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from graphllm.config import Target
 from graphllm.ir.cases import Case, Maker
-from graphllm.ir.op import Impl, Op, Site
+from graphllm.ir.op import CallSite, Impl, Op
 from graphllm.ir.registry import load_ops
 from graphllm.machine import detect_target
 
@@ -117,7 +117,7 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
             tolerance = case.tolerance[dtype]
             for layout in _layouts(case, dtype):
                 args = _inputs(op, case, dtype, device, layout)
-                site = Site(_fakes(args), target, case.bucket)
+                site = CallSite(_fakes(args), target, case.bucket)
                 if not impl.supports(site):
                     continue
                 name = case.name if layout == "as drawn" else f"{case.name} {layout}"

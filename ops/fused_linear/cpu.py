@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.fused_linear.op import fused_linear
 
 _kernel = CKernel(
@@ -19,7 +19,7 @@ _kernel = CKernel(
 )
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     args, arch = site.args, site.target.arch
     tensors = [t for name in ("x_TI", "weight_OI", "bias_O") if (t := args[name]) is not None]
     return (

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton, zeroed
+from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 
 
@@ -286,12 +286,12 @@ def _width(weight_OI: Tensor, gated: bool) -> int:
     return weight_OI.shape[0] // (2 if gated else 1)
 
 
-def short(site: Site) -> bool:
+def short(site: CallSite) -> bool:
     """Whether the products of this file serve a site: few rows, and what `half` asks for."""
     return site.bucket.hi <= MOST_ROWS and half(site)
 
 
-def half(site: Site) -> bool:
+def half(site: CallSite) -> bool:
     """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned."""
     tensors = [t for t in site.args.values() if isinstance(t, Tensor)]
     same = all(t.dtype == tensors[0].dtype and t.stride(-1) == 1 for t in tensors)
@@ -299,7 +299,7 @@ def half(site: Site) -> bool:
     return same and wide and tensors[0].dtype in (torch.bfloat16, torch.float16)
 
 
-def row_configs(site: Site) -> list[Config]:
+def row_configs(site: CallSite) -> list[Config]:
     """Launch constants of the row kernel, the likely best first."""
     inner = site.args["weight_OI"].shape[1]
     fitting = [row for row in _ROWS if row[1] < 2 * inner] or _ROWS[-1:]
@@ -357,7 +357,7 @@ def cublas(
     return out_TN if residual_TN is None else residual_TN + out_TN
 
 
-def tile_configs(site: Site) -> list[Config]:
+def tile_configs(site: CallSite) -> list[Config]:
     """Launch constants of the tile kernel for a linear layer in a bucket."""
     found: list[Config] = []
     width, inner = site.args["weight_OI"].shape

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.lm_head.op import lm_head
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     tensors = (site.args["x_SD"], site.args["weight_VD"])
     return "avx2" in site.target.arch and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.paged_attention.op import paged_attention
 
 _SCHEMA = (
@@ -24,7 +24,7 @@ _kernels = {
 }
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     values = [site.args[name] for name in ("q_THE", "k_TKE", "v_TKE", "kv_cache")]
     tables = [site.args[name] for name in ("block_table", "query_start_loc", "seq_lens")]
     return all(t.dtype == values[0].dtype and t.dtype in _kernels and t.stride(-1) == 1 for t in values) and all(

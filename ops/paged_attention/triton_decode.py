@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton, zeroed
+from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.paged_attention.op import paged_attention
 
 Config = Mapping[str, int]
@@ -418,7 +418,7 @@ def power_of_2(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def attends(site: Site) -> bool:
+def attends(site: CallSite) -> bool:
     """Whether the kernels of this folder compute the op at a site: its dtype, head size and page size."""
     q, cache, table = site.args["q_THE"], site.args["kv_cache"], site.args["block_table"]
     same = all(site.args[n].dtype == q.dtype for n in ("k_TKE", "v_TKE", "kv_cache"))
@@ -520,12 +520,12 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     }  # fmt: skip
 
 
-def is_decode(site: Site) -> bool:
+def is_decode(site: CallSite) -> bool:
     """Whether the split kernel alone serves the site."""
     return site.bucket.kind == "decode" and attends(site)
 
 
-def decode_configs(site: Site) -> list[Config]:
+def decode_configs(site: CallSite) -> list[Config]:
     """The plan for the bucket's largest batch."""
     cache, table = site.args["kv_cache"], site.args["block_table"]
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]

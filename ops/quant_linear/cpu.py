@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.quant_linear.op import quant_linear
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -32,7 +32,7 @@ _kernels = {
 }
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     x_TI, values, scales = site.args["x_TI"], site.args["values_BGLRQ"], site.args["scales_BGR"]
     return (
         x_TI.dtype in (torch.bfloat16, torch.float16, torch.float32)

@@ -8,17 +8,10 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    softcap: float = 0.0,
-) -> Cost:
+def _cost(x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None) -> Cost:
     out = x_TI.shape[0] * rows
     read = nbytes(x_TI, values_BGLRQ, scales_BGR, bias_O)
-    return Cost(read + out * x_TI.element_size(), out * (2 * x_TI.shape[1] + (3 if softcap else 0)))
+    return Cost(read + out * x_TI.element_size(), 2 * out * x_TI.shape[1])
 
 
 @op(cost=_cost, rowwise=True)
@@ -50,18 +43,6 @@ def quant_linear(
     out_TO = torch.nn.functional.linear(x_TI.to(wide), weight_OI, None if bias_O is None else bias_O.to(wide))
     out_TO = out_TO.to(x_TI.dtype)
     return torch.tanh(out_TO / softcap) * softcap if softcap > 0 else out_TO
-
-
-@quant_linear.fake
-def _(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    return x_TI.new_empty((x_TI.shape[0], rows))
 
 
 def dequantize(values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, inner: int) -> Tensor:

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphllm.ir import Site
+from graphllm.ir import CallSite
 from graphllm.ops.paged_attention.triton_decode import Turn, attends, decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
 from graphllm.ops.rope_attention.op import rope_attention
 
 
-def _turns(site: Site) -> bool:
+def _turns(site: CallSite) -> bool:
     tables = [site.args[name] for name in ("cos_TF", "sin_TF")]
     norms = [n for n in (site.args["q_norm_E"], site.args["k_norm_E"]) if n is not None]
     same = all(n.dtype == site.args["q_THE"].dtype for n in norms)

@@ -12,7 +12,7 @@ from torch import Tensor
 from graphllm.compile.lower import choose, lower, needs_reference
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, Target
-from graphllm.ir import Cost, Op, Site
+from graphllm.ir import CallSite, Cost, Op
 from graphllm.ir.graph import Shapes, TensorSpec
 from graphllm.ir.registry import load_ops
 
@@ -32,19 +32,18 @@ def _negate(x: Tensor) -> Tensor:
 def op() -> Op:
     """An op with three implementations: for few tokens, for any, and for a GPU."""
     made = Op("lower_test_negate", _negate, False, (), False, lambda x: Cost(1, 1))
-    made.fake(torch.empty_like)
     made.impl("few", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: x.cos().mul(0) - x)
     made.impl("wide", device="cpu", supports=lambda site: site.args["x"].shape[-1] >= 16)(lambda x: x.tan().mul(0) - x)
     made.impl("gpu", device="cuda")(lambda x: -x)
     return made
 
 
-def _site(target: Target, bucket: Bucket, width: int = 16) -> Site:
-    return Site({"x": torch.empty(2, width)}, target, bucket)
+def _site(target: Target, bucket: Bucket, width: int = 16) -> CallSite:
+    return CallSite({"x": torch.empty(2, width)}, target, bucket)
 
 
 def test_first_registered_that_supports_the_site(op: Op) -> None:
-    def name(site: Site) -> str | None:
+    def name(site: CallSite) -> str | None:
         chosen = choose(op, site)
         return chosen and chosen.name
 
@@ -90,7 +89,6 @@ def test_pieces_that_must_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> Non
         return trace_unit("test", {"x": SPEC}, lambda v: (fn(v["x"]),), Shapes("cpu")).graph
 
     boundary = Op("lower_test_boundary", _negate, True, (), False, lambda x: Cost(1, 1))
-    boundary.fake(torch.empty_like)
     monkeypatch.setitem(REGISTRY, boundary.name, boundary)
     assert needs_reference(graph(boundary), [SPEC], CPU, SMALL)
     assert not needs_reference(graph(lambda x: boundary(x) + 1), [SPEC], CPU, SMALL)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphllm.compile import tune
 from graphllm.compile.link import Linked, link
-from graphllm.compile.lower import Choice, lower, site_key, site_of
+from graphllm.compile.lower import ImplChoice, lower, site_key, site_of
 from graphllm.compile.pipeline import find_model, run_passes
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import trace_model, trace_unit
@@ -96,9 +96,9 @@ def _lower_with_every_kernel() -> int:
         special = specialize(piece, bucket, config)
         for name in ("triton_tile", "cublas"):
 
-            def pick(node: torch.fx.Node, op: Op, name: str = name, bucket: Bucket = bucket) -> Choice | None:
+            def pick(node: torch.fx.Node, op: Op, name: str = name, bucket: Bucket = bucket) -> ImplChoice | None:
                 site, impl = site_of(node, op, TARGET, bucket), op.impls[name]
-                return Choice(name, impl.configs(site)[-1])
+                return ImplChoice(name, impl.configs(site)[-1])
 
             lowered = lower(special.unit.graph, input_specs(piece), TARGET, bucket, pick)
             assert all(f": {name}" in c for c in lowered.chosen)
@@ -113,7 +113,6 @@ def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPat
         return x + x
 
     made = Op("specialize_test_double", double, False, (), False, lambda x: Cost(1, 1))
-    made.fake(torch.empty_like)
     made.impl("fixed", device="cpu")(lambda x: x * (2 if int(x.shape[0]) else 3))
     monkeypatch.setitem(sys.modules["graphllm.ir.op"]._ops, made.name, made)
     spec = TensorSpec.contiguous("float32", "T", 4)
@@ -154,7 +153,7 @@ def test_what_was_found_is_kept(
     none."""
     measured: list[tune.Tunable] = []
 
-    def measure(site: tune.Tunable, candidates: list[Choice]) -> tune.Measured:
+    def measure(site: tune.Tunable, candidates: list[ImplChoice]) -> tune.Measured:
         measured.append(site)
         assert {c.impl for c in candidates} == {c.impl for c in site.candidates} - {"cublas"}
         return tune.Measured(candidates[-1], {"last": 1.0})
