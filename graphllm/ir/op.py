@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphllm.config import Bucket, Target
 
@@ -100,7 +101,7 @@ class Op:
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         self.signature = inspect.signature(self.reference)
         self.cost = self._by_name(self.cost)
-        self._fake = self.reference
+        self._fake: Callable[..., Any] | None = None
         torch.library.register_fake(self.overload.name(), self._describe, lib=_library)
         self.__doc__ = self.reference.__doc__
         self.__wrapped__ = self.reference
@@ -113,7 +114,7 @@ class Op:
     @property
     def has_fake(self) -> bool:
         """Whether results are described apart from the reference, which then may be impossible to trace."""
-        return self._fake is not self.reference
+        return self._fake is not None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)
@@ -125,7 +126,12 @@ class Op:
         return fn
 
     def _describe(self, *args: Any, **kwargs: Any) -> Any:
-        return self._fake(**self.bind(args, kwargs))
+        if self._fake is not None:
+            return self._fake(**self.bind(args, kwargs))
+        # On meta tensors: a machine without a GPU describes ops for one as well, whatever the reference is written in.
+        device = next(v.device for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
+        args, kwargs = _moved((args, kwargs), torch.device("meta"))
+        return _moved(self.reference(*args, **kwargs), device)
 
     def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, called with all arguments of the op, takes those that it names. Raises TypeError for other names."""
@@ -160,6 +166,15 @@ class Op:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    """Tensors of the same shapes, dtypes and strides on another device, with whatever is in its memory."""
+
+    def move(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    return tree_map_only(torch.Tensor, move, values)
 
 
 def _taking(fn: Callable[..., Any]) -> Callable[..., Any]:
