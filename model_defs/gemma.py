@@ -13,11 +13,11 @@ from graphllm.model_defs.common import HF, check_plain, kinds_of, number, only, 
 from graphllm.ops.embedding import embedding
 from graphllm.ops.geglu import geglu
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.paged_attention import paged_attention
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
 from graphllm.ops.rope_table import Rope
+from graphllm.ops.soft_cap import soft_cap
 
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 # Published files leave out what equals the class's defaults.
@@ -158,7 +158,8 @@ def layer(
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
     x_SD = select_rows(x_TD, step.logits_indices)
-    return lm_head(rms_norm(x_SD, w.norm, c.eps, 1.0), w.lm_head, c.logit_cap)
+    logits_SV = linear(rms_norm(x_SD, w.norm, c.eps, 1.0), w.lm_head)
+    return soft_cap(logits_SV, c.logit_cap) if c.logit_cap else logits_SV
 
 
 register_model(

@@ -14,7 +14,6 @@ from graphllm.model_defs.common import HF, check_plain, number, only, split_head
 from graphllm.ops.embedding import embedding
 from graphllm.ops.layer_norm import layer_norm
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.paged_attention import paged_attention
 
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
@@ -131,7 +130,7 @@ def layer(
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
     x_SD = select_rows(x_TD, step.logits_indices)
-    return lm_head(layer_norm(x_SD, w.norm, w.norm_bias, c.eps), w.lm_head)
+    return linear(layer_norm(x_SD, w.norm, w.norm_bias, c.eps), w.lm_head)
 
 
 register_model(

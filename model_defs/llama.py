@@ -11,7 +11,6 @@ from graphllm.ir import Model, Step, Weight, register_model, select_rows
 from graphllm.model_defs.common import HF, check_plain, head_dim, kinds_of, number, only, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.paged_attention import paged_attention
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
@@ -154,7 +153,7 @@ def layer(
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, step: Step) -> Tensor:
-    return lm_head(rms_norm(select_rows(x_TD, step.logits_indices), w.norm, c.eps), w.lm_head)
+    return linear(rms_norm(select_rows(x_TD, step.logits_indices), w.norm, c.eps), w.lm_head)
 
 
 register_model(

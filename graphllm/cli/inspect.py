@@ -47,9 +47,9 @@ def inspect(folder: Path, json: bool) -> None:
     for name, buckets in manifest["pieces"].items():
         pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))
     console.print(pieces)
-    passes = Table("pass", "stage", "numerics", "unit", "changed", "ms", title="passes")
+    passes = Table("pass", "numerics", "unit", "changed", "ms", title="passes")
     for p in manifest["passes"]:
-        passes.add_row(p["pass"], p["stage"], p["numerics"], p["unit"], str(p["changed"]), str(p["ms"]))
+        passes.add_row(p["pass"], p["numerics"], p["unit"], str(p["changed"]), str(p["ms"]))
     console.print(passes)
     memory = Table("what", "bytes", title="memory")
     for name, amount in manifest["memory"].items():

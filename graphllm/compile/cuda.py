@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from graphllm.compile import inductor
-from graphllm.compile.backends import Built, Eager, Generated, generate
-from graphllm.compile.lower import ImplChoice
+from graphllm.compile.backends import Built, Generated, generate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
 from graphllm.ir.graph import TensorSpec, input_specs
+from graphllm.rewrite import ImplChoice
 
 _TUNING_TOKENS = 512  # what kernels of a dynamic bucket are tuned at
 
@@ -27,8 +27,6 @@ class Cuda:
     ) -> Built:
         known: dict[str, Generated] = {}  # what Triton kernels look like depends on the bucket's size too
         generated = generate(piece, bucket, config, choices, known)
-        if generated is None:
-            return Eager().build(piece, bucket, config, choices)
         tokens = bucket.lo if bucket.static else min(bucket.hi, _TUNING_TOKENS)
         sizes = {"T": tokens, "S": tokens if bucket.kind == "decode" else min(config.max_num_seqs, 8)}
         names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphllm.compile.passes import Unit, results_of
 from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
 from graphllm.ir.op import op_of
+from graphllm.rewrite import Unit, results_of
 
 
 class Piece(NamedTuple):

@@ -14,14 +14,14 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
-from graphllm.compile.passes import Stage, Unit, ordered_passes
+from graphllm.compile.passes import pipeline
 from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
@@ -30,13 +30,14 @@ from graphllm.ir.model import Model
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.machine import compiler_version
+from graphllm.rewrite import Pass, Unit
 from graphllm.runtime.program import RESULTS, Call, LinkedProgram
 from graphllm.weights.plan import WeightPlan, make_plan
 
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend, Built
-    from graphllm.compile.lower import ImplChoice
     from graphllm.compile.tune import Measured
+    from graphllm.rewrite import ImplChoice
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
@@ -114,10 +115,14 @@ def compile_model(
         progress("trace", 0, 1)
         units = trace_model(model, c, config)
         timed("trace")
-        traced = run_passes(units, make_plan(model, c, config.dtype), config)
+        traced = run_passes(units, make_plan(model, c, config.dtype), config, pipeline().units)
         timed("passes")
         linked = link(traced.units, model.kinds(c), config.max_model_len)
         timed("link")
+        if config.backend == "inductor":
+            from graphllm.compile.specialize import require_implementations
+
+            require_implementations((p.json for p in linked.pieces.values()), config)
         with objects or Objects() as objects:
             if config.target.device == "cpu" and config.backend == "inductor":
                 objects.expect(sources_beside(linked))
@@ -173,8 +178,8 @@ def compile_model(
     return artifact.write(folder, building, manifest)
 
 
-def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Traced:
-    """Every registered pass over every unit, in order; the IR is verified and printed after each."""
+def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passes: Sequence[Pass]) -> Traced:
+    """Every pass over every unit, in order; the IR is verified and printed after each."""
     reports, texts = [], {}
 
     def show(unit: Unit, number: int, stage: str) -> None:
@@ -185,7 +190,6 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Tr
     for unit in units:
         verify(unit.graph, f"{unit.name} after trace")
         show(unit, 0, "trace")
-    passes = [p for p in ordered_passes() if p.stage is not Stage.SPECIALIZE]
     for number, p in enumerate(passes, 1):
         for unit in units:
             report, record = p.apply(unit, plan, config)

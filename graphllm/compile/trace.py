@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile.passes import Unit, results_of
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import Attn, Model, Step
@@ -19,6 +18,7 @@ from graphllm.ops.adjust_logits import adjust_logits
 from graphllm.ops.record_tokens import record_tokens
 from graphllm.ops.sample import sample
 from graphllm.ops.token_logprobs import token_logprobs
+from graphllm.rewrite import Unit, results_of
 
 
 def step_specs(config: CompileConfig, vocab: int, groups: int = 1) -> dict[str, TensorSpec]:

@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.compile.cuda import example
-from graphllm.compile.lower import ImplChoice, site_key, site_of
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
+from graphllm.rewrite import ImplChoice, candidates, fake_values, site_key, site_of
 
 _COLD_BYTES = 256 * 2**20  # calls in turn over weights of this size find none of them in a cache
 _MOST_COPIES = 32
@@ -86,16 +86,12 @@ def tunables(pieces: Sequence[Mapping[str, Any]], config: CompileConfig) -> dict
                 op = op_of(node.target)
                 if op is None or op.mutates:
                     continue
-                site = site_of(node, op, config.target, bucket)
-                candidates = [
-                    ImplChoice(impl.name, constants)
-                    for impl in op.impls.values()
-                    if impl.device == config.target.device and impl.supports(site)
-                    for constants in impl.configs(site)
-                ]
-                if len(candidates) > 1:
+                args, kwargs = fake_values((node.args, node.kwargs))
+                site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
+                choices = [ImplChoice(i.name, constants) for i in candidates(op, site) for constants in i.configs(site)]
+                if len(choices) > 1:
                     specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
-                    found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, candidates)
+                    found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, choices)
     return found
 
 
@@ -104,8 +100,8 @@ def fingerprint(config: CompileConfig) -> str:
     import triton
 
     sources = hashlib.sha256()
-    for file in sorted({impl.fn.__code__.co_filename for op in all_ops().values() for impl in op.impls.values()}):
-        sources.update(Path(file).read_bytes())
+    for file in sorted({f for op in all_ops().values() for f in op.folder.glob("*.py")}):
+        sources.update(file.read_bytes())
     told = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 

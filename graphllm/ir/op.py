@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphllm.config import Bucket, Target
@@ -128,10 +129,12 @@ class Op:
     def _describe(self, *args: Any, **kwargs: Any) -> Any:
         if self._fake is not None:
             return self._fake(**self.bind(args, kwargs))
-        # On meta tensors: a machine without a GPU describes ops for one as well, whatever the reference is written in.
+        # On meta tensors, since a machine without a GPU cannot index those of one; and by torch's Python kernels, since
+        # some of the others take a dynamic size for a constant.
         device = next(v.device for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
         args, kwargs = _moved((args, kwargs), torch.device("meta"))
-        return _moved(self.reference(*args, **kwargs), device)
+        with enable_python_dispatcher():
+            return _moved(self.reference(*args, **kwargs), device)
 
     def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, called with all arguments of the op, takes those that it names. Raises TypeError for other names."""

@@ -288,7 +288,7 @@ def _width(weight_OI: Tensor, gated: bool) -> int:
 
 def short(site: CallSite) -> bool:
     """Whether the products of this file serve a site: few rows, and what `half` asks for."""
-    return site.bucket.hi <= MOST_ROWS and half(site)
+    return site.rows("x_TI") <= MOST_ROWS and half(site)
 
 
 def half(site: CallSite) -> bool:
@@ -306,7 +306,11 @@ def row_configs(site: CallSite) -> list[Config]:
     return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
 
 
-@fused_linear.impl("triton_row", device="cuda", supports=lambda s: s.bucket.hi == 1 and short(s), configs=row_configs)
+def _one_row(site: CallSite) -> bool:
+    return site.rows("x_TI") == 1 and half(site)
+
+
+@fused_linear.impl("triton_row", device="cuda", supports=_one_row, configs=row_configs)
 def triton_row(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -358,10 +362,10 @@ def cublas(
 
 
 def tile_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the tile kernel for a linear layer in a bucket."""
+    """Launch constants of the tile kernel for a linear layer at a site."""
     found: list[Config] = []
     width, inner = site.args["weight_OI"].shape
-    most = max(16, 1 << (site.bucket.hi - 1).bit_length())
+    most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
     for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
         token_tiles = -(-most // block_t)
         for block_n, block_k, stages, warps in _TILES:

@@ -12,6 +12,7 @@ import pytest
 
 from graphllm import artifact, prepare
 from graphllm.compile.link import Linked, cache_layout, link
+from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.trace import trace_model
 from graphllm.config import Bucket, CompileConfig, Target
@@ -40,7 +41,7 @@ def _link(hf: dict[str, Any]) -> Linked:
     load_passes()
     model = find_model(hf)
     c = model.config(hf)
-    traced = run_passes(trace_model(model, c, CONFIG), make_plan(model, c, "float32"), CONFIG)
+    traced = run_passes(trace_model(model, c, CONFIG), make_plan(model, c, "float32"), CONFIG, PIPELINE.units)
     return link(traced.units, model.kinds(c), CONFIG.max_model_len)
 
 
