@@ -7,7 +7,7 @@ length. The step's own token is taken from k and v directly, by the program of r
 cache: no program reads a position that another one writes. The last program of a sequence and its heads to finish joins
 the ranges, always in the same order.
 
-Queries and keys may come as projected: they are then normalized and rotated on the way in (`Turn`). Programs start
+Queries and keys may come as projected: they are then normalized and rotated on the way in (`Rotary`). Programs start
 while the kernel before theirs still runs; only what no kernel of the step writes is touched before `gdc_wait`.
 """
 
@@ -16,9 +16,7 @@ while the kernel before theirs still runs; only what no kernel of the step write
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +25,22 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.paged_attention.op import paged_attention
+from graphllm.ops.paged_attention.triton_common import (
+    Rotary,
+    attends,
+    load_angles,
+    load_heads,
+    load_norm,
+    multiply,
+    power_of_2,
+    rotary_arguments,
+    rotate,
+    score_constants,
+    soft_cap,
+    tile_pages,
+    tile_slots,
+    tile_tokens,
+)
 
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
@@ -44,138 +58,6 @@ def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl
     tiles = tl.where(last > start, (last + BLOCK_N - 1) // BLOCK_N - first, 0)
     per_split = tl.maximum((tiles + SPLITS - 1) // SPLITS, MIN_TILES)
     return start, first, tiles, per_split
-
-
-@triton.jit
-def soft_cap(scores, LOG2E_CAP: tl.constexpr, SCORE_SCALE: tl.constexpr):
-    """LOG2E_CAP * tanh(scores * SCORE_SCALE), with an exponential that cannot overflow."""
-    t = tl.exp2(tl.abs(scores) * (SCORE_SCALE * -2.8853900817779268))
-    capped = LOG2E_CAP * (1 - t) / (1 + t)
-    return tl.where(scores < 0, -capped, capped)
-
-
-@triton.jit
-def tile_tokens(BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
-    """The token of each column of a tile: that of the first head's columns, then the same for each further head."""
-    if HEADS == 1:
-        return tl.arange(0, BLOCK_N)
-    else:
-        return tl.arange(0, BLOCK_N) % (BLOCK_N // HEADS)
-
-
-@triton.jit
-def tile_pages(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr = 1):
-    """The page of each column of a tile, 0 from position end on.
-
-    Loops read the next tile's pages one iteration ahead: Triton's pipeliner then keeps several tiles of keys in flight,
-    while keys that depend on a load of the same iteration would be fetched one tile at a time.
-    """
-    TOKENS: tl.constexpr = BLOCK_N // HEADS
-    n = tile_tokens(BLOCK_N, HEADS)
-    at = tile * TOKENS + n
-    if P <= TOKENS:
-        return tl.load(table_row + (tile * (TOKENS // P) + n // P), mask=at < end, other=0)
-    else:
-        return tl.load(table_row + at // P, mask=at < end, other=0)
-
-
-@triton.jit
-def tile_slots(
-    page, tile, CACHE_PAGE: tl.constexpr, CACHE_POS: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    CACHE_HEAD: tl.constexpr = 0, HEADS: tl.constexpr = 1,
-):  # fmt: skip
-    """Offsets of a tile's columns in the cache, from that of its first head."""
-    TOKENS: tl.constexpr = BLOCK_N // HEADS
-    n = tile_tokens(BLOCK_N, HEADS)
-    if P > TOKENS:
-        n = (tile * TOKENS) % P + n
-    slots = page.to(tl.int64) * CACHE_PAGE + (n % P) * CACHE_POS
-    if HEADS > 1:
-        slots += (tl.arange(0, BLOCK_N) // TOKENS) * CACHE_HEAD
-    return slots
-
-
-@triton.jit
-def multiply(a, b, acc, EMULATED: tl.constexpr):
-    """acc + a @ b in float32. Triton's interpreter (EMULATED) cannot multiply bfloat16."""
-    if EMULATED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
-
-
-@triton.jit
-def paired(e, F: tl.constexpr):
-    """The entry with which `rope` combines entry e of a head."""
-    return tl.where(e < F, e + F, tl.where(e < 2 * F, e - F, e))
-
-
-@triton.jit
-def load_norm(norm_ptr, E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr):
-    """Weights of a norm over heads, as they are and by `paired` entry."""
-    if NORM:
-        e = tl.arange(0, E_PAD)
-        weight = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-        other = tl.load(norm_ptr + paired(e, F), mask=e < E, other=0.0).to(tl.float32)
-        return weight, other
-    else:
-        return 1.0, 1.0
-
-
-@triton.jit
-def load_heads(row_ptr, inside, E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr):
-    """Heads [M, E_PAD] from pointers [M, 1], zeros where ``inside`` [M, 1] is not, and their `paired` entries."""
-    e = tl.arange(0, E_PAD)
-    mask = inside & (e < E)[None, :]
-    heads = tl.load(row_ptr + e[None, :], mask=mask, other=0.0)
-    if F > 0:
-        return heads, tl.load(row_ptr + paired(e, F)[None, :], mask=mask, other=0.0)
-    else:
-        return heads, heads
-
-
-@triton.jit
-def load_angles(token, inside, cos_ptr, sin_ptr, E_PAD: tl.constexpr, F: tl.constexpr):
-    """Cosines and sines [M or 1, E_PAD] of the tokens' rows; an angle of zero where nothing turns."""
-    if F > 0:
-        e = tl.arange(0, E_PAD)
-        at = token * F + tl.where(e < F, e, e - F)[None, :]
-        known = inside & (e < 2 * F)[None, :]
-        cos = tl.load(cos_ptr + at, mask=known, other=1.0)
-        sin = tl.load(sin_ptr + at, mask=known, other=0.0)
-        return cos, tl.where((e < F)[None, :], -sin, sin)
-    else:
-        return 1.0, 0.0
-
-
-@triton.jit
-def turn(
-    heads, other, weight, other_weight, cos, sin,
-    E: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """Heads normalized and rotated as by `rms_norm` and `rope`, in their dtype, from what the functions above load."""
-    dtype = heads.dtype
-    if NORM or F > 0:
-        x, y = heads.to(tl.float32), other.to(tl.float32)
-        if NORM:
-            scale = tl.rsqrt(tl.sum(x * x, axis=1) / E + EPS)[:, None]
-            x = ((x * scale).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
-            y = ((y * scale).to(dtype).to(tl.float32) * other_weight[None, :]).to(dtype).to(tl.float32)
-        if F > 0:
-            x = x * cos.to(dtype).to(tl.float32) + y * sin.to(dtype).to(tl.float32)
-        heads = x.to(dtype)
-    return heads
-
-
-@triton.jit
-def load_turned(
-    row_ptr, token, inside, norm_ptr, cos_ptr, sin_ptr,
-    E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """All of it: heads [M, E_PAD] of pointers, tokens and ``inside`` [M, 1], ready for attention."""
-    heads, other = load_heads(row_ptr, inside, E, E_PAD, F)
-    weight, other_weight = load_norm(norm_ptr, E, E_PAD, F, NORM)
-    cos, sin = load_angles(token, inside, cos_ptr, sin_ptr, E_PAD, F)
-    return turn(heads, other, weight, other_weight, cos, sin, E, F, NORM, EPS)
 
 
 @triton.jit
@@ -312,8 +194,8 @@ def _split_kernel(
         v_row = v_ptr + row64 * V_ROW + kv_head * V_HEAD
         v_new = tl.load(v_row + e[None, :], mask=in_r & in_e[None, :], other=0.0)
         cos, sin = load_angles(row, one == 0, cos_ptr, sin_ptr, E_PAD, F)
-        q = turn(q, q_other, q_weight, q_other_weight, cos, sin, E, F, NORM, EPS)
-        k_new = turn(k_new, k_other, k_weight, k_other_weight, cos, sin, E, F, NORM, EPS)
+        q = rotate(q, q_other, q_weight, q_other_weight, cos, sin, E, F, NORM, EPS)
+        k_new = rotate(k_new, k_other, k_weight, k_other_weight, cos, sin, E, F, NORM, EPS)
 
         own = split == 0
         if WRITE:
@@ -388,45 +270,6 @@ def _split_kernel(
                                  H, ROWS, E, E_PAD, RANGES, JOINED)  # fmt: skip
 
 
-class Turn(NamedTuple):
-    """What queries and keys go through before attention: optional norms of their heads [E], then a rotation by the
-    tables of `rope_table` [T, F]."""
-
-    cos: Tensor
-    sin: Tensor
-    q_norm: Tensor | None
-    k_norm: Tensor | None
-    eps: float
-
-
-def turn_arguments(turn: Turn | None, unused: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
-    """The kernels' pointers q_norm, k_norm, cos and sin, ``unused`` where there is nothing, and their constants."""
-    cos, sin, q_norm, k_norm, eps = turn or (None, None, None, None, 0.0)
-    constants = {"F": 0 if cos is None else cos.shape[1], "NORM": q_norm is not None, "EPS": eps}
-    return [unused if t is None else t for t in (q_norm, k_norm, cos, sin)], constants
-
-
-def score_constants(scale: float, softcap: float) -> tuple[float, float]:
-    """The kernels' SCALE and LOG2E_CAP: scores are kept in units of log2."""
-    if softcap > 0:
-        return scale / softcap, softcap * math.log2(math.e)
-    return scale * math.log2(math.e), 0.0
-
-
-def power_of_2(n: int, least: int = 16) -> int:
-    """The smallest power of two that holds n and ``least``: the padded size of a tile's dimension."""
-    return max(least, 1 << (n - 1).bit_length())
-
-
-def attends(site: CallSite) -> bool:
-    """Whether the kernels of this folder compute the op at a site: its dtype, head size and page size."""
-    q, cache, table = site.args["q_THE"], site.args["kv_cache"], site.args["block_table"]
-    same = all(site.args[n].dtype == q.dtype for n in ("k_TKE", "v_TKE", "kv_cache"))
-    P, E = cache.shape[3], cache.shape[4]
-    half = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return same and half and E <= 256 and P % 16 == 0 and P & (P - 1) == 0 and table.dtype == torch.int32
-
-
 def _joined(rows: int, E: int, ranges: int) -> int:
     """Query heads whose ranges are joined at once. With few ranges, which are long, one: the join then takes no
     registers from the loop before it."""
@@ -447,7 +290,7 @@ def launch_decode(
     scale: float,
     window: int,
     softcap: float,
-    turn: Turn | None,
+    rotary: Rotary | None,
     *,
     write: bool,
     heads: int,
@@ -468,7 +311,7 @@ def launch_decode(
     partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scale, softcap)
-    pointers, turning = turn_arguments(turn, q_THE)
+    pointers, rotation = rotary_arguments(rotary, q_THE)
     lines, ranges, rows = max(1, E // 64), power_of_2(splits, 2), H // K * heads
     launch_triton(
         _split_kernel, (K // heads, S, splits),
@@ -481,7 +324,7 @@ def launch_decode(
         GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
         FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
         FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINES=1 << (lines.bit_length() - 1),
-        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **turning,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **rotation,
     )  # fmt: skip
 
 
@@ -544,13 +387,13 @@ def triton_decode(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    turn: Turn | None = None,
+    rotary: Rotary | None = None,
     **config: int,
 ) -> Tensor:
-    """Pure decode: every sequence has zero or one query token. turn: for `rope_attention`."""
+    """Pure decode: every sequence has zero or one query token. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, turn,
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, rotary,
         write=True, **config,
     )  # fmt: skip
     return out_THE

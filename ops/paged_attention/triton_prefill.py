@@ -17,20 +17,19 @@ from torch import Tensor
 
 from graphllm.ir import launch_triton
 from graphllm.ops.paged_attention.op import paged_attention
-from graphllm.ops.paged_attention.triton_decode import (
-    Turn,
+from graphllm.ops.paged_attention.triton_common import (
+    Rotary,
     attends,
-    launch_decode,
-    load_turned,
+    load_rotated,
     multiply,
-    plan_splits,
     power_of_2,
+    rotary_arguments,
     score_constants,
     soft_cap,
     tile_pages,
     tile_slots,
-    turn_arguments,
 )
+from graphllm.ops.paged_attention.triton_decode import launch_decode, plan_splits
 
 _WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
 
@@ -84,7 +83,7 @@ def _write_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
     k_row = k_ptr + row * K_ROW + head * K_HEAD
-    keys = load_turned(k_row, row, owned[:, None], k_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
+    keys = load_rotated(k_row, row, owned[:, None], k_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
     values = tl.load(v_ptr + row * V_ROW + head * V_HEAD + e[None, :], mask=inside)
     slots = cache_ptr + (page * CACHE_PAGE + (position % P) * CACHE_POS)[:, None] + (head * CACHE_HEAD + e)[None, :]
     tl.store(slots, keys, mask=inside)
@@ -227,7 +226,7 @@ def _flash_kernel(
         inside = valid[:, None] & (e < E)[None, :]
         q_row = q_ptr + (row * Q_ROW + heads * Q_HEAD)[:, None]
         in_row = valid[:, None]
-        q = load_turned(q_row, row[:, None], in_row, q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
+        q = load_rotated(q_row, row[:, None], in_row, q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
         head_ptr = cache_ptr + head * CACHE_HEAD
         table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
 
@@ -282,9 +281,9 @@ def triton_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
-    turn: Turn | None = None,
+    rotary: Rotary | None = None,
 ) -> Tensor:
-    """Any ragged batch. turn: for `rope_attention`."""
+    """Any ragged batch. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     T, H, E = q_THE.shape
     K, P = kv_cache.shape[2], kv_cache.shape[3]
@@ -294,12 +293,12 @@ def triton_prefill(
         "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E), "P": P,
         "BLOCK_S": 128, "EMULATED": triton.knobs.runtime.interpret,
     }  # fmt: skip
-    (q_norm, k_norm, cos, sin), turning = turn_arguments(turn, q_THE)
+    (q_norm, k_norm, cos, sin), rotation = rotary_arguments(rotary, q_THE)
     launch_triton(
         _write_kernel, (K, (T + _WRITE_TOKENS - 1) // _WRITE_TOKENS),
         k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, k_norm, cos, sin, S,
         K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
-        BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache, **turning,
+        BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache, **rotation,
     )  # fmt: skip
     plan = plan_blocks(T, G, E, P, q_THE.dtype)
     score_scale, log2e_cap = score_constants(scale, softcap)
@@ -308,10 +307,10 @@ def triton_prefill(
         q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         H=H, K=K, G=G, BLOCK_M=plan["block_m"], BLOCK_N=plan["block_n"], num_warps=plan["warps"],
-        num_stages=plan["stages"], **cache, **turning,
+        num_stages=plan["stages"], **cache, **rotation,
     )  # fmt: skip
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, turn,
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, rotary,
         write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),
     )  # fmt: skip
     return out_THE

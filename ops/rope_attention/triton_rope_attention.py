@@ -1,4 +1,4 @@
-"""rope_attention on the kernels of `paged_attention`, which turn queries and keys on the way in."""
+"""rope_attention on the kernels of `paged_attention`, which rotate queries and keys on the way in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.paged_attention.triton_decode import Turn, attends, decode_configs, is_decode
+from graphllm.ops.paged_attention.triton_common import Rotary, attends
+from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
 from graphllm.ops.rope_attention.op import rope_attention
 
 
-def _turns(site: CallSite) -> bool:
+def _rotates(site: CallSite) -> bool:
     tables = [site.args[name] for name in ("cos_TF", "sin_TF")]
     norms = [n for n in (site.args["q_norm_E"], site.args["k_norm_E"]) if n is not None]
     same = all(n.dtype == site.args["q_THE"].dtype for n in norms)
@@ -22,18 +23,18 @@ def _turns(site: CallSite) -> bool:
 
 
 @rope_attention.impl(
-    "triton_decode", device="cuda", supports=lambda s: is_decode(s) and _turns(s), configs=decode_configs
+    "triton_decode", device="cuda", supports=lambda s: is_decode(s) and _rotates(s), configs=decode_configs
 )
 def triton_decode(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
 ) -> Tensor:
     """Pure decode: every sequence has zero or one query token."""
-    return decode(turn=Turn(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
+    return decode(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
 
 
-@rope_attention.impl("triton_prefill", device="cuda", supports=lambda s: attends(s) and _turns(s))
+@rope_attention.impl("triton_prefill", device="cuda", supports=lambda s: attends(s) and _rotates(s))
 def triton_prefill(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
 ) -> Tensor:
     """Any ragged batch."""
-    return prefill(turn=Turn(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
+    return prefill(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)

@@ -1,0 +1,187 @@
+"""What the Triton kernels of attention share: where a tile's tokens lie in the cache, heads that are normalized and
+rotated on the way in, scores, and which sites the kernels serve."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite
+
+
+@triton.jit
+def soft_cap(scores, LOG2E_CAP: tl.constexpr, SCORE_SCALE: tl.constexpr):
+    """LOG2E_CAP * tanh(scores * SCORE_SCALE), with an exponential that cannot overflow."""
+    t = tl.exp2(tl.abs(scores) * (SCORE_SCALE * -2.8853900817779268))
+    capped = LOG2E_CAP * (1 - t) / (1 + t)
+    return tl.where(scores < 0, -capped, capped)
+
+
+@triton.jit
+def tile_tokens(BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
+    """The token of each column of a tile: that of the first head's columns, then the same for each further head."""
+    if HEADS == 1:
+        return tl.arange(0, BLOCK_N)
+    else:
+        return tl.arange(0, BLOCK_N) % (BLOCK_N // HEADS)
+
+
+@triton.jit
+def tile_pages(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr = 1):
+    """The page of each column of a tile, 0 from position end on.
+
+    Loops read the next tile's pages one iteration ahead: Triton's pipeliner then keeps several tiles of keys in flight,
+    while keys that depend on a load of the same iteration would be fetched one tile at a time.
+    """
+    TOKENS: tl.constexpr = BLOCK_N // HEADS
+    n = tile_tokens(BLOCK_N, HEADS)
+    at = tile * TOKENS + n
+    if P <= TOKENS:
+        return tl.load(table_row + (tile * (TOKENS // P) + n // P), mask=at < end, other=0)
+    else:
+        return tl.load(table_row + at // P, mask=at < end, other=0)
+
+
+@triton.jit
+def tile_slots(
+    page, tile, CACHE_PAGE: tl.constexpr, CACHE_POS: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    CACHE_HEAD: tl.constexpr = 0, HEADS: tl.constexpr = 1,
+):  # fmt: skip
+    """Offsets of a tile's columns in the cache, from that of its first head."""
+    TOKENS: tl.constexpr = BLOCK_N // HEADS
+    n = tile_tokens(BLOCK_N, HEADS)
+    if P > TOKENS:
+        n = (tile * TOKENS) % P + n
+    slots = page.to(tl.int64) * CACHE_PAGE + (n % P) * CACHE_POS
+    if HEADS > 1:
+        slots += (tl.arange(0, BLOCK_N) // TOKENS) * CACHE_HEAD
+    return slots
+
+
+@triton.jit
+def multiply(a, b, acc, EMULATED: tl.constexpr):
+    """acc + a @ b in float32. Triton's interpreter (EMULATED) cannot multiply bfloat16."""
+    if EMULATED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def paired(e, F: tl.constexpr):
+    """The entry with which `rope` combines entry e of a head."""
+    return tl.where(e < F, e + F, tl.where(e < 2 * F, e - F, e))
+
+
+@triton.jit
+def load_norm(norm_ptr, E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr):
+    """Weights of a norm over heads, as they are and by `paired` entry."""
+    if NORM:
+        e = tl.arange(0, E_PAD)
+        weight = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        other = tl.load(norm_ptr + paired(e, F), mask=e < E, other=0.0).to(tl.float32)
+        return weight, other
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def load_heads(row_ptr, inside, E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr):
+    """Heads [M, E_PAD] from pointers [M, 1], zeros where ``inside`` [M, 1] is not, and their `paired` entries."""
+    e = tl.arange(0, E_PAD)
+    mask = inside & (e < E)[None, :]
+    heads = tl.load(row_ptr + e[None, :], mask=mask, other=0.0)
+    if F > 0:
+        return heads, tl.load(row_ptr + paired(e, F)[None, :], mask=mask, other=0.0)
+    else:
+        return heads, heads
+
+
+@triton.jit
+def load_angles(token, inside, cos_ptr, sin_ptr, E_PAD: tl.constexpr, F: tl.constexpr):
+    """Cosines and sines [M or 1, E_PAD] of the tokens' rows; an angle of zero where nothing is rotated."""
+    if F > 0:
+        e = tl.arange(0, E_PAD)
+        at = token * F + tl.where(e < F, e, e - F)[None, :]
+        known = inside & (e < 2 * F)[None, :]
+        cos = tl.load(cos_ptr + at, mask=known, other=1.0)
+        sin = tl.load(sin_ptr + at, mask=known, other=0.0)
+        return cos, tl.where((e < F)[None, :], -sin, sin)
+    else:
+        return 1.0, 0.0
+
+
+@triton.jit
+def rotate(
+    heads, other, weight, other_weight, cos, sin,
+    E: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Heads normalized and rotated as by `rms_norm` and `rope`, in their dtype, from what the functions above load."""
+    dtype = heads.dtype
+    if NORM or F > 0:
+        x, y = heads.to(tl.float32), other.to(tl.float32)
+        if NORM:
+            scale = tl.rsqrt(tl.sum(x * x, axis=1) / E + EPS)[:, None]
+            x = ((x * scale).to(dtype).to(tl.float32) * weight[None, :]).to(dtype).to(tl.float32)
+            y = ((y * scale).to(dtype).to(tl.float32) * other_weight[None, :]).to(dtype).to(tl.float32)
+        if F > 0:
+            x = x * cos.to(dtype).to(tl.float32) + y * sin.to(dtype).to(tl.float32)
+        heads = x.to(dtype)
+    return heads
+
+
+@triton.jit
+def load_rotated(
+    row_ptr, token, inside, norm_ptr, cos_ptr, sin_ptr,
+    E: tl.constexpr, E_PAD: tl.constexpr, F: tl.constexpr, NORM: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """All of it: heads [M, E_PAD] of pointers, tokens and ``inside`` [M, 1], ready for attention."""
+    heads, other = load_heads(row_ptr, inside, E, E_PAD, F)
+    weight, other_weight = load_norm(norm_ptr, E, E_PAD, F, NORM)
+    cos, sin = load_angles(token, inside, cos_ptr, sin_ptr, E_PAD, F)
+    return rotate(heads, other, weight, other_weight, cos, sin, E, F, NORM, EPS)
+
+
+class Rotary(NamedTuple):
+    """What queries and keys go through before attention: optional norms of their heads [E], then a rotation by the
+    tables of `rope_table` [T, F]."""
+
+    cos: Tensor
+    sin: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    eps: float
+
+
+def rotary_arguments(rotary: Rotary | None, unused: Tensor) -> tuple[list[Tensor], dict[str, Any]]:
+    """The kernels' pointers q_norm, k_norm, cos and sin, ``unused`` where there is nothing, and their constants."""
+    cos, sin, q_norm, k_norm, eps = rotary or (None, None, None, None, 0.0)
+    constants = {"F": 0 if cos is None else cos.shape[1], "NORM": q_norm is not None, "EPS": eps}
+    return [unused if t is None else t for t in (q_norm, k_norm, cos, sin)], constants
+
+
+def score_constants(scale: float, softcap: float) -> tuple[float, float]:
+    """The kernels' SCALE and LOG2E_CAP: scores are kept in units of log2."""
+    if softcap > 0:
+        return scale / softcap, softcap * math.log2(math.e)
+    return scale * math.log2(math.e), 0.0
+
+
+def power_of_2(n: int, least: int = 16) -> int:
+    """The smallest power of two that holds n and ``least``: the padded size of a tile's dimension."""
+    return max(least, 1 << (n - 1).bit_length())
+
+
+def attends(site: CallSite) -> bool:
+    """Whether the kernels of this folder compute the op at a site: its dtype, head size and page size."""
+    q, cache, table = site.args["q_THE"], site.args["kv_cache"], site.args["block_table"]
+    same = all(site.args[n].dtype == q.dtype for n in ("k_TKE", "v_TKE", "kv_cache"))
+    P, E = cache.shape[3], cache.shape[4]
+    half = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return same and half and E <= 256 and P % 16 == 0 and P & (P - 1) == 0 and table.dtype == torch.int32
