@@ -84,7 +84,7 @@ def tunables(pieces: Sequence[Mapping[str, Any]], config: CompileConfig) -> dict
             unit = specialize(piece, bucket, config).unit
             for node in unit.graph.nodes:
                 op = op_of(node.target)
-                if op is None or op.mutates:
+                if op is None or not op.tunable:
                     continue
                 args, kwargs = fake_values((node.args, node.kwargs))
                 site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
@@ -124,7 +124,7 @@ def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
 def build_candidate(tunable: Tunable, choice: ImplChoice) -> bool:
     """Compile one candidate by running it; whether it could be. For worker processes."""
     try:
-        _calls(tunable, choice, _inputs(tunable, 1))[0]()
+        _calls(tunable, choice, inputs_of(tunable, 1))[0]()
         torch.cuda.synchronize()
     except Exception:
         return False
@@ -135,8 +135,7 @@ def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> Measured:
     """Time the candidates that could be built. Raises BuildError when none could."""
     if not candidates:
         raise BuildError(f"no implementation of {tunable.op} runs on this GPU with {tunable.args}")
-    largest = max(_bytes(s, tunable.sizes) for s in tunable.args.values() if isinstance(s, TensorSpec))
-    inputs = _inputs(tunable, max(3, min(_MOST_COPIES, -(-_COLD_BYTES // largest))))
+    inputs = inputs_of(tunable, _MOST_COPIES)
     short = _short_kernel(tunable.sizes["T"])
     alone = microseconds([short] * len(inputs))
     taken = [
@@ -147,17 +146,15 @@ def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> Measured:
     return Measured(candidates[min(range(len(taken)), key=taken.__getitem__)], named)
 
 
-def _bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
-    made = example(spec, sizes, "meta")
-    return made.numel() * made.element_size()
-
-
-def _inputs(tunable: Tunable, copies: int) -> list[dict[str, Any]]:
-    """Arguments for some calls in turn, which differ in their largest tensor, the weights."""
-    given = {n: example(s, tunable.sizes) if isinstance(s, TensorSpec) else s for n, s in tunable.args.items()}
+def inputs_of(tunable: Tunable, most: int, device: str = "cuda") -> list[dict[str, Any]]:
+    """Arguments for at most so many calls in turn, which differ in their largest tensor, the weights or a cache. They
+    are scratch: what a call writes in place is written there."""
     specs = {n: s for n, s in tunable.args.items() if isinstance(s, TensorSpec)}
-    largest = max(specs, key=lambda n: given[n].numel())
-    return [given, *({**given, largest: example(specs[largest], tunable.sizes)} for _ in range(copies - 1))]
+    made = {n: example(s, tunable.sizes, device) for n, s in specs.items()}
+    given = all_ops()[tunable.op].with_tuning_inputs({**tunable.args, **made})
+    largest = max(specs, key=lambda n: given[n].nbytes)
+    copies = min(most, max(3, -(-_COLD_BYTES // max(given[largest].nbytes, 1))))
+    return [given, *({**given, largest: given[largest].clone()} for _ in range(copies - 1))]
 
 
 def _calls(tunable: Tunable, choice: ImplChoice, inputs: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:

@@ -103,6 +103,7 @@ class Op:
         self.signature = inspect.signature(self.reference)
         self.cost = self._by_name(self.cost)
         self._fake: Callable[..., Any] | None = None
+        self._tuning: Callable[..., Mapping[str, torch.Tensor]] | None = None
         torch.library.register_fake(self.overload.name(), self._describe, lib=_library)
         self.__doc__ = self.reference.__doc__
         self.__wrapped__ = self.reference
@@ -121,10 +122,25 @@ class Op:
         return self.overload(*args, **kwargs)
 
     def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Describe the results without data: same shapes, dtypes *and strides* as the reference. Only for an op whose
-        reference cannot run on tensors without data; ``fn`` takes the arguments that it names."""
+        """Describe the results without data: same shapes, dtypes *and strides* as the reference. For an op whose
+        reference cannot run on tensors without data, or takes long to; ``fn`` takes the arguments that it names."""
         self._fake = self._by_name(fn)
         return fn
+
+    def tuning_inputs(self, fn: Callable[..., Mapping[str, torch.Tensor]]) -> Callable[..., Any]:
+        """What implementations are timed on, for an op whose work depends on values or that writes in place: from
+        tensors of a site's shapes and dtypes, those that it names, ``fn`` makes the arguments whose values matter."""
+        self._tuning = self._by_name(fn)
+        return fn
+
+    @property
+    def tunable(self) -> bool:
+        """Whether random numbers, and zeros for integers, are an input like any other, or `tuning_inputs` are known."""
+        return self._tuning is not None or not self.mutates
+
+    def with_tuning_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call to time, from tensors of its shapes and dtypes: those of `tuning_inputs` replaced."""
+        return {**arguments, **(self._tuning(**arguments) if self._tuning else {})}
 
     def _describe(self, *args: Any, **kwargs: Any) -> Any:
         if self._fake is not None:

@@ -62,3 +62,8 @@ def adjust_logits(
     x_SV = torch.where(counts_SV != 0, torch.where(x_SV > 0, x_SV / repetition, x_SV * repetition), x_SV)
     x_SV = x_SV - frequency_S.to(dtype)[:, None] * times_SV
     return x_SV - presence_S.to(dtype)[:, None] * (times_SV > 0)
+
+
+@adjust_logits.fake  # the reference is long, and this is needed for every bucket
+def _(logits_SV: Tensor) -> Tensor:
+    return logits_SV.new_empty(logits_SV.shape, dtype=torch.promote_types(logits_SV.dtype, torch.float32))

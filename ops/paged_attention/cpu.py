@@ -32,7 +32,12 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@paged_attention.impl("cpu", device="cpu", supports=_supports)
+def _remedy(site: CallSite) -> str:
+    dtype = str(site.args["q_THE"].dtype).removeprefix("torch.")
+    return f"dtype {dtype}: no attention kernel for a CPU takes it; use bfloat16 or float32"
+
+
+@paged_attention.impl("cpu", device="cpu", supports=_supports, remedy=_remedy)
 def cpu_paged_attention(
     q_THE: Tensor,
     k_TKE: Tensor,

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.paged_attention.triton_common import Rotary, attends
+from graphllm.ops.paged_attention.triton_common import Rotary, attends, problem
 from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
+from graphllm.ops.paged_attention.triton_prefill import prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
 from graphllm.ops.rope_attention.op import rope_attention
 
@@ -23,7 +24,11 @@ def _rotates(site: CallSite) -> bool:
 
 
 @rope_attention.impl(
-    "triton_decode", device="cuda", supports=lambda s: is_decode(s) and _rotates(s), configs=decode_configs
+    "triton_decode",
+    device="cuda",
+    supports=lambda s: is_decode(s) and _rotates(s),
+    configs=decode_configs,
+    remedy=problem,
 )
 def triton_decode(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
@@ -32,7 +37,10 @@ def triton_decode(
     return decode(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
 
 
-@rope_attention.impl("triton_prefill", device="cuda", supports=lambda s: attends(s) and _rotates(s))
+@rope_attention.impl(
+    "triton_prefill", device="cuda", supports=lambda s: attends(s) and _rotates(s), configs=prefill_configs,
+    remedy=problem,
+)  # fmt: skip
 def triton_prefill(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
 ) -> Tensor:

@@ -79,3 +79,8 @@ def sample(
     race = kept - torch.log(-torch.log1p(-u))
     drawn = torch.argmax(race, dim=-1)
     return torch.where(possible, torch.where(temperature_S > 0, drawn, greedy), -1).to(torch.int32)
+
+
+@sample.fake  # the reference is long, and this is needed for every bucket
+def _(logits_SV: Tensor) -> Tensor:
+    return logits_SV.new_empty(logits_SV.shape[0], dtype=torch.int32)

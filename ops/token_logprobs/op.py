@@ -44,3 +44,9 @@ def token_logprobs(logits_SV: Tensor, tokens_S: Tensor, target_S: Tensor, wanted
     ids_Sk = torch.nn.functional.pad(best.indices[:, :found], (0, missing))
     out = torch.cat([logprob(scored_S1), rank_S1.to(dtype), values_Sk, ids_Sk.to(dtype)], dim=1)
     return out.masked_fill((wanted_S < 0)[:, None], 0.0)
+
+
+@token_logprobs.fake  # the reference is long, and this is needed for every bucket
+def _(logits_SV: Tensor, k: int) -> Tensor:
+    dtype = torch.promote_types(logits_SV.dtype, torch.float32)
+    return logits_SV.new_empty((logits_SV.shape[0], 2 + 2 * k), dtype=dtype)
