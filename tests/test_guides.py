@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphllm.compile.passes import pipeline
 from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
@@ -122,6 +123,7 @@ def test_the_passes_example(example: Any) -> None:
         verify(unit.graph, "after")
         return report.changed, [target_name(n.target) for n in unit.graph.nodes if n.op == "call_function"]
 
+    assert [p.name for p in pipeline().units][:2] == ["canonicalize", "drop_unit_scale"]
     unit = _unit(lambda x: (x * 1 + 3) * 1.0)
     x = torch.randn(3, 4)
     assert run(unit) == (2, ["aten::add.Tensor"])

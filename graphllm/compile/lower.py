@@ -78,9 +78,10 @@ def lower(
 
 def trace_reference(op: Op, site: CallSite) -> Any:
     """Run the reference on tensors without data. Raises ConfigError, with what a user can do, where it needs data: such
-    an op runs compiled only where it has an implementation."""
+    an op runs compiled only where it has an implementation. Ops that are no boundary keep what torch makes of them by
+    default, which Inductor fuses best."""
     try:
-        return op.reference(**site.args)
+        return op.traced(**site.args) if op.boundary else op.reference(**site.args)
     except Exception as problem:
         if not op.has_fake:
             raise

@@ -123,7 +123,8 @@ class Op:
 
     def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """Describe the results without data: same shapes, dtypes *and strides* as the reference. For an op whose
-        reference cannot run on tensors without data, or takes long to; ``fn`` takes the arguments that it names."""
+        reference cannot run on tensors without data, takes long to, or talks to other processes; ``fn`` takes the
+        arguments that it names."""
         self._fake = self._by_name(fn)
         return fn
 
@@ -145,12 +146,17 @@ class Op:
     def _describe(self, *args: Any, **kwargs: Any) -> Any:
         if self._fake is not None:
             return self._fake(**self.bind(args, kwargs))
-        # On meta tensors, since a machine without a GPU cannot index those of one; and by torch's Python kernels, since
-        # some of the others take a dynamic size for a constant.
-        device = next(v.device for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
+        # On meta tensors: a machine without a GPU cannot index fake ones of a GPU.
+        tensors = (v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
+        device = next((t.device for t in tensors), torch.device("cpu"))
         args, kwargs = _moved((args, kwargs), torch.device("meta"))
+        return _moved(self.traced(*args, **kwargs), device)
+
+    def traced(self, *args: Any, **kwargs: Any) -> Any:
+        """What the reference does, for tracers: by torch's Python kernels, since some of the others take a dynamic size
+        for a constant."""
         with enable_python_dispatcher():
-            return _moved(self.reference(*args, **kwargs), device)
+            return self.reference(*args, **kwargs)
 
     def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         """``fn``, called with all arguments of the op, takes those that it names. Raises TypeError for other names."""

@@ -101,12 +101,12 @@ def test_gated_linear_any_size(level: str, threads: int, rows: int) -> None:
         x = torch.randn(rows, inner + 8).bfloat16()[:, :inner]
         weight = (torch.randn(2 * out, inner + 4) * inner**-0.5).bfloat16()[:, :inner]
         for bias in (None, torch.randn(2 * out).bfloat16()):
-            given = {"x_TI": x, "weight_OI": weight, "bias_O": bias, "gated": True}
+            given = {"x_TI": x, "weight_OI": weight, "bias_O": bias}
             wide = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-            found = gated_linear(**given)  # type: ignore[arg-type]
+            found = gated_linear(**given)
             assert found.shape == (rows, out)
             if rows:
-                assert _error(found, fused_linear.reference(**wide)) < 1e-2, (out, inner)
+                assert _error(found, fused_linear.reference(**wide, gated=True)) < 1e-2, (out, inner)
 
 
 def test_linear_without_rows(level: str) -> None:
