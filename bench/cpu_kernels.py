@@ -26,8 +26,8 @@ import torch
 
 from graphllm.cpp import compiler_command
 from graphllm.hugepages import zeros
-from graphllm.ir.cases import Maker
 from graphllm.ir.kernels import c_kernel
+from graphllm.ir.testing import Maker
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear

@@ -197,7 +197,7 @@ def attention() -> dict[str, Any]:
 
     from graphllm.compile.tune import microseconds
     from graphllm.config import Bucket
-    from graphllm.ir.op import Site
+    from graphllm.ir.op import CallSite
     from graphllm.machine import detect_target
     from graphllm.ops.paged_attention import paged_attention
 
@@ -220,7 +220,8 @@ def attention() -> dict[str, Any]:
         }  # fmt: skip
         bucket = Bucket("decode" if new == 1 else "mixed", T if new == 1 else 2, max(T, 2) if new > 1 else T)
         impl = paged_attention.impls["triton_decode" if new == 1 else "triton_prefill"]
-        ours = functools.partial(impl.at(Site(paged_attention.bind((), args), detect_target("cuda"), bucket)), **args)
+        site = CallSite(paged_attention.bind((), args), detect_target("cuda"), bucket)
+        ours = functools.partial(impl.at(site), **args)
         row = {"graphllm, paged": microseconds([ours] * _CALLS)}
         q4, k4, v4 = (torch.randn(S, heads, n, E, **made) for heads, n in ((H, new), (K, context), (K, context)))
         causal = new > 1

@@ -3,9 +3,9 @@
     python bench/ops.py paged_attention sample --check --json results.json
     python bench/ops.py linear --device cpu --dtype bfloat16 --only T1_ --reference
 
-`graphllm op bench` with more choices; graphllm/ir/bench.py says how a call is timed. The ceilings are measured rates of
-one machine, given by options; the share is the time that the op's own count of bytes and operations would take at the
-ceilings, over the time taken. --check compares with the reference in float64.
+`graphllm op bench` with more choices; graphllm/ir/testing/bench.py says how a call is timed. The ceilings are measured
+rates of one machine, given by options; the share is the time that the op's own count of bytes and operations would
+take at the ceilings, over the time taken. --check compares with the reference in float64.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import asdict
 
 import torch
 
-from graphllm.ir.bench import time_op
 from graphllm.ir.registry import load_ops
+from graphllm.ir.testing.bench import time_op
 
 
 def main() -> None:

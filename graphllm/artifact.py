@@ -44,7 +44,7 @@ def source_digest() -> str:
     """SHA-256 over the project's own code that shapes artifacts: another compiler gives another key."""
     root = Path(graphllm.__file__).parent
     found = hashlib.sha256()
-    folders = ("ir", "compile", "ops", "passes", "model_defs", "weights", "program")
+    folders = ("ir", "compile", "ops", "rewrite", "passes", "model_defs", "weights", "program")
     for part in (root / "cpp.py", *(root / folder for folder in folders)):
         for file in source_files(part) if part.is_dir() else [part]:
             found.update(str(file.relative_to(root)).encode() + b"\0" + file.read_bytes())

@@ -13,11 +13,11 @@ from graphllm.model_defs.common import HF, check_plain, layer_types_of, number, 
 from graphllm.ops.embedding import embedding
 from graphllm.ops.geglu import geglu
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
 from graphllm.ops.rope_table import Rope
+from graphllm.ops.soft_cap import soft_cap
 
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
 # Published files leave out what equals the class's defaults.
@@ -159,8 +159,9 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    x_SD = select_rows(x_TD, ctx.inputs.logits_indices)
-    return lm_head(rms_norm(x_SD, w.norm, c.eps, 1.0), w.lm_head, c.logit_cap)
+    x_RD = select_rows(x_TD, ctx.inputs.logits_indices)
+    logits_RV = linear(rms_norm(x_RD, w.norm, c.eps, 1.0), w.lm_head)
+    return soft_cap(logits_RV, c.logit_cap) if c.logit_cap else logits_RV
 
 
 register_model(

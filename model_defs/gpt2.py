@@ -14,7 +14,6 @@ from graphllm.model_defs.common import HF, check_plain, number, only, split_head
 from graphllm.ops.embedding import embedding
 from graphllm.ops.layer_norm import layer_norm
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.paged_attention import kv_state, paged_attention
 
 _GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
@@ -132,8 +131,8 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    x_SD = select_rows(x_TD, ctx.inputs.logits_indices)
-    return lm_head(layer_norm(x_SD, w.norm, w.norm_bias, c.eps), w.lm_head)
+    x_RD = select_rows(x_TD, ctx.inputs.logits_indices)
+    return linear(layer_norm(x_RD, w.norm, w.norm_bias, c.eps), w.lm_head)
 
 
 register_model(

@@ -11,7 +11,6 @@ from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, registe
 from graphllm.model_defs.common import HF, check_plain, head_dim, layer_types_of, number, only, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
@@ -157,7 +156,7 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    return lm_head(rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, c.eps), w.lm_head)
+    return linear(rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, c.eps), w.lm_head)
 
 
 register_model(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from graphllm.compile.passes import PassReport, Stage, Unit, register_pass
 from graphllm.config import CompileConfig
-from graphllm.ir.graph import eliminate_dead, target_name
+from graphllm.ir.graph import target_name
 from graphllm.ir.op import op_of
+from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.plan import WeightPlan
 
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
-@register_pass(stage=Stage.CANONICALIZE, numerics="bitwise")
+@register_pass(numerics="bitwise")
 def canonicalize(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Write the token dimension of views as -1, drop views and copies that change nothing, merge equal pure calls."""
     graph, notes = unit.graph, []
@@ -40,5 +40,4 @@ def canonicalize(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRep
             notes.append(f"{node.name}: same as {seen[key].name}")
         else:
             seen[key] = node
-    eliminate_dead(graph, keep_inputs=True)
     return PassReport(len(notes), tuple(notes))

@@ -6,50 +6,43 @@ from typing import Any
 
 import torch
 
-from graphllm.compile.passes import PassReport, Stage, Unit, register_pass
 from graphllm.config import CompileConfig
-from graphllm.ir.graph import eliminate_dead
 from graphllm.ir.op import Op, op_of
 from graphllm.ops.paged_attention import paged_attention
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
 from graphllm.ops.rope_attention import rope_attention
+from graphllm.rewrite import PassReport, Unit, is_implemented, register_pass
 from graphllm.weights.plan import WeightPlan
 
 
-@register_pass(stage=Stage.FUSE, numerics="reorders")
+@register_pass(numerics="reorders")
 def fuse_attention(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Replace paged_attention(rope(rms_norm(q)), rope(rms_norm(k))) by `rope_attention`; the norms are optional.
 
-    Only for compiled GPU targets, whose kernels take it. Queries and keys must have the same tables and nobody else may
-    read what disappears.
+    Only where an implementation takes it. Queries and keys must have the same tables and nobody else may read what
+    disappears.
     """
     notes: list[str] = []
-    if config.target.device == "cuda" and config.backend == "inductor":
-        for node in list(unit.graph.nodes):
-            if op_of(node.target) is not paged_attention:
-                continue
-            turned = _turned(paged_attention.bind(node.args, node.kwargs))
-            if turned is not None:
-                with unit.graph.inserting_before(node):
-                    made = unit.graph.call_function(rope_attention.overload, kwargs=turned)
-                made.meta["val"] = node.meta["val"]
-                node.replace_all_uses_with(made)
-                unit.graph.erase_node(node)
-                notes.append(f"{made.name}: rotation" + (" and norm" if turned["q_norm_E"] is not None else ""))
-    eliminate_dead(unit.graph, keep_inputs=True)
+    for node in list(unit.graph.nodes):
+        if op_of(node.target) is not paged_attention:
+            continue
+        rotary = _rotary(paged_attention.bind(node.args, node.kwargs))
+        if rotary is not None and is_implemented(unit, config, rope_attention, **rotary):
+            made = unit.replace(node, rope_attention, **rotary)
+            notes.append(f"{made.name}: rotation" + (" and norm" if rotary["q_norm_E"] is not None else ""))
     return PassReport(len(notes), tuple(notes))
 
 
-def _turned(given: dict[str, Any]) -> dict[str, Any] | None:
+def _rotary(given: dict[str, Any]) -> dict[str, Any] | None:
     """The arguments of `rope_attention` that say the same, or None."""
-    q_turn, k_turn = _inner(given["q_THE"], rope), _inner(given["k_TKE"], rope)
-    if q_turn is None or k_turn is None:
+    q_rope, k_rope = _inner(given["q_THE"], rope), _inner(given["k_TKE"], rope)
+    if q_rope is None or k_rope is None:
         return None
-    tables = {name: q_turn[name] for name in ("cos_TF", "sin_TF")}
-    if any(k_turn[name] is not table or table.meta["val"].dtype != torch.float32 for name, table in tables.items()):
+    tables = {name: q_rope[name] for name in ("cos_TF", "sin_TF")}
+    if any(k_rope[name] is not table for name, table in tables.items()):
         return None
-    q, k = q_turn["x_THE"], k_turn["x_THE"]
+    q, k = q_rope["x_THE"], k_rope["x_THE"]
     norms = {"q_norm_E": None, "k_norm_E": None, "eps": 0.0}
     q_norm, k_norm = _inner(q, rms_norm), _inner(k, rms_norm)
     if q_norm and k_norm and q_norm["eps"] == k_norm["eps"] and q_norm["offset"] == k_norm["offset"] == 0.0:

@@ -7,21 +7,19 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from graphllm.compile.passes import PassReport, Stage, Unit, register_pass
 from graphllm.config import CompileConfig
-from graphllm.ir.graph import eliminate_dead
 from graphllm.ir.op import op_of
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.quant_linear import quant_linear
+from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.formats import FORMATS, Format
 from graphllm.weights.plan import Entry, Made, Quantize, Read, WeightPlan
 
 
-@register_pass(stage=Stage.QUANTIZE, numerics="changes")
+@register_pass(numerics="changes")
 def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Turn `linear` and `lm_head` into `quant_linear` where the weight is a matrix that is read from the checkpoint and
-    that nothing else of the unit reads. A weight tied to another one, such as a head's to the embedding, gets a
+    """Turn `linear` into `quant_linear` where the weight is a matrix that is read from the checkpoint and that nothing
+    else of the unit reads. A weight tied to another one, such as a head's to the embedding, gets a
     quantized copy of its own."""
     if config.quantize is None:
         return PassReport(0)
@@ -38,25 +36,18 @@ def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> Pass
             plan = _quantize_entry(plan, entry, fmt)
         packed = _inputs(unit, weight, name, fmt)
         for node, arguments in zip(list(weight.users), taken, strict=True):
-            _replace(unit, node, packed, arguments)
+            unit.replace(node, quant_linear, **packed, **arguments)
         unit.graph.erase_node(weight)
         notes.append(f"{name}: {fmt.name}")
-    eliminate_dead(unit.graph, keep_inputs=True)
     return PassReport(len(notes), tuple(notes), plan if notes else None)
 
 
 def _arguments(node: Node, weight: Node) -> dict[str, Any] | None:
     """What `quant_linear` takes beside the weight to do the same, or None for another use of the weight."""
-    if op_of(node.target) is linear:
-        bound = linear.bind(node.args, node.kwargs)
-        found = {"x_TI": bound["x_TI"], "bias_O": bound["bias_O"], "softcap": 0.0}
-        of = bound["weight_OI"]
-    elif op_of(node.target) is lm_head:
-        bound = lm_head.bind(node.args, node.kwargs)
-        found = {"x_TI": bound["x_SD"], "bias_O": None, "softcap": bound["softcap"]}
-        of = bound["weight_VD"]
-    else:
+    if op_of(node.target) is not linear:
         return None
+    found = linear.bind(node.args, node.kwargs)
+    of = found.pop("weight_OI")
     return found if of is weight and weight not in found.values() else None
 
 
@@ -91,11 +82,3 @@ def _inputs(unit: Unit, weight: Node, name: str, fmt: Format) -> dict[str, Any]:
             fake = torch.empty(shape, dtype=dtype, device=unit.shapes.device)
         made[part].meta.update(val=fake, label=f"w.{name}.{part}")
     return {"values_BGLRQ": made["values"], "scales_BGR": made["scales"], "rows": rows}
-
-
-def _replace(unit: Unit, node: Node, packed: dict[str, Any], arguments: dict[str, Any]) -> None:
-    with unit.graph.inserting_before(node):
-        made = unit.graph.call_function(quant_linear.overload, kwargs={**packed, **arguments})
-    made.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(made)
-    unit.graph.erase_node(node)

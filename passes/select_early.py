@@ -13,10 +13,9 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from graphllm.compile.passes import PassReport, Stage, Unit, register_pass
 from graphllm.config import CompileConfig
-from graphllm.ir.graph import eliminate_dead
 from graphllm.ir.op import op_of
+from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
 from graphllm.weights.plan import WeightPlan
 
 _SELECT = torch.ops.aten.index_select.default
@@ -24,18 +23,18 @@ _ELEMENTWISE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 _VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
 
 
-@register_pass(stage=Stage.SPECIALIZE, numerics="reorders")
+@register_pass(numerics="reorders")
 def select_early(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Move an `index_select` of rows to before the row-wise nodes that make what it selects from, in steps whose number
     of tokens is dynamic and may exceed that of sampled rows."""
     notes: list[str] = []
-    mixed = unit.bucket is not None and unit.bucket.kind == "mixed" and not unit.bucket.static
-    if mixed:
-        for node in unit.graph.find_nodes(op="call_function", target=_SELECT):
-            x, dim, rows = cast(tuple[Node, int, Node], node.args)
-            if dim == 0 and rows.op == "placeholder" and _has_tokens(unit, x):
-                notes += _hoist(unit, node, x, rows)
-    eliminate_dead(unit.graph, keep_inputs=True)
+    if unit.bucket is None:
+        return PassReport(0)
+    for node in unit.graph.find_nodes(op="call_function", target=_SELECT):
+        x, dim, rows = cast(tuple[Node, int, Node], node.args)
+        fewer = not _has_tokens(unit, rows)  # in a decode step every token is sampled from
+        if dim == 0 and rows.op == "placeholder" and _has_tokens(unit, x) and fewer:
+            notes += _hoist(unit, node, x, rows)
     return PassReport(len(notes), tuple(notes))
 
 
@@ -57,7 +56,7 @@ def _hoist(unit: Unit, select: Node, x: Node, rows: Node) -> list[str]:
                     taken.meta["val"] = _SELECT(value.meta["val"], 0, rows.meta["val"])
                     selected[value] = taken
             node.args, node.kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: selected.get(n, n))
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            args, kwargs = fake_values((node.args, node.kwargs))
             node.meta["val"] = cast(Callable[..., Any], node.target)(*args, **kwargs)
     select.replace_all_uses_with(x)
     return [f"{select.name}: before {', '.join(n.name for n in reversed(early))}"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+PATHS = [p for p in os.environ.get("PYTHONPATH", "").split(os.pathsep) if p]
 EXAMPLE = Path(__file__).parents[1] / "docs" / "examples" / "plugin_op"
 
 COMPILE = """
@@ -55,11 +57,14 @@ print(built.chosen, len(built.sources))
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a user who has installed the example beside graphllm."""
     source = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("source") / "plugin_op")
-    target = tmp_path_factory.mktemp("installed")
+    return _installed(source, tmp_path_factory.mktemp("installed"))
+
+
+def _installed(source: Path, target: Path) -> dict[str, str]:
     install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
     done = subprocess.run([*install, "--target", target, source], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return {**os.environ, "PYTHONPATH": str(target), "COLUMNS": "200"}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(target), *PATHS]), "COLUMNS": "200"}
 
 
 def _command(*arguments: object) -> list[str]:
@@ -122,14 +127,63 @@ def test_it_is_compiled(environment: dict[str, str]) -> None:
 
 def test_a_failing_op_is_reported(environment: dict[str, str], tmp_path: Path) -> None:
     """A wrong shape function: exit status 1 and the problem in words."""
-    broken = shutil.copytree(environment["PYTHONPATH"], tmp_path / "broken")
+    broken = shutil.copytree(environment["PYTHONPATH"].split(os.pathsep)[0], tmp_path / "broken")
     source = broken / "plugin_op" / "op.py"
-    source.write_text(source.read_text().replace("x_TF.new_empty(x_TF.shape)", "x_TF.new_empty(x_TF.shape).double()"))
+    fake = "@squared_relu.fake\ndef _(x_TF: Tensor) -> Tensor:\n    return x_TF.new_empty(x_TF.shape).double()\n"
+    source.write_text(f"{source.read_text()}\n\n{fake}")
     command = _command("op", "test", "squared_relu")
-    changed = environment | {"PYTHONPATH": str(broken)}
+    changed = environment | {"PYTHONPATH": os.pathsep.join([str(broken), *PATHS])}
     done = subprocess.run(command, env=changed, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1
     assert "but the fake says" in " ".join(done.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def with_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a user who has followed the guide's section on a faster implementation, word for word."""
+    source = shutil.copytree(EXAMPLE, tmp_path_factory.mktemp("source") / "plugin_op")
+    guide = (EXAMPLE.parents[1] / "adding-an-op.md").read_text().partition("## A faster implementation")[2]
+    files = dict(re.findall(r"\n`(plugin_op/[\w.]+)`\n\n```\w+\n(.*?)```", guide, flags=re.DOTALL))
+    assert sorted(files) == ["plugin_op/__init__.py", "plugin_op/cpu.cpp", "plugin_op/cpu.py"]
+    for name, text in files.items():
+        (source / name).write_text(text)
+    (more,) = re.findall(r"```toml\n(.*?)```", guide, flags=re.DOTALL)
+    (source / "pyproject.toml").write_text(f"{(source / 'pyproject.toml').read_text()}\n{more}")
+    return _installed(source, tmp_path_factory.mktemp("installed"))
+
+
+def test_its_kernel_is_listed_checked_and_compiled(with_kernel: dict[str, str]) -> None:
+    script = (
+        "import sys\nfrom graphllm.cli import main\n"
+        "for words in (['list'], ['test', 'squared_relu']):\n"
+        "    sys.argv = ['graphllm', 'op', *words]\n"
+        "    try: main()\n"
+        "    except SystemExit as end: assert not end.code, words\n"
+    )
+    for text in (script, COMPILE):
+        command = [sys.executable, "-c", text]
+        done = subprocess.run(command, env=with_kernel, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr + done.stdout
+        if text is COMPILE:
+            assert done.stdout.splitlines()[-1].startswith("('squared_relu: cpu',)")
+        else:
+            lines = [line for line in done.stdout.splitlines() if "squared_relu" in line]
+            rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+            assert ["cpu (cpu)" in row for row in rows] == [True, False, False]
+            _, implementation, checks, failed, *_ = rows[-1]
+            assert (implementation, failed) == ("cpu", "0")
+            assert int(checks) >= 3
+
+
+def test_a_source_that_was_not_installed_is_named(with_kernel: dict[str, str], tmp_path: Path) -> None:
+    installed = shutil.copytree(with_kernel["PYTHONPATH"].split(os.pathsep)[0], tmp_path / "incomplete")
+    (installed / "plugin_op" / "cpu.cpp").unlink()
+    changed = with_kernel | {"PYTHONPATH": os.pathsep.join([str(installed), *PATHS])}
+    done = subprocess.run(_command("op", "list"), env=changed, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0
+    assert "Traceback" not in done.stderr
+    assert "plugin_op/cpu.cpp does not exist" in " ".join(done.stderr.split())
+    assert "[tool.setuptools.package-data]" in done.stderr
 
 
 def test_the_guide_shows_these_files(environment: dict[str, str]) -> None:

@@ -27,6 +27,7 @@ from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.ops.quant_linear import quant_linear
 from graphllm.ops.quant_linear.op import dequantize
+from graphllm.ops.soft_cap import soft_cap
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
 from graphllm.weights import loader
@@ -343,7 +344,7 @@ def test_reference_is_exact_in_float64() -> None:
     np.testing.assert_allclose(found.numpy(), truth, rtol=1e-12)
     half = quant_linear(x.bfloat16(), values, scales, 24, bias.bfloat16())
     assert half.dtype == torch.bfloat16
-    capped = quant_linear(x, values, scales, 24, bias, softcap=2.0)
+    capped = soft_cap(quant_linear(x, values, scales, 24, bias), 2.0)
     np.testing.assert_allclose(capped.numpy(), 2 * np.tanh(truth / 2), rtol=1e-12)
 
 

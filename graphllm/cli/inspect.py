@@ -47,9 +47,9 @@ def inspect(folder: Path, json: bool) -> None:
     for name, buckets in manifest["pieces"].items():
         pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))
     console.print(pieces)
-    passes = Table("pass", "stage", "numerics", "unit", "changed", "ms", title="passes")
+    passes = Table("pass", "numerics", "unit", "changed", "ms", title="passes")
     for p in manifest["passes"]:
-        passes.add_row(p["pass"], p["stage"], p["numerics"], p["unit"], str(p["changed"]), str(p["ms"]))
+        passes.add_row(p["pass"], p["numerics"], p["unit"], str(p["changed"]), str(p["ms"]))
     console.print(passes)
     memory = Table("what", "bytes", title="memory")
     for name, amount in manifest["memory"].items():
@@ -67,11 +67,14 @@ def inspect(folder: Path, json: bool) -> None:
 
 
 def _kernels(chosen: list[str]) -> str:
-    """Implementations other than the reference, counted; the rest is what Inductor fused."""
-    counts = Counter(c for c in chosen if not c.endswith(": reference"))
-    named = [f"{n} x {name}" if n > 1 else name for name, n in counts.items()]
-    rest = len(chosen) - sum(counts.values())
-    return (
-        "\n".join([*named, *([f"{rest} fused by Inductor"] if rest and chosen != ["all: reference"] else [])])
-        or "interpreted"
-    )
+    """What runs where: each op with the implementation it got, those without one, and what is interpreted."""
+    if chosen == ["all: reference"]:
+        return "interpreted"
+    compiled = Counter(c.removesuffix(": reference") for c in chosen if c.endswith(": reference"))
+    named = _counted(Counter(c for c in chosen if not c.endswith(": reference")))
+    rest = [f"{', '.join(_counted(compiled))}: compiled by Inductor"] if compiled else []
+    return "\n".join([*named, *rest]) or "compiled by Inductor"
+
+
+def _counted(counts: Counter[str]) -> list[str]:
+    return [f"{n} x {name}" if n > 1 else name for name, n in counts.items()]

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from graphllm.config import ConfigError
-from graphllm.ir.check import cases_of, check_op
 from graphllm.ir.op import Op
 from graphllm.ir.registry import load_ops
+from graphllm.ir.testing.check import cases_of, check_op
 from graphllm.machine import detect_target
 
 _SHOWN_PROBLEMS = 20
@@ -76,7 +76,7 @@ def bench_ops(name: str | None, output: Path | None) -> None:
     """Time one op, or all, on this machine's GPU or else its CPU, on the real cases; ``output``: write JSON there."""
     import torch
 
-    from graphllm.ir.bench import time_op
+    from graphllm.ir.testing.bench import time_op
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console()

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, Protocol
 
 from graphllm.compile import inductor
 from graphllm.compile.calls import call_source
-from graphllm.compile.lower import Choice, needs_reference
 from graphllm.compile.objects import Objects
 from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import digest, from_json, input_specs
+from graphllm.ir.graph import digest
 from graphllm.ir.kernels import c_kernel
+from graphllm.rewrite import ImplChoice
 
 
 class Built(NamedTuple):
@@ -40,7 +40,7 @@ class Backend(Protocol):
     files all pieces share into ``folder``."""
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built: ...
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None: ...
@@ -66,15 +66,13 @@ def generate(
     piece: Mapping[str, Any],
     bucket: Bucket,
     config: CompileConfig,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, ImplChoice],
     known: MutableMapping[str, Generated],
-) -> Generated | None:
-    """Specialize, lower and generate; None for a piece that must be interpreted.
+) -> Generated:
+    """Specialize, lower and generate.
 
     known: what was generated so far. Buckets for which a piece is lowered to the same graph share what is generated.
     """
-    if needs_reference(from_json(piece), input_specs(piece), config.target, bucket):
-        return None
     lowered, reports = lower_piece(piece, bucket, config, choices)
     text = lowered.graph.print_readable(print_output=False)  # before Inductor rewrites the graph
     key = digest(piece) + text
@@ -89,7 +87,7 @@ class Eager:
     """Keeps the IR: always available, and the numerical oracle of the others."""
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
         count = len(piece["made"])
         inputs, outputs = [f"p{i}" for i in range(len(piece["inputs"]))], [f"o{i}" for i in range(count)]
@@ -112,12 +110,10 @@ class Cpu:
         self._known: dict[str, Generated] = {}
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
         """Compilers of the hand-written kernels that a piece calls start at once, beside the next piece."""
         made = generate(piece, bucket, config, choices, self._known)
-        if made is None:
-            return Eager().build(piece, bucket, config, choices)
         kernels = made.bundle.kernels
         for source in _own(kernels):
             self._objects.add(source)

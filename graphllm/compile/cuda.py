@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from graphllm.compile import inductor
-from graphllm.compile.backends import Built, Eager, Generated, generate
-from graphllm.compile.lower import Choice
+from graphllm.compile.backends import Built, Generated, generate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
 from graphllm.ir.graph import TensorSpec, input_specs
+from graphllm.rewrite import ImplChoice
 
 _TUNING_SEQUENCES = 8  # of mixed buckets
 _TUNING_SIZE = 512  # what kernels of a dynamic bucket are tuned at: tokens, sequences in decode
@@ -25,12 +25,10 @@ class Cuda:
     """Builds on the GPU it compiles for: generated kernels with several configurations are timed there."""
 
     def build(
-        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, Choice]
+        self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
         known: dict[str, Generated] = {}  # what Triton kernels look like depends on the bucket's size too
         generated = generate(piece, bucket, config, choices, known)
-        if generated is None:
-            return Eager().build(piece, bucket, config, choices)
         usual = replace(bucket, hi=max(bucket.lo, min(bucket.hi, _TUNING_SIZE)))
         sizes = usual.limits(min(config.max_num_seqs, _TUNING_SEQUENCES))
         names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.compile import trace
-from graphllm.compile.passes import Unit, results_of
 from graphllm.compile.trace import Layout, TracedGraph
 from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
 from graphllm.ir.op import op_of
+from graphllm.rewrite import Unit, results_of
 
 
 class Piece(NamedTuple):

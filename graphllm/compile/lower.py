@@ -5,17 +5,17 @@ An op without a chosen implementation lowers to its reference body, which Induct
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile.inductor import decompositions
-from graphllm.config import Bucket, Target
+from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
-from graphllm.ir.op import Impl, Op, Site, op_of
+from graphllm.ir.op import CallSite, Op, op_of
+from graphllm.rewrite import ImplChoice, choose, site_of
 
 
 class Lowered(NamedTuple):
@@ -27,46 +27,20 @@ class Lowered(NamedTuple):
     chosen: tuple[str, ...]
 
 
-def choose(op: Op, site: Site) -> Impl | None:
-    """The first registered implementation for the target's device whose ``supports`` holds."""
-    for impl in op.impls.values():
-        if impl.device == site.target.device and impl.supports(site):
-            return impl
-    return None
-
-
-class Choice(NamedTuple):
-    """The implementation of an op at a site, and its launch constants."""
-
-    impl: str
-    config: Mapping[str, Any]
-
-
-def site_of(node: torch.fx.Node, op: Op, target: Target, bucket: Bucket) -> Site:
-    """The site of an op's call in a specialized piece."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-    return Site(op.bind(args, kwargs), target, bucket)
-
-
-def site_key(node: torch.fx.Node, op: Op, shapes: Shapes, bucket: Bucket) -> str:
-    """What tells calls of an op in specialized pieces apart: its arguments, tensors by their specs, and the bucket."""
-    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: str(shapes.spec(n.meta["val"])))
-    return f"{op.name} {bucket.name} {json.dumps(op.bind(args, kwargs))}"
-
-
 def lower(
     piece: torch.fx.Graph,
     inputs: list[TensorSpec],
-    target: Target,
+    config: CompileConfig,
     bucket: Bucket,
-    chosen_at: Callable[[torch.fx.Node, Op], Choice | None] = lambda node, op: None,
+    chosen_at: Callable[[torch.fx.Node, Op], ImplChoice | None] = lambda node, op: None,
 ) -> Lowered:
     """Retrace a piece at the bucket's sizes with the chosen implementations in place of the ops.
 
     chosen_at: what was measured at a node; where nothing was, the first one that applies is taken, with its first
-    launch constants. Raises GraphError when a dynamic size became a constant.
+    launch constants. Raises ConfigError for an op that nothing can compute here, GraphError when a dynamic size became
+    a constant.
     """
-    shapes = Shapes(target.device, bucket)
+    shapes = Shapes(config.target.device, bucket)
     fakes = [shapes.tensor(spec) for spec in inputs]
     chosen: list[str] = []
 
@@ -79,18 +53,17 @@ def lower(
             op = op_of(node_target)
             if op is None:
                 return node_target(*args, **kwargs)
-            bound = op.bind(args, kwargs)
-            site = Site(bound, target, bucket)
+            site = site_of(op, op.bind(args, kwargs), shapes, config, bucket)
             choice = chosen_at(self.node, op)
             if choice is None:
                 impl = choose(op, site)
-                choice = Choice(impl.name, impl.configs(site)[0]) if impl else None
+                choice = ImplChoice(impl.name, impl.configs(site)[0]) if impl else None
             if choice is None:
                 chosen.append(f"{op.name}: reference")
-                return op.reference(**bound)
+                return trace_reference(op, site)
             constants = ", ".join(f"{k}={v}" for k, v in choice.config.items())
             chosen.append(f"{op.name}: {choice.impl}" + (f" ({constants})" if constants else ""))
-            return op.impls[choice.impl].fn(**bound, **choice.config)
+            return op.impls[choice.impl].fn(**site.args, **choice.config)
 
     module = torch.fx.GraphModule(torch.nn.Module(), piece)
     with shapes.mode, torch.no_grad():
@@ -103,14 +76,18 @@ def lower(
     return Lowered(graph, fakes, shapes, tuple(chosen))
 
 
-def needs_reference(piece: torch.fx.Graph, inputs: list[TensorSpec], target: Target, bucket: Bucket) -> bool:
-    """Whether the piece is a lone boundary op without an implementation: its reference reads data on the host, so it
-    cannot be traced and the piece runs through the interpreter."""
-    calls = [n for n in piece.nodes if n.op == "call_function"]
-    op = op_of(calls[0].target) if len(calls) == 1 else None
-    if op is None or not op.boundary:
-        return False
-    shapes = Shapes(target.device, bucket)
-    env = {n: shapes.tensor(s) for n, s in zip(piece.find_nodes(op="placeholder"), inputs, strict=True)}
-    args, kwargs = torch.fx.map_arg((calls[0].args, calls[0].kwargs), lambda n: env[n])
-    return choose(op, Site(op.bind(args, kwargs), target, bucket)) is None
+def trace_reference(op: Op, site: CallSite) -> Any:
+    """Run the reference on tensors without data. Raises ConfigError, with what a user can do, where it needs data: such
+    an op runs compiled only where it has an implementation. Ops that are no boundary keep what torch makes of them by
+    default, which Inductor fuses best."""
+    try:
+        return op.traced(**site.args) if op.boundary else op.reference(**site.args)
+    except Exception as problem:
+        if not op.has_fake:
+            raise
+        own = [impl for impl in op.impls.values() if impl.device == site.target.device]
+        remedies = dict.fromkeys(remedy for impl in own if (remedy := impl.remedy(site)))
+        raise ConfigError(
+            f"op {op.name}: no implementation for {site.target.device} serves this model and these settings, and its "
+            f"reference cannot be compiled. {'. '.join(remedies) or 'Use the backend eager, or add an implementation'}"
+        ) from problem

@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graphllm import artifact
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
-from graphllm.compile.passes import Stage, Unit, ordered_passes
+from graphllm.compile.passes import pipeline
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
@@ -33,12 +33,13 @@ from graphllm.ir.specs import plain
 from graphllm.machine import compiler_version
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.states import place_bytes
+from graphllm.rewrite import Pass, Unit
 from graphllm.weights.plan import WeightPlan, make_plan
 
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend, Built
-    from graphllm.compile.lower import Choice
     from graphllm.compile.tune import Measured
+    from graphllm.rewrite import ImplChoice
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
@@ -117,11 +118,15 @@ def compile_model(
         graphs = trace_model(model, c, config, layout)
         timed("trace")
         units = [unit for graph in graphs for unit in graph.units.values()]
-        traced = run_passes(units, make_plan(model, c, config.dtype), config)
+        traced = run_passes(units, make_plan(model, c, config.dtype), config, pipeline().units)
         timed("passes")
         linked = link(graphs, layout)
         jobs = piece_buckets(graphs, linked, c, config)
         timed("link")
+        if config.backend == "inductor":
+            from graphllm.compile.specialize import require_implementations
+
+            require_implementations((p.json for p in linked.pieces.values()), config)
         with objects or Objects() as objects:
             if config.target.device == "cpu" and config.backend == "inductor":
                 objects.expect(sources_beside(linked))
@@ -176,8 +181,8 @@ def compile_model(
     return artifact.write(folder, building, manifest)
 
 
-def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Traced:
-    """Every registered pass over every unit, in order; the IR is verified and printed after each."""
+def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passes: Sequence[Pass]) -> Traced:
+    """Every pass over every unit, in order; the IR is verified and printed after each."""
     reports, texts = [], {}
 
     def show(unit: Unit, number: int, stage: str) -> None:
@@ -188,7 +193,6 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig) -> Tr
     for unit in units:
         verify(unit.graph, f"{unit.name} after trace")
         show(unit, 0, "trace")
-    passes = [p for p in ordered_passes() if p.stage is not Stage.SPECIALIZE]
     for number, p in enumerate(passes, 1):
         for unit in units:
             report, record = p.apply(unit, plan, config)
@@ -248,7 +252,7 @@ def build_pieces(
     wanted: list[tuple[str, Bucket]],
     config: CompileConfig,
     backend: Backend,
-    choices: Mapping[str, Choice],
+    choices: Mapping[str, ImplChoice],
     workers: concurrent.futures.Executor | None,
     progress: Progress,
 ) -> dict[tuple[str, Bucket], Built]:

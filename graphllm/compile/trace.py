@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile import sampling
-from graphllm.compile.passes import Unit, results_of
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
+from graphllm.rewrite import Unit, results_of
 
 # Any number of entries does: no piece depends on it. It is larger than 1, else it would be mistaken for a broadcast.
 _ENTRIES = 64

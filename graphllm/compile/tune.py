@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.compile.cuda import example
-from graphllm.compile.lower import Choice, site_key, site_of
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
+from graphllm.rewrite import ImplChoice, candidates, fake_values, site_key, site_of
 
 _COLD_BYTES = 256 * 2**20  # calls in turn over weights of this size find none of them in a cache
 _MOST_COPIES = 32
@@ -38,13 +38,13 @@ class Tunable(NamedTuple):
     op: str
     args: dict[str, Any]
     sizes: dict[str, int]
-    candidates: list[Choice]
+    candidates: list[ImplChoice]
 
 
 class Measured(NamedTuple):
     """What was chosen at a site, and what each candidate took, by description."""
 
-    choice: Choice
+    choice: ImplChoice
     microseconds: dict[str, float]
 
 
@@ -63,7 +63,7 @@ def tune(
     new = {key: site for key, site in sites.items() if key not in known}
     jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
     run = workers.map if workers else map
-    usable: dict[str, list[Choice]] = {key: [] for key in new}
+    usable: dict[str, list[ImplChoice]] = {key: [] for key in new}
     for i, works in enumerate(run(build_candidate, (new[key] for key, _ in jobs), (choice for _, choice in jobs))):
         progress(i, len(jobs))
         if works:
@@ -84,18 +84,14 @@ def tunables(pieces: Sequence[Mapping[str, Any]], config: CompileConfig) -> dict
             unit = specialize(piece, bucket, config).unit
             for node in unit.graph.nodes:
                 op = op_of(node.target)
-                if op is None or op.mutates:
+                if op is None or not op.tunable:
                     continue
-                site = site_of(node, op, config.target, bucket)
-                candidates = [
-                    Choice(impl.name, constants)
-                    for impl in op.impls.values()
-                    if impl.device == config.target.device and impl.supports(site)
-                    for constants in impl.configs(site)
-                ]
-                if len(candidates) > 1:
+                args, kwargs = fake_values((node.args, node.kwargs))
+                site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
+                choices = [ImplChoice(i.name, constants) for i in candidates(op, site) for constants in i.configs(site)]
+                if len(choices) > 1:
                     specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
-                    found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, candidates)
+                    found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, choices)
     return found
 
 
@@ -104,8 +100,8 @@ def fingerprint(config: CompileConfig) -> str:
     import triton
 
     sources = hashlib.sha256()
-    for file in sorted({impl.fn.__code__.co_filename for op in all_ops().values() for impl in op.impls.values()}):
-        sources.update(Path(file).read_bytes())
+    for file in sorted({f for op in all_ops().values() for f in op.folder.glob("*.py")}):
+        sources.update(file.read_bytes())
     told = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
@@ -114,7 +110,7 @@ def read_measured(file: Path) -> dict[str, Measured]:
     """What earlier compiles found, by site; nothing when there is no such file."""
     if not file.exists():
         return {}
-    return {key: Measured(Choice(*choice), taken) for key, (choice, taken) in json.loads(file.read_text()).items()}
+    return {key: Measured(ImplChoice(*choice), taken) for key, (choice, taken) in json.loads(file.read_text()).items()}
 
 
 def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
@@ -125,22 +121,21 @@ def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
     partial.replace(file)
 
 
-def build_candidate(tunable: Tunable, choice: Choice) -> bool:
+def build_candidate(tunable: Tunable, choice: ImplChoice) -> bool:
     """Compile one candidate by running it; whether it could be. For worker processes."""
     try:
-        _calls(tunable, choice, _inputs(tunable, 1))[0]()
+        _calls(tunable, choice, inputs_of(tunable, 1))[0]()
         torch.cuda.synchronize()
     except Exception:
         return False
     return True
 
 
-def measure(tunable: Tunable, candidates: Sequence[Choice]) -> Measured:
+def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> Measured:
     """Time the candidates that could be built. Raises BuildError when none could."""
     if not candidates:
         raise BuildError(f"no implementation of {tunable.op} runs on this GPU with {tunable.args}")
-    largest = max(_bytes(s, tunable.sizes) for s in tunable.args.values() if isinstance(s, TensorSpec))
-    inputs = _inputs(tunable, max(3, min(_MOST_COPIES, -(-_COLD_BYTES // largest))))
+    inputs = inputs_of(tunable, _MOST_COPIES)
     short = _short_kernel(tunable.sizes["T"])
     alone = microseconds([short] * len(inputs))
     taken = [
@@ -151,20 +146,18 @@ def measure(tunable: Tunable, candidates: Sequence[Choice]) -> Measured:
     return Measured(candidates[min(range(len(taken)), key=taken.__getitem__)], named)
 
 
-def _bytes(spec: TensorSpec, sizes: Mapping[str, int]) -> int:
-    made = example(spec, sizes, "meta")
-    return made.numel() * made.element_size()
-
-
-def _inputs(tunable: Tunable, copies: int) -> list[dict[str, Any]]:
-    """Arguments for some calls in turn, which differ in their largest tensor, the weights."""
-    given = {n: example(s, tunable.sizes) if isinstance(s, TensorSpec) else s for n, s in tunable.args.items()}
+def inputs_of(tunable: Tunable, most: int, device: str = "cuda") -> list[dict[str, Any]]:
+    """Arguments for at most so many calls in turn, which differ in their largest tensor, the weights or a cache. They
+    are scratch: what a call writes in place is written there."""
     specs = {n: s for n, s in tunable.args.items() if isinstance(s, TensorSpec)}
-    largest = max(specs, key=lambda n: given[n].numel())
-    return [given, *({**given, largest: example(specs[largest], tunable.sizes)} for _ in range(copies - 1))]
+    made = {n: example(s, tunable.sizes, device) for n, s in specs.items()}
+    given = all_ops()[tunable.op].with_tuning_inputs({**tunable.args, **made})
+    largest = max(specs, key=lambda n: given[n].nbytes)
+    copies = min(most, max(3, -(-_COLD_BYTES // max(given[largest].nbytes, 1))))
+    return [given, *({**given, largest: given[largest].clone()} for _ in range(copies - 1))]
 
 
-def _calls(tunable: Tunable, choice: Choice, inputs: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:
+def _calls(tunable: Tunable, choice: ImplChoice, inputs: Sequence[Mapping[str, Any]]) -> list[Callable[[], Any]]:
     fn = all_ops()[tunable.op].impls[choice.impl].fn
     return [functools.partial(fn, **given, **choice.config) for given in inputs]
 

@@ -2,11 +2,11 @@
 
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model, register_model, select_rows
-from graphllm.ir.op import Cost, Impl, Op, Site, nbytes, op
+from graphllm.ir.op import CallSite, Cost, Impl, Op, nbytes, op
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 __all__ = [
-    "AttentionMetadata", "CKernel", "Cost", "ForwardContext", "Graph", "Impl", "InputSpec", "Model", "Op", "OutputSpec",
-    "Site", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model", "select_rows", "zeroed",
+    "AttentionMetadata", "CKernel", "CallSite", "Cost", "ForwardContext", "Graph", "Impl", "InputSpec", "Model", "Op",
+    "OutputSpec", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

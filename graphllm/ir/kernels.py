@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphllm.config import ConfigError
 from graphllm.cpp import compiler_command, content
 
 C_NAMESPACE = "graphllm_c"
@@ -30,15 +31,19 @@ _kernels: dict[str, CKernel] = {}
 class CKernel:
     """A C++ kernel with C linkage, called by address.
 
-    schema: torch schema of the arguments after the name, e.g. ``(Tensor x, Tensor(a!) out, SymInt T, float eps) ->
-    ()``;
+    schema: torch schema of the arguments after the name, as ``(Tensor x, Tensor(a!) out, SymInt T, float eps) -> ()``;
     it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
     source: the C++ file; it may include only the headers beside it and in the ops folder, the standard library, OpenMP
-    and the compiler's intrinsics.
+    and the compiler's intrinsics. Raises ConfigError when it does not exist.
     """
 
     def __init__(self, symbol: str, schema: str, source: Path) -> None:
+        if not source.is_file():
+            raise ConfigError(
+                f"kernel {symbol}: its source {source} does not exist; a package installs C++ only if its "
+                'pyproject.toml names it, as in [tool.setuptools.package-data] "*" = ["*.cpp", "*.h"]'
+            )
         self.symbol, self.schema, self.source = symbol, schema, source
         _library.define(symbol + schema)
         _library.impl(symbol, self._run, "CompositeExplicitAutograd")

@@ -1,8 +1,8 @@
 """Op and Impl: one reference body is the specification, faster implementations are tested against it.
 
 `op` turns a typed function into a ``graphllm::<name>`` operator of torch's library: the signature is the schema, the
-body
-the reference semantics, the docstring the documentation. Facts the compiler needs live on the `Op` itself.
+body the reference semantics, the docstring the documentation. Facts the compiler needs live on the `Op` itself. The
+signature is written once: cost formulas, fakes and implementations take the arguments that they name.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from graphllm.config import Bucket, Target
 
@@ -30,41 +32,59 @@ class Cost(NamedTuple):
     flops: int
 
 
-class Site(NamedTuple):
+class CallSite(NamedTuple):
     """One place where an op is called in a graph: what an implementation may look at to say whether it applies.
 
     args: the op's arguments by parameter name (fake tensors for tensors). bucket: the token counts the piece serves.
+    largest: what a size of these tensors is at most; sizes are symbolic where a bucket serves several.
     """
 
     args: Mapping[str, Any]
     target: Target
     bucket: Bucket
+    largest: Callable[[int | torch.SymInt], int] = int
+
+    def rows(self, name: str) -> int:
+        """The most rows that a tensor may have: of tokens as many as the bucket, of sampled rows often far fewer."""
+        return self.largest(self.args[name].shape[0])
+
+
+def _always(site: CallSite) -> bool:
+    return True
+
+
+def _nothing(site: CallSite) -> str:
+    return ""
 
 
 @dataclass(frozen=True)
 class Impl:
-    """A faster body of an op. ``fn`` has the op's signature; tracing it must yield the kernel calls.
+    """A faster body of an op. ``fn`` is called with all arguments of the op by name; tracing it must yield the kernel
+    calls.
 
-    device: where it runs. supports: whether it computes the op exactly as specified at a `Site`. configs: the launch
-    constants it may run with there, passed to ``fn`` by keyword: the first where nothing was tuned, the fastest where
-    something was.
+    device: where it runs. supports: whether it computes the op exactly as specified at a `CallSite`. configs: the
+    launch constants it may run with there, passed to ``fn`` by keyword: the first where nothing was tuned, the fastest
+    where something was. remedy: what a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty
+    where nothing is known.
     """
 
     op: str
     name: str
     fn: Callable[..., Any]
     device: str
-    supports: Callable[[Site], bool]
-    configs: Callable[[Site], Sequence[Mapping[str, Any]]] = lambda site: ({},)
+    supports: Callable[[CallSite], bool] = _always
+    configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = lambda site: ({},)
+    remedy: Callable[[CallSite], str] = _nothing
 
-    def at(self, site: Site) -> Callable[..., Any]:
+    def at(self, site: CallSite) -> Callable[..., Any]:
         """``fn`` with the launch constants it has at a site where nothing was tuned."""
         return functools.partial(self.fn, **self.configs(site)[0])
 
 
 @dataclass
 class Op:
-    """A registered operator. Calling it dispatches ``torch.ops.graphllm.<name>``, so every tracer sees one node."""
+    """A registered operator. Calling it dispatches ``torch.ops.graphllm.<name>``, so every tracer sees one node. cost
+    is called with all arguments by name."""
 
     name: str
     reference: Callable[..., Any]
@@ -81,6 +101,10 @@ class Op:
         _library.impl(self.name, self.reference, "CompositeExplicitAutograd")
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         self.signature = inspect.signature(self.reference)
+        self.cost = self._by_name(self.cost)
+        self._fake: Callable[..., Any] | None = None
+        self._tuning: Callable[..., Mapping[str, torch.Tensor]] | None = None
+        torch.library.register_fake(self.overload.name(), self._describe, lib=_library)
         self.__doc__ = self.reference.__doc__
         self.__wrapped__ = self.reference
 
@@ -89,28 +113,75 @@ class Op:
         """Where the op is defined, and its kernels beside it."""
         return Path(self.reference.__code__.co_filename).parent
 
+    @property
+    def has_fake(self) -> bool:
+        """Whether results are described apart from the reference, which then may be impossible to trace."""
+        return self._fake is not None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.overload(*args, **kwargs)
 
     def fake(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Register the shape function: same shapes, dtypes *and strides* as the reference, no data."""
-        torch.library.register_fake(self.overload.name(), fn, lib=_library)
+        """Describe the results without data: same shapes, dtypes *and strides* as the reference. For an op whose
+        reference cannot run on tensors without data, takes long to, or talks to other processes; ``fn`` takes the
+        arguments that it names."""
+        self._fake = self._by_name(fn)
         return fn
+
+    def tuning_inputs(self, fn: Callable[..., Mapping[str, torch.Tensor]]) -> Callable[..., Any]:
+        """What implementations are timed on, for an op whose work depends on values or that writes in place: from
+        tensors of a site's shapes and dtypes, those that it names, ``fn`` makes the arguments whose values matter."""
+        self._tuning = self._by_name(fn)
+        return fn
+
+    @property
+    def tunable(self) -> bool:
+        """Whether random numbers, and zeros for integers, are an input like any other, or `tuning_inputs` are known."""
+        return self._tuning is not None or not self.mutates
+
+    def with_tuning_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of a call to time, from tensors of its shapes and dtypes: those of `tuning_inputs` replaced."""
+        return {**arguments, **(self._tuning(**arguments) if self._tuning else {})}
+
+    def _describe(self, *args: Any, **kwargs: Any) -> Any:
+        if self._fake is not None:
+            return self._fake(**self.bind(args, kwargs))
+        # On meta tensors: a machine without a GPU cannot index fake ones of a GPU.
+        tensors = (v for v in tree_leaves((args, kwargs)) if isinstance(v, torch.Tensor))
+        device = next((t.device for t in tensors), torch.device("cpu"))
+        args, kwargs = _moved((args, kwargs), torch.device("meta"))
+        return _moved(self.traced(*args, **kwargs), device)
+
+    def traced(self, *args: Any, **kwargs: Any) -> Any:
+        """What the reference does, for tracers: by torch's Python kernels, since some of the others take a dynamic size
+        for a constant."""
+        with enable_python_dispatcher():
+            return self.reference(*args, **kwargs)
+
+    def _by_name(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """``fn``, called with all arguments of the op, takes those that it names. Raises TypeError for other names."""
+        own = inspect.signature(fn).parameters
+        if unknown := [n for n, p in own.items() if p.kind is not p.VAR_KEYWORD and n not in self.signature.parameters]:
+            known = ", ".join(self.signature.parameters)
+            raise TypeError(f"op {self.name}: {', '.join(unknown)} of a cost or fake is none of its arguments, {known}")
+        return _taking(fn)
 
     def impl(
         self,
         name: str,
         *,
         device: str,
-        supports: Callable[[Site], bool] = lambda site: True,
-        configs: Callable[[Site], Sequence[Mapping[str, Any]]] = Impl.configs,
+        supports: Callable[[CallSite], bool] = _always,
+        configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = Impl.configs,
+        remedy: Callable[[CallSite], str] = _nothing,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Register a faster implementation. The first registered one whose ``supports`` holds is chosen by LOWER."""
+        """Register a faster implementation, which takes the arguments and launch constants that it names. The first
+        registered one whose ``supports`` holds is chosen where nothing was tuned."""
 
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
                 raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
-            self.impls[name] = Impl(self.name, name, fn, device, supports, configs)
+            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, remedy)
             return fn
 
         return register
@@ -120,6 +191,29 @@ class Op:
         bound = self.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         return dict(bound.arguments)
+
+
+def _moved(values: Any, device: torch.device) -> Any:
+    """Tensors of the same shapes, dtypes and strides on another device, with whatever is in its memory."""
+
+    def move(t: torch.Tensor) -> torch.Tensor:
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device)
+
+    return tree_map_only(torch.Tensor, move, values)
+
+
+def _taking(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, which takes of some keyword arguments those that it names."""
+    parameters = inspect.signature(fn).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return fn
+    names = [p.name for p in parameters]
+
+    @functools.wraps(fn)
+    def call(**arguments: Any) -> Any:
+        return fn(**{name: arguments[name] for name in names if name in arguments})
+
+    return call
 
 
 def op(
@@ -135,7 +229,8 @@ def op(
     boundary: a graph may be cut here (attention, collectives). mutates: the tensor parameters written in place.
     rowwise: the result's row t depends on row t of the arguments that have a row for each token, and on all of the
     others.
-    cost: bytes and flops from the op's own arguments, for rooflines. Raises ValueError when the name is taken.
+    cost: bytes and flops from the op's own arguments, those that it names, for rooflines. Raises ValueError when the
+    name is taken.
     """
 
     def register(fn: Callable[..., Any]) -> Op:

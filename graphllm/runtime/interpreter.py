@@ -1,5 +1,4 @@
-"""Run a piece kept as IR with the reference ops: the eager backend, and boundary ops without a kernel on this
-machine."""
+"""Run a piece kept as IR with the reference ops: the eager backend."""
 
 from __future__ import annotations
 

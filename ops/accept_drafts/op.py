@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(tokens_R: Tensor, slots_S: Tensor, **others: object) -> Cost:
+def _cost(tokens_R: Tensor, slots_S: Tensor) -> Cost:
     return Cost(4 * nbytes(tokens_R) + 6 * nbytes(slots_S), tokens_R.numel())
 
 
@@ -63,6 +63,3 @@ def accept_drafts(
     rejected_N.index_put_((slots_S.long(),), rejected_S.to(rejected_N.dtype))
     version_N.index_put_((slots_S.long(),), version_S.to(version_N.dtype))
     return torch.where(row_R == end_S[sequence_R], row_slots_R, scrap), kept_S.to(torch.int32)
-
-
-accept_drafts.fake(accept_drafts.reference)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 
 class _Row(NamedTuple):

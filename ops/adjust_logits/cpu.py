@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.adjust_logits.op import adjust_logits
 
 _SCHEMA = (
@@ -25,7 +25,7 @@ _INTS = ("slot_S", "mask_row_S", "mask_SW", "bias_count_S", "counts_NV", "bias_t
 _FLOATS = ("repetition_S", "frequency_S", "presence_S", "bias_value_NB")
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     args = site.args
     return (
         args["logits_SV"].dtype in _kernels

@@ -10,19 +10,7 @@ from graphllm.ir import Cost, nbytes, op
 IN_PROMPT = 1 << 30  # flag in a token's count
 
 
-def _cost(
-    logits_SV: Tensor,
-    slot_S: Tensor,
-    mask_row_S: Tensor,
-    mask_SW: Tensor,
-    bias_count_S: Tensor,
-    repetition_S: Tensor,
-    frequency_S: Tensor,
-    presence_S: Tensor,
-    counts_NV: Tensor,
-    bias_token_NB: Tensor,
-    bias_value_NB: Tensor,
-) -> Cost:
+def _cost(logits_SV: Tensor) -> Cost:
     return Cost(nbytes(logits_SV) + 4 * logits_SV.numel(), logits_SV.numel())
 
 
@@ -76,18 +64,6 @@ def adjust_logits(
     return x_SV - presence_S.to(dtype)[:, None] * (times_SV > 0)
 
 
-@adjust_logits.fake
-def _(
-    logits_SV: Tensor,
-    slot_S: Tensor,
-    mask_row_S: Tensor,
-    mask_SW: Tensor,
-    bias_count_S: Tensor,
-    repetition_S: Tensor,
-    frequency_S: Tensor,
-    presence_S: Tensor,
-    counts_NV: Tensor,
-    bias_token_NB: Tensor,
-    bias_value_NB: Tensor,
-) -> Tensor:
+@adjust_logits.fake  # the reference is long, and this is needed for every bucket
+def _(logits_SV: Tensor) -> Tensor:
     return logits_SV.new_empty(logits_SV.shape, dtype=torch.promote_types(logits_SV.dtype, torch.float32))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.adjust_logits.op import adjust_logits
 
 _BLOCK = 2048  # tokens of a tile, whole words of the mask
@@ -92,7 +92,7 @@ def _adjust_kernel(
             tl.store(out_row_ptr + biased, y, mask=mine)
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     args = site.args
     return args["logits_SV"].dtype in (torch.float32, torch.float16, torch.bfloat16) and all(
         t.stride(-1) == 1 for name, t in args.items() if name != "logits_SV"

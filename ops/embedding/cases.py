@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 1e-7, "bfloat16": 4e-3, "float16": 6e-4}
 _REASON = "the scale is rounded to the dtype, then the product (bf16 keeps 8 bits, fp16 11)"

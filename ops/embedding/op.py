@@ -17,7 +17,7 @@ def round_to(value: float, dtype: torch.dtype) -> float:
     return math.ldexp(round(mantissa * 2**bits), exponent - bits)
 
 
-def _cost(token_ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Cost:
+def _cost(token_ids_T: Tensor, table_VD: Tensor, scale: float) -> Cost:
     out = token_ids_T.numel() * table_VD.shape[1]
     return Cost(nbytes(token_ids_T) + 2 * out * table_VD.element_size(), out if scale != 1.0 else 0)
 
@@ -31,8 +31,3 @@ def embedding(token_ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tens
     """
     rows_TD = torch.nn.functional.embedding(token_ids_T, table_VD)
     return rows_TD if scale == 1.0 else rows_TD * round_to(scale, table_VD.dtype)
-
-
-@embedding.fake
-def _(token_ids_T: Tensor, table_VD: Tensor, scale: float = 1.0) -> Tensor:
-    return table_VD.new_empty((token_ids_T.shape[0], table_VD.shape[1]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.fused_linear.op import fused_linear
 
 _kernel = CKernel(
@@ -19,7 +19,7 @@ _kernel = CKernel(
 )
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     args, arch = site.args, site.target.arch
     tensors = [t for name in ("x_TI", "weight_OI", "bias_O") if (t := args[name]) is not None]
     return (
@@ -32,15 +32,7 @@ def _supports(site: Site) -> bool:
 
 
 @fused_linear.impl("cpu_gated", device="cpu", supports=_supports)
-def gated_linear(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
+def gated_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
     """bfloat16 products; those of more than few rows stay in float32 until the gate is applied."""
     out_TN = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // 2))
     _kernel(x_TI, weight_OI, bias_O, out_TN, *out_TN.shape, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,18 +14,11 @@ from graphllm.ops.swiglu import swiglu
 MOST_ROWS = 256  # beyond, products are bound by arithmetic and left to the library
 
 
-def _cost(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-) -> Cost:
+def _cost(x_TI: Tensor, weight_OI: Tensor, gated: bool, **others: Any) -> Cost:
     products = x_TI.shape[0] * weight_OI.shape[0]
     written = products // (2 if gated else 1) * x_TI.element_size()
-    return Cost(nbytes(x_TI, weight_OI, bias_O, norm_I, residual_TN) + written, 2 * products * x_TI.shape[1])
+    read = nbytes(x_TI, weight_OI, others["bias_O"], others["norm_I"], others["residual_TN"])
+    return Cost(read + written, 2 * products * x_TI.shape[1])
 
 
 @op(cost=_cost, rowwise=True)
@@ -49,16 +44,3 @@ def fused_linear(
     if gated:
         out_TN = swiglu.reference(out_TN)
     return out_TN if residual_TN is None else residual_TN + out_TN
-
-
-@fused_linear.fake
-def _(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    bias_O: Tensor | None = None,
-    norm_I: Tensor | None = None,
-    eps: float = 0.0,
-    residual_TN: Tensor | None = None,
-    gated: bool = False,
-) -> Tensor:
-    return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // (2 if gated else 1)))

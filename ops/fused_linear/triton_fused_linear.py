@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton, zeroed
+from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 
 
@@ -285,12 +285,12 @@ def _width(weight_OI: Tensor, gated: bool) -> int:
     return weight_OI.shape[0] // (2 if gated else 1)
 
 
-def short(site: Site) -> bool:
+def short(site: CallSite) -> bool:
     """Whether the products of this file serve a site: few rows, and what `half` asks for."""
-    return site.bucket.hi <= MOST_ROWS and half(site)
+    return site.rows("x_TI") <= MOST_ROWS and half(site)
 
 
-def half(site: Site) -> bool:
+def half(site: CallSite) -> bool:
     """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned."""
     tensors = [t for t in site.args.values() if isinstance(t, Tensor)]
     same = all(t.dtype == tensors[0].dtype and t.stride(-1) == 1 for t in tensors)
@@ -298,14 +298,18 @@ def half(site: Site) -> bool:
     return same and wide and tensors[0].dtype in (torch.bfloat16, torch.float16)
 
 
-def row_configs(site: Site) -> list[Config]:
+def row_configs(site: CallSite) -> list[Config]:
     """Launch constants of the row kernel, the likely best first."""
     inner = site.args["weight_OI"].shape[1]
     fitting = [row for row in _ROWS if row[1] < 2 * inner] or _ROWS[-1:]
     return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
 
 
-@fused_linear.impl("triton_row", device="cuda", supports=lambda s: s.bucket.hi == 1 and short(s), configs=row_configs)
+def _one_row(site: CallSite) -> bool:
+    return site.rows("x_TI") == 1 and half(site)
+
+
+@fused_linear.impl("triton_row", device="cuda", supports=_one_row, configs=row_configs)
 def triton_row(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -356,11 +360,11 @@ def cublas(
     return out_TN if residual_TN is None else residual_TN + out_TN
 
 
-def tile_configs(site: Site) -> list[Config]:
-    """Launch constants of the tile kernel for a linear layer in a bucket."""
+def tile_configs(site: CallSite) -> list[Config]:
+    """Launch constants of the tile kernel for a linear layer at a site."""
     found: list[Config] = []
     width, inner = site.args["weight_OI"].shape
-    most = max(16, 1 << (site.bucket.hi - 1).bit_length())
+    most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
     for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
         token_tiles = -(-most // block_t)
         for block_n, block_k, stages, warps in _TILES:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 8e-4}
 _REASON = "gelu(gate) is rounded to the dtype, then the product"

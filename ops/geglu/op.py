@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(gate_up_T2F: Tensor, approximate: str = "tanh") -> Cost:
+def _cost(gate_up_T2F: Tensor) -> Cost:
     return Cost(nbytes(gate_up_T2F) * 3 // 2, 10 * gate_up_T2F.numel() // 2)
 
 
@@ -23,8 +23,3 @@ def geglu(gate_up_T2F: Tensor, approximate: str = "tanh") -> Tensor:
     """
     gate_TF, up_TF = gate_up_T2F.unflatten(1, (2, gate_up_T2F.shape[1] // 2)).unbind(1)
     return torch.nn.functional.gelu(gate_TF, approximate=approximate) * up_TF
-
-
-@geglu.fake
-def _(gate_up_T2F: Tensor, approximate: str = "tanh") -> Tensor:
-    return gate_up_T2F.new_empty((gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 6e-4}
 _REASON = "float32 statistics and products, then one rounding to the dtype (bf16 keeps 8 bits, fp16 11)"

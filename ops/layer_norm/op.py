@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Cost:
+def _cost(x: Tensor, weight: Tensor, bias: Tensor | None) -> Cost:
     return Cost(2 * nbytes(x) + nbytes(weight, bias), 7 * x.numel())
 
 
@@ -20,8 +20,3 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     once at the end. Source: Ba, Kiros & Hinton 2016.
     """
     return torch.nn.functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)
-
-
-@layer_norm.fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

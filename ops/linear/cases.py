@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3, "float16": 6e-4}
 _REASON = "float32 accumulation in another order, then one rounding to the dtype (bf16 keeps 8 bits, fp16 11)"
@@ -29,4 +29,6 @@ CASES = (
     _case(65, 33, 72, bias=True),
     *(_case(T, out, inner, size="real") for T in (1, 8, 64) for out, inner in ((1152, 896), (9728, 896), (896, 4864))),
     *(_case(T, out, inner, size="real") for T in (1, 32, 1024) for out, inner in ((6144, 4096), (28672, 4096))),
+    *(_case(T, 151936, 896, size="real") for T in (1, 8, 64)),
+    *(_case(T, 128256, 4096, size="real") for T in (1, 32, 256)),
 )

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.linear.op import linear
 
 _kernel = CKernel(
@@ -20,7 +20,7 @@ _kernel = CKernel(
 )
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     tensors = [t for t in site.args.values() if t is not None]
     arch = site.target.arch
     return "avx2" in arch and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)

@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Cost:
+def _cost(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Cost:
     out = x_TI.shape[0] * weight_OI.shape[0]
     return Cost(nbytes(x_TI, weight_OI, bias_O) + out * x_TI.element_size(), 2 * out * x_TI.shape[1])
 
@@ -20,8 +20,3 @@ def linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Ten
     Products accumulate in float32 (float64 for float64 inputs); one rounding to x's dtype at the end.
     """
     return torch.nn.functional.linear(x_TI, weight_OI, bias_O)
-
-
-@linear.fake
-def _(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
-    return x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0]))

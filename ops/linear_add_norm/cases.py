@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
 _REASON = "float32 accumulation in another order; sum and norm are rounded to the dtype up to three times"

@@ -2,7 +2,7 @@
 
 import importlib.util
 
-from graphllm.ops.paged_attention import cpu  # noqa: F401
+from graphllm.ops.paged_attention import cpu, tuning  # noqa: F401
 from graphllm.ops.paged_attention.op import kv_state, paged_attention
 
 if importlib.util.find_spec("triton"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
 _REASON = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.paged_attention.op import paged_attention
 
 _SCHEMA = (
@@ -24,7 +24,7 @@ _kernels = {
 }
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     values = [site.args[name] for name in ("q_THE", "k_TKE", "v_TKE", "kv_cache")]
     tables = [site.args[name] for name in ("block_table", "query_start_loc", "seq_lens")]
     return all(t.dtype == values[0].dtype and t.dtype in _kernels and t.stride(-1) == 1 for t in values) and all(
@@ -32,7 +32,12 @@ def _supports(site: Site) -> bool:
     )
 
 
-@paged_attention.impl("cpu", device="cpu", supports=_supports)
+def _remedy(site: CallSite) -> str:
+    dtype = str(site.args["q_THE"].dtype).removeprefix("torch.")
+    return f"dtype {dtype}: no attention kernel for a CPU takes it; use bfloat16 or float32"
+
+
+@paged_attention.impl("cpu", device="cpu", supports=_supports, remedy=_remedy)
 def cpu_paged_attention(
     q_THE: Tensor,
     k_TKE: Tensor,

@@ -9,17 +9,9 @@ from graphllm.ir import Cost, StateSpec, nbytes, op
 
 
 def _cost(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Cost:
+    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
+    window: int,
+) -> Cost:  # fmt: skip
     H, E = q_THE.shape[1:]
     K = k_TKE.shape[1]
     queries = (query_start_loc[1:] - query_start_loc[:-1]).tolist()
@@ -100,16 +92,5 @@ def paged_attention(
 
 
 @paged_attention.fake
-def _(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def _(q_THE: Tensor) -> Tensor:
     return torch.empty_like(q_THE, memory_format=torch.contiguous_format)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site
+from graphllm.ir import CallSite
 
 
 @triton.jit
@@ -178,10 +178,21 @@ def power_of_2(n: int, least: int = 16) -> int:
     return max(least, 1 << (n - 1).bit_length())
 
 
-def attends(site: Site) -> bool:
-    """Whether the kernels of this folder compute the op at a site: its dtype, head size and page size."""
+def attends(site: CallSite) -> bool:
+    """Whether the kernels of this folder compute the op at a site."""
+    return not problem(site)
+
+
+def problem(site: CallSite) -> str:
+    """Why they do not, with what a user can do: dtype, head size or block size; empty where they do."""
     q, cache, table = site.args["q_THE"], site.args["kv_cache"], site.args["block_table"]
-    same = all(site.args[n].dtype == q.dtype for n in ("k_TKE", "v_TKE", "kv_cache"))
     P, E = cache.shape[3], cache.shape[4]
-    half = q.dtype in (torch.bfloat16, torch.float16, torch.float32)
-    return same and half and E <= 256 and P % 16 == 0 and P & (P - 1) == 0 and table.dtype == torch.int32
+    if P % 16 or P & (P - 1):
+        return f"block_size {P}: no attention kernel for a GPU takes it; use a power of two from 16"
+    if E > 256:
+        return f"head_dim {E}: no attention kernel for a GPU takes more than 256; use the backend eager"
+    if any(site.args[n].dtype != q.dtype for n in ("k_TKE", "v_TKE", "kv_cache")):
+        return f"a cache of {cache.dtype} for queries of {q.dtype}: attention kernels for a GPU take one dtype"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or table.dtype != torch.int32:
+        return f"dtype {q.dtype}: no attention kernel for a GPU takes it; use bfloat16, float16 or float32"
+    return ""

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton, zeroed
+from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
@@ -33,6 +33,7 @@ from graphllm.ops.paged_attention.triton_common import (
     load_norm,
     multiply,
     power_of_2,
+    problem,
     rotary_arguments,
     rotate,
     score_constants,
@@ -363,19 +364,21 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     }  # fmt: skip
 
 
-def is_decode(site: Site) -> bool:
+def is_decode(site: CallSite) -> bool:
     """Whether the split kernel alone serves the site."""
     return site.bucket.kind == "decode" and attends(site)
 
 
-def decode_configs(site: Site) -> list[Config]:
-    """The plan for the bucket's largest batch."""
+def decode_configs(site: CallSite) -> list[Config]:
+    """The plan for the bucket's largest batch, and those for a fourth and four times as many sequences."""
     cache, table = site.args["kv_cache"], site.args["block_table"]
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
-    return [plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)]
+    sizes = (site.bucket.hi, max(1, site.bucket.hi // 4), 4 * site.bucket.hi)
+    plans = [plan_splits(S, H, K, table.shape[1] * P, cache.dtype, E) for S in sizes]
+    return [plan for i, plan in enumerate(plans) if plan not in plans[:i]]
 
 
-@paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs)
+@paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs, remedy=problem)
 def triton_decode(
     q_THE: Tensor,
     k_TKE: Tensor,

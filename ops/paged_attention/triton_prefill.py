@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import launch_triton
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
@@ -23,13 +23,14 @@ from graphllm.ops.paged_attention.triton_common import (
     load_rotated,
     multiply,
     power_of_2,
+    problem,
     rotary_arguments,
     score_constants,
     soft_cap,
     tile_pages,
     tile_slots,
 )
-from graphllm.ops.paged_attention.triton_decode import launch_decode, plan_splits
+from graphllm.ops.paged_attention.triton_decode import Config, launch_decode, plan_splits
 
 _WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
 
@@ -260,16 +261,24 @@ def _flash_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def plan_blocks(T: object, G: int, E: int, P: int, dtype: torch.dtype) -> dict[str, int]:
-    """Tile sizes of the flash kernel from static facts; T is the number of tokens, symbolic when dynamic."""
-    if dtype == torch.float32:
-        return {"block_m": power_of_2(G), "block_n": 32, "warps": 4, "stages": 2}
-    if E > 128:
-        return {"block_m": max(128, power_of_2(G)), "block_n": 32, "warps": 8, "stages": 2}
-    return {"block_m": max(128, power_of_2(G)), "block_n": 64, "warps": 8, "stages": 3}
+def prefill_configs(site: CallSite) -> list[Config]:
+    """Launch constants of the flash kernel, the likely best first; the only ones where hardly a tile is full."""
+    q_THE, K = site.args["q_THE"], site.args["kv_cache"].shape[2]
+    G, E = q_THE.shape[1] // K, q_THE.shape[2]
+    if q_THE.dtype == torch.float32:
+        tiles = [(16, 32, 4, 2), (32, 32, 4, 2)]
+    elif E > 128:
+        tiles = [(128, 32, 8, 2), (64, 32, 4, 2)]
+    else:
+        tiles = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+    found: list[Config] = [
+        {"block_m": max(block_m, power_of_2(G)), "block_n": block_n, "warps": warps, "stages": stages}
+        for block_m, block_n, warps, stages in tiles
+    ]
+    return found[:1] if site.bucket.kind == "decode" else found
 
 
-@paged_attention.impl("triton_prefill", device="cuda", supports=attends)
+@paged_attention.impl("triton_prefill", device="cuda", supports=attends, configs=prefill_configs, remedy=problem)
 def triton_prefill(
     q_THE: Tensor,
     k_TKE: Tensor,
@@ -282,6 +291,11 @@ def triton_prefill(
     window: int = 0,
     softcap: float = 0.0,
     rotary: Rotary | None = None,
+    *,
+    block_m: int,
+    block_n: int,
+    warps: int,
+    stages: int,
 ) -> Tensor:
     """Any ragged batch. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
@@ -300,14 +314,13 @@ def triton_prefill(
         K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
         BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache, **rotation,
     )  # fmt: skip
-    plan = plan_blocks(T, G, E, P, q_THE.dtype)
     score_scale, log2e_cap = score_constants(scale, softcap)
     launch_triton(
-        _flash_kernel, ((T // (plan["block_m"] // G) + S) * K,),
+        _flash_kernel, ((T // (block_m // G) + S) * K,),
         q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        H=H, K=K, G=G, BLOCK_M=plan["block_m"], BLOCK_N=plan["block_n"], num_warps=plan["warps"],
-        num_stages=plan["stages"], **cache, **rotation,
+        H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
+        num_stages=stages, **cache, **rotation,
     )  # fmt: skip
     launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, rotary,

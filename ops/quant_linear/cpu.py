@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.quant_linear.op import quant_linear
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -32,7 +32,7 @@ _kernels = {
 }
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     x_TI, values, scales = site.args["x_TI"], site.args["values_BGLRQ"], site.args["scales_BGR"]
     return (
         x_TI.dtype in (torch.bfloat16, torch.float16, torch.float32)
@@ -51,7 +51,6 @@ def streaming_quant_linear(
     scales_BGR: Tensor,
     rows: int,
     bias_O: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> Tensor:
     """Each group of x's entries is rounded to multiples of a 127th of its largest; integer products of a group are
     exact, and its sum is scaled and added in float32. With AMX, for 32 rows of bfloat16 and more, x is taken as it is
@@ -61,5 +60,4 @@ def streaming_quant_linear(
     out = x.new_empty((x.shape[0], rows))
     kernel = _kernels[values_BGLRQ.dtype, taken]
     kernel(x, values_BGLRQ, scales_BGR, bias, out, *out.shape, x.shape[1], x.stride(0))
-    out_TO = out.to(x_TI.dtype)
-    return torch.tanh(out_TO / softcap) * softcap if softcap > 0 else out_TO
+    return out.to(x_TI.dtype)

@@ -8,17 +8,10 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    softcap: float = 0.0,
-) -> Cost:
+def _cost(x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None) -> Cost:
     out = x_TI.shape[0] * rows
     read = nbytes(x_TI, values_BGLRQ, scales_BGR, bias_O)
-    return Cost(read + out * x_TI.element_size(), out * (2 * x_TI.shape[1] + (3 if softcap else 0)))
+    return Cost(read + out * x_TI.element_size(), 2 * out * x_TI.shape[1])
 
 
 @op(cost=_cost, rowwise=True)
@@ -28,14 +21,11 @@ def quant_linear(
     scales_BGR: Tensor,
     rows: int,
     bias_O: Tensor | None = None,
-    softcap: float = 0.0,
 ) -> Tensor:
     """x_TI [T, I] times a quantized weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype.
 
-    rows: O. softcap: if positive, logits become softcap * tanh(logits / softcap), as in `lm_head`.
-
-    The weight is values times scales, packed in blocks of R = 16 of its rows and groups of C of its inner entries. With
-    o = 16 b + r and i = C g + c, weight[o, i] = n * scales[b, g, r], where n is an integer:
+    rows: O. The weight is values times scales, packed in blocks of R = 16 of its rows and groups of C of its inner
+    entries. With o = 16 b + r and i = C g + c, weight[o, i] = n * scales[b, g, r], where n is an integer:
     - values int8 [B, G, L, 16, 4], L = C / 4, -127 to 127: n = values[b, g, l, r, q] with c = 4 l + q.
     - values uint8 [B, G, L, 16, 4], L = C / 8: n + 8 is the low half of values[b, g, l, r, q] for c = 8 l + q, and the
       high half for c = 8 l + 4 + q.
@@ -43,25 +33,12 @@ def quant_linear(
     shape says; what pads the last block and the last group may be anything finite. scales are bfloat16.
 
     Products of the exact weights accumulate in float32 (float64 for float64 inputs); one rounding to x's dtype at the
-    end, and one after each operation of the soft cap.
+    end.
     """
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     weight_OI = dequantize(values_BGLRQ, scales_BGR, rows, x_TI.shape[1]).to(wide)
     out_TO = torch.nn.functional.linear(x_TI.to(wide), weight_OI, None if bias_O is None else bias_O.to(wide))
-    out_TO = out_TO.to(x_TI.dtype)
-    return torch.tanh(out_TO / softcap) * softcap if softcap > 0 else out_TO
-
-
-@quant_linear.fake
-def _(
-    x_TI: Tensor,
-    values_BGLRQ: Tensor,
-    scales_BGR: Tensor,
-    rows: int,
-    bias_O: Tensor | None = None,
-    softcap: float = 0.0,
-) -> Tensor:
-    return x_TI.new_empty((x_TI.shape[0], rows))
+    return out_TO.to(x_TI.dtype)
 
 
 def dequantize(values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, inner: int) -> Tensor:

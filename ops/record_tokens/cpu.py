@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.record_tokens.op import record_tokens
 
 _kernel = CKernel(
@@ -19,7 +19,7 @@ _kernel = CKernel(
 )
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     return all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in site.args.values())
 
 

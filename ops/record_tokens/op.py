@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor) -> Cost:
+def _cost(tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor) -> Cost:
     return Cost(2 * nbytes(tokens_S) + nbytes(slot_S, counted_S) + 3 * nbytes(tokens_S), tokens_S.numel())
 
 
@@ -30,8 +30,3 @@ def record_tokens(
     once = ((counted_S > 0) & (tokens_S >= 0)).to(counts_NV.dtype)
     counts_NV.index_put_((slot, token.long()), once, accumulate=True)
     return tokens_S.clone(memory_format=torch.contiguous_format)
-
-
-@record_tokens.fake
-def _(tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor) -> Tensor:
-    return tokens_S.new_empty(tokens_S.shape)

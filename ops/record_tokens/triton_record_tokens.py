@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.record_tokens.op import record_tokens
 
 
@@ -26,7 +26,7 @@ def _record_kernel(tokens_ptr, slot_ptr, counted_ptr, last_token_ptr, counts_ptr
         tl.store(count_ptr, tl.load(count_ptr) + 1)
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     return all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in site.args.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 
 def _case(counts: tuple[int, ...], K: int = 3, padding: int = 0) -> Case:

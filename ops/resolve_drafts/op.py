@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(token_ids_T: Tensor, positions_T: Tensor, seq_lens_S: Tensor, **state: Tensor) -> Cost:
+def _cost(token_ids_T: Tensor, seq_lens_S: Tensor) -> Cost:
     return Cost(6 * nbytes(token_ids_T) + 4 * nbytes(seq_lens_S), token_ids_T.numel())
 
 
@@ -52,6 +52,3 @@ def resolve_drafts(
         (context_lens_T - back_T).clamp(min=0),
         (seq_lens_S - back_S).clamp(min=0),
     )
-
-
-resolve_drafts.fake(resolve_drafts.reference)

@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Cost:
+def _cost(x: Tensor, weight: Tensor) -> Cost:
     return Cost(2 * nbytes(x) + nbytes(weight), 4 * x.numel())
 
 
@@ -24,8 +24,3 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     if offset:
         return (normed * (offset + weight.to(wide.dtype))).to(x.dtype)
     return normed.to(x.dtype) * weight
-
-
-@rms_norm.fake
-def _(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 1e-6, "bfloat16": 6e-3, "float16": 8e-4}
 _REASON = "cosine and sine, both products and their sum are rounded to the dtype"

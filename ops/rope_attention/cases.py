@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 from graphllm.ops.paged_attention.cases import CASES as ATTENTION
 
 _TOLERANCE = {"float32": 4e-6, "bfloat16": 2e-2, "float16": 2e-3}

@@ -14,12 +14,13 @@ from graphllm.ops.rope import rope
 
 
 def _cost(
-    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
-) -> Cost:
-    inner = paged_attention.cost(**attention)
-    turned = attention["q_THE"].numel() + attention["k_TKE"].numel()
+    q_THE: Tensor, k_TKE: Tensor, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None,
+    **others: Any,
+) -> Cost:  # fmt: skip
+    inner = paged_attention.cost(q_THE=q_THE, k_TKE=k_TKE, **others)
+    rotated = q_THE.numel() + k_TKE.numel()
     read = nbytes(cos_TF, sin_TF, q_norm_E, k_norm_E)
-    return Cost(inner.bytes + read, inner.flops + turned * (6 if q_norm_E is None else 10))
+    return Cost(inner.bytes + read, inner.flops + rotated * (6 if q_norm_E is None else 10))
 
 
 @op(boundary=True, mutates=("kv_cache",), cost=_cost)
@@ -56,21 +57,5 @@ def rope_attention(
 
 
 @rope_attention.fake
-def _(
-    q_THE: Tensor,
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    cos_TF: Tensor,
-    sin_TF: Tensor,
-    q_norm_E: Tensor | None = None,
-    k_norm_E: Tensor | None = None,
-    eps: float = 0.0,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
+def _(q_THE: Tensor) -> Tensor:
     return torch.empty_like(q_THE, memory_format=torch.contiguous_format)

@@ -7,15 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphllm.ir import Site
-from graphllm.ops.paged_attention.triton_common import Rotary, attends
+from graphllm.ir import CallSite
+from graphllm.ops.paged_attention.triton_common import Rotary, attends, problem
 from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
+from graphllm.ops.paged_attention.triton_prefill import prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
 from graphllm.ops.rope_attention.op import rope_attention
 
 
-def _rotates(site: Site) -> bool:
+def _rotates(site: CallSite) -> bool:
     tables = [site.args[name] for name in ("cos_TF", "sin_TF")]
     norms = [n for n in (site.args["q_norm_E"], site.args["k_norm_E"]) if n is not None]
     same = all(n.dtype == site.args["q_THE"].dtype for n in norms)
@@ -23,7 +24,11 @@ def _rotates(site: Site) -> bool:
 
 
 @rope_attention.impl(
-    "triton_decode", device="cuda", supports=lambda s: is_decode(s) and _rotates(s), configs=decode_configs
+    "triton_decode",
+    device="cuda",
+    supports=lambda s: is_decode(s) and _rotates(s),
+    configs=decode_configs,
+    remedy=problem,
 )
 def triton_decode(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
@@ -32,7 +37,10 @@ def triton_decode(
     return decode(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
 
 
-@rope_attention.impl("triton_prefill", device="cuda", supports=lambda s: attends(s) and _rotates(s))
+@rope_attention.impl(
+    "triton_prefill", device="cuda", supports=lambda s: attends(s) and _rotates(s), configs=prefill_configs,
+    remedy=problem,
+)  # fmt: skip
 def triton_prefill(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
 ) -> Tensor:

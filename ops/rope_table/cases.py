@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 2e-5}
 _REASON = "a float32 angle of a thousand radians is off by 6e-5, and so are its cosine and sine"

@@ -8,14 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
-def _cost(
-    positions_T: Tensor,
-    context_len_T: Tensor,
-    inv_freq_RF: Tensor,
-    original_len: int = 0,
-    ntk_factor: float = 0.0,
-    scale: float = 1.0,
-) -> Cost:
+def _cost(positions_T: Tensor, context_len_T: Tensor, inv_freq_RF: Tensor, original_len: int) -> Cost:
     angles = positions_T.numel() * inv_freq_RF.shape[1]
     read = nbytes(positions_T, inv_freq_RF) + (nbytes(context_len_T) if original_len else 0)
     return Cost(read + 2 * angles * inv_freq_RF.element_size(), 40 * angles)
@@ -51,16 +44,3 @@ def rope_table(
         freq_TF = freq_TF * torch.pow(growth_T[:, None], exponent_F)
     angle_TF = positions_T.to(inv_freq_RF.dtype)[:, None] * freq_TF
     return angle_TF.cos() * scale, angle_TF.sin() * scale
-
-
-@rope_table.fake
-def _(
-    positions_T: Tensor,
-    context_len_T: Tensor,
-    inv_freq_RF: Tensor,
-    original_len: int = 0,
-    ntk_factor: float = 0.0,
-    scale: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    shape = (positions_T.shape[0], inv_freq_RF.shape[1])
-    return inv_freq_RF.new_empty(shape), inv_freq_RF.new_empty(shape)

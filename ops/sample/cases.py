@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _REASON = "token ids are exact: the same random bits, and thresholds that differ only between neighbouring logits"
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.sample.op import sample
 
 _SCHEMA = (
@@ -30,7 +30,7 @@ _PARAMETERS = {
 }
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     logits = site.args["logits_SV"]
     return (
         logits.dtype in _kernels

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.sample.op import sample
 
 _BLOCK = 2048  # lanes: logits that one program reads at a time
@@ -409,7 +409,7 @@ def _chunks(S: object, V: int) -> int:
     return min(1 << max(0, min(wanted, 64).bit_length() - 1), max(2, 1 << (tiles - 1).bit_length()))
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     logits = site.args["logits_SV"]
     return logits.dtype in _KEY_SHIFT and logits.shape[1] < _BLOCK * 2**15
 

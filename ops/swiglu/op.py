@@ -21,8 +21,3 @@ def swiglu(gate_up_T2F: Tensor) -> Tensor:
     """
     gate_TF, up_TF = gate_up_T2F.unflatten(1, (2, gate_up_T2F.shape[1] // 2)).unbind(1)
     return torch.nn.functional.silu(gate_TF) * up_TF
-
-
-@swiglu.fake
-def _(gate_up_T2F: Tensor) -> Tensor:
-    return gate_up_T2F.new_empty((gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 
 def _logprobs(out: Tensor, args: Mapping[str, Any]) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.token_logprobs.op import token_logprobs
 
 _SCHEMA = (
@@ -22,7 +22,7 @@ _kernels = {
 }
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     logits, rows = site.args["logits_SV"], [site.args[n] for n in ("tokens_S", "target_S", "wanted_S")]
     return (
         logits.dtype in _kernels

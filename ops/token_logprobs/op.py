@@ -8,7 +8,7 @@ from torch import Tensor
 from graphllm.ir import Cost, op
 
 
-def _cost(logits_SV: Tensor, tokens_S: Tensor, target_S: Tensor, wanted_S: Tensor, k: int) -> Cost:
+def _cost(logits_SV: Tensor, wanted_S: Tensor, k: int) -> Cost:
     rows = int((wanted_S >= 0).sum())
     V = logits_SV.shape[1]
     return Cost(rows * V * logits_SV.element_size() + 4 * len(wanted_S) * (2 + 2 * k), 4 * rows * V)
@@ -46,7 +46,7 @@ def token_logprobs(logits_SV: Tensor, tokens_S: Tensor, target_S: Tensor, wanted
     return out.masked_fill((wanted_S < 0)[:, None], 0.0)
 
 
-@token_logprobs.fake
-def _(logits_SV: Tensor, tokens_S: Tensor, target_S: Tensor, wanted_S: Tensor, k: int) -> Tensor:
+@token_logprobs.fake  # the reference is long, and this is needed for every bucket
+def _(logits_SV: Tensor, k: int) -> Tensor:
     dtype = torch.promote_types(logits_SV.dtype, torch.float32)
     return logits_SV.new_empty((logits_SV.shape[0], 2 + 2 * k), dtype=dtype)

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import Site, launch_triton
+from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.token_logprobs.op import token_logprobs
 
 _BLOCK = 2048  # logits of a tile
@@ -144,7 +144,7 @@ def _finish_kernel(
             best = tl.where(tile == id // BLOCK, next_best, best)
 
 
-def _supports(site: Site) -> bool:
+def _supports(site: CallSite) -> bool:
     return site.args["logits_SV"].dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -96,7 +96,8 @@ def test_inspect(cli: Any, compiled_artifact: Path, monkeypatch: pytest.MonkeyPa
         artifact.key_of(manifest["factors"])[:16], "cpu: ", f"graphllm {__version__}", "torch ",
         "LlamaForCausalLM, float32",
         "96 tokens of context, 4 sequences and 32 tokens a step, pages of 8", "decode 2..4", "mixed 2..32",
-        "fused by Inductor", "canonicalize", f"{manifest['memory']['arena']:,}", f"{manifest['memory']['block']:,}",
+        "paged_attention: cpu", "swiglu: compiled by Inductor", "canonicalize",
+        f"{manifest['memory']['arena']:,}", f"{manifest['memory']['block']:,}",
         f"{len(manifest['files'])} files",
     ):  # fmt: skip
         assert part in done.out, part

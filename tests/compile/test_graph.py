@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.passes import Unit
 from graphllm.compile.trace import trace_unit
 from graphllm.config import ConfigError
 from graphllm.ir.graph import (
@@ -28,6 +27,7 @@ from graphllm.ir.graph import (
     verify,
 )  # fmt: skip
 from graphllm.ir.registry import load_ops
+from graphllm.rewrite import Unit
 from graphllm.runtime.interpreter import interpret
 
 dense = TensorSpec.contiguous

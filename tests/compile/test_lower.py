@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.lower import choose, lower, needs_reference
+from graphllm.compile.lower import lower
+from graphllm.compile.specialize import require_implementations
 from graphllm.compile.trace import trace_unit
-from graphllm.config import Bucket, Target
-from graphllm.ir import Cost, Op, Site
-from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.ir import CallSite, Cost, Op
+from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.registry import load_ops
+from graphllm.rewrite import choose
 
 OPS = load_ops()
 REGISTRY = sys.modules["graphllm.ir.op"]._ops  # `graphllm.ir.op` is also the name of the decorator
@@ -32,19 +33,18 @@ def _negate(x: Tensor) -> Tensor:
 def op() -> Op:
     """An op with three implementations: for few tokens, for any, and for a GPU."""
     made = Op("lower_test_negate", _negate, False, (), False, lambda x: Cost(1, 1))
-    made.fake(torch.empty_like)
     made.impl("few", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: x.cos().mul(0) - x)
     made.impl("wide", device="cpu", supports=lambda site: site.args["x"].shape[-1] >= 16)(lambda x: x.tan().mul(0) - x)
     made.impl("gpu", device="cuda")(lambda x: -x)
     return made
 
 
-def _site(target: Target, bucket: Bucket, width: int = 16) -> Site:
-    return Site({"x": torch.empty(2, width)}, target, bucket)
+def _site(target: Target, bucket: Bucket, width: int = 16) -> CallSite:
+    return CallSite({"x": torch.empty(2, width)}, target, bucket)
 
 
 def test_first_registered_that_supports_the_site(op: Op) -> None:
-    def name(site: Site) -> str | None:
+    def name(site: CallSite) -> str | None:
         chosen = choose(op, site)
         return chosen and chosen.name
 
@@ -65,7 +65,7 @@ def test_body_of_the_chosen_implementation_is_inlined(
 ) -> None:
     monkeypatch.setitem(REGISTRY, op.name, op)
     unit = trace_unit("test", {"x": SPEC}, lambda v: (OPS["swiglu"](op(v["x"])),), Shapes("cpu"))
-    lowered = lower(unit.graph, [SPEC], CPU, bucket)
+    lowered = lower(unit.graph, [SPEC], CompileConfig(CPU), bucket)
     assert lowered.chosen == (f"{op.name}: {'few' if bucket is SMALL else 'wide'}", "swiglu: reference")
     calls = [n.target for n in lowered.graph.graph.nodes if n.op == "call_function"]
     names = [t.name() for t in calls if isinstance(t, torch._ops.OpOverload)]
@@ -77,24 +77,47 @@ def test_body_of_the_chosen_implementation_is_inlined(
 
 def test_static_bucket_has_no_symbols() -> None:
     unit = trace_unit("test", {"x": SPEC}, lambda v: (v["x"].sum(0),), Shapes("cpu"))
-    one = lower(unit.graph, [SPEC], CPU, Bucket("decode", 1, 1))
+    one = lower(unit.graph, [SPEC], CompileConfig(CPU), Bucket("decode", 1, 1))
     assert list(one.inputs[0].shape) == [1, 16]
-    many = lower(unit.graph, [SPEC], CPU, SMALL)
+    many = lower(unit.graph, [SPEC], CompileConfig(CPU), SMALL)
     assert isinstance(many.inputs[0].shape[0], torch.SymInt)
 
 
-def test_pieces_that_must_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lone boundary op without an implementation here; its reference may look at data."""
-
-    def graph(fn: Any) -> torch.fx.Graph:
-        return trace_unit("test", {"x": SPEC}, lambda v: (fn(v["x"]),), Shapes("cpu")).graph
-
+def test_a_boundary_op_without_an_implementation_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     boundary = Op("lower_test_boundary", _negate, True, (), False, lambda x: Cost(1, 1))
-    boundary.fake(torch.empty_like)
     monkeypatch.setitem(REGISTRY, boundary.name, boundary)
-    assert needs_reference(graph(boundary), [SPEC], CPU, SMALL)
-    assert not needs_reference(graph(lambda x: boundary(x) + 1), [SPEC], CPU, SMALL)
-    assert not needs_reference(graph(OPS["swiglu"]), [SPEC], CPU, SMALL)
-    boundary.impl("few", device="cpu", supports=lambda site: site.bucket.hi <= 8)(lambda x: 0 - x)
-    assert not needs_reference(graph(boundary), [SPEC], CPU, SMALL)
-    assert needs_reference(graph(boundary), [SPEC], CPU, LARGE)
+    unit = trace_unit("test", {"x": SPEC}, lambda v: (boundary(v["x"]),), Shapes("cpu"))
+    lowered = lower(unit.graph, [SPEC], CompileConfig(CPU), SMALL)
+    assert lowered.chosen == ("lower_test_boundary: reference",)
+    assert torch.equal(lowered.graph(torch.ones(3, 16))[0], -torch.ones(3, 16))
+
+
+def test_what_nothing_can_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference that looks at data cannot be compiled: without an implementation that is an error with a remedy,
+    told before anything is compiled, and never a reason to interpret."""
+
+    def by_value(x: Tensor, width: int) -> Tensor:
+        """x or -x, by its first number."""
+        return x if x[0, 0].item() > 0 else -x
+
+    made = Op("lower_test_by_value", by_value, True, (), False, lambda x: Cost(1, 1))
+    made.fake(lambda x: torch.empty_like(x))
+    monkeypatch.setitem(REGISTRY, made.name, made)
+    unit = trace_unit("test", {"x": SPEC}, lambda v: (made(v["x"], 5),), Shapes("cpu"))
+    output = unit.graph.output_node()
+    output.meta["val"] = tuple(n.meta["val"] for n in output.args[0])
+    piece = to_json(unit.graph, unit.shapes)
+    small, both = CompileConfig(CPU, buckets=(SMALL,)), CompileConfig(CPU, buckets=(SMALL, LARGE))
+    with pytest.raises(ConfigError, match=r"op lower_test_by_value: no implementation for cpu .* the backend eager"):
+        require_implementations([piece], small)
+    made.impl(
+        "few", device="cpu", supports=lambda site: site.rows("x") <= 8,
+        remedy=lambda site: f"width {site.args['width']}: use 4",
+    )(lambda x: 0 - x)  # fmt: skip
+    require_implementations([piece], small)
+    for check in (
+        lambda: require_implementations([piece], both),
+        lambda: lower(unit.graph, [SPEC], both, LARGE),
+    ):
+        with pytest.raises(ConfigError, match=r"op lower_test_by_value: .* cannot be compiled. width 5: use 4"):
+            check()

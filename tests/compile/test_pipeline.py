@@ -12,6 +12,7 @@ import pytest
 
 from graphllm import artifact, prepare
 from graphllm.compile.link import Linked, link
+from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.trace import plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, Target
@@ -42,7 +43,8 @@ def _link(hf: dict[str, Any]) -> Linked:
     c = model.config(hf)
     layout = plan_layout(model, c, CONFIG)
     graphs = trace_model(model, c, CONFIG, layout)
-    run_passes([u for g in graphs for u in g.units.values()], make_plan(model, c, "float32"), CONFIG)
+    units = [u for g in graphs for u in g.units.values()]
+    run_passes(units, make_plan(model, c, "float32"), CONFIG, PIPELINE.units)
     return link(graphs, layout)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import os
 import subprocess
 import sys
@@ -16,18 +17,21 @@ from torch import Tensor
 
 from graphllm.compile import tune
 from graphllm.compile.link import Linked, link
-from graphllm.compile.lower import Choice, lower, site_key, site_of
-from graphllm.compile.pipeline import find_model, run_passes
+from graphllm.compile.lower import lower
+from graphllm.compile.passes import PIPELINE
+from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import plan_layout, trace_model, trace_unit
-from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.config import Bucket, CompileConfig, ConfigError, Target
 from graphllm.ir import Cost, Op
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.prepare import default_buckets
+from graphllm.rewrite import ImplChoice, Unit, fake_values, site_key, site_of
 from graphllm.weights.plan import make_plan
 
+OPS = load_ops()
 TARGET = Target("cuda", ("sm_90",))
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 256, "num_hidden_layers": 3,
@@ -46,7 +50,6 @@ def _config() -> CompileConfig:
 
 
 def _linked(config: CompileConfig) -> Linked:
-    load_ops()
     load_passes()
     model = find_model(QWEN)
     c = model.config(QWEN)
@@ -54,7 +57,8 @@ def _linked(config: CompileConfig) -> Linked:
     on_cpu = dataclasses.replace(config, target=Target("cpu", ()))
     layout = plan_layout(model, c, on_cpu)
     graphs = trace_model(model, c, on_cpu, layout)
-    run_passes([u for g in graphs for u in g.units.values()], make_plan(model, c, config.dtype), config)
+    units = [u for g in graphs for u in g.units.values()]
+    run_passes(units, make_plan(model, c, config.dtype), config, PIPELINE.units)
     return link(graphs, layout)
 
 
@@ -78,7 +82,7 @@ def test_decode_of_a_layer_is_five_kernels(linked: Linked, config: CompileConfig
     assert any(p.label == "rope_attention" for p in linked.pieces.values())
     unit, reports = specialize(_middle(linked).json, config.buckets[0], config)
     assert [op.name for n in unit.graph.nodes if (op := op_of(n.target))] == ["fused_linear"] * 4
-    assert [(r["pass"], r["stage"], r["changed"]) for r in reports] == [("fuse_linear", "SPECIALIZE", 4)]
+    assert [(r["pass"], r["changed"]) for r in reports] == [("fuse_linear", 4)]
 
 
 def test_every_kernel_keeps_the_sizes_dynamic() -> None:
@@ -95,18 +99,29 @@ def _lower_with_every_kernel() -> int:
     config = _config()
     piece, count = _middle(_linked(config)).json, 0
     for bucket in (b for b in config.buckets if b.hi <= 256):
-        special = specialize(piece, bucket, config)
+        unit = specialize(piece, bucket, config).unit
         for name in ("triton_tile", "cublas"):
 
-            def pick(node: torch.fx.Node, op: Op, name: str = name, bucket: Bucket = bucket) -> Choice | None:
-                site, impl = site_of(node, op, TARGET, bucket), op.impls[name]
-                return Choice(name, impl.configs(site)[-1])
+            def pick(node: torch.fx.Node, op: Op, name: str = name, unit: Unit = unit) -> ImplChoice | None:
+                assert unit.bucket is not None
+                site = site_of(op, op.bind((), fake_values(node.kwargs)), unit.shapes, config, unit.bucket)
+                return ImplChoice(name, op.impls[name].configs(site)[-1])
 
-            lowered = lower(special.unit.graph, input_specs(piece), TARGET, bucket, pick)
+            lowered = lower(unit.graph, input_specs(piece), config, bucket, pick)
             assert all(f": {name}" in c for c in lowered.chosen)
             assert isinstance(lowered.shapes.symbols["T"], int) == bucket.static
             count += 1
     return count
+
+
+def test_a_block_size_without_a_kernel_is_refused_before_anything_is_built(
+    config: CompileConfig, tmp_path: Path
+) -> None:
+    small, stages = dataclasses.replace(config, block_size=8), list[str]()
+    with pytest.raises(ConfigError, match=r"paged_attention: .* block_size 8: .* use a power of two from 16"):
+        compile_model(QWEN, "", small, tmp_path / "artifact", progress=lambda stage, *_: stages.append(stage))
+    assert stages == ["trace"]
+    assert not (tmp_path / "artifact").exists()
 
 
 def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,23 +130,28 @@ def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPat
         return x + x
 
     made = Op("specialize_test_double", double, False, (), False, lambda x: Cost(1, 1))
-    made.fake(torch.empty_like)
     made.impl("fixed", device="cpu")(lambda x: x * (2 if int(x.shape[0]) else 3))
     monkeypatch.setitem(sys.modules["graphllm.ir.op"]._ops, made.name, made)
     spec = TensorSpec.contiguous("float32", "T", 4)
     unit = trace_unit("test", {"x": spec}, lambda v: (made(v["x"]),), Shapes("cpu"))
     with pytest.raises(GraphError, match=r"lowering for mixed-2-64 made T = 64 \(with specialize_test_double: fixed\)"):
-        lower(unit.graph, [spec], Target("cpu", ()), Bucket("mixed", 2, 64))
+        lower(unit.graph, [spec], CompileConfig(Target("cpu", ())), Bucket("mixed", 2, 64))
 
 
 def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) -> None:
-    """Each distinct linear layer once a bucket, with every implementation among its candidates."""
+    """Each distinct linear layer and attention once a bucket, with every implementation among the candidates."""
     sites = tune.tunables([p.json for p in linked.pieces.values()], config)
-    assert {s.op for s in sites.values()} == {"fused_linear", "linear_add_norm"}
-    ones = [s for key, s in sites.items() if " decode-1 " in key]
+    linear, attention = {"fused_linear", "linear_add_norm"}, {"rope_attention"}
+    assert {s.op for s in sites.values()} == linear | attention
+    found = {key: {c.impl for c in s.candidates} for key, s in sites.items() if s.op in attention}
+    assert len(found) == len(config.buckets)
+    for key, impls in found.items():
+        assert impls == ({"triton_prefill"} if " mixed-" in key else {"triton_decode", "triton_prefill"})
+    ones = [s for key, s in sites.items() if " decode-1 " in key and s.op in linear]
     assert len(ones) == 5  # qkv, o, gate and up, down, head
     assert all({c.impl for c in s.candidates} == {"triton_row", "cublas", "triton_tile"} for s in ones)
-    assert not [key for key in sites if " mixed-" in key]
+    mixed = {s.args["x_TI"].shape[0] for key, s in sites.items() if " mixed-" in key and s.op in linear}
+    assert mixed == {"S"}  # where few rows are sampled from, kernels for few rows serve long steps, too
     special = specialize(_middle(linked).json, config.buckets[1], config)
     keys = [
         site_key(n, op, special.unit.shapes, config.buckets[1])
@@ -149,6 +169,25 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     assert [f.name for f in file.parent.iterdir()] == ["tuned.json"]
 
 
+@pytest.mark.parametrize("bucket", [0, 1, -1])
+def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: CompileConfig, bucket: int) -> None:
+    """Every token lies in a block of its own sequence, the step is full, and copies do not share a cache."""
+    pieces = [p.json for p in linked.pieces.values() if p.label == "rope_attention"]
+    (site,) = tune.tunables(pieces, dataclasses.replace(config, buckets=(config.buckets[bucket],))).values()
+    args, other = tune.inputs_of(site, 2, "cpu")
+    T, S = site.sizes["T"], site.sizes["S"]
+    starts, lengths, table = (args[n].tolist() for n in ("query_start_loc", "seq_lens", "block_table"))
+    queries = [b - a for a, b in itertools.pairwise(starts)]
+    assert (len(queries), sum(queries), args["q_THE"].shape[0]) == (S, T, T)
+    assert all(n <= length <= config.max_model_len for n, length in zip(queries, lengths, strict=True))
+    used = [b for row, length in zip(table, lengths, strict=True) for b in row[: -(-length // config.block_size)]]
+    assert len(set(used)) == len(used) == args["kv_cache"].shape[0]
+    before = args["kv_cache"].clone()
+    OPS["rope_attention"](**args)
+    assert not torch.equal(before, args["kv_cache"])
+    assert torch.equal(before, other["kv_cache"])
+
+
 def test_what_was_found_is_kept(
     linked: Linked, config: CompileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +195,7 @@ def test_what_was_found_is_kept(
     none."""
     measured: list[tune.Tunable] = []
 
-    def measure(site: tune.Tunable, candidates: list[Choice]) -> tune.Measured:
+    def measure(site: tune.Tunable, candidates: list[ImplChoice]) -> tune.Measured:
         measured.append(site)
         assert {c.impl for c in candidates} == {c.impl for c in site.candidates} - {"cublas"}
         return tune.Measured(candidates[-1], {"last": 1.0})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from graphllm.ir.cases import Case, Maker
-from graphllm.ir.check import cases_of, check_impl, relative_error
-from graphllm.ir.op import Op, Site
+from graphllm.ir.op import CallSite, Op
 from graphllm.ir.registry import load_ops
+from graphllm.ir.testing import Case, Maker
+from graphllm.ir.testing.check import cases_of, check_impl, relative_error
 from graphllm.machine import detect_target
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -47,7 +47,7 @@ def test_decode_graph_serves_other_lengths() -> None:
     columns = static["block_table"].shape[1]
     graph = torch.cuda.CUDAGraph()
     impl = op.impls["triton_decode"]
-    decode = impl.at(Site(static, detect_target("cuda"), long.bucket))
+    decode = impl.at(CallSite(static, detect_target("cuda"), long.bucket))
     decode(**static)
     with torch.cuda.graph(graph):
         out = decode(**static)
@@ -72,7 +72,7 @@ def test_full_size_attention(case: str) -> None:
     full = _case(op, case)
     impl = op.impls["triton_decode" if full.bucket.kind == "decode" else "triton_prefill"]
     args = _inputs(op, full, 0)
-    call = impl.at(Site(args, detect_target("cuda"), full.bucket))
+    call = impl.at(CallSite(args, detect_target("cuda"), full.bucket))
     assert _error(op, full, call(**_inputs(op, full, 0)), args) < full.tolerance["bfloat16"]
 
 

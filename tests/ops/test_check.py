@@ -11,8 +11,8 @@ from torch import Tensor
 
 from graphllm.config import Bucket
 from graphllm.ir import Cost, Impl, Op
-from graphllm.ir.cases import Case, Maker
-from graphllm.ir.check import check_impl, check_specification, relative_error
+from graphllm.ir.testing import Case, Maker
+from graphllm.ir.testing.check import check_impl, check_specification, relative_error
 
 
 def _double(x: Tensor, state: Tensor) -> Tensor:
@@ -77,6 +77,16 @@ def test_rows_that_depend_on_others_are_found() -> None:
     assert _problems(made) == ""
     made.rowwise = True
     assert "rows alone give something else" in _problems(made)
+
+
+def test_a_number_of_rows_that_becomes_a_constant_is_found() -> None:
+    def fixes(x: Tensor, state: Tensor) -> Tensor:
+        """2 x, whose rows are counted in Python."""
+        state += 0
+        return 2 * x.narrow(0, 0, int(x.shape[0]))
+
+    made = Op("check_dynamic", fixes, False, ("state",), False, lambda x: Cost(8, 4))
+    assert "takes the number of rows for a constant, T = 3" in _problems(made)
 
 
 def test_undeclared_write() -> None:

@@ -25,7 +25,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from graphllm.config import Bucket, Target
 from graphllm.cpp import compiler_command
 from graphllm.ir.kernels import CKernel, c_kernel
-from graphllm.ir.op import Site
+from graphllm.ir.op import CallSite
 from graphllm.ops.adjust_logits import adjust_logits
 from graphllm.ops.adjust_logits.cpu import cpu_adjust_logits
 from graphllm.ops.fused_linear import fused_linear
@@ -113,9 +113,9 @@ def _known_gated(rows: int) -> list[tuple[dict[str, Any], torch.Tensor]]:
         x = torch.randn(rows, inner + 8).bfloat16()[:, :inner]
         weight = (torch.randn(2 * out, inner + 4) * inner**-0.5).bfloat16()[:, :inner]
         for bias in (None, torch.randn(2 * out).bfloat16()):
-            given = {"x_TI": x, "weight_OI": weight, "bias_O": bias, "gated": True}
+            given = {"x_TI": x, "weight_OI": weight, "bias_O": bias}
             wide: dict[str, Any] = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-            found.append((given, fused_linear.reference(**wide)))
+            found.append((given, fused_linear.reference(**wide, gated=True)))
     return found
 
 
@@ -144,9 +144,9 @@ def test_linear_is_bitwise_the_same_for_any_thread_count(level: str) -> None:
     assert all(torch.equal(r, results[0]) for r in results)
 
 
-def _linear_site(arch: tuple[str, ...], dtype: torch.dtype, tokens: int) -> Site:
+def _linear_site(arch: tuple[str, ...], dtype: torch.dtype, tokens: int) -> CallSite:
     args = {"x_TI": torch.empty(tokens, 32, dtype=dtype), "weight_OI": torch.empty(8, 32, dtype=dtype), "bias_O": None}
-    return Site(args, Target("cpu", arch), Bucket("decode", tokens, tokens))
+    return CallSite(args, Target("cpu", arch), Bucket("decode", tokens, tokens))
 
 
 def test_linear_is_chosen_only_where_it_is_faster() -> None:

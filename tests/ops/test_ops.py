@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from graphllm.ir.check import cases_of, check_impl, check_specification
 from graphllm.ir.registry import load_ops
+from graphllm.ir.testing.check import cases_of, check_impl, check_specification
 
 _OPS = load_ops()
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.passes import PassReport, Unit
 from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, digest, target_name, to_json, verify
 from graphllm.ir.registry import load_ops
 from graphllm.passes.canonicalize import canonicalize
+from graphllm.rewrite import PassReport, Unit
 from graphllm.weights.plan import WeightPlan
 
 dense = TensorSpec.contiguous

@@ -10,16 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.passes import PassReport, Unit
 from graphllm.compile.trace import trace_unit
-from graphllm.config import CompileConfig, Target
+from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
 from graphllm.ir.registry import load_ops
 from graphllm.passes.fuse_attention import fuse_attention
+from graphllm.rewrite import PassReport, Unit
 from graphllm.weights.plan import WeightPlan
 
 OPS = load_ops()
-GPU = CompileConfig(Target("cuda", ("sm_90",)))
+BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 16), Bucket("mixed", 2, 64))
+GPU = CompileConfig(Target("cuda", ("sm_90",)), buckets=BUCKETS)
 dense = TensorSpec.contiguous
 E, F, PAGE = 8, 4, 16
 SPECS = {
@@ -124,6 +125,8 @@ def test_norms_that_stay(fn: Callable[[Values], tuple[Tensor, ...]]) -> None:
     assert node.kwargs["q_norm_E"] is None
 
 
-@pytest.mark.parametrize("config", [CompileConfig(Target("cpu", ())), dataclasses.replace(GPU, backend="eager")])
+@pytest.mark.parametrize(
+    "config", [CompileConfig(Target("cpu", ()), buckets=BUCKETS), dataclasses.replace(GPU, backend="eager")]
+)
 def test_other_targets_are_left_alone(config: CompileConfig) -> None:
     assert _run(_both, config)[1].changed == 0

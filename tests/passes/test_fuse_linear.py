@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.passes import PassReport, Unit
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, verify
 from graphllm.ir.registry import load_ops
 from graphllm.passes.fuse_linear import fuse_linear
+from graphllm.rewrite import PassReport, Unit
 from graphllm.weights.plan import WeightPlan
 
 OPS = load_ops()
@@ -44,8 +44,11 @@ def _layer(v: Values) -> tuple[Tensor, ...]:
     return x, linear(_norm(v, x), v["up"])
 
 
-def _run(fn: Fn, bucket: Bucket, config: CompileConfig = GPU) -> tuple[Unit, PassReport, list[str]]:
-    unit = trace_unit("piece", SPECS, fn, Shapes("cpu", bucket))._replace(bucket=bucket)
+def _run(
+    fn: Fn, bucket: Bucket, config: CompileConfig = GPU, dtype: str = "bfloat16"
+) -> tuple[Unit, PassReport, list[str]]:
+    specs = {n: dataclasses.replace(s, dtype=dtype) for n, s in SPECS.items()}
+    unit = trace_unit("piece", specs, fn, Shapes("cpu", bucket))._replace(bucket=bucket)
     report = fuse_linear(unit, WeightPlan(()), config)
     verify(unit.graph, "after")
     eliminate_dead(unit.graph)
@@ -101,7 +104,7 @@ def test_on_a_cpu_a_gate_that_is_not_alone_stays() -> None:
 @pytest.mark.parametrize("bucket", [ONE, SOME, MANY])
 def test_head(bucket: Bucket) -> None:
     def head(v: Values) -> tuple[Tensor, ...]:
-        return (OPS["lm_head"](_norm(v, v["x"]), v["up"]),)
+        return (linear(_norm(v, v["x"]), v["up"]),)
 
     unit, report, targets = _run(head, bucket)
     assert targets == ["graphllm::fused_linear"]
@@ -120,7 +123,7 @@ def test_head(bucket: Bucket) -> None:
         (lambda v: (linear(v["x"], v["square"]) + v["bias"],), "aten::add.Tensor"),
         (lambda v: (torch.add(v["r"], linear(v["x"], v["square"]), alpha=2),), "aten::add.Tensor"),
         (lambda v: ((y := linear(v["x"], v["square"])) + y,), "aten::add.Tensor"),
-        (lambda v: (OPS["lm_head"](v["x"], v["up"], 30.0),), "graphllm::lm_head"),
+        (lambda v: (OPS["soft_cap"](linear(v["x"], v["up"]), 30.0),), "graphllm::soft_cap"),
     ],
     ids=["Gemma's norm", "norm read twice", "gate read twice", "sum of a value read twice", "sum with a vector",
          "scaled sum", "sum with itself", "capped logits"],
@@ -132,15 +135,15 @@ def test_near_misses(fn: Fn, kept: str, bucket: Bucket) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bucket", "config"),
+    ("config", "dtype"),
     [
-        (SOME, CompileConfig(Target("cpu", ()))),
-        (SOME, dataclasses.replace(GPU, backend="eager")),
-        (SOME, dataclasses.replace(GPU, dtype="float32")),
+        (CompileConfig(Target("cpu", ())), "bfloat16"),
+        (dataclasses.replace(GPU, backend="eager"), "bfloat16"),
+        (GPU, "float32"),
     ],
     ids=["CPU", "eager", "float32"],
 )
-def test_other_pieces_are_left_alone(bucket: Bucket, config: CompileConfig) -> None:
-    _, report, targets = _run(_layer, bucket, config)
+def test_other_pieces_are_left_alone(config: CompileConfig, dtype: str) -> None:
+    _, report, targets = _run(_layer, SOME, config, dtype)
     assert report.changed == 0
     assert targets.count("graphllm::linear") == 4

@@ -1,4 +1,4 @@
-"""The registry of passes: order by stage and `after`, errors for what cannot be ordered, reports and verification."""
+"""The order of passes: the literal list, where plugins' passes go in it, reports and verification."""
 
 from __future__ import annotations
 
@@ -7,62 +7,58 @@ from typing import Any
 import pytest
 import torch
 
-from graphllm.compile import passes
-from graphllm.compile.passes import PassReport, Stage, Unit, ordered_passes, register_pass
+from graphllm.compile.passes import PIPELINE, Pipeline, with_plugins
 from graphllm.compile.pipeline import run_passes
 from graphllm.compile.trace import trace_unit
-from graphllm.config import CompileConfig, Target
+from graphllm.config import CompileConfig, ConfigError, Target
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
+from graphllm.ir.registry import load_passes
+from graphllm.rewrite import Pass, PassReport, Unit, register_pass, registered_passes
 from graphllm.weights.plan import Entry, Values, WeightPlan
 
 CONFIG = CompileConfig(Target("cpu", ()))
 
 
-@pytest.fixture(autouse=True)
-def registry(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """An empty registry for the test."""
-    empty: dict[str, Any] = {}
-    monkeypatch.setattr(passes, "_passes", empty)
-    return empty
+def _pass(name: str, after: str = "", fn: Any = None) -> Pass:
+    return Pass(name, "bitwise", after, fn or (lambda unit, plan, config: PassReport(0)))
 
 
-def _register(name: str, stage: Stage, after: tuple[str, ...] = (), fn: Any = None) -> None:
-    body = fn or (lambda unit, plan, config: PassReport(0))
-    body.__name__ = name
-    register_pass(stage=stage, numerics="bitwise", after=after)(body)
+LISTED = Pipeline((_pass("first"), _pass("second")), (_pass("third"),))
 
 
-def test_order() -> None:
-    _register("zeta", Stage.CANONICALIZE)
-    _register("fuse_b", Stage.FUSE, after=("fuse_c",))
-    _register("fuse_a", Stage.FUSE, after=("fuse_b", "zeta"))
-    _register("fuse_c", Stage.FUSE)
-    _register("quantize", Stage.QUANTIZE)
-    _register("alpha", Stage.CANONICALIZE)
-    assert [p.name for p in ordered_passes()] == ["alpha", "zeta", "quantize", "fuse_c", "fuse_b", "fuse_a"]
+def _order(*passes: Pass) -> list[list[str]]:
+    known = {p.name: p for p in (*LISTED.units, *LISTED.pieces, *passes)}
+    return [[p.name for p in part] for part in with_plugins(LISTED, known)]
+
+
+def test_every_pass_of_this_tree_is_listed() -> None:
+    load_passes()
+    assert {p.name: p for part in PIPELINE for p in part} == registered_passes()
+
+
+def test_plugins_have_their_places() -> None:
+    assert _order() == [["first", "second"], ["third"]]
+    assert _order(_pass("zeta", "first"), _pass("alpha", "first"), _pass("late", "third"), _pass("next", "zeta")) == [
+        ["first", "alpha", "zeta", "next", "second"], ["third", "late"],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     "table",
-    [
-        {"a": (Stage.FUSE, ("b",)), "b": (Stage.FUSE, ("a",))},
-        {"a": (Stage.FUSE, ("a",))},
-        {"a": (Stage.FUSE, ("missing",))},
-        {"a": (Stage.CANONICALIZE, ("b",)), "b": (Stage.FUSE, ())},
-    ],
-    ids=["cycle", "itself", "unknown", "later stage"],
+    [{"a": "b", "b": "a"}, {"a": "a"}, {"a": "missing"}, {"a": ""}],
+    ids=["cycle", "itself", "unknown", "none"],
 )
-def test_what_cannot_be_ordered(table: dict[str, Any]) -> None:
-    for name, (stage, after) in table.items():
-        _register(name, stage, after)
-    with pytest.raises(ValueError, match=r"passes cannot be ordered: .*a after \('"):
-        ordered_passes()
+def test_what_cannot_be_ordered(table: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match=r"pass a: after is '.*'; name the pass .*: first, second, third"):
+        _order(*(_pass(name, after) for name, after in table.items()))
 
 
 def test_names_are_unique() -> None:
-    _register("a", Stage.FUSE)
-    with pytest.raises(ValueError, match="'a' is already registered"):
-        _register("a", Stage.LORA)
+    def canonicalize(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
+        return PassReport(0)
+
+    with pytest.raises(ValueError, match="'canonicalize' is already registered"):
+        register_pass(numerics="bitwise")(canonicalize)
 
 
 def _unit() -> Unit:
@@ -81,14 +77,12 @@ def test_runner_reports_and_hands_the_plan_on() -> None:
         seen.append((plan, config))
         return PassReport(0)
 
-    _register("adds", Stage.QUANTIZE, fn=adds)
-    _register("sees", Stage.FUSE, fn=sees)
-    done = run_passes([_unit()], WeightPlan(()), CONFIG)
+    done = run_passes([_unit()], WeightPlan(()), CONFIG, [_pass("adds", fn=adds), _pass("sees", fn=sees)])
     assert seen == [(added, CONFIG)]
     assert done.plan == added
     first, second = done.reports
-    assert {k: first[k] for k in ("pass", "stage", "numerics", "unit", "changed", "notes")} == {
-        "pass": "adds", "stage": "QUANTIZE", "numerics": "bitwise", "unit": "unit", "changed": 2,
+    assert {k: first[k] for k in ("pass", "numerics", "unit", "changed", "notes")} == {
+        "pass": "adds", "numerics": "bitwise", "unit": "unit", "changed": 2,
         "notes": ["did this", "and that"],
     }  # fmt: skip
     assert second["changed"] == 0
@@ -103,9 +97,8 @@ def test_runner_names_the_pass_that_broke_the_graph() -> None:
         node.target = torch.tanh
         return PassReport(1)
 
-    _register("breaks", Stage.FUSE, fn=breaks)
     with pytest.raises(GraphError, match=r"unit after breaks: node add: .* is no IR target"):
-        run_passes([_unit()], WeightPlan(()), CONFIG)
+        run_passes([_unit()], WeightPlan(()), CONFIG, [_pass("breaks", fn=breaks)])
 
     def forgets(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
         node = next(n for n in unit.graph.nodes if n.op == "call_function")
@@ -113,7 +106,5 @@ def test_runner_names_the_pass_that_broke_the_graph() -> None:
             unit.graph.call_function(torch.ops.aten.neg.default, (node,))
         return PassReport(1)
 
-    passes._passes.clear()
-    _register("forgets", Stage.FUSE, fn=forgets)
     with pytest.raises(GraphError, match="unit after forgets: node neg_default has no fake value"):
-        run_passes([_unit()], WeightPlan(()), CONFIG)
+        run_passes([_unit()], WeightPlan(()), CONFIG, [_pass("forgets", fn=forgets)])

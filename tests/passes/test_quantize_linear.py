@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.passes import PassReport, Unit
 from graphllm.compile.trace import trace_unit
 from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops
 from graphllm.passes.quantize_linear import quantize_linear
+from graphllm.rewrite import PassReport, Unit
 from graphllm.weights.formats import FORMATS
 from graphllm.weights.plan import Entry, Made, Quantize, Read, Step, Tie, Values, WeightPlan
 from graphllm.weights.quantize import pack
@@ -105,12 +105,14 @@ def test_same_numbers(name: str) -> None:
 
 def test_a_head_with_a_cap_and_a_tied_weight() -> None:
     specs = {"x": dense("float32", "S", 40), "w.out": dense("float32", 100, 40)}
-    unit = trace_unit("head", specs, lambda v: (OPS["lm_head"](v["x"], v["w.out"], 6.0),), Shapes("cpu"))
+    unit = trace_unit(
+        "head", specs, lambda v: (OPS["soft_cap"](OPS["linear"](v["x"], v["w.out"]), 6.0),), Shapes("cpu")
+    )
     embedding = Entry("embed.tokens", (100, 40), "float32", (Read(("e",), (100, 40)),))
     plan = WeightPlan((embedding, Entry("head.out", (100, 40), "float32", (Tie("embed.tokens"),))))
     report = quantize_linear(unit, plan, CompileConfig(Target("cpu", ()), quantize="int4"))
-    (call,) = [n for n in unit.graph.nodes if op_of(n.target)]
-    assert call.kwargs["softcap"] == 6.0
+    call, cap = [n for n in unit.graph.nodes if op_of(n.target)]
+    assert (op_of(cap.target), cap.args) == (OPS["soft_cap"], (call, 6.0))
     assert call.kwargs["rows"] == 100
     assert report.plan is not None
     assert report.plan.entries[0] == embedding  # the embedding stays

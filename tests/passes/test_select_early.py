@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.passes import PassReport, Unit
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, verify
 from graphllm.ir.model import select_rows
 from graphllm.ir.registry import load_ops
 from graphllm.passes.select_early import select_early
+from graphllm.rewrite import PassReport, Unit
 from graphllm.weights.plan import WeightPlan
 
 OPS = load_ops()
@@ -41,7 +41,7 @@ def _last_piece(v: Values) -> tuple[Tensor, ...]:
     """From the last attention to the logits."""
     x = v["x"] + linear(v["a"].view(-1, D), v["square"])
     x = x + linear(swiglu(linear(_norm(v, x), v["up"])), v["down"])
-    return (OPS["lm_head"](_norm(v, select_rows(x, v["rows"])), v["head"]),)
+    return (linear(_norm(v, select_rows(x, v["rows"])), v["head"]),)
 
 
 def _run(fn: Fn, bucket: Bucket | None) -> tuple[Unit, PassReport]:

@@ -6,7 +6,6 @@ from graphllm.ir import Graph, Model, Weight, register_model, select_rows
 from graphllm.model_defs.common import number, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
-from graphllm.ops.lm_head import lm_head
 from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
 
@@ -61,7 +60,7 @@ def layer(c, layer_type, w, x_TD, ctx):
 
 
 def head(c, w, x_TD, ctx):
-    return lm_head(rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, EPS), w.out)
+    return linear(rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, EPS), w.out)
 
 
 register_model(

@@ -1,5 +1,5 @@
 from graphllm.config import Bucket
-from graphllm.ir.cases import Case
+from graphllm.ir.testing import Case
 
 
 def _case(T, F, size="small"):

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from graphllm.config import Target
-from graphllm.ir.cases import Case, Maker
-from graphllm.ir.op import Impl, Op, Site
+from graphllm.config import Bucket, Target
+from graphllm.ir.graph import Shapes, TensorSpec
+from graphllm.ir.op import CallSite, Impl, Op
 from graphllm.ir.registry import load_ops
+from graphllm.ir.testing.cases import Case, Maker
 from graphllm.machine import detect_target
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -90,7 +91,8 @@ def check_specification(op: Op, cases: Sequence[Case]) -> list[Result]:
                 results.append(result(name, dtype, problem, error, tolerance))
             if i == 0:
                 args = _inputs(op, case, dtype)
-                problem = _cost_problem(op, args) or _opcheck_problem(op, args) or _rowwise_problem(op, case, args)
+                problem = _cost_problem(op, args) or _opcheck_problem(op, args) or _dynamic_problem(op, case, args)
+                problem = problem or _rowwise_problem(op, case, args)
                 results.append(result(case.name, dtype, problem))
     return results
 
@@ -117,7 +119,7 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
             tolerance = case.tolerance[dtype]
             for layout in _layouts(case, dtype):
                 args = _inputs(op, case, dtype, device, layout)
-                site = Site(_fakes(args), target, case.bucket)
+                site = CallSite(_fakes(args), target, case.bucket)
                 if not impl.supports(site):
                     continue
                 name = case.name if layout == "as drawn" else f"{case.name} {layout}"
@@ -230,6 +232,22 @@ def _rowwise_problem(op: Op, case: Case, args: dict[str, Any]) -> str:
         if not relative_error(found, whole[rows]) <= max(case.tolerance.values()):
             return "the op calls itself rowwise, but rows alone give something else"
     return ""
+
+
+def _dynamic_problem(op: Op, case: Case, args: dict[str, Any]) -> str:
+    """Whether the shapes of the results are those of one number of rows only: such an op cannot be compiled."""
+    T = case.bucket.lo
+    if T < 2:
+        return ""
+    shapes = Shapes("cpu", Bucket("decode", 2, max(T, 3)))
+    fakes = _fakes(args, shapes.mode)
+    for name, a in args.items():
+        if isinstance(a, Tensor) and _has_row_each(name, a, T):
+            dtype = str(a.dtype).removeprefix("torch.")
+            fakes[name] = shapes.tensor(TensorSpec.contiguous(dtype, "T", *a.shape[1:]))
+    with shapes.mode:
+        op(**fakes)
+    return f"tracing takes the number of rows for a constant, {fixed}" if (fixed := shapes.fixed()) else ""
 
 
 def _has_row_each(name: str, value: Tensor, T: int) -> bool:

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from graphllm.ir.cases import Case, Maker
-from graphllm.ir.check import cases_of, relative_error
-from graphllm.ir.op import Op, Site
+from graphllm.ir.op import CallSite, Op
+from graphllm.ir.testing.cases import Case, Maker
+from graphllm.ir.testing.check import cases_of, relative_error
 from graphllm.machine import detect_target
 
 _COLD_BYTES = 256 * 2**20  # more than any cache of the chips in question
@@ -66,7 +66,8 @@ def time_op(
 def _implementations(
     op: Op, case: Case, device: str, dtype: str, reference: bool
 ) -> Iterator[tuple[str, Callable[..., Any]]]:
-    site = Site(inputs_of(op, case, device, dtype), detect_target("cuda" if device == "cuda" else "cpu"), case.bucket)
+    target = detect_target("cuda" if device == "cuda" else "cpu")
+    site = CallSite(inputs_of(op, case, device, dtype), target, case.bucket)
     for impl in op.impls.values():
         if impl.device == device and impl.supports(site):
             yield impl.name, impl.at(site)

@@ -1,0 +1,5 @@
+"""What every op is tested and timed with: cases beside it, checks against its specification, timing of its kernels."""
+
+from graphllm.ir.testing.cases import Case, Maker
+
+__all__ = ["Case", "Maker"]

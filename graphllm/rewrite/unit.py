@@ -1,0 +1,82 @@
+"""Unit: the graph of one part of a model with what a pass needs to know of it, and the one way to replace nodes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.fx import Node
+
+from graphllm.config import Bucket
+from graphllm.ir.graph import Shapes
+from graphllm.ir.op import Op
+
+
+class Unit(NamedTuple):
+    """The traced graph of one unit: "embed", "layer.<type>", "head", or one of the sampling programs'.
+
+    inputs and outputs name the values in order: "w.<weight>", "step.<input>", "state.<state>", "x", "shared.<i>", and
+    what heads and sampling make. layers: the indices of the layers that a "layer.<type>" stands for. prefix: of a
+    further graph's names. bucket is None but for a linked piece, which has inputs "p<i>" and outputs "o<i>" and fake
+    values of that bucket's sizes.
+    """
+
+    name: str
+    graph: torch.fx.Graph
+    outputs: tuple[str, ...]
+    shapes: Shapes
+    bucket: Bucket | None = None
+    layers: tuple[int, ...] = ()
+    prefix: str = ""
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the placeholders are, in order."""
+        return tuple(n.meta["label"] for n in self.graph.find_nodes(op="placeholder"))
+
+    def entries(self, weight: str) -> tuple[str, ...]:
+        """The names in the weight plan of what the unit takes as "w.<weight>": one, or one for each layer."""
+        owners = tuple(f"{self.prefix}layers.{i}" for i in self.layers) or (self.name,)
+        return tuple(f"{owner}.{weight}" for owner in owners)
+
+    def replace(self, node: Node | Sequence[Node], op: Op, **arguments: Any) -> Node:
+        """Put a call of the op where a node is, for everything that reads the node; the call.
+
+        arguments: by parameter name, nodes of the graph for tensors. An op with several results takes the place of as
+        many nodes, given in the order of the results; the call stands where the first of them stood.
+        """
+        old = [node] if isinstance(node, Node) else list(node)
+        made = self.insert_before(old[0], op, **arguments)
+        new = [made]
+        if not isinstance(node, Node):
+            new = []
+            for i in range(len(old)):
+                with self.graph.inserting_before(old[0]):
+                    new.append(self.graph.call_function(operator.getitem, (made, i)))
+                new[i].meta["val"] = made.meta["val"][i]
+        for gone, found in zip(old, new, strict=True):
+            gone.replace_all_uses_with(found)
+        for gone in old:
+            self.graph.erase_node(gone)
+        return made
+
+    def insert_before(self, node: Node, op: Op, **arguments: Any) -> Node:
+        """Add a call of the op in front of a node; the call, with its fake value."""
+        with self.graph.inserting_before(node):
+            made = self.graph.call_function(op.overload, kwargs=arguments)
+        with self.shapes.mode, torch.no_grad():
+            made.meta["val"] = op.overload(**fake_values(arguments))
+        return made
+
+
+def fake_values(arguments: Any) -> Any:
+    """The same arguments with fake values in place of nodes."""
+    return torch.fx.map_arg(arguments, lambda n: n.meta["val"])
+
+
+def results_of(unit: Unit) -> list[Node]:
+    """The nodes a unit returns, in the order of ``outputs``."""
+    returned: Any = unit.graph.output_node().args[0]
+    return list(returned)
