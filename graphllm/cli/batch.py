@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from graphllm.config import ConfigError
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.params import SamplingParams
 from graphllm.server import answers, openai
 from graphllm.server.openai import Call
 

@@ -107,7 +107,8 @@ class Eager:
 class Cpu:
     """Inductor's generated C++ and the hand-written kernels, in one library compiled by g++ for this machine."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects | None) -> None:
+        """objects: compiles what pieces need; None where they are only generated, in a build process."""
         self._objects = objects
         self._known: dict[str, Generated] = {}
 
@@ -119,8 +120,9 @@ class Cpu:
         if made is None:
             return Eager().build(piece, bucket, config, choices)
         kernels = made.bundle.kernels
-        for source in _own(kernels):
-            self._objects.add(source)
+        if self._objects is not None:
+            for source in _own(kernels):
+                self._objects.add(source)
         sources = {name: k["cpp"] for name, k in kernels.items() if "cpp" in k}
         described = {name: {part: v for part, v in k.items() if part != "cpp"} for name, k in kernels.items()}
         return made.built(described, sources, {})
@@ -136,6 +138,7 @@ class Cpu:
             arguments |= {name: kernel["args"] for name, kernel in b.bundle["kernels"].items()}
         library, header = folder / "kernels.so", inductor.CPP_HEADER
         calls = call_source(arguments)
+        assert self._objects is not None
         self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, calls, library)
 
 

@@ -148,7 +148,7 @@ class Executor:
             return [self._zeros(shape, kv["dtype"]) for _ in range(kv["tensors"])]
         except RuntimeError as failure:
             raise ConfigError(
-                f"kv cache: {self.num_blocks} pages do not fit in memory ({failure}); lower --kv-cache-memory or "
+                f"kv cache: {self.num_blocks} pages do not fit in memory ({failure}); lower --kv-cache-memory-bytes or "
                 "--gpu-memory-utilization"
             ) from failure
 

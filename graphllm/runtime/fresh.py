@@ -27,7 +27,7 @@ class CacheMemory:
             self.tensors = [zeros(pages * page_bytes).reshape(pages, page_bytes) for _ in range(tensors)]
         except MemoryError as failure:
             raise ConfigError(
-                f"kv cache: {pages} pages do not fit in memory ({failure}); lower --kv-cache-memory"
+                f"kv cache: {pages} pages do not fit in memory ({failure}); lower --kv-cache-memory-bytes"
             ) from failure
         self.pages, self._page_bytes = pages, page_bytes
         self._places = [t.ctypes.data for t in self.tensors]

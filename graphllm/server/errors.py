@@ -10,9 +10,9 @@ from typing import Any
 from fastapi.responses import Response
 
 from graphllm.config import ConfigError
-from graphllm.engine.async_llm import EngineUnhealthyError
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.scheduler import QueueFullError
+from graphllm.entrypoints.async_llm import EngineUnhealthyError
 from graphllm.server import anthropic
 from graphllm.server.host import UnavailableError
 from graphllm.server.openai import error_body

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphllm.config import ConfigError
-from graphllm.engine.load import Opened
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.spawn import Child
+from graphllm.entrypoints.model import ResolvedModel
 
 if TYPE_CHECKING:
     import uvicorn
@@ -49,7 +49,7 @@ class ServerOptions:
     started: float = field(default_factory=time.monotonic)
 
 
-def serve(open: Callable[[], Opened], options: ServerOptions, host_options: HostOptions, child: Child) -> int:
+def serve(open: Callable[[], ResolvedModel], options: ServerOptions, host_options: HostOptions, child: Child) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""
     # A connection is a file, and the soft limit is often 1,024.

@@ -61,7 +61,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     def card(name: str) -> ModelCard:
         host = service.host
-        root = host.opened.settings.model if host.opened else name
+        root = host.opened.config.model.model if host.opened else name
         ready = host.engine.ready if host.status == "ready" else None
         length = ready.info.max_model_len if ready else None
         return ModelCard(id=name, created=service.created, root=root, max_model_len=length)

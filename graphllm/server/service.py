@@ -108,7 +108,7 @@ class Service:
         self.check_model(call.model)
         self.limits.check(call)
         assert host.opened is not None
-        check_priority(call, host.opened.settings.options)
+        check_priority(call, host.opened.config.scheduler)
         return write_out(call, self.tokenizer, host.style) if call.chat or call.echo else (call, call.prompts)
 
     async def whole(self, request: Request, started: Started) -> list[Any]:

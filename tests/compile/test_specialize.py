@@ -20,12 +20,11 @@ from graphllm.compile.lower import Choice, lower, site_key, site_of
 from graphllm.compile.pipeline import find_model, run_passes
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import trace_model, trace_unit
-from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.config import Bucket, CompileConfig, Target, default_buckets
 from graphllm.ir import Cost, Op
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
-from graphllm.prepare import default_buckets
 from graphllm.weights.plan import make_plan
 
 TARGET = Target("cuda", ("sm_90",))

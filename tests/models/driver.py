@@ -11,8 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from graphllm import artifact, prepare
-from graphllm.config import Bucket
+from graphllm import artifact
+from graphllm.config import Bucket, EngineArgs
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import StepInput, stack_tables
 from graphllm.weights.loader import load_weights
@@ -36,12 +38,12 @@ class Driver:
     ) -> None:
         from graphllm.compile.pipeline import compile_model
 
-        source = prepare.open_source(folder)
+        source = open_source(folder)
         assert source.checkpoint is not None
-        wanted = prepare.Overrides(
+        wanted = EngineArgs(
             target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_batched_tokens=512, block_size=PAGE, tune=tune
         )
-        config = replace(prepare.compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
+        config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
         compile_model(source.config, source.tensors, config, place)
         manifest = artifact.verify(place)
         plan = WeightPlan.from_json((place / "weights.json").read_text())

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphllm import artifact, prepare
+from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.entrypoints.core import warm_up_host
+from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import Staging, StepInput, stack_tables
 from graphllm.weights.loader import load_weights
@@ -51,7 +53,7 @@ def _batch(parts: list[Part]) -> StepInput:
 def _open(folder: Path, checkpoint: Path) -> Executor:
     manifest = artifact.verify(folder)
     plan = WeightPlan.from_json((folder / "weights.json").read_text())
-    source = prepare.open_source(checkpoint).checkpoint
+    source = open_source(checkpoint).checkpoint
     assert source is not None
     return Executor(folder, manifest, load_weights(plan, source), PAGES)
 
@@ -155,7 +157,7 @@ def test_rehearsing_leaves_nothing_behind(executors: tuple[Executor, Executor]) 
     for executor in executors:
         prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [1])])
         expected = executor.run(prefilled).logits[0].clone()
-        prepare.rehearse(executor, 24)
+        warm_up_host(executor, 24)
         assert torch.equal(executor.run(prefilled).logits[0], expected)
 
 
@@ -174,7 +176,7 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     manifest["memory"]["arena"] -= 256
     plan = WeightPlan.from_json((compiled_artifact / "weights.json").read_text())
-    source = prepare.open_source(checkpoint).checkpoint
+    source = open_source(checkpoint).checkpoint
     assert source is not None
     executor = Executor(compiled_artifact, manifest, load_weights(plan, source), PAGES)
     with pytest.raises(ConfigError, match=r"memory table.*compile again"):

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reply_parts import ARGUMENTS, BROKEN, ENDINGS, USAGES, Replay, batches, blocks, replies, spoiled, unknown
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 from graphllm.server.anthropic import (
     CountTokensRequest,
     MessagesRequest,

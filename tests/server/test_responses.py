@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from reply_parts import BROKEN, ENDINGS, Replay, batches, blocks, replies, spoiled, unknown
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 from graphllm.server.openai import CHAT, parse_call
 from graphllm.server.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
 from graphllm.server.response_events import ResponseWriter
