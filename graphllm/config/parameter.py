@@ -123,15 +123,18 @@ def documented(params: type[T]) -> type[T]:
 
 def normalize(params: Any) -> None:
     """Store every parameter of a frozen dataclass's instance in its one form; raises ConfigError naming all that is
-    wrong."""
-    facts = parameters(type(params)).values()
-    for d in facts:
-        object.__setattr__(params, d.name, d.parameter.normal(getattr(params, d.name)))
-    raise_all(
-        f"{d.name} is {getattr(params, d.name)!r:.80}: {d.parameter.check.remedy}"
-        for d in facts
-        if not d.parameter.check.right(getattr(params, d.name))
-    )
+    wrong. Defaults are right as they are."""
+    problems = []
+    for d in parameters(type(params)).values():
+        given = getattr(params, d.name)
+        if given is d.default:
+            continue
+        value = d.parameter.normal(given)
+        if value is not given:
+            object.__setattr__(params, d.name, value)
+        if not d.parameter.check.right(value):
+            problems.append(f"{d.name} is {value!r:.80}: {d.parameter.check.remedy}")
+    raise_all(problems)
 
 
 def raise_all(problems: Iterable[str]) -> None:

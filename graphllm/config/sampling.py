@@ -121,88 +121,55 @@ class SamplingParams:
         1, whole(f"give a whole number from 1 to {MAX_N}", ge=1, le=MAX_N), help="Completions of each prompt."
     )
     presence_penalty: float = parameter(
-        0.0,
-        _PENALTY,
-        normal=_sendable,
-        column=("float32", 0.0),
+        0.0, _PENALTY, normal=_sendable, column=("float32", 0.0),
         help="Taken off the logits of tokens that the output has.",
-    )
+    )  # fmt: skip
     frequency_penalty: float = parameter(
-        0.0,
-        _PENALTY,
-        normal=_sendable,
-        column=("float32", 0.0),
+        0.0, _PENALTY, normal=_sendable, column=("float32", 0.0),
         help="Taken off the logits of tokens for each time that the output has them.",
-    )
+    )  # fmt: skip
     repetition_penalty: float = parameter(
-        1.0,
-        number("give a number above 0", gt=0),
-        normal=_sendable,
-        column=("float32", 1.0),
+        1.0, number("give a number above 0", gt=0), normal=_sendable, column=("float32", 1.0),
         help="Divides the positive and multiplies the negative logits of tokens that prompt or output have.",
-    )
+    )  # fmt: skip
     temperature: float = parameter(
-        1.0,
-        number("give a number from 0", ge=0),
-        normal=_sendable,
-        column=("float32", 0.0),
+        1.0, number("give a number from 0", ge=0), normal=_sendable, column=("float32", 0.0),
         help="0 takes the most likely token.",
-    )
+    )  # fmt: skip
     top_p: float = parameter(
-        1.0,
-        number("give a number above 0, up to 1", gt=0, le=1),
-        normal=_sendable,
-        column=("float32", 1.0),
+        1.0, number("give a number above 0, up to 1", gt=0, le=1), normal=_sendable, column=("float32", 1.0),
         help="Keep the most likely tokens of this total probability.",
-    )
+    )  # fmt: skip
     top_k: int = parameter(
-        0,
-        whole("give a whole number from 1, or 0 to keep all tokens", ge=0),
-        bounds={"ge": -1},
-        column=("int32", 0),
-        normal=lambda value: 0 if value == -1 else value,
-        help="Keep the k most likely tokens; 0 and -1 keep all.",
-    )
+        0, whole("give a whole number from 1, or 0 to keep all tokens", ge=0), bounds={"ge": -1}, column=("int32", 0),
+        normal=lambda value: 0 if value == -1 else value, help="Keep the k most likely tokens; 0 and -1 keep all.",
+    )  # fmt: skip
     min_p: float = parameter(
-        0.0,
-        number("give a number from 0 to 1", ge=0, le=1),
-        normal=_sendable,
-        column=("float32", 0.0),
+        0.0, number("give a number from 0 to 1", ge=0, le=1), normal=_sendable, column=("float32", 0.0),
         help="Keep tokens of at least this share of the likeliest one's probability.",
-    )
+    )  # fmt: skip
     seed: int | None = parameter(
-        None,
-        optional(whole("give a 64-bit integer or None")),
-        bounds={"ge": -(2**63), "le": 2**63 - 1},
-        normal=lambda value: None if value == -1 else value,
-        column=("int64", 0, "request"),
-        help="The same seed gives the same tokens; None and -1 differ each time. Completion i of n draws "
-        "with seed + i.",
-    )
+        None, optional(whole("give a 64-bit integer or None")), bounds={"ge": -(2**63), "le": 2**63 - 1},
+        normal=lambda value: None if value == -1 else value, column=("int64", 0, "request"),
+        help="The same seed gives the same tokens; None and -1 differ each time. Completion i of n has seed + i.",
+    )  # fmt: skip
     stop: tuple[str, ...] = parameter(
-        (),
-        STRINGS,
-        normal=_texts,
-        body=str | list[str],
+        (), STRINGS, normal=_texts, body=str | list[str],
         help="Strings that end the output, not part of it unless include_stop_str_in_output.",
-    )
+    )  # fmt: skip
     stop_token_ids: tuple[int, ...] = parameter(
         (), IDS, normal=_tuple, body=list[int], help="Tokens that end the output."
     )
     ignore_eos: bool = parameter(False, SWITCH, help="Go on behind the end-of-sequence token.")
     max_tokens: int | None = parameter(
-        16,
-        optional(whole("give a number from 1", ge=1)),
+        16, optional(whole("give a number from 1", ge=1)),
         help="Tokens of output at most; None is up to the end of the context.",
-    )
+    )  # fmt: skip
     min_tokens: int = parameter(0, whole("give a number from 0", ge=0), help="Nothing ends the output before these.")
     logprobs: int | None = parameter(
-        None,
-        _TOP,
-        normal=_count,
-        bounds={"ge": 0},
+        None, _TOP, normal=_count, bounds={"ge": 0},
         help="So many of the likeliest tokens at each position, and the token itself; -1 is the whole vocabulary.",
-    )
+    )  # fmt: skip
     prompt_logprobs: int | None = parameter(
         None, _TOP, normal=_count, bounds={"ge": 0}, cli=False, help="The same for each position of the prompt."
     )
@@ -211,46 +178,30 @@ class SamplingParams:
     spaces_between_special_tokens: bool = parameter(True, SWITCH, help="Where the decoder puts spaces.")
     include_stop_str_in_output: bool = parameter(False, SWITCH, help="Keep what ended the output in the text.")
     output_kind: RequestOutputKind = parameter(
-        RequestOutputKind.CUMULATIVE,
-        instance(RequestOutputKind, "give a RequestOutputKind"),
-        body=False,
-        cli=False,
+        RequestOutputKind.CUMULATIVE, instance(RequestOutputKind, "give a RequestOutputKind"), body=False, cli=False,
         help="What each output holds: all so far, what is new, or all of it once.",
-    )
+    )  # fmt: skip
     structured_outputs: StructuredOutputsParams | None = parameter(
         None,
         optional(instance(StructuredOutputsParams, "give a StructuredOutputsParams or an object with its fields")),
-        normal=_structured,
-        body=dict[str, Any],
-        cli=False,
+        normal=_structured, body=dict[str, Any], cli=False,
         help="What the output must look like: one of json (a schema), regex, choice, grammar, json_object.",
-    )
+    )  # fmt: skip
     logit_bias: dict[int, float] | None = parameter(
-        None,
-        optional(Check(is_biases, "give numbers by token id")),
-        normal=_biases,
-        body=dict[str, float],
-        cli=False,
-        hashed=False,
-        help="Added to these tokens' logits, clamped to -100 ... 100.",
-    )
+        None, optional(Check(is_biases, "give numbers by token id")), normal=_biases, body=dict[str, float], cli=False,
+        hashed=False, help="Added to these tokens' logits, clamped to -100 ... 100.",
+    )  # fmt: skip
     allowed_token_ids: tuple[int, ...] | None = parameter(
-        None,
-        optional(Check(lambda value: is_ids(value) and len(value) > 0, "give at least one token id")),
-        normal=_tuple_or_none,
-        body=list[int],
-        help="No other token is sampled.",
-    )
+        None, optional(Check(lambda value: is_ids(value) and len(value) > 0, "give at least one token id")),
+        normal=_tuple_or_none, body=list[int], help="No other token is sampled.",
+    )  # fmt: skip
     bad_words: tuple[str, ...] = parameter(
         (), STRINGS, normal=_texts, body=list[str], help="Strings that never appear in the output."
     )
     skip_reading_prefix_cache: bool | None = parameter(
-        None,
-        optional(SWITCH),
-        body=False,
-        cli=False,
+        None, optional(SWITCH), body=False, cli=False,
         help="Compute the prompt anew; None does where prompt_logprobs need it.",
-    )
+    )  # fmt: skip
     extra_args: dict[str, Any] | None = parameter(
         None, MAPPING, body=False, cli=False, hashed=False, help="For your own logits processors."
     )  # fmt: skip
@@ -324,10 +275,9 @@ class BeamSearchParams:
     max_tokens: int = parameter(dataclasses.MISSING, whole("give a number from 1", ge=1), help="Tokens of output.")
     ignore_eos: bool = parameter(False, SWITCH, help="Go on behind the end-of-sequence token.")
     temperature: float = parameter(
-        0.0,
-        number("give a number from 0", ge=0),
+        0.0, number("give a number from 0", ge=0),
         help="As for sampling; it does not change the log-probabilities that beams are ranked by.",
-    )
+    )  # fmt: skip
     length_penalty: float = parameter(
         1.0, number("give a number"), help="A sequence scores its log-probability / length ** length_penalty."
     )

@@ -5,7 +5,7 @@ Types are strict ("5" is no number). Fields that are not here are refused by nam
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
@@ -26,7 +26,7 @@ class Body(Object):
 def with_parameters(base: type[BaseModel], params: type) -> Any:
     """``base`` with the fields that requests have of a class of sampling parameters; none of them has to be given."""
     fields: dict[str, Any] = {
-        d.name: (d.body | None, Field(None, description=d.parameter.help, **d.parameter.bounds))
+        d.name: (d.body | None, Field(None, description=d.parameter.help, **cast(Any, d.parameter.bounds)))
         for d in parameters(params).values()
         if d.body is not None
     }

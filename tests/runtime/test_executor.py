@@ -152,7 +152,7 @@ def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Exec
         assert torch.equal(executor.run(prefilled).logits[0], expected)
 
 
-def test_rehearsing_leaves_nothing_behind(executors: tuple[Executor, Executor]) -> None:
+def test_warming_up_leaves_nothing_behind(executors: tuple[Executor, Executor]) -> None:
     """Requests of a core that is thrown away: a later prompt that fills the same pages gives what it gave before."""
     for executor in executors:
         prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [1])])
