@@ -11,7 +11,7 @@ import typer
 from graphllm import __version__
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.options import engine_options, sampling_options
-from graphllm.config import CompileConfig, EngineArgs, definitions
+from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
 
 app = typer.Typer(
     name="graphllm",
@@ -120,7 +120,6 @@ def serve_command(
     child = spawn()  # first of all: what takes longest is its import of torch
     try:
         from graphllm.cli.serve import serve, start_log, started_at
-        from graphllm.prepare import parse_bytes
         from graphllm.server.host import HostOptions
         from graphllm.server.launch import ServerOptions
 

@@ -159,7 +159,7 @@ def test_priority_needs_its_policy(engine: Engine) -> None:
     (refused,) = _generate(engine, [late])
     assert "--scheduling-policy priority" in str(refused.error)
     core: Any = engine.core
-    engine = engine._replace(options=SchedulerConfig(scheduling_policy="priority"))
+    engine = engine._replace(scheduler=SchedulerConfig(scheduling_policy="priority"))
     assert _generate(engine, [late, _prompt("now")])[0].error is None
     assert {r.id: r.priority for r in core.added} == {"0.0": 5, "1.0": 0}
 
