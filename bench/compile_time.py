@@ -30,8 +30,8 @@ DUMMY = ("--load-format", "dummy")
 KINDS: dict[str, tuple[str, ...]] = {
     "first": ("--max-model-len", "512"),
     "again": ("--max-model-len", "384"),
-    "int8": ("--max-model-len", "512", "--quantize", "int8"),
-    "int4": ("--max-model-len", "512", "--quantize", "int4"),
+    "int8": ("--max-model-len", "512", "--quantization", "int8"),
+    "int4": ("--max-model-len", "512", "--quantization", "int4"),
 }
 
 

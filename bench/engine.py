@@ -60,7 +60,7 @@ class StubExecutor:
 
 def request(number: int, prompt: list[int], limit: int):
     """A greedy request that only its length ends."""
-    from graphllm.engine.params import SamplingParams
+    from graphllm.config.sampling import SamplingParams
     from graphllm.engine.request import EngineRequest
 
     params = SamplingParams(temperature=0, max_tokens=limit, ignore_eos=True)
@@ -69,13 +69,13 @@ def request(number: int, prompt: list[int], limit: int):
 
 def overhead() -> dict:
     """Microseconds of a core step by the number of running requests, decode only."""
+    from graphllm.config import SchedulerConfig
     from graphllm.engine.core import EngineCore
-    from graphllm.engine.options import EngineOptions
 
     found = {}
     rng = np.random.default_rng(0)
     for running in (1, 64, 256):
-        core = EngineCore(StubExecutor(running, 256 * 80), 2048, EngineOptions())  # type: ignore[arg-type]
+        core = EngineCore(StubExecutor(running, 256 * 80), 2048, SchedulerConfig())  # type: ignore[arg-type]
         for i in range(running):
             core.add(request(i, rng.integers(10, 32000, 200).tolist(), 900))
         while core.stats().generated_tokens < 20 * running:
@@ -96,10 +96,11 @@ def open_core(folder: Path, artifact: Path, threads: int):
     """The engine core of an artifact, as the server opens it."""
     import torch
 
-    from graphllm.prepare import CoreSettings, load_core
+    from graphllm.config import CoreConfig, LoadConfig, ModelConfig
+    from graphllm.entrypoints.core import load_core
 
     torch.set_num_threads(threads)
-    return load_core(CoreSettings(model=str(folder), artifact=str(artifact), threads=threads))
+    return load_core(CoreConfig(ModelConfig(str(folder)), LoadConfig(str(artifact), threads=threads)))
 
 
 def drain(core, prompts: list[list[int]], limit: int) -> tuple[list[float], float]:

@@ -37,7 +37,7 @@ FEATURES = {
 
 def add(core, prompts: list[list[int]], limits: list[int], sampling: dict, first: int = 0) -> None:
     """Queue requests that end at their limits, numbered from ``first``: ids of requests that run must differ."""
-    from graphllm.engine.params import SamplingParams
+    from graphllm.config.sampling import SamplingParams
     from graphllm.engine.request import EngineRequest
 
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True), first):
@@ -63,8 +63,9 @@ def run(core, prompts: list[list[int]], limits: list[int], sampling: dict) -> di
 
 def measure(shape: str) -> dict:
     """One shape, all cases."""
-    from graphllm.engine.load import EngineArgs, open_model
-    from graphllm.prepare import load_core
+    from graphllm.config import EngineArgs
+    from graphllm.entrypoints.core import load_core
+    from graphllm.entrypoints.model import resolve_model
 
     folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -76,7 +77,7 @@ def measure(shape: str) -> dict:
     )  # fmt: skip
     compiled = time.perf_counter() - begin
     args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True)
-    core = load_core(open_model(args).settings)
+    core = load_core(resolve_model(args).config)
     rng = np.random.default_rng(0)
     vocab = SHAPES[shape]["vocab_size"]
 

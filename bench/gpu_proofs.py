@@ -31,7 +31,7 @@ from gpu_table import BANDWIDTH, COMPILE, load
 
 GIB = 2**30
 _CALLS = 8  # in one graph
-# Shape, then --kv-cache-memory or --gpu-memory-utilization.
+# Shape, then --kv-cache-memory-bytes or --gpu-memory-utilization.
 MEMORY: list[tuple[str, dict[str, Any]]] = [
     *(("qwen3-0.6b", {"kv_cache_memory_bytes": n * GIB}) for n in (1, 2, 4, 8, 16, 32, 64)),
     *(("qwen3-0.6b", {"gpu_memory_utilization": u}) for u in (0.2, 0.4, 0.6, 0.8, 0.9, 0.95)),
@@ -118,7 +118,7 @@ def memory(index: int) -> dict[str, Any]:
     import torch
 
     from graphllm import artifact as files
-    from graphllm.prepare import gpu_bytes
+    from graphllm.entrypoints.memory import gpu_bytes
 
     shape, options = MEMORY[index]
     folder, artifact = prepared(shape)
@@ -146,7 +146,7 @@ def logits() -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     from graphllm import artifact as files
-    from graphllm.prepare import open_source
+    from graphllm.entrypoints.source import open_source
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.staging import ragged
     from graphllm.weights.loader import load_weights

@@ -77,11 +77,12 @@ class Floor:
 
 def load(artifact: Path, folder: Path, **options: Any) -> Any:
     """An engine core with random weights."""
-    from graphllm.engine.load import EngineArgs, open_model
-    from graphllm.prepare import load_core
+    from graphllm.config import EngineArgs
+    from graphllm.entrypoints.core import load_core
+    from graphllm.entrypoints.model import resolve_model
 
     args = EngineArgs(folder, load_format="dummy", artifact=artifact, skip_tokenizer_init=True, **options)
-    return load_core(open_model(args).settings)
+    return load_core(resolve_model(args).config)
 
 
 def measure(shape: str, artifact: Path, folder: Path, runs: int) -> dict[str, Any]:
@@ -174,11 +175,12 @@ def idle(artifact: Path, folder: Path, size: int) -> dict[str, float]:
 def first_token(folder: Path, artifact: Path, begun: float) -> dict[str, Any]:
     """Load the engine and give one token; seconds since ``begun``, the clock when this process was started."""
     phases = {"interpreter and imports": time.time() - begun}
-    from graphllm.engine.load import EngineArgs, open_model
-    from graphllm.prepare import load_core
+    from graphllm.config import EngineArgs
+    from graphllm.entrypoints.core import load_core
+    from graphllm.entrypoints.model import resolve_model
 
     core = load_core(
-        open_model(EngineArgs(folder, artifact=artifact, skip_tokenizer_init=True)).settings, phases.__setitem__
+        resolve_model(EngineArgs(folder, artifact=artifact, skip_tokenizer_init=True)).config, phases.__setitem__
     )
     before = time.time()
     run(core, [[1] * 128], [1], {"temperature": 0.0})

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
+from graphllm.config.sampling import StructuredOutputsParams
 from graphllm.engine.grammar import GrammarCompiler
-from graphllm.engine.params import StructuredOutputsParams
 
 STOP = 0
 DOCUMENTS, STEPS = 4, 64

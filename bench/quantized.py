@@ -25,15 +25,19 @@ from cpu_kernels import POOL, huge, read_ceiling
 from real_size import SHAPES, Ours, cpu_name, make_checkpoint
 from transformers import AutoTokenizer
 
+from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.embedded.evaluate import held_out
 from graphllm.embedded.tasks import TASKS
-from graphllm.engine.llm import LLM
-from graphllm.engine.params import SamplingParams
+from graphllm.entrypoints.llm import LLM
 from graphllm.weights.plan import WeightPlan
 
 FORMATS = ("bfloat16", "int8", "int4")
-EXACT = {"float32": [], "int8, x not rounded": ["--quantize", "int8"], "int4, x not rounded": ["--quantize", "int4"]}
+EXACT = {
+    "float32": [],
+    "int8, x not rounded": ["--quantization", "int8"],
+    "int4, x not rounded": ["--quantization", "int4"],
+}
 QUESTIONS, SEED, THREADS, ROUNDS = 40, 1, 2, 7
 KEEP = Path(tempfile.gettempdir()) / "graphllm-bench"
 
@@ -46,7 +50,7 @@ def accuracy() -> None:
     print("| weights | right, mean over tasks | tasks all right | answers other than in bf16 |\n|---|---|---|---|")
     first: list[str] = []
     for fmt in FORMATS:
-        llm = LLM(MODEL_DIR, quantize=None if fmt == "bfloat16" else fmt, target="cpu", artifact="build")
+        llm = LLM(MODEL_DIR, quantization=None if fmt == "bfloat16" else fmt, target="cpu", artifact="build")
         flat = [s for of in samples.values() for s in of]
         prompts = [
             tokenizer.apply_chat_template(s.messages, tools=s.tools or None, add_generation_prompt=True, tokenize=False)
@@ -69,7 +73,7 @@ def artifacts(exact: bool) -> tuple[Path, dict[str, Path]]:
     """A checkpoint of random weights in the shape, and an artifact of it for each format. exact: float32 ones too."""
     folder = KEEP / "quantized"
     make_checkpoint(folder, SHAPES["qwen2.5-0.5b"])
-    options = {fmt: [] if fmt == "bfloat16" else ["--quantize", fmt] for fmt in FORMATS}
+    options = {fmt: [] if fmt == "bfloat16" else ["--quantization", fmt] for fmt in FORMATS}
     if exact:
         options |= {name: ["--backend", "eager", "--dtype", "float32", *option] for name, option in EXACT.items()}
     places = {name: folder / name.replace(", ", "-").replace(" ", "-") for name in options}

@@ -39,7 +39,7 @@ PATH = "/v1/completions"
 GROWTH, GROWTH_BYTES = 0.05, 20 << 20  # of resident memory over the second half; either is fine
 STEP = 1.0  # seconds between readings of the memory
 # Few pages, so that all of them were used, and their memory touched, long before the end.
-OPTIONS = ("--max-num-queued-reqs", "20000", "--kv-cache-memory", "128MiB")
+OPTIONS = ("--max-num-queued-reqs", "20000", "--kv-cache-memory-bytes", "128MiB")
 AT_ONCE = 50  # connections that are dropped at the same time
 STAGES = ("before a byte", "in the header", "behind the header", "in the body", "behind the body", "after a token")
 

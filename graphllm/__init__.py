@@ -5,11 +5,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from graphllm.engine.async_llm import AsyncLLM
-    from graphllm.engine.llm import LLM
-    from graphllm.engine.load import EngineArgs
+    from graphllm.config import EngineArgs
+    from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
     from graphllm.engine.outputs import CompletionOutput, RequestOutput
-    from graphllm.engine.params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from graphllm.entrypoints.async_llm import AsyncLLM
+    from graphllm.entrypoints.llm import LLM
 
 __version__ = "0.1.0"
 __all__ = [
@@ -25,17 +25,17 @@ __all__ = [
 ]
 
 _MODULES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "EngineArgs": "load",
-    "CompletionOutput": "outputs",
-    "RequestOutput": "outputs",
+    "LLM": "entrypoints.llm",
+    "AsyncLLM": "entrypoints.async_llm",
+    "EngineArgs": "config",
+    "CompletionOutput": "engine.outputs",
+    "RequestOutput": "engine.outputs",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"graphllm.engine.{_MODULES.get(name, 'params')}"), name)
+    found = getattr(importlib.import_module(f"graphllm.{_MODULES.get(name, 'config.sampling')}"), name)
     globals()[name] = found
     return found

@@ -21,9 +21,9 @@ def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> Pass
     """Turn `linear` into `quant_linear` where the weight is a matrix that is read from the checkpoint and that nothing
     else of the unit reads. A weight tied to another one, such as a head's to the embedding, gets a
     quantized copy of its own."""
-    if config.quantize is None:
+    if config.quantization is None:
         return PassReport(0)
-    fmt, notes = FORMATS[config.quantize], []
+    fmt, notes = FORMATS[config.quantization], []
     for weight in unit.graph.find_nodes(op="placeholder"):
         calls = [_arguments(user, weight) for user in weight.users]
         taken = [a for a in calls if a is not None]

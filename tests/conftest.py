@@ -120,11 +120,13 @@ def checkpoint(shared: Any) -> Path:
 
 
 def _compile(checkpoint: Path, folder: Path, backend: Any) -> None:
-    from graphllm import prepare
     from graphllm.compile.pipeline import compile_model
+    from graphllm.config import EngineArgs
+    from graphllm.entrypoints.resolve import compile_config
+    from graphllm.entrypoints.source import open_source
 
-    source = prepare.open_source(checkpoint)
-    config = prepare.compile_config(source.config, prepare.Overrides("cpu", backend, **LIMITS))
+    source = open_source(checkpoint)
+    config = compile_config(source.config, EngineArgs(target="cpu", backend=backend, **LIMITS))
     compile_model(source.config, source.tensors, config, folder)
 
 

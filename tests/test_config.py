@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from graphllm import prepare
-from graphllm.config import Bucket, ConfigError, Env, Target
-from graphllm.prepare import Overrides, compile_config, parse_buckets
+from graphllm.config import Bucket, ConfigError, EngineArgs, Env, Target, default_buckets, parse_buckets
+from graphllm.entrypoints import resolve
+from graphllm.entrypoints.build import find_or_build
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 
 MODEL = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 4096, "dtype": "bfloat16"}
 CPU, H200 = Target("cpu", ("x86_64",)), Target("cuda", ("sm_90", "sms_132"))
@@ -19,7 +21,7 @@ CPU, H200 = Target("cpu", ("x86_64",)), Target("cuda", ("sm_90", "sms_132"))
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> Any:
     """target(t): this machine is ``t`` from now on."""
-    return lambda made: monkeypatch.setattr(prepare, "detect_target", lambda wanted: made)
+    return lambda made: monkeypatch.setattr(resolve, "detect_target", lambda wanted: made)
 
 
 def test_cache_folder() -> None:
@@ -30,27 +32,27 @@ def test_cache_folder() -> None:
 
 def test_defaults(target: Any) -> None:
     target(CPU)
-    config = compile_config(MODEL, Overrides())
+    config = compile_config(MODEL, EngineArgs())
     assert (config.dtype, config.max_model_len) == ("bfloat16", 4096)
     assert (config.max_num_seqs, config.max_num_batched_tokens) == (64, 2048)
     assert config.buckets == (Bucket("decode", 1, 1), Bucket("decode", 2, 64), Bucket("mixed", 2, 2048))
     assert not config.tune
-    assert compile_config({"n_positions": 77}, Overrides()).max_model_len == 77
-    assert compile_config({}, Overrides()).dtype == "float32"
+    assert compile_config({"n_positions": 77}, EngineArgs()).max_model_len == 77
+    assert compile_config({}, EngineArgs()).dtype == "float32"
     target(H200)
-    config = compile_config({**MODEL, "dtype": "float32"}, Overrides())
+    config = compile_config({**MODEL, "dtype": "float32"}, EngineArgs())
     assert (config.dtype, config.max_num_seqs, config.max_num_batched_tokens) == ("bfloat16", 256, 8192)
     edges = [(b.lo, b.hi) for b in config.buckets if b.kind == "decode"]
     assert edges == [(1, 1), (2, 16), (17, 32), (33, 64), (65, 128), (129, 256)]
     assert config.tune
-    assert not compile_config(MODEL, Overrides(tune=False)).tune
-    assert compile_config({"dtype": "float32"}, Overrides(dtype="float32")).dtype == "float32"
+    assert not compile_config(MODEL, EngineArgs(tune=False)).tune
+    assert compile_config({"dtype": "float32"}, EngineArgs(dtype="float32")).dtype == "float32"
 
 
 @pytest.mark.parametrize("device", [CPU, H200], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("seqs", [1, 2, 3, 16, 17, 100, 256])
 def test_default_buckets_cover_every_batch_once(device: Target, seqs: int) -> None:
-    buckets = prepare.default_buckets(device, seqs, 512)
+    buckets = default_buckets(device, seqs, 512)
     for n in range(1, seqs + 1):
         assert sum(b.kind == "decode" and b.lo <= n <= b.hi for b in buckets) == 1
     assert [b for b in buckets if b.kind == "mixed"] == [Bucket("mixed", 2, 512)]
@@ -59,11 +61,11 @@ def test_default_buckets_cover_every_batch_once(device: Target, seqs: int) -> No
 def test_one_limit_sets_the_other(target: Any) -> None:
     """What is not given follows what is."""
     target(CPU)
-    few = compile_config(MODEL, Overrides(max_num_batched_tokens=16))
+    few = compile_config(MODEL, EngineArgs(max_num_batched_tokens=16))
     assert (few.max_num_seqs, few.max_num_batched_tokens, few.buckets[-1].hi) == (16, 16, 16)
-    many = compile_config(MODEL, Overrides(max_num_seqs=4000))
+    many = compile_config(MODEL, EngineArgs(max_num_seqs=4000))
     assert (many.max_num_seqs, many.max_num_batched_tokens, many.buckets[-1].hi) == (4000, 4000, 4000)
-    own = compile_config(MODEL, Overrides(buckets=parse_buckets("decode-1,mixed-2-512")))
+    own = compile_config(MODEL, EngineArgs(buckets=parse_buckets("decode-1,mixed-2-512")))
     assert (own.max_num_batched_tokens, own.max_num_seqs) == (512, 64)
 
 
@@ -92,7 +94,7 @@ def test_impossible_settings(wanted: dict[str, Any], message: str, target: Any) 
     if "buckets" in wanted:
         wanted = {**wanted, "buckets": parse_buckets(wanted["buckets"])}
     with pytest.raises(ConfigError, match=message):
-        compile_config(MODEL, Overrides(**wanted))
+        compile_config(MODEL, EngineArgs(**wanted))
 
 
 def test_parse_buckets() -> None:
@@ -121,12 +123,12 @@ def test_folders_that_are_no_checkpoint(content: str | None, message: str, tmp_p
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
-        _ = prepare.open_source(tmp_path).tensors
+        _ = open_source(tmp_path).tensors
 
 
 def test_missing_folder() -> None:
     with pytest.raises(ConfigError, match="/no/such is not a folder"):
-        prepare.open_source("/no/such")
+        open_source("/no/such")
 
 
 @pytest.mark.parametrize("architectures", [["SomethingNewForCausalLM"], [], None])
@@ -139,12 +141,12 @@ def test_unknown_architecture(architectures: Any, checkpoint: Path, tmp_path: Pa
 
 
 def test_context_longer_than_the_model(checkpoint: Path, cache: Path) -> None:
-    source = prepare.open_source(checkpoint)
-    config = compile_config(source.config, Overrides("cpu", "eager", max_model_len=129))
+    source = open_source(checkpoint)
+    config = compile_config(source.config, EngineArgs(target="cpu", backend="eager", max_model_len=129))
     with pytest.raises(ConfigError, match="max_model_len is 129: the model was made for 128"):
-        prepare.find_or_build(source, config, Env(cache), "build", lambda *stage: None)
+        find_or_build(source, config, Env(cache), "build", lambda *stage: None)
 
 
 def test_random_weights_need_no_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((checkpoint / "config.json").read_text())
-    assert prepare.open_source(tmp_path, random=True).checkpoint is None
+    assert open_source(tmp_path, "dummy").checkpoint is None

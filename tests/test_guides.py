@@ -147,7 +147,7 @@ def test_examples_in_the_guides_are_the_files() -> None:
 def test_the_description_of_the_artifact_is_complete(compiled_artifact: Path) -> None:
     """Every name in the files is explained, and every number is the code's."""
     from graphllm import artifact
-    from graphllm.prepare import POLICIES
+    from graphllm.entrypoints.build import POLICIES
     from graphllm.program import linking
     from graphllm.runtime import padding
 

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from graphllm import artifact, prepare
+from graphllm import artifact
 from graphllm.compile.pipeline import compile_model
-from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Target, check
+from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR
-from graphllm.engine.llm import LLM
-from graphllm.engine.params import SamplingParams
+from graphllm.entrypoints.llm import LLM
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
 from graphllm.ops.quant_linear import quant_linear
@@ -227,9 +229,9 @@ def test_what_was_tied_to_a_replaced_entry_inherits() -> None:
 
 
 def _quantized_artifact(folder: Path, place: Path, quantize: Any, backend: Any = "eager", **wanted: Any) -> Executor:
-    source = prepare.open_source(folder)
-    overrides = prepare.Overrides("cpu", backend, quantize=quantize, max_model_len=96, **wanted)
-    compile_model(source.config, source.tensors, prepare.compile_config(source.config, overrides), place)
+    source = open_source(folder)
+    overrides = EngineArgs(target="cpu", backend=backend, quantization=quantize, max_model_len=96, **wanted)
+    compile_model(source.config, source.tensors, compile_config(source.config, overrides), place)
     plan = WeightPlan.from_json((place / "weights.json").read_text())
     assert source.checkpoint is not None
     return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint), num_blocks=16)
@@ -289,7 +291,7 @@ QUESTIONS = {
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_the_embedded_model_answers(fmt: Any) -> None:
     """Tied embedding and head; eagerly, from EngineArgs to text."""
-    llm = LLM(MODEL_DIR, quantize=fmt, backend="eager", target="cpu", max_model_len=128, max_num_seqs=3)
+    llm = LLM(MODEL_DIR, quantization=fmt, backend="eager", target="cpu", max_model_len=128, max_num_seqs=3)
     try:
         chats: Any = [[{"role": "user", "content": q}] for q in QUESTIONS]
         said = llm.chat(chats, SamplingParams(temperature=0.0, max_tokens=24), use_tqdm=False)
@@ -302,24 +304,25 @@ def test_the_embedded_model_answers(fmt: Any) -> None:
 
 
 def test_refusals(cli: Any, checkpoint: Path) -> None:
-    done = cli("compile", checkpoint, "--quantize", "int3")
+    done = cli("compile", checkpoint, "--quantization", "int3")
     assert done.code == 2
     assert "int3" in done.err
-    with pytest.raises(ConfigError, match=r"quantize is 'int3': use int8 or int4"):
-        prepare.compile_config({}, prepare.Overrides("cpu", quantize=cast(Any, "int3")))
-    cuda = CompileConfig(Target("cuda", ("sm_90",)), quantize="int8", buckets=(Bucket("mixed", 2, 2048),))
-    with pytest.raises(ConfigError, match=r"quantize is int8: there are kernels for it on a CPU only.*--target cpu"):
-        prepare.check(cuda)
+    with pytest.raises(ConfigError, match=r"quantization is 'int3': use int8 or int4"):
+        compile_config({}, EngineArgs(target="cpu", quantization=cast(Any, "int3")))
+    cuda = CompileConfig(Target("cuda", ("sm_90",)), quantization="int8", buckets=(Bucket("mixed", 2, 2048),))
+    message = r"quantization is int8: there are kernels for it on a CPU only.*--target cpu"
+    with pytest.raises(ConfigError, match=message):
+        check(cuda)
 
 
 def test_command_line(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
-    """--quantize makes another artifact; inspect and the manifest say so; a folder of another format is refused."""
+    """--quantization makes another artifact; inspect and the manifest say so; a folder of another format is refused."""
     small = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-num-batched-tokens", 16)
     plain = Path(cli("compile", checkpoint, *small).out.strip())
-    place = Path(cli("compile", checkpoint, *small, "--quantize", "int4").out.strip())
+    place = Path(cli("compile", checkpoint, *small, "--quantization", "int4").out.strip())
     assert place != plain
     manifest, before = artifact.verify(place), artifact.verify(plain)
-    assert manifest["factors"]["compile"]["quantize"] == "int4"
+    assert manifest["factors"]["compile"]["quantization"] == "int4"
     assert manifest["memory"]["weights"] < 0.4 * before["memory"]["weights"]
     notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "quantize_linear" and p["changed"]}
     assert notes == {
@@ -327,9 +330,9 @@ def test_command_line(cli: Any, checkpoint: Path, tmp_path: Path) -> None:
         "head": ["lm_head: int4"],
     }
     assert "weights int4" in cli("inspect", place).out
-    refused = cli("run", "-p", "a", "--model", checkpoint, "--artifact", plain, *small, "--quantize", "int8", "-q")
+    refused = cli("run", "-p", "a", "--model", checkpoint, "--artifact", plain, *small, "--quantization", "int8", "-q")
     assert refused.code != 0
-    assert "quantize is int8" in refused.err
+    assert "quantization is int8" in refused.err
     done = cli("run", "-p", "a", "--raw", "--max-tokens", 2, "--model", checkpoint, "--artifact", place, "-q")
     assert done.code == 0
 

@@ -13,7 +13,8 @@ import pytest
 
 from graphllm import machine
 from graphllm.config import ConfigError
-from graphllm.engine.load import kernel_threads
+from graphllm.entrypoints import resolve
+from graphllm.entrypoints.resolve import kernel_threads
 
 CPUS = len(os.sched_getaffinity(0))
 
@@ -42,7 +43,7 @@ def test_control_groups_limit_cpus(
 
 def test_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(machine, "usable_cores", lambda: 4)
+    monkeypatch.setattr(resolve, "usable_cores", lambda: 4)
     assert kernel_threads(None, "cpu") == 4
     assert kernel_threads(3, "cpu") == 3
     assert kernel_threads(None, "cuda") is None
@@ -67,7 +68,8 @@ def test_option(cli: Any, checkpoint: Path, eager_artifact: Path) -> None:
 SCRIPT = """
 import os, sys, threading
 import numpy, torch
-from graphllm.prepare import CoreSettings, load_core
+from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig
+from graphllm.entrypoints.core import load_core
 
 def native():
     return len(os.listdir("/proc/self/task")) - threading.active_count()
@@ -77,7 +79,9 @@ def work():
     return torch.get_num_threads()
 
 before = native()
-settings = CoreSettings(model=sys.argv[1], artifact=sys.argv[2], threads=3, random=True, kv_memory=1 << 20)
+settings = CoreConfig(
+    ModelConfig(sys.argv[1]), LoadConfig(sys.argv[2], "dummy", 3), CacheConfig(kv_cache_memory_bytes=1 << 20)
+)
 core = load_core(settings)
 held = core._executor._stream.submit(work).result()
 print(native() - before, held, torch.get_num_threads())

@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from graphllm import __version__
 from graphllm.cli.bench.app import bench_app
-from graphllm.cli.options import (
-    Artifact,
-    BakeWeights,
-    GpuShare,
-    KvMemory,
-    MaxLen,
-    MaxSeqs,
-    MaxTokens,
-    PageSize,
-    PrefixCaching,
-    Quantize,
-    Threads,
-)
+from graphllm.cli.options import engine_options, sampling_options
+from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
 
 app = typer.Typer(
     name="graphllm",
@@ -34,19 +24,9 @@ op_app = typer.Typer(no_args_is_help=True, help="For kernel authors: list, test 
 app.add_typer(op_app, name="op")
 app.add_typer(bench_app, name="bench")
 
-Model = Annotated[Path | None, typer.Option("--model", "-m", help="Checkpoint folder; without it, the embedded model.")]
-TargetName = Annotated[Literal["auto", "cpu", "cuda"], typer.Option("--target", help="Device to compile for.")]
-BackendName = Annotated[
-    Literal["inductor", "eager"], typer.Option("--backend", help="eager runs the reference ops: slow, always there.")
-]
-Dtype = Annotated[
-    Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="Compute dtype; default: the checkpoint's.")
-]
-Buckets = Annotated[str | None, typer.Option(help="Specializations, e.g. decode-1,decode-2-64,mixed-2-2048.")]
-Tune = Annotated[bool | None, typer.Option(help="Choose kernels by timing them while compiling (GPUs; on by default).")]
-LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights, for timing.")]
-Policy = Annotated[Literal["fcfs", "priority"], typer.Option(help="priority: a request's own; lower goes first.")]
-Jobs = Annotated[int, typer.Option(help="Parallel build processes; 0 chooses.")]
+_MODEL = "Checkpoint folder; without it, the embedded model."
+ModelArgument = Annotated[Path | None, typer.Argument(help=_MODEL)]
+ModelOption = Annotated[Path | None, typer.Option("--model", "-m", help=_MODEL)]
 
 
 @app.callback(invoke_without_command=True)
@@ -57,113 +37,56 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command("compile")
+@engine_options(only=(*definitions(CompileConfig), "load_format"))
 def compile_command(
-    model: Annotated[Path | None, typer.Argument(help="Checkpoint folder; without it, the embedded model.")] = None,
-    target: TargetName = "auto",
-    backend: BackendName = "inductor",
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    buckets: Buckets = None,
-    max_model_len: MaxLen = None,
-    max_num_seqs: MaxSeqs = None,
-    max_num_batched_tokens: MaxTokens = None,
-    block_size: PageSize = None,
-    tune: Tune = None,
-    jobs: Jobs = 0,
+    args: EngineArgs,
+    model: ModelArgument = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Artifact folder; default: the cache.")] = None,
-    dump: Annotated[Path | None, typer.Option(help="Write the readable IR of every stage here.")] = None,
-    bake_weights: BakeWeights = False,
-    load_format: LoadFormat = "auto",
+    bake_weights: Annotated[
+        bool, typer.Option("--bake-weights", help="Store the finished weights in the artifact, too.")
+    ] = False,
 ) -> None:
     """Compile a checkpoint into an artifact."""
     from graphllm.cli.build import build
-    from graphllm.prepare import Overrides, parse_buckets
 
-    parsed = parse_buckets(buckets) if buckets else None
-    wanted = Overrides(
-        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs,
-        quantize,
-    )  # fmt: skip
-    build(model, wanted, output, dump, load_format == "dummy", bake_weights)
+    build(replace(args, model=model), output, bake_weights)
 
 
 @app.command("run")
+@engine_options(without=("seed", "dump", "max_num_queued_reqs"))
+@sampling_options()
 def run_command(
+    sampling: dict[str, Any],
+    args: EngineArgs,
     file: Annotated[
         str | None, typer.Argument(help="Prompts: .txt (one a line), .jsonl, or - for stdin (JSONL or text).")
     ] = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
-    model: Model = None,
+    model: ModelOption = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="Write JSONL here; finished ids are skipped.")
     ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put prompts into the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Tokens to generate; default: 256.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
-    n: Annotated[int | None, typer.Option("--n", help="Completions of each prompt.")] = None,
-    presence_penalty: Annotated[float | None, typer.Option(help="Off the logits of tokens in the output.")] = None,
-    frequency_penalty: Annotated[float | None, typer.Option(help="The same, for each time they are there.")] = None,
-    repetition_penalty: Annotated[float | None, typer.Option(help="Above 1: fewer tokens that are there.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End the text here; may be repeated.")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="End at this token; may be repeated.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="No end before these.")] = None,
-    ignore_eos: Annotated[bool, typer.Option(help="Go on after the end token.")] = False,
-    logprobs: Annotated[int | None, typer.Option(help="Likeliest tokens at each position; in --output.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema: a file, or text.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
-    target: TargetName = "auto",
-    backend: BackendName = "inductor",
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    buckets: Buckets = None,
-    max_model_len: MaxLen = None,
-    max_num_seqs: MaxSeqs = None,
-    max_num_batched_tokens: MaxTokens = None,
-    block_size: PageSize = None,
-    tune: Tune = None,
-    jobs: Jobs = 0,
-    artifact: Artifact = "build",
-    kv_cache_memory: KvMemory = None,
-    gpu_memory_utilization: GpuShare = 0.9,
-    threads: Threads = None,
-    enable_prefix_caching: PrefixCaching = True,
-    scheduling_policy: Policy = "fcfs",
-    load_format: LoadFormat = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
     """Generate text offline."""
     from graphllm.cli.batch import Inputs
-    from graphllm.cli.run import Loading, read_schema, run
-    from graphllm.engine.options import EngineOptions
-    from graphllm.prepare import Overrides, parse_buckets
+    from graphllm.cli.run import read_schema, run
 
-    parsed = parse_buckets(buckets) if buckets else None
-    wanted = Overrides(
-        target, backend, dtype, parsed, max_model_len, max_num_seqs, max_num_batched_tokens, block_size, tune, jobs,
-        quantize,
-    )  # fmt: skip
     schema = read_schema(json_schema) if json_schema is not None else None
-    constraint = {"json": schema, "regex": regex} if json_schema or regex else None
-    sampling = {
-        "n": n, "max_tokens": max_tokens, "min_tokens": min_tokens, "temperature": temperature, "top_k": top_k,
-        "top_p": top_p, "min_p": min_p, "presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty, "seed": seed, "stop": stop, "stop_token_ids": stop_token_id,
-        "ignore_eos": ignore_eos or None, "logprobs": logprobs, "structured_outputs": constraint,
-    }  # fmt: skip
-    options = EngineOptions(enable_prefix_caching=enable_prefix_caching, scheduling_policy=scheduling_policy)
-    inputs = Inputs(file, prompt or [], raw, system, output)
-    loading = Loading(artifact, kv_cache_memory, gpu_memory_utilization, load_format == "dummy", options, threads)
-    raise typer.Exit(run(model, inputs, sampling, wanted, loading, quiet))
+    if json_schema or regex:
+        sampling["structured_outputs"] = {"json": schema, "regex": regex}
+    raise typer.Exit(run(replace(args, model=model), Inputs(file, prompt or [], raw, system, output), sampling, quiet))
 
 
 @app.command("serve")
+@engine_options(without=("dump",), max_num_queued_reqs=2048)
 def serve_command(
-    model: Annotated[Path | None, typer.Argument(help="Checkpoint folder; without it, the embedded model.")] = None,
+    args: EngineArgs,
+    model: ModelArgument = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
     uds: Annotated[Path | None, typer.Option(help="Listen on this Unix socket instead.")] = None,
@@ -190,27 +113,6 @@ def serve_command(
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="info: a line for each request.")
     ] = "info",
-    max_num_queued_reqs: Annotated[int, typer.Option(help="Waiting requests above which new ones get 429.")] = 2048,
-    target: TargetName = "auto",
-    backend: BackendName = "inductor",
-    dtype: Dtype = None,
-    quantize: Quantize = None,
-    max_model_len: MaxLen = None,
-    max_num_seqs: MaxSeqs = None,
-    max_num_batched_tokens: MaxTokens = None,
-    block_size: PageSize = None,
-    artifact: Artifact = "build",
-    kv_cache_memory: KvMemory = None,
-    gpu_memory_utilization: GpuShare = 0.9,
-    threads: Threads = None,
-    enable_prefix_caching: PrefixCaching = True,
-    long_prefill_token_threshold: Annotated[
-        int, typer.Option(help="Tokens of one prompt in one step at most; 0: as many as fit.")
-    ] = 0,
-    scheduling_policy: Policy = "fcfs",
-    logits_processor: Annotated[list[str] | None, typer.Option(help="package.module:name; may be repeated.")] = None,
-    seed: Annotated[int, typer.Option(help="Of requests without one.")] = 0,
-    load_format: LoadFormat = "auto",
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
     from graphllm.engine.spawn import spawn
@@ -218,34 +120,10 @@ def serve_command(
     child = spawn()  # first of all: what takes longest is its import of torch
     try:
         from graphllm.cli.serve import serve, start_log, started_at
-        from graphllm.engine.load import EngineArgs
-        from graphllm.prepare import parse_bytes
         from graphllm.server.launch import ServerOptions
         from graphllm.server.operations.engine_supervisor import SupervisorOptions
 
         start_log(log_format, log_level)
-        args = EngineArgs(
-            model=model,
-            dtype=dtype or "auto",
-            quantize=quantize,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            block_size=block_size,
-            kv_cache_memory_bytes=parse_bytes("kv-cache-memory", kv_cache_memory) if kv_cache_memory else None,
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            long_prefill_token_threshold=long_prefill_token_threshold,
-            max_num_queued_reqs=max_num_queued_reqs,
-            scheduling_policy=scheduling_policy,
-            seed=seed,
-            load_format=load_format,
-            logits_processors=logits_processor or [],
-            target=target,
-            backend=backend,
-            artifact=artifact,
-            threads=threads,
-        )
         options = ServerOptions(
             host=host,
             port=port,
@@ -257,33 +135,24 @@ def serve_command(
             max_body=parse_bytes("max-body-size", max_body_size),
             started=started_at(),
         )
-        watched = SupervisorOptions(seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
-        raise typer.Exit(serve(args, options, watched, child))
+        watched = SupervisorOptions(args.seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
+        raise typer.Exit(serve(replace(args, model=model), options, watched, child))
     finally:
         child.kill()
 
 
 @app.command("chat")
+@sampling_options(("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"))
 def chat_command(
+    sampling: dict[str, Any],
     url: Annotated[str, typer.Option(help="Of a running server.")] = "http://127.0.0.1:8000",
     api_key: Annotated[str | None, typer.Option(envvar="GRAPHLLM_API_KEY", help="Of that server.")] = None,
     model: Annotated[str | None, typer.Option(help="Its name at the server; default: the first there.")] = None,
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most likely tokens of this mass.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k most likely tokens.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens below this share of the likeliest.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(help="Of one answer.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same tokens.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End an answer here; may be repeated.")] = None,
 ) -> None:
     """Talk to a running server in the terminal."""
     from graphllm.cli.chat import chat
 
-    sampling = {
-        "temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p, "max_tokens": max_tokens,
-        "seed": seed, "stop": stop,
-    }  # fmt: skip
     raise typer.Exit(chat(url, api_key, system, sampling, model))
 
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from graphllm.config import ConfigError
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.params import SamplingParams
 from graphllm.server.chat.call import Call, parse_call
 from graphllm.server.chat.reading import failure, usage_of
 from graphllm.server.http.error_bodies import error_body

@@ -5,20 +5,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from graphllm import prepare
-from graphllm.config import ConfigError, Env
+from graphllm.config import ConfigError, EngineArgs, Env
+from graphllm.entrypoints.build import Progress as BuildProgress
+from graphllm.entrypoints.build import find_or_build
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 
 console = Console(stderr=True)
 
 
 @contextlib.contextmanager
-def compile_progress(quiet: bool = False) -> Iterator[prepare.Progress]:
+def compile_progress(quiet: bool = False) -> Iterator[BuildProgress]:
     """A live view of the compile stages on stderr; shows nothing until the first stage reports."""
     if quiet:
         yield lambda stage, done, total: None
@@ -45,29 +47,13 @@ def compile_progress(quiet: bool = False) -> Iterator[prepare.Progress]:
             view.stop()
 
 
-def embedded_or(model: Path | None) -> Path:
-    """The given checkpoint folder, else the embedded model's."""
-    if model is not None:
-        return model
-    from graphllm.embedded import MODEL_DIR
-
-    return Path(MODEL_DIR)
-
-
-def build(
-    model: Path | None,
-    wanted: prepare.Overrides,
-    output: Path | None,
-    dump: Path | None,
-    random: bool = False,
-    bake: bool = False,
-) -> None:
+def build(args: EngineArgs, output: Path | None, bake: bool = False) -> None:
     """Compile and say where the artifact is, what it took and what memory it needs."""
     started = time.perf_counter()
-    source = prepare.open_source(embedded_or(model), random)
-    config = replace(prepare.compile_config(source.config, wanted), dump=dump)
+    source = open_source(args.model, args.load_format)
+    config = compile_config(source.config, args)
     with compile_progress() as progress, build_errors():
-        place, manifest = prepare.find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)
+        place, manifest = find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)
     memory = manifest["memory"]
     print(place)
     console.print(

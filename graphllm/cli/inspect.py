@@ -32,7 +32,7 @@ def inspect(folder: Path, json: bool) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in factors["versions"].items())
     console.print(f"versions  graphllm {factors['graphllm']['version']} ({factors['graphllm']['source']}), {versions}")
     model = factors["model"]
-    weights = f", weights {compiled['quantize']}" if compiled["quantize"] else ""
+    weights = f", weights {compiled['quantization']}" if compiled["quantization"] else ""
     console.print(
         f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}{weights}, "
         f"backend {compiled['backend']}"

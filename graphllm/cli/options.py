@@ -1,21 +1,91 @@
-"""Options that several commands have: of an engine, its memory and its artifact. Imports nothing heavy."""
+"""Options of commands, generated from the definitions of settings and of sampling parameters. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Collection
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-MaxLen = Annotated[int | None, typer.Option(help="Context length in tokens; default: the model's.")]
-MaxSeqs = Annotated[int | None, typer.Option(help="Sequences in one step.")]
-MaxTokens = Annotated[int | None, typer.Option("--max-num-batched-tokens", help="Tokens in one step.")]
-KvMemory = Annotated[str | None, typer.Option(help="Memory for the KV cache, e.g. 2GiB.")]
-PrefixCaching = Annotated[bool, typer.Option(help="Reuse the cache of beginnings that prompts share.")]
-Artifact = Annotated[str, typer.Option(help="build, use, require or rebuild; or the folder of an artifact.")]
-Quantize = Annotated[
-    Literal["int8", "int4"] | None, typer.Option(help="Round the weights of linear layers to so few bits (CPU).")
-]
-BakeWeights = Annotated[bool, typer.Option("--bake-weights", help="Store the finished weights in the artifact, too.")]
-PageSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in one cache page.")]
-GpuShare = Annotated[float, typer.Option(help="Share of the GPU's memory to use.")]
-Threads = Annotated[int | None, typer.Option(help="Threads of a CPU's kernels; default: all CPUs there are for it.")]
+from graphllm.config import EngineArgs, EngineConfig
+from graphllm.config.parameter import ParameterDefinition, parameters
+from graphllm.config.sampling import SamplingParams
+from graphllm.config.setting import Definition, choices, definitions
+
+
+def engine_options(
+    only: Collection[str] | None = None, without: Collection[str] = (), config: type = EngineConfig, **defaults: Any
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of all settings in a tree of config dataclasses. They come as its first argument, an
+    `EngineArgs`. only, without: names of settings, where not all mean something to it. defaults: other ones than the
+    settings' own."""
+    defined = {
+        name: d
+        for name, d in definitions(config).items()
+        if d.option is not None and (only is None or name in only) and name not in without
+    }
+    parameters = [_parameter(d, defaults.get(name, d.unsaid)) for name, d in defined.items()]
+    return _with_options(parameters, lambda given: EngineArgs(**given))
+
+
+def sampling_options(
+    only: Collection[str] | None = None, params: type = SamplingParams
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command options of sampling parameters, of all that have one unless ``only`` names some. It gets as its
+    first argument a dict of what was given; all else is for whoever knows the model's defaults."""
+    offered = [d for d in parameters(params).values() if d.parameter.cli and (only is None or d.name in only)]
+    return _with_options([_sampling_option(d) for d in offered], dict)
+
+
+def _with_options(
+    parameters: Collection[inspect.Parameter], make: Callable[[dict[str, Any]], Any]
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Replace a command's first parameter by options; ``make`` turns what they were given into its argument."""
+    names = [p.name for p in parameters]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def wrapper(*outer: Any, **given: Any) -> None:
+            taken = {name: given.pop(name) for name in names}
+            command(make({name: value for name, value in taken.items() if value is not None}), *outer, **given)
+
+        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        signature = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *parameters)]
+        wrapper.__signature__ = inspect.Signature(signature)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in signature}
+        return wrapper
+
+    return decorate
+
+
+def _sampling_option(d: ParameterDefinition) -> inspect.Parameter:
+    """An option that has not to be given. One text or id each, repeated, where there may be several."""
+    parts = (d.type, *get_args(d.type))
+    kind: Any = next((list[get_args(part)[0]] for part in parts if get_origin(part) is tuple), d.type)  # type: ignore[misc]
+    optional: Any = kind | None
+    annotation = Annotated[optional, typer.Option(help=d.parameter.help)]
+    return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def _parameter(d: Definition, default: Any) -> inspect.Parameter:
+    """An option for a setting."""
+    kind: Any = _option_type(d)
+    annotation = Annotated[kind, typer.Option(help=d.help)]
+    if get_origin(kind) in (types.UnionType, typing.Union) and default == ():
+        default = None
+    return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _option_type(d: Definition) -> Any:
+    """What the command line library can read: a text for what the setting parses itself, a list for a sequence."""
+    if d.setting.parse is not None:
+        return str | None
+    if get_origin(d.type) is tuple:
+        return list[get_args(d.type)[0]] | None  # type: ignore[misc]
+    if choices(d.said) or d.setting.written is None:
+        return d.said
+    return d.type

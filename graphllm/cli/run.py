@@ -5,24 +5,23 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import Progress, TextColumn
 
-from graphllm import prepare
 from graphllm.cli.batch import Inputs, Item, Items, JsonlSink
-from graphllm.cli.build import build_errors, compile_progress, console, embedded_or
-from graphllm.config import ConfigError
-from graphllm.engine.llm import Core
-from graphllm.engine.load import kernel_threads
-from graphllm.engine.options import EngineOptions
+from graphllm.cli.build import build_errors, compile_progress, console
+from graphllm.config import ConfigError, EngineArgs, SchedulerConfig
+from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import ParsedRequest, Processor
+from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.core import load_core
+from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.server.chat.call import Call, Style, check_priority, write_out
 from graphllm.server.chat.reading import failure
 
@@ -30,27 +29,7 @@ _AHEAD = 2  # completions in the engine, as a multiple of those in one step
 _ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer
 
 
-@dataclass(frozen=True)
-class Loading:
-    """How an engine is loaded. artifact: a policy or a folder. kv_cache_memory: such as "2GiB". random: weights.
-    threads: of a CPU's kernels."""
-
-    artifact: str
-    kv_cache_memory: str | None
-    gpu_memory_utilization: float
-    random: bool
-    options: EngineOptions
-    threads: int | None = None
-
-
-def run(
-    model: Path | None,
-    inputs: Inputs,
-    sampling: Mapping[str, Any],
-    wanted: prepare.Overrides,
-    loading: Loading,
-    quiet: bool,
-) -> int:
+def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bool) -> int:
     """Generate for every input; the exit status: 1 when the engine failed with some of them. Raises ConfigError for
     user mistakes, before anything is loaded where it can be known."""
     started = time.perf_counter()
@@ -67,27 +46,26 @@ def run(
         console.print(f"{len(ids) - todo} of {len(ids)} are already in {inputs.output}; skipped", markup=False)
     if not todo:
         return 0
-    memory = prepare.parse_bytes("kv-cache-memory", loading.kv_cache_memory) if loading.kv_cache_memory else None
-    source = prepare.open_source(embedded_or(model), loading.random)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # Where nobody says how long: a plain line and a line of a batch file have defaults of their own.
     open_end = SamplingParams(max_tokens=None)
-    defaults = SamplingParams.from_fields(sampling, SamplingParams.from_checkpoint(source.folder, open_end))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    place, device = _artifact(source, wanted, loading.artifact, quiet)
+    with compile_progress(quiet) as progress, build_errors():
+        resolved = resolve_model(args, progress, sampling, open_end)
+    name = Path(resolved.config.model.model).name
     phases: dict[str, float] = {"artifact": time.perf_counter() - started}
 
     def clock(name: str, seconds: float) -> None:
         phases[name] = phases.get(name, 0.0) + seconds
 
     summary = Summary()
-    with contextlib.closing(_load(source, place, device, memory, loading, clock)) as engine:
+    with contextlib.closing(_load(resolved, clock)) as engine:
         left = (item for item in items if item.id not in finished)
-        news = generate(engine, left, defaults, todo == 1 and sink is None, summary)
+        news = generate(engine, left, resolved.defaults, todo == 1 and sink is None, summary)
         with _progress(todo, quiet or sink is None) as show:
             for step in news:
                 for result in step:
                     if sink:
-                        sink.put(result.place, _row(result, source.folder.name))
+                        sink.put(result.place, _row(result, name))
                     else:
                         _print(result)
                 show(summary)
@@ -100,12 +78,6 @@ def run(
     if summary.refused or summary.failed:
         _print_failures(summary, inputs.output)
     return 1 if summary.failed else 0
-
-
-def _artifact(source: prepare.Source, wanted: prepare.Overrides, artifact: str, quiet: bool) -> tuple[Path, str]:
-    """A verified artifact and its device."""
-    with compile_progress(quiet) as progress, build_errors():
-        return prepare.take_artifact(source, wanted, artifact, progress)
 
 
 def read_schema(given: str) -> str:
@@ -125,7 +97,7 @@ class Engine(NamedTuple):
     tokenizer: Tokenizer
     processor: Processor
     outputs: OutputProcessor
-    options: EngineOptions
+    scheduler: SchedulerConfig
     style: Style = Style()
 
     def close(self) -> None:
@@ -133,33 +105,15 @@ class Engine(NamedTuple):
         self.core.close()
 
 
-def _load(
-    source: prepare.Source, place: Path, device: str, memory: int | None, loading: Loading, phases: Any
-) -> Engine:
-    begun = time.perf_counter()
-    tokenizer = Tokenizer.from_folder(source.folder)
-    phases("tokenizer", time.perf_counter() - begun)
-    stop_ids = tuple(sorted(tokenizer.stop_ids))
-    settings = prepare.CoreSettings(
-        model=str(source.folder),
-        artifact=str(place),
-        random=loading.random,
-        kv_memory=memory,
-        gpu_memory_utilization=loading.gpu_memory_utilization,
-        threads=kernel_threads(loading.threads, device),
-        stop_ids=stop_ids,
-        options=loading.options,
-    )
-    core = prepare.load_core(settings, phases)
-    from graphllm.engine.grammar import GrammarCompiler
-
-    grammar = GrammarCompiler(source.folder, core.info.vocab, frozenset(stop_ids))
+def _load(resolved: ResolvedModel, phases: Callable[[str, float], None]) -> Engine:
+    core, tokenizer = load_core(resolved.config, phases, resolved.processors), resolved.tokenizer
+    assert tokenizer is not None
     return Engine(
         core,
         tokenizer,
-        Processor(tokenizer, core.info, grammar),
+        Processor(tokenizer, core.info, core.grammars),
         OutputProcessor(tokenizer),
-        loading.options,
+        resolved.config.scheduler,
         Style.of(tokenizer),
     )
 
@@ -274,7 +228,7 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
     """Queue all requests of an item, or none."""
     core, outputs = engine.core, engine.outputs
     call = item.call(defaults)
-    check_priority(call, engine.options)
+    check_priority(call, engine.scheduler)
     call, prompts = write_out(call, engine.tokenizer, engine.style)
     if stream and len(prompts) == call.params.n == 1:
         call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.cli.build import build_errors
-from graphllm.config import ConfigError
-from graphllm.engine.load import EngineArgs, Opened, open_model
+from graphllm.config import ConfigError, EngineArgs
 from graphllm.engine.spawn import Child
+from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.server.launch import ServerOptions
 from graphllm.server.launch import serve as serve_forever
 from graphllm.server.operations.engine_supervisor import SupervisorOptions
@@ -37,9 +37,9 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
             "listening on %s without --api-key: everybody there can use it", options.host
         )
 
-    def open_or_explain() -> Opened:
+    def open_or_explain() -> ResolvedModel:
         with build_errors():
-            return open_model(args)
+            return resolve_model(args)
 
     return serve_forever(open_or_explain, options, host, child)
 

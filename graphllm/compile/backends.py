@@ -105,7 +105,8 @@ class Eager:
 class Cpu:
     """Inductor's generated C++ and the hand-written kernels, in one library compiled by g++ for this machine."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects | None) -> None:
+        """objects: compiles what pieces need; None where they are only generated, in a build process."""
         self._objects = objects
         self._known: dict[str, Generated] = {}
 
@@ -115,8 +116,9 @@ class Cpu:
         """Compilers of the hand-written kernels that a piece calls start at once, beside the next piece."""
         made = generate(piece, bucket, config, choices, self._known)
         kernels = made.bundle.kernels
-        for source in _own(kernels):
-            self._objects.add(source)
+        if self._objects is not None:
+            for source in _own(kernels):
+                self._objects.add(source)
         sources = {name: k["cpp"] for name, k in kernels.items() if "cpp" in k}
         described = {name: {part: v for part, v in k.items() if part != "cpp"} for name, k in kernels.items()}
         return made.built(described, sources, {})
@@ -132,6 +134,7 @@ class Cpu:
             arguments |= {name: kernel["args"] for name, kernel in b.bundle["kernels"].items()}
         library, header = folder / "kernels.so", inductor.CPP_HEADER
         calls = call_source(arguments)
+        assert self._objects is not None
         self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, calls, library)
 
 

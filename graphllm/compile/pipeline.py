@@ -9,11 +9,10 @@ import concurrent.futures
 import contextlib
 import functools
 import json
-import multiprocessing
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -39,6 +38,7 @@ from graphllm.weights.plan import WeightPlan, make_plan
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend, Built
     from graphllm.compile.tune import Measured
+    from graphllm.compile.workers import Workers
     from graphllm.rewrite import ImplChoice
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
@@ -54,8 +54,9 @@ class Traced(NamedTuple):
     texts: dict[str, str]
 
 
-def open_backend(config: CompileConfig, objects: Objects) -> Backend:
-    """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++."""
+def open_backend(config: CompileConfig, objects: Objects | None) -> Backend:
+    """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++, None in a
+    process that only generates it."""
     if config.backend == "eager":
         from graphllm.compile.backends import Eager
 
@@ -202,26 +203,14 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passe
     return Traced(plan, reports, texts)
 
 
-@contextlib.contextmanager
-def open_workers(config: CompileConfig, jobs: int) -> Iterator[concurrent.futures.Executor | None]:
-    """Processes to build for a GPU in. None where one is enough: C++ is only generated per piece, and compiled in
-    parallel by `Backend.assemble`."""
-    if config.target.device == "cpu" or config.jobs == 1 or jobs == 1:
-        yield None
-        return
-    workers = config.jobs or min(jobs, _MOST_WORKERS, len(os.sched_getaffinity(0)))
-    spawn = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn, initializer=_begin_worker) as pool:
-        yield pool
+def open_workers(config: CompileConfig, jobs: int) -> contextlib.AbstractContextManager[Workers | None]:
+    """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: C++ is only
+    generated per piece, and compiled in parallel by `Backend.assemble`. jobs: pieces to build."""
+    if config.jobs == 1 or jobs == 1 or (config.target.device == "cpu" and not config.jobs):
+        return contextlib.nullcontext()
+    from graphllm.compile.workers import Workers
 
-
-def _begin_worker() -> None:
-    """Know the ops and passes, and drop what Inductor prints; failures come back as exceptions."""
-    sink = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    load_ops()
-    load_passes()
+    return Workers(config, min(jobs, config.jobs or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))))
 
 
 def sources_beside(linked: Linked) -> list[Path]:
@@ -253,7 +242,7 @@ def build_pieces(
     config: CompileConfig,
     backend: Backend,
     choices: Mapping[str, ImplChoice],
-    workers: concurrent.futures.Executor | None,
+    workers: Workers | None,
     progress: Progress,
 ) -> dict[tuple[str, Bucket], Built]:
     """Build them all; first those that are one op, whose kernels compile beside the others."""
@@ -264,10 +253,7 @@ def build_pieces(
             progress("build", i, len(jobs))
             done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config, choices)
         return {job: done[job] for job in wanted}
-    futures = {
-        workers.submit(backend.build, linked.pieces[piece].json, bucket, config, choices): (piece, bucket)
-        for piece, bucket in jobs
-    }
+    futures = {workers.build(linked.pieces[piece].json, bucket, choices): (piece, bucket) for piece, bucket in jobs}
     for i, future in enumerate(concurrent.futures.as_completed(futures)):
         progress("build", i, len(jobs))
         done[futures[future]] = future.result()

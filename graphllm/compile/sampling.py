@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import CompileConfig
+from graphllm.config.sampling import sampling_columns
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ops.accept_drafts import accept_drafts
 from graphllm.ops.adjust_logits import adjust_logits
@@ -43,21 +44,14 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
         return InputSpec(name, ("R",), dtype, neutral=neutral)
 
     return (
-        rows("seed", "int64"),
-        rows("top_k", "int32"),
-        rows("draw", "int32"),
+        *(rows(c.name, c.dtype, c.neutral) for c in sampling_columns()),
+        rows("sample_index", "int32"),
         rows("row_slots", "int32", config.max_num_seqs),  # the scrap one
         rows("counted", "int32"),
         rows("mask_row", "int32", -1),
         rows("bias_count", "int32"),
         rows("target", "int32", -1),
         rows("wanted", "int32", -1),
-        rows("temperature", "float32"),
-        rows("top_p", "float32", 1.0),
-        rows("min_p", "float32"),
-        rows("repetition", "float32", 1.0),
-        rows("frequency", "float32"),
-        rows("presence", "float32"),
         InputSpec("mask", ("R", -(-vocab // 32)), late=True),
         # Read only where drafts are verified: the sequence of each token, whether the step in flight verifies drafts of
         # a sequence, and where its rows begin.
@@ -155,7 +149,7 @@ def _resolve_drafts(v: Values) -> tuple[Tensor, ...]:
 
 
 def _sample(v: Values, logits: str) -> Tensor:
-    names = ("temperature", "top_k", "top_p", "min_p", "seed", "draw")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_index")
     return sample(v[logits], *(v[f"step.{n}"] for n in names))
 
 
@@ -172,6 +166,7 @@ def _verify(v: Values, logits: str, versions: int) -> tuple[Tensor, Tensor]:
 
 
 def _process(v: Values) -> tuple[Tensor]:
-    rows = ("row_slots", "mask_row", "mask", "bias_count", "repetition", "frequency", "presence")
+    rows = ("row_slots", "mask_row", "mask", "bias_count")
+    penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     state = ("counts", "bias_token", "bias_value")
-    return (adjust_logits(v["logits"], *(v[f"step.{n}"] for n in rows), *(v[f"state.{n}"] for n in state)),)
+    return (adjust_logits(v["logits"], *(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state)),)

@@ -12,8 +12,7 @@ import hashlib
 import json
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ import torch
 from graphllm.compile.cuda import example
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
+from graphllm.compile.workers import Candidate, Workers
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
@@ -51,7 +51,7 @@ class Measured(NamedTuple):
 def tune(
     pieces: Sequence[Mapping[str, Any]],
     config: CompileConfig,
-    workers: Executor | None,
+    workers: Workers | None,
     progress: Callable[[int, int], None],
     folder: Path | None,
 ) -> dict[str, Measured]:
@@ -62,9 +62,8 @@ def tune(
     known = read_measured(file) if file else {}
     new = {key: site for key, site in sites.items() if key not in known}
     jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
-    run = workers.map if workers else map
     usable: dict[str, list[ImplChoice]] = {key: [] for key in new}
-    for i, works in enumerate(run(build_candidate, (new[key] for key, _ in jobs), (choice for _, choice in jobs))):
+    for i, works in enumerate(_tried([(new[key], choice) for key, choice in jobs], workers)):
         progress(i, len(jobs))
         if works:
             key, choice = jobs[i]
@@ -73,6 +72,19 @@ def tune(
     if file and new:
         write_measured(file, known)
     return {key: known[key] for key in sites}
+
+
+def _tried(jobs: Sequence[tuple[Tunable, ImplChoice]], workers: Workers | None) -> Iterator[bool]:
+    """Of each candidate, whether it can be built."""
+    if workers is None:
+        yield from (build_candidate(site, choice) for site, choice in jobs)
+        return
+    futures = []
+    for site, choice in jobs:
+        tensors = {n: s for n, s in site.args.items() if isinstance(s, TensorSpec)}
+        plain = {n: v for n, v in site.args.items() if n not in tensors}
+        futures.append(workers.works(Candidate(site.op, tensors, plain, site.sizes, choice)))
+    yield from (future.result() for future in futures)
 
 
 def tunables(pieces: Sequence[Mapping[str, Any]], config: CompileConfig) -> dict[str, Tunable]:

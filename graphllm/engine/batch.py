@@ -156,7 +156,7 @@ class SamplingTable:
             **{f"block_table.{g}": table[slots, :width] for g, table in enumerate(plan.tables)},
             # Only the row that ends a sequence's known tokens leaves a token for its next step.
             "row_slots": np.where(last & (draw >= 0), slot_R, self._scrap),
-            "draw": draw,
+            "sample_index": draw,
             **self._sampling(slot_R),
         }
         step = StepInput(T, n, len(logits_indices), int(n == T == len(logits_indices)), arrays)
@@ -185,9 +185,9 @@ class SamplingTable:
             "counted": np.where(sampling, self.counted[slot_R], 0),
             "mask_row": mask_row,
             "bias_count": np.where(sampling, self.bias_count[slot_R], 0),
-            "repetition": self.repetition[slot_R],
-            "frequency": self.frequency[slot_R],
-            "presence": self.presence[slot_R],
+            "repetition_penalty": self.repetition[slot_R],
+            "frequency_penalty": self.frequency[slot_R],
+            "presence_penalty": self.presence[slot_R],
             "target": target,
             "wanted": wanted,
         }

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from graphllm.config import ConfigError
+from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import Position
-from graphllm.engine.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.text import Tokenizer
 
 

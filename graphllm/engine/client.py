@@ -18,7 +18,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from graphllm.config import ConfigError
+from graphllm.config import ConfigError, CoreConfig
 from graphllm.engine.messages import (
     Abort,
     Add,
@@ -57,7 +57,7 @@ class CoreClient:
 
     def __init__(
         self,
-        settings: msgspec.Struct | Mapping[str, Any],
+        settings: CoreConfig | Mapping[str, Any],
         command: Sequence[str] = COMMAND,
         *,
         heartbeat: float = 0.5,
@@ -66,7 +66,7 @@ class CoreClient:
         grace: float = 5.0,
         child: Child | None = None,
     ) -> None:
-        """settings: a CoreSettings, or what else ``command`` takes. command: starts a program that calls `run_core`.
+        """settings: a `CoreConfig`, or what else ``command`` takes. command: starts a program that calls `run_core`.
         child: one that has been started already, instead.
 
         Seconds: between heartbeats; of silence until the core counts as unresponsive; of one step, without the end of

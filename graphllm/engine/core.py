@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from graphllm.config import ConfigError
+from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.engine.batch import Batch, SamplingTable
-from graphllm.engine.options import EngineOptions, LogitsProcessor, Row
+from graphllm.engine.options import LogitsProcessor, Row
 from graphllm.engine.pool import BlockPool
 from graphllm.engine.request import BucketStats, CoreInfo, CoreStats, EngineRequest, Ranked, Update
 from graphllm.engine.scheduler import Plan, Scheduler, SchedulerLimits
@@ -53,7 +53,7 @@ class EngineCore:
         self,
         executor: Executor,
         max_len: int,
-        options: EngineOptions,
+        options: SchedulerConfig,
         grammars: GrammarCompiler | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:

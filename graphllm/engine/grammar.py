@@ -26,7 +26,7 @@ from graphllm.engine.schema import parse_schema, rewrite_schema
 if TYPE_CHECKING:
     import llguidance
 
-    from graphllm.engine.params import StructuredOutputsParams
+    from graphllm.config.sampling import StructuredOutputsParams
 
 T = TypeVar("T")
 

@@ -1,26 +1,12 @@
-"""How an engine schedules, and the hook for users' logits processors. Plain data; imports no torch."""
+"""The hook for users' logits processors. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal, NamedTuple
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
-
-
-class EngineOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """max_num_queued_reqs: waiting requests above which new ones are refused; None: no limit.
-
-    long_prefill_token_threshold: tokens of one prompt in one step at most; 0: as many as fit.
-    """
-
-    enable_prefix_caching: bool = True
-    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
-    max_num_queued_reqs: int | None = None
-    long_prefill_token_threshold: int = 0
 
 
 class Row(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import RequestOutputKind
+from graphllm.config.sampling import RequestOutputKind
 from graphllm.engine.processor import ParsedRequest
 from graphllm.engine.request import Ranked, Update
 from graphllm.engine.text import Detokenizer, Tokenizer

@@ -7,7 +7,6 @@ from stdin and lives for as long as that pipe does.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import os
 import shutil
 import signal
@@ -259,19 +258,3 @@ def _end_with_parent(folder: str) -> None:
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
     time.sleep(_ORPHAN_GRACE)
     os._exit(1)
-
-
-def _load(settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core:
-    """The real engine core; settings: a CoreSettings as plain JSON."""
-    from graphllm.prepare import CoreSettings, load_core
-
-    return load_core(msgspec.convert(settings, CoreSettings), phase)
-
-
-def _preload() -> None:
-    for name in ("torch", "graphllm.prepare", "graphllm.engine.core", "graphllm.weights.loader", "tokenizers"):
-        importlib.import_module(name)
-
-
-if __name__ == "__main__":
-    run_core(_load, _preload)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import SamplingParams, StructuredOutputsParams
+from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.engine.request import CoreInfo, EngineRequest
 from graphllm.engine.text import Tokenizer
 
@@ -146,7 +146,7 @@ class Processor:
             raise ConfigError(
                 f"max_tokens is {params.max_tokens}: {prompt} prompt tokens and {max(limit, 1)} of output are more "
                 f"than the {self._info.capacity} that the cache holds; lower max_tokens, shorten the prompt, or raise "
-                "--kv-cache-memory"
+                "--kv-cache-memory-bytes"
             )
         if params.min_tokens > limit:
             raise ConfigError(f"min_tokens is {params.min_tokens}: there is room for {limit} behind this prompt")

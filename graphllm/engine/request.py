@@ -11,7 +11,7 @@ from typing import Protocol
 
 import msgspec
 
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 
 # Upper bounds of a step's seconds and of its tokens, for their distributions.
 STEP_SECONDS = (

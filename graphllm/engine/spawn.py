@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
-COMMAND = (sys.executable, "-m", "graphllm.engine.process")
+COMMAND = (sys.executable, "-m", "graphllm.entrypoints.core_process")
 
 
 class Child(NamedTuple):

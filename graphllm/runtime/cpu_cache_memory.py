@@ -27,7 +27,7 @@ class CacheMemory:
             self.tensors = [zeros(blocks * block_bytes).reshape(blocks, block_bytes) for _ in range(tensors)]
         except MemoryError as failure:
             raise ConfigError(
-                f"kv cache: {blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory"
+                f"kv cache: {blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory-bytes"
             ) from failure
         self.blocks, self._block_bytes = blocks, block_bytes
         self._places = [t.ctypes.data for t in self.tensors]

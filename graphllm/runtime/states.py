@@ -84,8 +84,8 @@ class States:
             return [self.zeros((self.num_blocks, block_bytes), "uint8") for _ in range(tensors)]
         except RuntimeError as failure:
             raise ConfigError(
-                f"kv cache: {self.num_blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory or "
-                "--gpu-memory-utilization"
+                f"kv cache: {self.num_blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory-bytes "
+                "or --gpu-memory-utilization"
             ) from failure
 
     def _block_view(self, place: StatePlace) -> Tensor:

@@ -10,12 +10,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.engine.async_llm import AsyncLLM, EngineUnhealthyError
+from graphllm.config.sampling import RequestOutputKind
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.params import RequestOutputKind
 from graphllm.engine.processor import Prompt
 from graphllm.engine.scheduler import QueueFullError
+from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
 from graphllm.server.http.errors import EngineFailureError

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from graphllm.config import ConfigError
-from graphllm.engine.load import Opened
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.spawn import Child
+from graphllm.entrypoints.model import ResolvedModel
 
 if TYPE_CHECKING:
     import uvicorn
@@ -50,7 +50,7 @@ class ServerOptions:
 
 
 def serve(
-    open: Callable[[], Opened], options: ServerOptions, supervisor_options: SupervisorOptions, child: Child
+    open: Callable[[], ResolvedModel], options: ServerOptions, supervisor_options: SupervisorOptions, child: Child
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""

@@ -107,7 +107,7 @@ class Service:
         self.check_model(call.model)
         self.limits.check(call)
         assert supervisor.opened is not None
-        check_priority(call, supervisor.opened.settings.options)
+        check_priority(call, supervisor.opened.config.scheduler)
         return write_out(call, self.tokenizer, supervisor.style) if call.chat or call.echo else (call, call.prompts)
 
     async def whole(self, request: Request, started: Started) -> list[Any]:

@@ -21,10 +21,9 @@ from stub_core import StubCore, info
 
 from graphllm.cli.batch import BatchItem, Inputs, Item, Items, JsonlSink, PlainItem
 from graphllm.cli.run import Engine, Result, Summary, generate, read_schema
-from graphllm.config import ConfigError
-from graphllm.engine.options import EngineOptions
+from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import OutputProcessor
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
 
@@ -64,7 +63,7 @@ def engine(tokenizer: Tokenizer) -> Engine:
     size = tokenizer.vocab_size
     logits = np.random.default_rng(0).normal(size=(size, 1, size)).repeat(size, axis=1)
     core = StubCore(info(size), logits)
-    return Engine(core, tokenizer, Processor(tokenizer, core.info), OutputProcessor(tokenizer), EngineOptions())
+    return Engine(core, tokenizer, Processor(tokenizer, core.info), OutputProcessor(tokenizer), SchedulerConfig())
 
 
 def _prompt(id: str, text: str = "hello", **fields: Any) -> PlainItem:
@@ -160,7 +159,7 @@ def test_priority_needs_its_policy(engine: Engine) -> None:
     (refused,) = _generate(engine, [late])
     assert "--scheduling-policy priority" in str(refused.error)
     core: Any = engine.core
-    engine = engine._replace(options=EngineOptions(scheduling_policy="priority"))
+    engine = engine._replace(scheduler=SchedulerConfig(scheduling_policy="priority"))
     assert _generate(engine, [late, _prompt("now")])[0].error is None
     assert {r.id: r.priority for r in core.added} == {"0.0": 5, "1.0": 0}
 
@@ -402,8 +401,8 @@ def test_sampling_flags(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     assert len({c["text"] for c in several["choices"]}) > 1
     assert several["usage"]["completion_tokens"] <= 24
     (first, *_) = Tokenizer.from_folder(checkpoint).encode(tokens[0])
-    assert row("--stop-token-id", first)["usage"]["completion_tokens"] == 1
-    assert row("--stop-token-id", first, "--min-tokens", 4)["usage"]["completion_tokens"] >= 4
+    assert row("--stop-token-ids", first)["usage"]["completion_tokens"] == 1
+    assert row("--stop-token-ids", first, "--min-tokens", 4)["usage"]["completion_tokens"] >= 4
     assert row("--repetition-penalty", 50, "--presence-penalty", 2, "--frequency-penalty", 2)["text"] != plain["text"]
 
 

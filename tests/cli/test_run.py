@@ -241,8 +241,14 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
             ("--prompt", "x", "--artifact", "bild"),
             ["artifact: 'bild' is neither one of build, use, require, rebuild nor"],
         ),
-        (("--prompt", "x", "--kv-cache-memory", "much"), ["kv-cache-memory: 'much' is no amount of memory", "2GiB"]),
-        (("--prompt", "x", "--kv-cache-memory", "100"), ["kv cache: 0.0 MB left", "raise --kv-cache-memory"]),
+        (
+            ("--prompt", "x", "--kv-cache-memory-bytes", "much"),
+            ["kv_cache_memory_bytes: 'much' is no amount of memory", "2GiB"],
+        ),
+        (
+            ("--prompt", "x", "--kv-cache-memory-bytes", "100"),
+            ["kv cache: 0.0 MB left", "raise --kv-cache-memory-bytes"],
+        ),
         (("--prompt", "x", "--buckets", "decode-x"), ["buckets: 'decode-x' is not of the form"]),
         (("--prompt", "x", "--max-num-seqs", "0"), ["max_num_seqs is 0"]),
         (("--prompt", "x" * 500), ["prompt-0: prompt has", "--max-model-len"]),

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from graphllm import artifact, prepare
+from graphllm import artifact
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.trace import plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.entrypoints.source import open_source
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.runtime.executor import Executor
 from graphllm.weights.loader import load_weights
@@ -102,7 +103,7 @@ RETURN = re.compile(r"return \[%\w+(, %\w+)*\]")
 
 
 def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
-    source = prepare.open_source(checkpoint)
+    source = open_source(checkpoint)
     config = replace(CONFIG, dump=tmp_path / "dump")
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     files = sorted(p.name for p in (tmp_path / "dump").iterdir())
@@ -171,7 +172,7 @@ def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> Non
     """Against what the loaded parameters and the allocated caches really occupy."""
     manifest = artifact.verify(compiled_artifact)
     memory = manifest["memory"]
-    source = prepare.open_source(checkpoint).checkpoint
+    source = open_source(checkpoint).checkpoint
     assert source is not None
     weights = load_weights(WeightPlan.from_json((compiled_artifact / "weights.json").read_text()), source)
     assert memory["weights"] == sum({t.data_ptr(): t.nbytes for t in weights.values()}.values())
@@ -228,7 +229,7 @@ def test_tied_weights_are_counted_once() -> None:
 
 
 def test_a_dump_or_the_number_of_jobs_changes_nothing(checkpoint: Path, tmp_path: Path) -> None:
-    source = prepare.open_source(checkpoint)
+    source = open_source(checkpoint)
     one = compile_model(source.config, source.tensors, CONFIG, tmp_path / "one")
     two = compile_model(source.config, source.tensors, replace(CONFIG, dump=tmp_path / "d", jobs=1), tmp_path / "two")
     sums = [artifact.verify(p)["files"] for p in (one, two)]
@@ -236,7 +237,7 @@ def test_a_dump_or_the_number_of_jobs_changes_nothing(checkpoint: Path, tmp_path
 
 
 def test_progress_is_reported(checkpoint: Path, tmp_path: Path) -> None:
-    source = prepare.open_source(checkpoint)
+    source = open_source(checkpoint)
     seen: list[tuple[str, int, int]] = []
     compile_model(source.config, source.tensors, CONFIG, tmp_path / "a", lambda *stage: seen.append(stage))
     assert seen[0] == ("trace", 0, 1)

@@ -22,12 +22,11 @@ from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import plan_layout, trace_model, trace_unit
-from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
 from graphllm.ir import Cost, Op
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
-from graphllm.prepare import default_buckets
 from graphllm.rewrite import ImplChoice, Unit, fake_values, site_key, site_of
 from graphllm.weights.plan import make_plan
 
@@ -151,7 +150,7 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     assert len(ones) == 5  # qkv, o, gate and up, down, head
     assert all({c.impl for c in s.candidates} == {"triton_row", "cublas", "triton_tile"} for s in ones)
     mixed = {s.args["x_TI"].shape[0] for key, s in sites.items() if " mixed-" in key and s.op in linear}
-    assert mixed == {"S"}  # where few rows are sampled from, kernels for few rows serve long steps, too
+    assert mixed == {"R"}  # where few rows are sampled from, kernels for few rows serve long steps, too
     special = specialize(_middle(linked).json, config.buckets[1], config)
     keys = [
         site_key(n, op, special.unit.shapes, config.buckets[1])

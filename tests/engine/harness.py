@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from graphllm import artifact, prepare
+from graphllm import artifact
+from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.options import EngineOptions
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import EngineRequest, Ranked, Update
+from graphllm.entrypoints.core import load_core
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 
@@ -44,11 +45,14 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
     processors = options.pop("processors", ())
     stop_ids = options.pop("stop_ids", ())
     manifest = artifact.verify(place)
-    settings = prepare.CoreSettings(
-        model=str(folder), artifact=str(place), kv_memory=pages * manifest["memory"]["block"],
-        options=EngineOptions(**options), stop_ids=stop_ids,
-    )  # fmt: skip
-    return prepare.load_core(settings, processors=processors)
+    config = CoreConfig(
+        ModelConfig(str(folder)),
+        LoadConfig(str(place)),
+        CacheConfig(kv_cache_memory_bytes=pages * manifest["memory"]["block"]),
+        SchedulerConfig(**options),
+        stop_ids,
+    )
+    return load_core(config, processors=processors)
 
 
 def request(id: str, prompt: Sequence[int], params: SamplingParams = GREEDY, **fields: Any) -> EngineRequest:

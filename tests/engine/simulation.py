@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.pool import BlockPool
 from graphllm.engine.request import EngineRequest
 from graphllm.engine.scheduler import Commit, Plan, Scheduler, SchedulerLimits, Sequence

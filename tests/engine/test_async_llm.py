@@ -15,15 +15,14 @@ from typing import Any
 import pytest
 import tokenizers
 
-from graphllm.config import ConfigError
-from graphllm.engine.async_llm import AsyncLLM, EngineUnhealthyError, merge
+from graphllm.config import ConfigError, CoreConfig, LoadConfig, ModelConfig
+from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.scheduler import QueueFullError
 from graphllm.engine.text import Tokenizer
-from graphllm.prepare import CoreSettings
+from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError, merge
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("test_process.py")))
 VOCAB, CONTEXT = 320, 96  # as the stub has them
@@ -445,7 +444,7 @@ def test_the_real_core_says_what_transformers_says(checkpoint: Path, eager_artif
         wanted.append(made[0, len(prompt) :].tolist())
 
     async def run() -> None:
-        settings = CoreSettings(model=str(checkpoint), artifact=str(eager_artifact), threads=1)
+        settings = CoreConfig(ModelConfig(str(checkpoint)), LoadConfig(str(eager_artifact), threads=1))
         llm = AsyncLLM(CoreClient(settings), Tokenizer.from_folder(checkpoint))
         params = sampling(20, temperature=0, ignore_eos=True, output_kind=FINAL)
         try:

@@ -12,11 +12,11 @@ from byte_tokenizer import EOS, make
 from stub_core import StubCore, info, log_softmax
 
 from graphllm.config import ConfigError
+from graphllm.config.sampling import BeamSearchParams
 from graphllm.engine.beam import BeamSearch, BeamSearchSequence
-from graphllm.engine.llm import LLM
 from graphllm.engine.outputs import Logprob
-from graphllm.engine.params import BeamSearchParams
 from graphllm.engine.request import Update
+from graphllm.entrypoints.llm import LLM
 
 Found = list[tuple[list[int], float]]
 

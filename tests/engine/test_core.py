@@ -21,11 +21,12 @@ import torch
 from harness import GREEDY, Result, finish, open_core, request
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from graphllm import prepare
-from graphllm.config import ConfigError
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import CoreStats
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor, StepHandle
 from graphllm.runtime.padding import Size, pick
 from graphllm.runtime.staging import StepInput
@@ -308,8 +309,8 @@ def test_nan_logits_end_the_request_with_an_error(opened: Open, checkpoint: Path
     with torch.no_grad():
         broken.model.norm.weight.fill_(float("nan"))
     broken.save_pretrained(tmp_path / "broken")
-    source = prepare.open_source(tmp_path / "broken")
-    config = prepare.compile_config(source.config, prepare.Overrides("cpu", "eager", max_model_len=96, block_size=8))
+    source = open_source(tmp_path / "broken")
+    config = compile_config(source.config, EngineArgs(target="cpu", backend="eager", max_model_len=96, block_size=8))
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     core = opened(folder=tmp_path / "broken", place=place)
     for params in (GREEDY, SamplingParams(temperature=1.0, max_tokens=5, logprobs=2, top_k=3)):
@@ -348,7 +349,7 @@ def test_logits_processors(opened: Open, model: LlamaForCausalLM) -> None:
 
 def test_structured_outputs(opened: Open, checkpoint: Path) -> None:
     """A model of random weights writes documents of the schema, beside requests without one, while one is aborted."""
-    from graphllm.engine.params import StructuredOutputsParams
+    from graphllm.config.sampling import StructuredOutputsParams
     from graphllm.engine.text import Tokenizer
 
     tokenizer = Tokenizer.from_folder(checkpoint)
@@ -406,11 +407,11 @@ def test_windows_have_pages_of_their_own(opened: Open, tmp_path: Path) -> None:
         )
     ).eval()  # fmt: skip
     made.save_pretrained(tmp_path / "gemma")
-    source = prepare.open_source(tmp_path / "gemma")
-    wanted = prepare.Overrides(
-        "cpu", "eager", max_model_len=200, block_size=8, max_num_seqs=3, max_num_batched_tokens=32
+    source = open_source(tmp_path / "gemma")
+    wanted = EngineArgs(
+        target="cpu", backend="eager", max_model_len=200, block_size=8, max_num_seqs=3, max_num_batched_tokens=32
     )
-    config = prepare.compile_config(source.config, wanted)
+    config = compile_config(source.config, wanted)
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     params = replace(GREEDY, max_tokens=50)
     prompts = _prompts(6, seed=17, longest=120)

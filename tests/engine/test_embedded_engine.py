@@ -9,10 +9,12 @@ import pytest
 import torch
 from harness import finish, open_core, request
 
-from graphllm import prepare
+from graphllm.config import EngineArgs
+from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 
 TOKENS = 32
 
@@ -20,9 +22,9 @@ TOKENS = 32
 def _compile(folder: Path) -> None:
     from graphllm.compile.pipeline import compile_model
 
-    source = prepare.open_source(MODEL_DIR)
-    wanted = prepare.Overrides("cpu", dtype="float32", max_model_len=256, max_num_seqs=64, block_size=8)
-    compile_model(source.config, source.tensors, prepare.compile_config(source.config, wanted), folder)
+    source = open_source(MODEL_DIR)
+    wanted = EngineArgs(target="cpu", dtype="float32", max_model_len=256, max_num_seqs=64, block_size=8)
+    compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,8 @@ from jsonschema import Draft202012Validator
 
 import graphllm.embedded
 from graphllm.config import ConfigError
+from graphllm.config.sampling import StructuredOutputsParams as Spec
 from graphllm.engine.grammar import Grammar, GrammarCompiler, GrammarError
-from graphllm.engine.params import StructuredOutputsParams as Spec
 
 from .schemas import REFUSED, WRITTEN, schemas
 

@@ -18,9 +18,9 @@ from stub_core import StubCore, info, log_softmax
 
 import graphllm
 from graphllm.config import ConfigError
-from graphllm.engine.llm import LLM
-from graphllm.engine.params import BeamSearchParams, RequestOutputKind, SamplingParams
+from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.llm import LLM
 
 VOCAB = 320
 LOGITS = np.random.default_rng(0).normal(size=(8, VOCAB))

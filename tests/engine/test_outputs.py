@@ -16,8 +16,8 @@ from stub_core import info
 from tokenizers import decoders, models, pre_tokenizers
 
 from graphllm.config import ConfigError
+from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, RequestOutput
-from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import Processor
 from graphllm.engine.request import Ranked, Update
 from graphllm.engine.text import Tokenizer

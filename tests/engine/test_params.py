@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
 from graphllm.engine.request import EngineRequest
 
 # As vLLM 0.33 documents them; stop, stop_token_ids and bad_words are None there, which says the same.

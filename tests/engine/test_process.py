@@ -21,10 +21,10 @@ import pytest
 import zmq
 
 from graphllm.config import ConfigError
+from graphllm.config.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from graphllm.engine import messages
 from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
-from graphllm.engine.params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from graphllm.engine.process import run_core
 from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Update
 from graphllm.engine.scheduler import QueueFullError
@@ -455,7 +455,7 @@ def test_sigterm_ends_the_core_in_good_order(tmp_path: Path, busy: bool) -> None
 PARENT = """
 import asyncio, sys, time
 from graphllm.engine.client import CoreClient
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.request import EngineRequest
 async def run():
     client = CoreClient({settings}, (sys.executable, {stub!r}), heartbeat=0.1)

@@ -13,7 +13,7 @@ from stub_core import info
 from tokenizers import models, pre_tokenizers
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import SamplingParams, StructuredOutputsParams
+from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
 

@@ -12,10 +12,12 @@ import pytest
 import torch
 from harness import Result, finish, open_core, request
 
-from graphllm import prepare
+from graphllm.config import EngineArgs
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import EngineRequest
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 
 V, CONTEXT, PAGE = 300, 2304, 16
 
@@ -33,11 +35,12 @@ def _make(folder: Path) -> None:
             num_key_value_heads=2, max_position_embeddings=4096, initializer_range=0.2, tie_word_embeddings=False,
         )
     ).save_pretrained(folder / "model")  # fmt: skip
-    source = prepare.open_source(folder / "model")
-    wanted = prepare.Overrides(
-        "cpu", dtype="float32", max_model_len=CONTEXT, max_num_seqs=24, max_num_batched_tokens=512, block_size=PAGE
-    )
-    compile_model(source.config, source.tensors, prepare.compile_config(source.config, wanted), folder / "artifact")
+    source = open_source(folder / "model")
+    wanted = EngineArgs(
+        target="cpu", dtype="float32", max_model_len=CONTEXT, max_num_seqs=24, max_num_batched_tokens=512,
+        block_size=PAGE,
+    )  # fmt: skip
+    compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder / "artifact")
 
 
 @pytest.fixture(scope="module")

@@ -361,7 +361,7 @@ def test_the_embedded_model_chats_as_in_transformers() -> None:
 def test_imports_stay_light(byte_folder: Path) -> None:
     code = f"""
 import sys
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.text import Tokenizer
 assert not {{"tokenizers", "jinja2"}} & set(sys.modules)
 t = Tokenizer.from_folder({str(byte_folder)!r})

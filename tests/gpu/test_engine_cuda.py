@@ -28,14 +28,16 @@ from test_core import (  # noqa: E402, F401
 
 
 def _compile(checkpoint: Path, folder: Path) -> None:
-    from graphllm import prepare
     from graphllm.compile.pipeline import compile_model
+    from graphllm.config import EngineArgs
+    from graphllm.entrypoints.resolve import compile_config
+    from graphllm.entrypoints.source import open_source
 
-    source = prepare.open_source(checkpoint)
-    wanted = prepare.Overrides(
-        "cuda", "inductor", "float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, block_size=8
+    source = open_source(checkpoint)
+    wanted = EngineArgs(
+        target="cuda", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, block_size=8
     )
-    compile_model(source.config, source.tensors, prepare.compile_config(source.config, wanted), folder)
+    compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from graphllm import artifact, prepare
-from graphllm.config import Bucket
+from graphllm import artifact
+from graphllm.config import Bucket, EngineArgs
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged, stack_tables
 from graphllm.weights.loader import load_weights
@@ -35,12 +37,13 @@ class Driver:
     ) -> None:
         from graphllm.compile.pipeline import compile_model
 
-        source = prepare.open_source(folder)
+        source = open_source(folder)
         assert source.checkpoint is not None
-        wanted = prepare.Overrides(
-            target, backend, dtype, BUCKETS, max_num_seqs=8, max_num_batched_tokens=512, block_size=BLOCK, tune=tune
-        )
-        config = replace(prepare.compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
+        wanted = EngineArgs(
+            target=target, backend=backend, dtype=dtype, buckets=BUCKETS, max_num_seqs=8, max_num_batched_tokens=512,
+            block_size=BLOCK, tune=tune,
+        )  # fmt: skip
+        config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
         compile_model(source.config, source.tensors, config, place)
         manifest = artifact.verify(place)
         plan = WeightPlan.from_json((place / "weights.json").read_text())

@@ -43,7 +43,7 @@ def _plan(**steps: tuple[Step, ...]) -> WeightPlan:
 
 def _run(fn: Fn, plan: WeightPlan | None = None, quantize: Any = "int8") -> tuple[Unit, PassReport, list[str]]:
     unit = trace_unit("layer.full", SPECS, fn, Shapes("cpu"), layers=(0, 2))
-    config = CompileConfig(Target("cpu", ()), quantize=quantize)
+    config = CompileConfig(Target("cpu", ()), quantization=quantize)
     report = quantize_linear(unit, plan or _plan(), config)
     verify(unit.graph, "after")
     return unit, report, [target_name(n.target) for n in unit.graph.nodes if n.op == "call_function"]
@@ -110,7 +110,7 @@ def test_a_head_with_a_cap_and_a_tied_weight() -> None:
     )
     embedding = Entry("embed.tokens", (100, 40), "float32", (Read(("e",), (100, 40)),))
     plan = WeightPlan((embedding, Entry("head.out", (100, 40), "float32", (Tie("embed.tokens"),))))
-    report = quantize_linear(unit, plan, CompileConfig(Target("cpu", ()), quantize="int4"))
+    report = quantize_linear(unit, plan, CompileConfig(Target("cpu", ()), quantization="int4"))
     call, cap = [n for n in unit.graph.nodes if op_of(n.target)]
     assert (op_of(cap.target), cap.args) == (OPS["soft_cap"], (call, 6.0))
     assert call.kwargs["rows"] == 100

@@ -57,7 +57,7 @@ def test_memory_that_malloc_kept_is_not_cleared_at_once() -> None:
 
 
 def test_more_than_there_is() -> None:
-    with pytest.raises(ConfigError, match=r"kv cache: 1099511627776 blocks do not fit .*lower --kv-cache-memory"):
+    with pytest.raises(ConfigError, match=r"kv cache: 1099511627776 blocks do not fit .*lower --kv-cache-memory-bytes"):
         CacheMemory(1, 1 << 40, SIZE)
 
 

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphllm import artifact, prepare
+from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
+from graphllm.entrypoints.core import warm_up_host
+from graphllm.entrypoints.source import open_source
 from graphllm.ir.specs import InputSpec
 from graphllm.program.schema import CacheGroup
 from graphllm.runtime.executor import Executor
@@ -40,7 +42,7 @@ def _batch(parts: list[Part]) -> StepInput:
 def _open(folder: Path, checkpoint: Path) -> Executor:
     manifest = artifact.verify(folder)
     plan = WeightPlan.from_json((folder / "weights.json").read_text())
-    source = prepare.open_source(checkpoint).checkpoint
+    source = open_source(checkpoint).checkpoint
     assert source is not None
     return Executor(folder, manifest, load_weights(plan, source), BLOCKS)
 
@@ -140,12 +142,12 @@ def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Exec
         assert torch.equal(executor.run(prefilled).logits[0], expected)
 
 
-def test_rehearsing_leaves_nothing_behind(executors: tuple[Executor, Executor]) -> None:
+def test_warming_up_leaves_nothing_behind(executors: tuple[Executor, Executor]) -> None:
     """Requests of a core that is thrown away: a later prompt that fills the same blocks gives what it gave before."""
     for executor in executors:
         prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [1])])
         expected = executor.run(prefilled).logits[0].clone()
-        prepare.rehearse(executor, 24)
+        warm_up_host(executor, 24)
         assert torch.equal(executor.run(prefilled).logits[0], expected)
 
 
@@ -167,7 +169,7 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     manifest["memory"]["arena"] -= 256
     plan = WeightPlan.from_json((compiled_artifact / "weights.json").read_text())
-    source = prepare.open_source(checkpoint).checkpoint
+    source = open_source(checkpoint).checkpoint
     assert source is not None
     executor = Executor(compiled_artifact, manifest, load_weights(plan, source), BLOCKS)
     with pytest.raises(ConfigError, match=r"memory table.*compile again"):
@@ -212,7 +214,7 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
                 "temperature": rng.random(len(counts), np.float32) + 1,
                 "top_k": rng.integers(1, 9, len(counts)).astype(np.int32),
                 "seed": rng.integers(-(2**63), 2**63, len(counts), np.int64),
-                "draw": rng.integers(1, 9, len(counts)).astype(np.int32),
+                "sample_index": rng.integers(1, 9, len(counts)).astype(np.int32),
                 "wide": rng.random((3, sum(counts)), np.float32),
                 **({} if turn % 2 else {"wanted": rng.integers(0, 9, len(counts)).astype(np.int32)}),
             }
@@ -226,7 +228,7 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
         staging.upload(index, sizes)
         staging.upload_late(index, "mask", len(mask), sizes)
         views = {name.removeprefix("step."): view.numpy() for name, view in staging.tensors(sizes).items()}
-        neutral = {"query_start_loc": sum(counts), "slots": 5, "row_slots": 5, "top_p": 1, "repetition": 1,
+        neutral = {"query_start_loc": sum(counts), "slots": 5, "row_slots": 5, "top_p": 1, "repetition_penalty": 1,
                    "mask_row": -1, "target": -1, "wanted": -1}  # fmt: skip
         for group in (0, 1):
             found = views[f"block_table.{group}"]

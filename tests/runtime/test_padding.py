@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphllm.config import Bucket, ConfigError, Target
-from graphllm.prepare import default_buckets
+from graphllm.config import Bucket, ConfigError, Target, default_buckets
 from graphllm.runtime.padding import GRAPH_SIZES, Size, is_captured, pick
 
 GPU = Target("cuda", ("sm_90",))

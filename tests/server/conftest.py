@@ -17,11 +17,13 @@ from graphllm.embedded import MODEL_DIR  # noqa: E402
 
 
 def _compile(folder: Path) -> None:
-    from graphllm import prepare
     from graphllm.compile.pipeline import compile_model
+    from graphllm.config import EngineArgs
+    from graphllm.entrypoints.resolve import compile_config
+    from graphllm.entrypoints.source import open_source
 
-    source = prepare.open_source(MODEL_DIR)
-    config = prepare.compile_config(source.config, prepare.Overrides("cpu"))
+    source = open_source(MODEL_DIR)
+    config = compile_config(source.config, EngineArgs(target="cpu"))
     compile_model(source.config, source.tensors, config, folder)
 
 

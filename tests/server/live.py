@@ -79,7 +79,7 @@ class Served:
     def engine_pid(self) -> int:
         """Of the engine's process, the child that runs the core."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = [int(c) for c in children if b"engine.process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        found = [int(c) for c in children if b"entrypoints.core_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
         assert len(found) == 1, found
         return found[0]
 

@@ -341,7 +341,7 @@ def test_an_engine_that_is_stuck_in_a_step(serve: Callable[..., Served], tmp_pat
     """A logits processor that does not return; heartbeats go on."""
     flag = tmp_path / "hang"
     (tmp_path / "stuck_processor.py").write_text(STUCK.format(flag=str(flag)))
-    options = ("--logits-processor", "stuck_processor:hang", "--restart-engine")
+    options = ("--logits-processors", "stuck_processor:hang", "--restart-engine")
     server = serve(*options, PYTHONPATH=str(tmp_path)).wait_ready()
     engine = server.engine_pid
     assert server.post("/v1/completions", SHORT)[0] == 200

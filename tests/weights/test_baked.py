@@ -17,9 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from graphllm import artifact, prepare
+from graphllm import artifact
 from graphllm.artifact import ArtifactError
-from graphllm.config import ConfigError, Env
+from graphllm.config import ConfigError, EngineArgs, Env
+from graphllm.entrypoints.build import find_or_build
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 from graphllm.weights import baked, loader
 from graphllm.weights.baked import BakedError
 from graphllm.weights.checkpoint import Checkpoint
@@ -30,10 +33,10 @@ ASK = ("--prompt", "hello world", "--max-tokens", 12, "--temperature", 0, "--qui
 
 
 def _bake(checkpoint: Path, folder: Path) -> None:
-    source = prepare.open_source(checkpoint)
-    wanted = prepare.Overrides("cpu", "eager", max_num_seqs=2, max_num_batched_tokens=16)
-    config = prepare.compile_config(source.config, wanted)
-    prepare.find_or_build(source, config, Env.read(), "rebuild", lambda *_: None, folder, bake=True)
+    source = open_source(checkpoint)
+    wanted = EngineArgs(target="cpu", backend="eager", max_num_seqs=2, max_num_batched_tokens=16)
+    config = compile_config(source.config, wanted)
+    find_or_build(source, config, Env.read(), "rebuild", lambda *_: None, folder, bake=True)
 
 
 @pytest.fixture(scope="session")
@@ -112,7 +115,7 @@ def test_read_in_chunks(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["int8", "int4"])
 def test_quantized_weights_are_baked_packed(kind: Any, checkpoint: Path, cli: Any, tmp_path: Path) -> None:
     place = tmp_path / "artifact"
-    assert cli("compile", checkpoint, *SMALL, "--quantize", kind, "--bake-weights", "-o", place).code == 0
+    assert cli("compile", checkpoint, *SMALL, "--quantization", kind, "--bake-weights", "-o", place).code == 0
     plan = WeightPlan.from_json((place / "weights.json").read_text())
     packed = [e for e in plan if e.quantize]
     assert packed
@@ -123,7 +126,7 @@ def test_quantized_weights_are_baked_packed(kind: Any, checkpoint: Path, cli: An
         assert torch.equal(found[name], tensor), name
     done = cli("run", "--model", checkpoint, "--artifact", place, *ASK)
     assert done.code == 0, done.err
-    assert done.out == cli("run", "--model", checkpoint, *SMALL, "--quantize", kind, *ASK).out
+    assert done.out == cli("run", "--model", checkpoint, *SMALL, "--quantization", kind, *ASK).out
 
 
 def test_same_tokens_without_the_checkpoints_weights(

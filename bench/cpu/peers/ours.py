@@ -33,7 +33,7 @@ class _Ours(Peer):
             command = [sys.executable, "-m", "graphllm.cli", "compile", str(model.checkpoint), "--target", "cpu",
                        "--max-model-len", str(model.max_len), "--max-num-seqs", str(model.batch),
                        "--max-num-batched-tokens", str(model.max_len), "--bake-weights", "-o", str(folder),
-                       *(["--quantize", self._quantize] if self._quantize else [])]  # fmt: skip
+                       *(["--quantization", self._quantize] if self._quantize else [])]  # fmt: skip
             subprocess.run(command, check=True)
 
     def files(self, model: Workload) -> Sequence[Path]:
@@ -52,9 +52,10 @@ def _open(model: Workload, artifact: Path) -> Any:
     from graphllm.cli import set_environment
 
     set_environment()  # before torch is loaded
-    from graphllm.engine.load import EngineArgs, open_model
+    from graphllm.config import EngineArgs
+    from graphllm.entrypoints.model import resolve_model
 
-    return open_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu"))
+    return resolve_model(EngineArgs(model.checkpoint, artifact=artifact, target="cpu"))
 
 
 class _Stamped:
@@ -80,15 +81,15 @@ class _Stamped:
 
 class _Llm(Runner):
     def __init__(self, model: Workload, artifact: Path) -> None:
-        opened = _open(model, artifact)
-        from graphllm import prepare
-        from graphllm.engine.llm import LLM
+        resolved = _open(model, artifact)
+        from graphllm.entrypoints.core import load_core
+        from graphllm.entrypoints.llm import LLM
 
-        core: Any = _Stamped(prepare.load_core(opened.settings))
-        self._core, self._llm = core, LLM.from_core(core, opened.tokenizer)
+        core: Any = _Stamped(load_core(resolved.config))
+        self._core, self._llm = core, LLM.from_core(core, resolved.tokenizer)
 
     def run(self, prompts: Sequence[list[int]], count: int) -> Times:
-        from graphllm.engine.params import SamplingParams
+        from graphllm.config.sampling import SamplingParams
 
         self._core.times.clear()
         self._llm.generate(list(prompts), SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True))
@@ -102,13 +103,13 @@ class _Executor(Runner):
     """Batches made by hand, each step awaited: the kernels' speed."""
 
     def __init__(self, model: Workload, artifact: Path) -> None:
-        opened = _open(model, artifact)
+        resolved = _open(model, artifact)
         from graphllm import artifact as files
         from graphllm.runtime.executor import Executor
         from graphllm.runtime.stream import alone
         from graphllm.weights import baked
 
-        manifest = files.verify(Path(opened.settings.artifact))
+        manifest = files.verify(Path(resolved.config.load.artifact))
         self._width = -(-model.max_len // manifest["factors"]["compile"]["block_size"])
         with alone():  # threads of this one would keep the kernels' from spinning
             self._executor = Executor(

@@ -3,26 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
-from graphllm.cli.options import (
-    Artifact,
-    GpuShare,
-    KvMemory,
-    MaxLen,
-    MaxSeqs,
-    MaxTokens,
-    PageSize,
-    PrefixCaching,
-    Quantize,
-    Threads,
-)
-
-if TYPE_CHECKING:
-    from graphllm.engine.load import EngineArgs
+from graphllm.cli.options import engine_options
+from graphllm.config import EngineArgs
 
 bench_app = typer.Typer(
     no_args_is_help=True, help="Measure: a running server, the engine without one, or how long a server takes to start."
@@ -36,10 +24,8 @@ OutputLen = Annotated[str, typer.Option(help="Tokens to generate, or a range.")]
 PrefixLen = Annotated[int, typer.Option(min=0, help="Tokens that all prompts begin with, before --input-len.")]
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.")]
-Dtype = Annotated[Literal["auto", "bfloat16", "float16", "float32"], typer.Option(help="Compute dtype.")]
-LoadFormat = Annotated[Literal["auto", "dummy"], typer.Option(help="dummy: random weights.")]
-TargetName = Annotated[Literal["auto", "cpu", "cuda"], typer.Option(help="Device to run on.")]
-Backend = Annotated[Literal["inductor", "eager"], typer.Option(help="eager runs the reference ops.")]
+# Random prompts have a seed of their own, and none of them waits for others.
+_MEANINGLESS = ("seed", "dump", "max_num_queued_reqs", "scheduling_policy")
 
 
 @bench_app.command("serve")
@@ -87,7 +73,9 @@ def serve_command(
 
 
 @bench_app.command("throughput")
+@engine_options(without=_MEANINGLESS)
 def throughput_command(
+    args: EngineArgs,
     model: ModelName = "embedded",
     num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 1000,
     input_len: InputLen = "512",
@@ -96,38 +84,20 @@ def throughput_command(
     n: Annotated[int, typer.Option("--n", min=1, help="Completions of each prompt.")] = 1,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    max_model_len: MaxLen = None,
-    max_num_seqs: MaxSeqs = None,
-    max_num_batched_tokens: MaxTokens = None,
-    block_size: PageSize = None,
-    kv_cache_memory: KvMemory = None,
-    gpu_memory_utilization: GpuShare = 0.9,
-    threads: Threads = None,
-    enable_prefix_caching: PrefixCaching = True,
-    load_format: LoadFormat = "auto",
-    target: TargetName = "auto",
-    backend: Backend = "inductor",
-    artifact: Artifact = "build",
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:
     """Requests and tokens per second of the engine, without a server."""
     from graphllm.cli.bench.offline import Throughput, bench_throughput
 
-    args = _engine_args(
-        model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
-        gpu_memory_utilization=gpu_memory_utilization, enable_prefix_caching=enable_prefix_caching,
-        load_format=load_format, target=target, backend=backend, artifact=artifact, threads=threads,
-    )  # fmt: skip
     work = Throughput(num_prompts, input_len, output_len, prefix_len, n, temperature, seed)
-    bench_throughput(args, work, output, quiet)
+    bench_throughput(replace(args, model=_folder(model)), work, output, quiet)
 
 
 @bench_app.command("latency")
+@engine_options(without=_MEANINGLESS)
 def latency_command(
+    args: EngineArgs,
     model: ModelName = "embedded",
     batch_size: Annotated[int, typer.Option(min=1, help="Requests that run together.")] = 8,
     input_len: Annotated[int, typer.Option(min=1, help="Tokens of each random prompt.")] = 32,
@@ -135,32 +105,14 @@ def latency_command(
     num_iters: Annotated[int, typer.Option(min=1, help="Batches, one after the other.")] = 30,
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="Batches before those that are measured.")] = 10,
     seed: Seed = 0,
-    dtype: Dtype = "auto",
-    quantize: Quantize = None,
-    max_model_len: MaxLen = None,
-    max_num_seqs: MaxSeqs = None,
-    max_num_batched_tokens: MaxTokens = None,
-    block_size: PageSize = None,
-    kv_cache_memory: KvMemory = None,
-    gpu_memory_utilization: GpuShare = 0.9,
-    threads: Threads = None,
-    load_format: LoadFormat = "auto",
-    target: TargetName = "auto",
-    backend: Backend = "inductor",
-    artifact: Artifact = "build",
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:
     """Seconds that a batch of requests takes which begin and end together."""
     from graphllm.cli.bench.offline import Latency, bench_latency
 
-    args = _engine_args(
-        model, kv_cache_memory, dtype=dtype, quantize=quantize, max_model_len=max_model_len, max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens, block_size=block_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-        load_format=load_format, target=target, backend=backend, artifact=artifact, threads=threads,
-    )  # fmt: skip
-    bench_latency(args, Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed), output, quiet)
+    work = Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed)
+    bench_latency(replace(args, model=_folder(model)), work, output, quiet)
 
 
 @bench_app.command("startup")
@@ -177,15 +129,8 @@ def startup_command(
     """Seconds from process start until graphllm serve lives, is ready, and has streamed a token."""
     from graphllm.cli.bench.startup import bench_startup
 
-    folder = None if model == "embedded" else Path(model)
-    bench_startup(folder, serve_options or [], runs, timeout, output, quiet)
+    bench_startup(_folder(model), serve_options or [], runs, timeout, output, quiet)
 
 
-def _engine_args(model: str, kv_cache_memory: str | None, **options: Any) -> EngineArgs:
-    from graphllm.engine.load import EngineArgs
-
-    if kv_cache_memory is not None:
-        from graphllm.prepare import parse_bytes
-
-        options["kv_cache_memory_bytes"] = parse_bytes("kv-cache-memory", kv_cache_memory)
-    return EngineArgs(None if model == "embedded" else model, **options)
+def _folder(model: str) -> Path | None:
+    return None if model == "embedded" else Path(model)

@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.progress import track
 
-from graphllm import prepare
 from graphllm.cli.bench import report
 from graphllm.cli.bench.workload import Prompt, Span, random_prompts
 from graphllm.cli.build import build_errors, console
-from graphllm.config import ConfigError
-from graphllm.engine.llm import LLM
-from graphllm.engine.load import EngineArgs, open_model
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import CoreInfo
+from graphllm.entrypoints.core import load_core
+from graphllm.entrypoints.llm import LLM
+from graphllm.entrypoints.model import resolve_model
 
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -196,11 +196,12 @@ def _load(args: EngineArgs, quiet: bool) -> Iterator[Loaded]:
     begun = time.perf_counter()
     status = contextlib.nullcontext() if quiet else console.status("loading, and compiling where that is needed")
     with status, build_errors():
-        opened = open_model(args)
+        resolved = resolve_model(args)
         clock("artifact", time.perf_counter() - begun)
-        core = prepare.load_core(opened.settings, clock, opened.processors)
+        core = load_core(resolved.config, clock, resolved.processors)
     info = core.info
-    with contextlib.closing(LLM.from_core(core, opened.tokenizer, opened.defaults, core.grammars, args.seed)) as llm:
+    llm = LLM.from_core(core, resolved.tokenizer, resolved.defaults, core.grammars, args.seed)
+    with contextlib.closing(llm):
         yield Loaded(llm, info, seconds)
 
 

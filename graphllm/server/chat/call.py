@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from graphllm.config import ConfigError
-from graphllm.engine.options import EngineOptions
-from graphllm.engine.params import SamplingParams
+from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config.parameter import parameters
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.processor import Prompt
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.replies import ReplyFormat
@@ -37,7 +37,7 @@ _NEUTRAL: dict[str, Any] = {
 # A small model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
 _SPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,64}"}
 # Fields of SamplingParams that are none of a request's body.
-_INTERNAL = frozenset({"detokenize", "output_kind", "skip_reading_prefix_cache", "extra_args"})
+_INTERNAL = frozenset(name for name, d in parameters(SamplingParams).items() if d.body is None)
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
 
 
@@ -237,7 +237,7 @@ def _prompts(given: object) -> list[Prompt]:
     raise ConfigError(f"prompt is {given!r:.80}: give text, token ids, or a list of these")
 
 
-def check_priority(call: Call, options: EngineOptions) -> None:
+def check_priority(call: Call, options: SchedulerConfig) -> None:
     """Raises ConfigError for a priority that the engine would not look at."""
     if call.priority and options.scheduling_policy != "priority":
         raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")

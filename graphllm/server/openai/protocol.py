@@ -7,10 +7,12 @@ models do not run while serving; a test holds every answer against the document.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from graphllm.config.parameter import parameters
+from graphllm.config.sampling import SamplingParams
 from graphllm.server.chat.call import MAX_COMPLETIONS
 from graphllm.server.http.bodies import Answer, Object
 
@@ -23,33 +25,24 @@ class Body(Object):
     model: str | None = Field(None, description="One of the names that /v1/models lists; left out: the first of them.")
 
 
-class Sampling(Body):
+def with_parameters(base: type[BaseModel], params: type) -> Any:
+    """``base`` with the fields that requests have of a class of sampling parameters; none of them has to be given."""
+    fields: dict[str, Any] = {
+        d.name: (d.body | None, Field(None, description=d.parameter.help, **cast(Any, d.parameter.bounds)))
+        for d in parameters(params).values()
+        if d.body is not None
+    }
+    return create_model(base.__name__, __base__=base, **fields)
+
+
+SamplingFields: Any = with_parameters(Body, SamplingParams)
+
+
+class Sampling(SamplingFields):
     """Fields of `graphllm.SamplingParams`; None, and left out, mean the model's own default."""
 
     n: int | None = Field(None, ge=1, le=MAX_COMPLETIONS, description="Completions.")
-    temperature: float | None = Field(None, ge=0, description="0 takes the most likely token.")
-    top_p: float | None = Field(None, gt=0, le=1, description="Keep the most likely tokens of this total probability.")
-    top_k: int | None = Field(None, ge=-1, description="Keep so many tokens; 0 and -1 keep all.")
-    min_p: float | None = Field(None, ge=0, le=1, description="Keep tokens of this share of the likeliest one's.")
     max_tokens: int | None = Field(None, ge=0, description="Tokens of output at most.")
-    min_tokens: int | None = Field(None, ge=0, description="Nothing ends the output before these.")
-    seed: Int64 | None = Field(None, description="The same seed gives the same tokens.")
-    stop: str | list[str] | None = Field(None, description="Strings that end the output and are not part of it.")
-    stop_token_ids: list[int] | None = Field(None, description="Tokens that end the output.")
-    include_stop_str_in_output: bool | None = None
-    ignore_eos: bool | None = Field(None, description="Go on behind the end-of-sequence token.")
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, description="Above 1: fewer tokens that are there.")
-    logit_bias: dict[str, float] | None = Field(None, description="Added to the logits, by token id.")
-    allowed_token_ids: list[int] | None = Field(None, description="No other token is sampled.")
-    bad_words: list[str] | None = Field(None, description="Never appear.")
-    prompt_logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each prompt position.")
-    skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None
-    structured_outputs: dict[str, Any] | None = Field(
-        None, description="One of json (a schema), regex, choice, grammar, json_object."
-    )
     response_format: dict[str, Any] | None = Field(None, description="type: text, json_object or json_schema.")
     stream: bool | None = None
     stream_options: dict[str, Any] | None = Field(None, description="include_usage, continuous_usage_stats.")
@@ -93,7 +86,6 @@ class CompletionBody(Sampling):
 
     prompt: str | list[int] | list[str] | list[list[int]] = Field(description="Text or token ids, one or several.")
     echo: bool | None = Field(None, description="Put the prompt before the completion; max_tokens may be 0 then.")
-    logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each position.")
 
 
 class TokenizeBody(Body):

@@ -63,7 +63,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     def card(name: str) -> ModelCard:
         supervisor = service.supervisor
-        root = supervisor.opened.settings.model if supervisor.opened else name
+        root = supervisor.opened.config.model.model if supervisor.opened else name
         ready = supervisor.engine.ready if supervisor.status == "ready" else None
         length = ready.info.max_model_len if ready else None
         return ModelCard(id=name, created=service.created, root=root, max_model_len=length)

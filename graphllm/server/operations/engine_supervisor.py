@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Literal
 
 from graphllm.config import ConfigError
-from graphllm.engine.async_llm import AsyncLLM, EngineUnhealthyError
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.client import Health
-from graphllm.engine.load import Opened
 from graphllm.engine.messages import EngineDeadError
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import CoreStats
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
+from graphllm.entrypoints.model import ResolvedModel
 from graphllm.server.chat.call import Style
 from graphllm.server.http.errors import UnavailableError
 
@@ -58,14 +58,14 @@ class EngineSupervisor:
     """One engine after another for the same model. open: finds the model, in a thread. child: the first one's process,
     already started."""
 
-    open: Callable[[], Opened]
+    open: Callable[[], ResolvedModel]
     options: SupervisorOptions = SupervisorOptions()
     child: Child | None = None
     status: str = "starting"
     cause: str | None = None
     phases: dict[str, float] = field(default_factory=dict)  # seconds, of the latest start
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # once
-    opened: Opened | None = None
+    opened: ResolvedModel | None = None
     style: Style = field(default_factory=Style)
     defaults: SamplingParams = field(default_factory=SamplingParams)
     _engine: AsyncLLM | None = None
@@ -79,7 +79,7 @@ class EngineSupervisor:
             self.opened = await asyncio.to_thread(self.open)
             if self.opened.tokenizer is not None:
                 self.style = self.options.style(self.opened.tokenizer)
-            folder = Path(self.opened.settings.model)
+            folder = Path(self.opened.config.model.model)
             self.defaults = SamplingParams.from_checkpoint(folder, SamplingParams(max_tokens=None))
             self.phases["open"] = time.monotonic() - begun
             # While the engine loads, in its own process: else the first request would wait for it.
@@ -97,7 +97,7 @@ class EngineSupervisor:
         self._phase = "loading the engine"
         options = self.options
         child, self.child = self.child, None  # one process loads one engine
-        engine = AsyncLLM.from_opened(self.opened, options.seed, options.silence, options.step_timeout, child)
+        engine = AsyncLLM.from_resolved(self.opened, options.seed, options.silence, options.step_timeout, child)
         try:
             await engine.start()
         except BaseException:

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import RequestMetrics
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.request import STEP_SECONDS, CoreStats, Distribution
 
 Labels = tuple[str, ...]

@@ -14,8 +14,8 @@ from prometheus_client.openmetrics import exposition
 from prometheus_client.registry import Collector
 
 import graphllm
+from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import RequestMetrics, RequestOutput
-from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.request import CoreStats, Distribution
 from graphllm.server.operations.metric_families import (
     BY_NAME,

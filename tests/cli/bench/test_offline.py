@@ -15,7 +15,7 @@ from graphllm.config import ConfigError
 
 @pytest.fixture
 def engine(checkpoint: Path, eager_artifact: Path) -> Any:
-    from graphllm.engine.load import EngineArgs
+    from graphllm.config import EngineArgs
 
     return EngineArgs(checkpoint, artifact=eager_artifact)
 
@@ -69,7 +69,7 @@ def test_offline_mistakes(engine: Any) -> None:
 
 def test_shapes_without_a_tokenizer(tmp_path: Path, checkpoint: Path) -> None:
     from graphllm.cli.bench.offline import Throughput, bench_throughput
-    from graphllm.engine.load import EngineArgs
+    from graphllm.config import EngineArgs
 
     (tmp_path / "shape").mkdir()
     (tmp_path / "shape" / "config.json").write_text((checkpoint / "config.json").read_text())

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from reply_parts import ARGUMENTS, BROKEN, ENDINGS, USAGES, Replay, batches, blocks, replies, spoiled, unknown
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 from graphllm.server.anthropic.events import MessageWriter
 from graphllm.server.anthropic.requests import (
     CountTokensRequest,

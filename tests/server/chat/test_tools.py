@@ -16,8 +16,8 @@ from jsonschema import Draft202012Validator
 
 import graphllm.embedded
 from graphllm.config import ConfigError
+from graphllm.config.sampling import StructuredOutputsParams
 from graphllm.engine.grammar import GrammarCompiler
-from graphllm.engine.params import StructuredOutputsParams
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.replies import ReplyFormat, ReplyReader, merged
 from graphllm.server.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template

@@ -14,11 +14,11 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion
 from stub_core import StubCore, info, log_softmax
 
-from graphllm.engine.llm import run_to_completion
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, RequestMetrics, RequestOutput
-from graphllm.engine.params import SamplingParams
 from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.llm import run_to_completion
 from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
 from graphllm.server.chat.reading import Reading, failure, shown_text
 from graphllm.server.chat.replies import CallStart, Reasoning, ReplyFormat, Text, Usage, merged

@@ -17,8 +17,8 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from stub_core import info
 
+from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import Processor
 from graphllm.engine.request import EngineRequest, Ranked, Update
 from graphllm.engine.text import Tokenizer

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import SamplingParams, StructuredOutputsParams
+from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
 from graphllm.server.chat.replies import ReplyFormat

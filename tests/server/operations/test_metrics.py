@@ -18,9 +18,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
 import graphllm
-from graphllm.engine.async_llm import merge
+from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import ParsedRequest
 from graphllm.engine.request import (
     STEP_SECONDS,
@@ -31,6 +30,7 @@ from graphllm.engine.request import (
     EngineRequest,
     Update,
 )
+from graphllm.entrypoints.async_llm import merge
 from graphllm.server.operations.metrics import Metrics
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY

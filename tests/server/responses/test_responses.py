@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 from reply_parts import BROKEN, ENDINGS, Replay, batches, blocks, replies, spoiled, unknown
 
 from graphllm.config import ConfigError
-from graphllm.engine.params import SamplingParams
+from graphllm.config.sampling import SamplingParams
 from graphllm.server.chat.call import CHAT, parse_call
 from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
 from graphllm.server.responses.events import ResponseWriter

@@ -9,17 +9,17 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from pathlib import Path
 
-from graphllm.config import ConfigError
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.load import EngineArgs, Opened, open_model
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
-from graphllm.engine.params import RequestOutputKind, SamplingParams
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.request import CoreInfo, CoreStats, Update
 from graphllm.engine.scheduler import QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.model import ResolvedModel, resolve_model
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
@@ -59,32 +59,32 @@ class AsyncLLM:
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
         """Find the model and its artifact, which is built when the policy says so; `start` then loads it in a process
         of its own. Raises ConfigError."""
-        return cls.from_opened(open_model(args), args.seed)
+        return cls.from_resolved(resolve_model(args), args.seed)
 
     @classmethod
-    def from_opened(
+    def from_resolved(
         cls,
-        opened: Opened,
+        resolved: ResolvedModel,
         seed: int | None,
         unresponsive: float = 10.0,
         stuck: float = 60.0,
         child: Child | None = None,
     ) -> AsyncLLM:
         """An engine for a model that is found. The others: as for `CoreClient`. Raises ConfigError."""
-        if opened.processors:
+        if resolved.processors:
             raise ConfigError(
-                f"logits_processors has {opened.processors[0]!r}: functions cannot cross to the engine's process; give "
-                '"package.module:name"'
+                f"logits_processors has {resolved.processors[0]!r}: functions cannot cross to the engine's process; "
+                'give "package.module:name"'
             )
-        folder, stop_ids = Path(opened.settings.model), frozenset(opened.settings.stop_ids)
+        folder, stop_ids = Path(resolved.config.model.model), frozenset(resolved.config.stop_ids)
 
         def grammar(info: CoreInfo) -> GrammarChecker:
             from graphllm.engine.grammar import GrammarCompiler
 
             return GrammarCompiler(folder, info.vocab, stop_ids)
 
-        client = CoreClient(opened.settings, unresponsive=unresponsive, stuck=stuck, child=child)
-        return cls(client, opened.tokenizer, grammar if opened.tokenizer else None, seed)
+        client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
+        return cls(client, resolved.tokenizer, grammar if resolved.tokenizer else None, seed)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""

@@ -10,15 +10,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
-from graphllm import prepare
-from graphllm.config import ConfigError
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
-from graphllm.engine.load import EngineArgs, open_model
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.params import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.core import load_core
+from graphllm.entrypoints.model import resolve_model
 
 _T = TypeVar("_T")
 Message = Mapping[str, Any]
@@ -34,10 +34,10 @@ class LLM:
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         args = EngineArgs(model, **options)
-        opened = open_model(args)
-        core = prepare.load_core(opened.settings, processors=opened.processors)
-        grammar = core.grammars if opened.tokenizer else None
-        self._attach(core, opened.tokenizer, opened.defaults, grammar, args.seed)
+        resolved = resolve_model(args)
+        core = load_core(resolved.config, processors=resolved.processors)
+        grammar = core.grammars if resolved.tokenizer else None
+        self._attach(core, resolved.tokenizer, resolved.defaults, grammar, args.seed)
 
     @classmethod
     def from_core(

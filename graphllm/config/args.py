@@ -1,0 +1,47 @@
+"""`EngineArgs`: every setting by name, as a user says it. Generated from `EngineConfig`."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from graphllm.config.engine import EngineConfig
+from graphllm.config.setting import definitions
+
+_DOC = "A model and how to run it. Names and meanings are vLLM's where it has them. Raises ConfigError for a value that"
+_DOC += " a setting cannot have.\n\n"
+
+
+def args_class(config: type, name: str = "EngineArgs") -> type:
+    """A flat frozen dataclass with a keyword for every setting in a tree of config dataclasses; the first one may be
+    given without its name."""
+    defined = definitions(config)
+
+    def read_all(self: Any) -> None:
+        for definition in defined.values():
+            value = definition.read(getattr(self, definition.name))
+            object.__setattr__(self, definition.name, value)
+
+    fields = [
+        (d.name, d.said, dataclasses.field(default=d.unsaid, kw_only=number > 0))
+        for number, d in enumerate(defined.values())
+    ]
+    lines = (textwrap.fill(f"{d.name}: {d.help}", 112, subsequent_indent="    ") for d in defined.values())
+    namespace = {"__post_init__": read_all, "__doc__": _DOC + "\n".join(lines), "__module__": __name__}
+    return dataclasses.make_dataclass(name, fields, frozen=True, namespace=namespace)
+
+
+if TYPE_CHECKING:
+
+    class EngineArgs:
+        """What `args_class` makes, as far as a type checker can know it."""
+
+        __dataclass_fields__: ClassVar[dict[str, Any]]
+
+        def __init__(self, model: str | Path | None = None, **settings: Any) -> None: ...
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    EngineArgs = args_class(EngineConfig)

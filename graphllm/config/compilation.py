@@ -1,0 +1,168 @@
+"""What an artifact is compiled for: the machine, the buckets, and every setting that compiled programs depend on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal, get_args
+
+from graphllm.config.errors import ConfigError
+from graphllm.config.setting import not_key, setting
+
+Dtype = Literal["bfloat16", "float16", "float32"]
+Quantization = Literal["int8", "int4"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine an artifact is compiled for.
+
+    device: "cpu" or "cuda". arch: "sm_90" on CUDA, the sorted instruction-set flags the kernels may use on a CPU.
+    name: the product name, for people. cores: what the kernels' parallel regions were planned for.
+    """
+
+    device: Literal["cpu", "cuda"]
+    arch: tuple[str, ...]
+    name: str = field(default="", metadata=not_key("a label; `arch` says what matters"))
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A range of sizes that one specialization of a graph serves.
+
+    kind "decode": ``lo`` to ``hi`` sequences that have ``query_len`` tokens each, all of which are sampled from: one in
+    plain decoding, more where drafts are verified. kind "mixed": one ragged batch of ``lo`` to ``hi`` tokens. A bucket
+    with ``lo == hi`` is compiled for that static size; sizes are dynamic (and at least 2) otherwise.
+    """
+
+    kind: Literal["decode", "mixed"]
+    lo: int
+    hi: int
+    query_len: int = 1
+
+    @property
+    def static(self) -> bool:
+        return self.lo == self.hi
+
+    @property
+    def name(self) -> str:
+        kind = self.kind if self.query_len == 1 else f"{self.kind}{self.query_len}"
+        return f"{kind}-{self.lo}" if self.static else f"{kind}-{self.lo}-{self.hi}"
+
+    def limits(self, max_num_seqs: int) -> dict[str, int]:
+        """The largest T, S and R of a step in this bucket. Dynamic ones are at least 2, however few there are."""
+        if self.kind == "decode":
+            return {"T": self.query_len * self.hi, "S": self.hi, "R": self.query_len * self.hi}
+        rows = 1 if self.hi == 1 else max(2, max_num_seqs)
+        return {"T": self.hi, "S": rows, "R": rows}
+
+
+def parse_buckets(text: str) -> tuple[Bucket, ...]:
+    """Buckets from ``decode-1,decode-2-64,mixed-2-2048``; ``decode3-1-64`` are sequences of three tokens each. Raises
+    ConfigError naming the part that is wrong."""
+    out = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(decode|mixed)(\d*)-(\d+)(?:-(\d+))?", part.strip())
+        if found is None or (found[1] == "mixed" and found[2]) or found[2] == "0":
+            raise ConfigError(
+                f"buckets: {part!r} is not of the form decode-1, decode-2-64, decode3-1-64 or mixed-2-2048"
+            )
+        kind, query_len, lo, hi = found.groups()
+        out.append(Bucket("mixed" if kind == "mixed" else "decode", int(lo), int(hi or lo), int(query_len or 1)))
+    return tuple(out)
+
+
+def default_buckets(
+    target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0
+) -> tuple[Bucket, ...]:
+    """One sequence alone is static; the rest of decode is split where other kernels win on a GPU."""
+    found = [Bucket("decode", 1, 1)]
+    edges = [16, 32, 64, 128, 256, max_num_seqs] if target.device == "cuda" else [max_num_seqs]
+    low = 2
+    for edge in edges:
+        if low <= min(edge, max_num_seqs):
+            found.append(Bucket("decode", low, min(edge, max_num_seqs)))
+            low = edge + 1
+    if num_speculative_tokens:
+        most = min(max_num_seqs, max_num_batched_tokens // (num_speculative_tokens + 1))
+        found += [replace(b, hi=min(b.hi, most), query_len=num_speculative_tokens + 1) for b in found if b.lo <= most]
+    return (*found, Bucket("mixed", 2, max_num_batched_tokens))
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """All that the compiler is told beside the model's own config. What compiled programs depend on stands here, and
+    every field is in the artifact key by default."""
+
+    target: Target = setting(
+        auto="a GPU where there is one",
+        written=Literal["auto", "cpu", "cuda"],
+        help="Device to compile for and to run on.",
+    )
+    backend: Literal["inductor", "eager"] = setting(
+        "inductor", help="eager runs the reference ops instead of compiled code: slow, always there."
+    )
+    dtype: Dtype = setting(
+        "bfloat16",
+        auto="the checkpoint's, but bfloat16 for float32 checkpoints on a GPU",
+        written=Literal["auto", Dtype],
+        help="Type in which the model computes.",
+    )
+    quantization: Quantization | None = setting(
+        None, help="Round the weights of linear layers to so few bits while they are loaded (CPU)."
+    )
+    buckets: tuple[Bucket, ...] = setting(
+        (),
+        auto="chosen by device, max_num_seqs and max_num_batched_tokens",
+        parse=parse_buckets,
+        help="Batch sizes to specialize for, such as decode-1,decode-2-64,mixed-2-2048.",
+    )
+    max_model_len: int = setting(2048, auto="the model's own", help="Tokens of a prompt and its output together.")
+    max_num_seqs: int = setting(
+        64, auto="64 on a CPU, 256 or 1024 by the memory of a GPU", help="Sequences in one step."
+    )
+    max_num_batched_tokens: int = setting(2048, auto="2048 on a CPU, 8192 on a GPU", help="Tokens in one step.")
+    block_size: int = setting(16, auto="16", help="Tokens in one block of the cache.")
+    max_logprobs: int = setting(20, help="Log-probabilities that a request may ask for at each position.")
+    max_logit_bias: int = setting(1024, help="Tokens whose logits a request may bias.")
+    num_speculative_tokens: int = setting(0, help="Drafted tokens of a sequence that one step verifies; 0: none.")
+    item_tokens: int = setting(0, help="Rows of encoded inputs that are kept, for models with an encoder.")
+    max_adapters: int = setting(0, help="Adapters that may be loaded at a time, for models with tables of them.")
+    tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
+    dump: Path | None = setting(
+        None,
+        help="Write the readable IR of every stage into this folder.",
+        key="where to write the readable IR; the artifact is the same",
+    )
+    jobs: int = setting(
+        0,
+        help="Processes that compile beside each other; 0 chooses.",
+        key="parallel build processes; the artifact is the same",
+    )
+
+
+def check(config: CompileConfig) -> None:
+    """Raise ConfigError for settings that cannot work together."""
+    for name, smallest in (("max_model_len", 2), ("max_num_batched_tokens", 2), ("max_num_seqs", 1), ("block_size", 1)):
+        found = getattr(config, name)
+        if found < smallest:
+            raise ConfigError(f"{name} is {found}: it must be at least {smallest}")
+    if config.dtype not in get_args(Dtype):
+        raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
+    if config.quantization and config.target.device != "cpu":
+        raise ConfigError(
+            f"quantization is {config.quantization}: there are kernels for it on a CPU only; leave it out, or use "
+            "--target cpu"
+        )
+    for b in config.buckets:
+        if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
+            raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")
+    largest = max((b.hi for b in config.buckets if b.kind == "mixed"), default=0)
+    if largest < 2:
+        raise ConfigError("buckets: none takes prompts; add a mixed one such as mixed-2-2048")
+    if not config.max_num_seqs <= config.max_num_batched_tokens <= largest:
+        raise ConfigError(
+            f"max_num_batched_tokens is {config.max_num_batched_tokens}: it must be at least max_num_seqs, "
+            f"{config.max_num_seqs}, and at most what the mixed buckets take, {largest}"
+        )

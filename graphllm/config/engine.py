@@ -1,0 +1,109 @@
+"""The tree of all settings, `EngineConfig`, whose groups are what each part of the engine is given."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from graphllm.config.compilation import CompileConfig
+from graphllm.config.setting import parse_bytes, setting
+
+_LOADING = "read when an engine is loaded; the compiled programs are the same"
+_RUNNING = "read while an engine runs; the compiled programs are the same"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which model, and what its requests have in common."""
+
+    model: str = setting(
+        auto="the embedded model",
+        written=str | Path,
+        cli=False,  # an argument of some commands and an option of others
+        help="Folder of a Hugging Face checkpoint.",
+        key="what its config.json and its tensors say is in the key",
+    )
+    skip_tokenizer_init: bool = setting(False, cli=False, help="Token ids in and out; no text.", key=_LOADING)
+    seed: int | None = setting(0, help="Of requests without one; None: they differ each time.", key=_RUNNING)
+    logits_processors: tuple[str, ...] = setting(
+        (),
+        written=Sequence[str | Callable[..., None]],
+        help="Functions that edit the logits, as package.module:name; in Python also the functions themselves.",
+        key=_RUNNING,
+    )
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """Where compiled programs and weights come from, and what they run on."""
+
+    artifact: str = setting(
+        "build",
+        written=str | Path,
+        help="build, use, require or rebuild; or the folder of an artifact. build compiles when none is in the cache, "
+        "use then runs eagerly, require fails.",
+        key="where to find what was compiled",
+    )
+    load_format: Literal["auto", "dummy"] = setting(
+        "auto", help="dummy: random weights, for timing.", key="that there are no tensors is in the key"
+    )
+    threads: int | None = setting(
+        None, help="Threads of a CPU's kernels; default: all CPUs that the process may use.", key=_LOADING
+    )
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """The memory of the cache."""
+
+    kv_cache_memory_bytes: int | None = setting(
+        None,
+        parse=functools.partial(parse_bytes, "kv_cache_memory_bytes"),
+        help="Memory of the cache, such as 2GiB; default: by gpu_memory_utilization, and on a CPU enough for every "
+        "sequence at full length, at most a quarter of free memory.",
+        key=_LOADING,
+    )
+    gpu_memory_utilization: float = setting(0.9, help="Share of the GPU's memory to use.", key=_LOADING)
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """How requests are put into steps, and what of earlier ones is used again."""
+
+    enable_prefix_caching: bool = setting(True, help="Reuse the cache of beginnings that prompts share.", key=_RUNNING)
+    scheduling_policy: Literal["fcfs", "priority"] = setting(
+        "fcfs", help="fcfs: first come, first served. priority: a request's own; lower goes first.", key=_RUNNING
+    )
+    max_num_queued_reqs: int | None = setting(
+        None, help="Waiting requests above which new ones are refused; None: no limit.", key=_RUNNING
+    )
+    long_prefill_token_threshold: int = setting(
+        0, help="Tokens of one prompt in one step at most; 0: as many as fit.", key=_RUNNING
+    )
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Every setting. `EngineArgs`, the options of the command line and docs/settings.md are generated from this tree,
+    and its groups are what the compiler, a core and a scheduler are given."""
+
+    model: ModelConfig
+    load: LoadConfig
+    compilation: CompileConfig
+    cache: CacheConfig
+    scheduler: SchedulerConfig
+
+
+@dataclass(frozen=True)
+class CoreConfig:
+    """The parts that an engine core reads, as plain data that can cross to its process; what was compiled it reads from
+    the artifact. load.artifact: a verified folder. stop_ids: tokens that end a text, from the tokenizer."""
+
+    model: ModelConfig
+    load: LoadConfig
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    stop_ids: tuple[int, ...] = ()

@@ -1,0 +1,156 @@
+"""Find the artifact of a model and its settings, check it, and build it where that is asked for.
+
+The compiler is imported only when something must be built.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from graphllm import artifact
+from graphllm.config import CompileConfig, ConfigError, EngineArgs, Env, definitions
+from graphllm.config.setting import plain
+from graphllm.entrypoints.build_lock import build_lock
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import Source
+from graphllm.weights import baked
+
+Policy = Literal["build", "use", "require", "rebuild"]
+POLICIES = get_args(Policy)
+Progress = Callable[[str, int, int], None]
+
+
+def artifact_folder(source: Source, config: CompileConfig, env: Env) -> Path:
+    """Where the cache keeps the artifact of this model and config."""
+    key = artifact.key_of(artifact.key_factors(source.config, source.tensors, config))
+    return env.cache_dir / "artifacts" / f"{source.folder.resolve().name}-{key[:16]}"
+
+
+def find_or_build(
+    source: Source,
+    config: CompileConfig,
+    env: Env,
+    policy: Policy,
+    progress: Progress,
+    folder: Path | None = None,
+    bake: bool = False,
+) -> tuple[Path, dict[str, Any]]:
+    """A verified artifact and its manifest.
+
+    policy: "build" uses the cached one or builds it, "use" runs eagerly when there is none, "require" fails when there
+    is none, "rebuild" always builds. folder: look for and put it there instead of the cache. bake: what is built holds
+    its weights.
+    """
+    place = folder or artifact_folder(source, config, env)
+    if policy != "rebuild" and (found := _find(source, place)) is not None:
+        return place, found
+    if policy == "require":
+        raise artifact.ArtifactError(f"--artifact require: there is none at {place}; make it with `graphllm compile`")
+    if policy == "use":
+        config = replace(config, backend="eager")
+        return find_or_build(source, config, env, "build", progress)
+    if folder:
+        artifact.check_replaceable(folder)
+    with build_lock(place):
+        if policy == "build" and (found := _find(source, place)) is not None:  # another process has built it meanwhile
+            return place, found
+        _build(source, config, env, progress, place, bake)
+    return place, artifact.verify(place)
+
+
+def _find(source: Source, place: Path) -> dict[str, Any] | None:
+    """The manifest of the artifact at ``place``, verified; None when there is none. Raises ConfigError when it was made
+    for another model or machine."""
+    if not (place / "manifest.json").exists():
+        return None
+    manifest = artifact.verify(place)
+    artifact.check_machine(place, manifest)
+    _check_model(place, manifest, source)
+    return manifest
+
+
+def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
+    """Compile into the folder ``place``."""
+    tensors, complete = source.tensors, None
+    if bake:
+        if source.checkpoint is None:
+            raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
+        complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
+    from graphllm.compile.objects import Objects
+
+    native = config.target.device == "cpu" and config.backend == "inductor"
+    # On a GPU, garbage may hold memory that tuning needs.
+    collections = _no_collections() if native else contextlib.nullcontext()
+    with collections, Objects(env.cache_dir / "objects" if native else None) as objects:
+        if native:
+            objects.guess()
+        from graphllm.compile.pipeline import compile_model, find_model
+
+        longest = find_model(source.config).config(source.config).max_len
+        if config.max_model_len > longest:
+            raise ConfigError(
+                f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most"
+            )
+        compile_model(source.config, tensors, config, place, progress, env.cache_dir / "tuned", complete, objects)
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """While the compiler is imported and runs, Python does not look for garbage: it would walk through a million
+    objects again and again, a sixth of the time. What is left is not looked through later either: that would take 0.7 s
+    and return 10 MB."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules report what is not collected in the end
+        if collects:
+            gc.enable()
+
+
+def _check_model(place: Path, manifest: Mapping[str, Any], source: Source) -> None:
+    """Raise ConfigError unless the artifact was made for this model. One with weights needs no checkpoint, but fits to
+    the one that is there."""
+    has_weights = baked.is_baked(place)
+    unseen = has_weights and source.absent is not None
+    tensors = manifest["factors"]["checkpoint"] if unseen else source.tensors
+    artifact.check_model(place, manifest, source.config, tensors)
+    if has_weights and source.checkpoint is not None:
+        baked.check_source(place, source.checkpoint)
+
+
+def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, Literal["cpu", "cuda"]]:
+    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact and its
+    device."""
+    folder = None if args.artifact in POLICIES else Path(args.artifact)
+    if folder is not None and not (folder / "manifest.json").exists():
+        raise ConfigError(
+            f"artifact: {str(folder)!r} is neither one of {', '.join(POLICIES)} nor the folder of an artifact"
+        )
+    policy: Any = "require" if folder else args.artifact
+    place, manifest = find_or_build(source, compile_config(source.config, args), Env.read(), policy, progress, folder)
+    compiled = manifest["factors"]["compile"]
+    if folder is not None:
+        _check_said(folder, compiled, args)
+    return place, compiled["target"]["device"]
+
+
+def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> None:
+    """Raise ConfigError where a user asks for what the artifact at ``folder`` was not compiled for."""
+    has = {**compiled, "target": compiled["target"]["device"]}
+    for name, d in definitions(CompileConfig).items():
+        said = getattr(args, name)
+        if d.not_key is None and said != d.unsaid and has[name] != plain(said):
+            raise ConfigError(
+                f"{name} is {said}: the artifact {folder} was compiled with {has[name]}; leave the option out, or "
+                "compile again with it"
+            )

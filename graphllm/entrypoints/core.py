@@ -1,0 +1,131 @@
+"""Loading an engine core: weights, executor, grammars, and a first run of the host's code."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from graphllm import artifact
+from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
+from graphllm.entrypoints.memory import cache_blocks, cache_memory
+from graphllm.entrypoints.source import open_source
+from graphllm.runtime.cpu_cache_memory import CacheMemory
+from graphllm.weights import baked
+
+if TYPE_CHECKING:
+    from graphllm.engine.core import EngineCore
+    from graphllm.engine.options import LogitsProcessor
+    from graphllm.runtime.executor import Executor
+
+_WARM_UP_TOKENS = 128  # of a prompt
+_WARM_UPS = 8  # after 2 the first request takes 1.25 times as long as later ones, after 8 1.15
+
+
+def load_core(
+    config: CoreConfig,
+    phases: Callable[[str, float], None] = lambda name, seconds: None,
+    processors: Sequence[LogitsProcessor] = (),
+) -> EngineCore:
+    """Load weights, open the artifact and make an engine core.
+
+    phases: told the seconds of each start-up phase. processors: further logits processors, as objects. Raises
+    ConfigError when memory does not suffice.
+    """
+    clock = _Phases(phases)
+    manifest = artifact.verify(Path(config.load.artifact))
+    cache = cache_memory(Path(config.load.artifact), manifest, config.cache)
+    clock("artifact")
+    import torch
+
+    from graphllm.runtime.stream import alone
+
+    clock("import torch")
+    threads = config.load.threads or torch.get_num_threads()
+    with alone():
+        return _load(config, manifest, cache, processors, threads, clock)
+
+
+def _load(
+    config: CoreConfig,
+    manifest: Mapping[str, Any],
+    cache: CacheMemory | None,
+    processors: Sequence[LogitsProcessor],
+    threads: int,
+    clock: Callable[[str], None],
+) -> EngineCore:
+    import torch
+
+    from graphllm.engine.core import EngineCore
+    from graphllm.engine.grammar import GrammarCompiler
+    from graphllm.runtime.executor import Executor
+    from graphllm.weights.loader import load_weights, random_weights
+    from graphllm.weights.plan import WeightPlan
+    from graphllm.weights.quantize import KERNELS
+
+    place = Path(config.load.artifact)
+    source = open_source(config.model.model, config.load.load_format)
+    named = [_named(name) for name in config.model.logits_processors]
+    compiled = manifest["factors"]["compile"]
+    plan = WeightPlan.from_json((place / "weights.json").read_text())
+    device = compiled["target"]["device"]
+    if baked.is_baked(place):
+        weights = baked.open_weights(place, device)
+    elif source.absent is not None:
+        raise source.absent
+    elif source.checkpoint is not None:
+        weights = load_weights(plan, source.checkpoint, device, kernels=place / KERNELS)
+    else:
+        weights = random_weights(plan, device, kernels=place / KERNELS)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    clock("weights")
+    blocks = cache.blocks if cache else cache_blocks(manifest, config.cache)
+    executor = Executor(place, manifest, weights, blocks, threads, cache)
+    grammars = None
+    if (source.folder / "tokenizer.json").is_file():
+        grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(config.stop_ids))
+    clock("executor")
+    if device == "cuda":
+        executor.warm_up()
+        warm_up_host(executor, compiled["max_model_len"])
+        clock("warm up")
+    return EngineCore(executor, compiled["max_model_len"], config.scheduler, grammars, [*named, *processors])
+
+
+def warm_up_host(executor: Executor, max_model_len: int) -> None:
+    """Serve short requests with an engine core that is thrown away: the first time, host code is slow too."""
+    from graphllm.config.sampling import SamplingParams
+    from graphllm.engine.core import EngineCore
+    from graphllm.engine.request import EngineRequest
+
+    core = EngineCore(executor, max_model_len, SchedulerConfig())
+    length = min(_WARM_UP_TOKENS, max_model_len - 2)
+    for number in range(_WARM_UPS):
+        params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
+        core.add(EngineRequest(id=f"{number}", prompt=[number] * length, params=params, stop_ids=[], limit=2, seed=0))
+        while core.unfinished:
+            core.step()
+
+
+def _named(name: str) -> LogitsProcessor:
+    """The object behind "package.module:name". Raises ConfigError when there is none."""
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as missing:
+        raise ConfigError(
+            f"logits_processors: {name!r} cannot be imported ({missing}); give package.module:name"
+        ) from missing
+
+
+class _Phases:
+    def __init__(self, report: Callable[[str, float], None]) -> None:
+        self._report, self._last = report, time.perf_counter()
+
+    def __call__(self, name: str) -> None:
+        now = time.perf_counter()
+        self._report(name, now - self._last)
+        self._last = now

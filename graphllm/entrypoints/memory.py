@@ -1,0 +1,58 @@
+"""How much memory a core's cache gets, from the manifest's memory table and what the machine has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from graphllm.config import CacheConfig, ConfigError
+from graphllm.runtime.cpu_cache_memory import CacheMemory
+
+# Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
+# bench/results/h200_proofs.json.
+_BESIDE = 300 * 10**6
+
+
+def gpu_bytes(memory: Mapping[str, int], blocks: int) -> int:
+    """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
+    parts = sum(memory[name] for name in ("weights", "arena", "state"))
+    return parts + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
+
+
+def cache_memory(place: Path, manifest: Mapping[str, Any], cache: CacheConfig) -> CacheMemory | None:
+    """A CPU's paged cache, whose memory comes while torch is imported."""
+    if manifest["factors"]["compile"]["target"]["device"] != "cpu":
+        return None
+    described = json.loads((place / "program.json").read_text())["blocks"]
+    return CacheMemory(described["tensors"], cache_blocks(manifest, cache), described["bytes"])
+
+
+def cache_blocks(manifest: Mapping[str, Any], cache: CacheConfig) -> int:
+    """Blocks of the cache, with the null block, which is no request's; on a GPU, of what the weights have left."""
+    compiled, memory = manifest["factors"]["compile"], manifest["memory"]
+    size, most = cache.kv_cache_memory_bytes, None
+    if size is None and compiled["target"]["device"] == "cuda":
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
+    elif size is None:
+        size = max(0, _available_memory() - memory["weights"]) // 4
+        # A full batch of the longest sequences, and room for the prefix cache.
+        most = 4 * memory["blocks of a sequence"] * compiled["max_num_seqs"] + 1
+    blocks = size // memory["block"]
+    if blocks < 2:
+        raise ConfigError(
+            f"kv cache: {size / 1e6:.1f} MB left for it, it needs {2 * memory['block'] / 1e6:.1f} MB at least; "
+            "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+        )
+    return int(blocks if most is None else min(blocks, most))
+
+
+def _available_memory() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 4 << 30

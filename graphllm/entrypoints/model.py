@@ -1,0 +1,67 @@
+"""From `EngineArgs` to a model that is ready to load: its checkpoint, its artifact, its tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from graphllm.config import CoreConfig, EngineArgs
+from graphllm.config.sampling import SamplingParams
+from graphllm.config.setting import assemble
+from graphllm.engine.options import LogitsProcessor
+from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.build import Progress, take_artifact
+from graphllm.entrypoints.resolve import kernel_threads
+from graphllm.entrypoints.source import open_source
+
+_log = logging.getLogger(__name__)
+
+
+class ResolvedModel(NamedTuple):
+    """A model with its artifact, ready for `load_core`. defaults: sampling parameters of requests that name none.
+    processors: logits processors that are objects."""
+
+    config: CoreConfig
+    tokenizer: Tokenizer | None
+    defaults: SamplingParams
+    processors: list[LogitsProcessor]
+
+
+def log_progress() -> Progress:
+    """Tells the log each stage of a compilation once."""
+    told: set[str] = set()
+
+    def progress(stage: str, finished: int, total: int) -> None:
+        if stage not in told:
+            told.add(stage)
+            _log.info("compiling: %s", stage)
+
+    return progress
+
+
+def resolve_model(
+    args: EngineArgs,
+    progress: Progress | None = None,
+    sampling: Mapping[str, Any] | None = None,
+    base: SamplingParams | None = None,
+) -> ResolvedModel:
+    """Find the checkpoint and its artifact, which is built when the policy says so.
+
+    progress: of building it; None tells the log. sampling: fields of sampling parameters that come before the
+    checkpoint's defaults, and ``base`` what holds where it has none. Raises ConfigError, before anything is built where
+    that is possible.
+    """
+    source = open_source(args.model, args.load_format)
+    defaults = SamplingParams.from_fields(sampling or {}, SamplingParams.from_checkpoint(source.folder, base))
+    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_folder(source.folder)
+    place, device = take_artifact(source, args, progress or log_progress())
+    functions = [p for p in args.logits_processors if not isinstance(p, str)]
+    resolved = {
+        "model": str(source.folder),
+        "artifact": str(place),
+        "threads": kernel_threads(args.threads, device),
+        "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
+        "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
+    }
+    return ResolvedModel(assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions)

@@ -1,0 +1,60 @@
+"""What a user has said, made complete for a model and a machine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from graphllm.config import CompileConfig, ConfigError, EngineArgs, check, default_buckets, definitions
+from graphllm.config.setting import assemble
+from graphllm.machine import detect_target, gpu_memory, usable_cores
+
+_LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
+
+
+def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> CompileConfig:
+    """What to compile: the user's settings, and for this model and machine what they leave open.
+
+    model_config: a ``config.json``. Raises ConfigError for settings that cannot work together.
+    """
+    target = detect_target(args.target)
+    text = model_config.get("text_config", model_config)
+    stored = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
+    cuda = target.device == "cuda"
+    usual = max((b.hi for b in args.buckets or () if b.kind == "mixed"), default=8192 if cuda else 2048)
+    max_num_batched_tokens = (
+        max(usual, args.max_num_seqs or 0) if args.max_num_batched_tokens is None else args.max_num_batched_tokens
+    )
+    many = (1024 if gpu_memory() >= _LARGE_GPU else 256) if cuda else 64
+    max_num_seqs = min(many, max_num_batched_tokens) if args.max_num_seqs is None else args.max_num_seqs
+    automatic: dict[str, Any] = {
+        "target": target,
+        "dtype": "bfloat16" if cuda and stored == "float32" else stored,
+        "buckets": default_buckets(target, max_num_seqs, max_num_batched_tokens),
+        "max_model_len": text.get("max_position_embeddings") or text.get("n_positions") or 2048,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "tune": cuda,
+    }
+    said = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
+            if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
+    config: CompileConfig = assemble(CompileConfig, automatic | said | {"target": target})
+    check(config)
+    return config
+
+
+def kernel_threads(threads: int | None, device: str) -> int | None:
+    """Threads for a CPU's kernels: as the user says, else as OMP_NUM_THREADS does (None), else one for each CPU that
+    this process may use. Raises ConfigError for more than those, and on a GPU."""
+    if device != "cpu":
+        if threads is not None:
+            raise ConfigError(
+                f"threads is {threads}: it is for kernels on a CPU, and this runs on {device}; leave it out"
+            )
+        return None
+    if threads is None:
+        return None if "OMP_NUM_THREADS" in os.environ else usable_cores()
+    if not 1 <= threads <= usable_cores():
+        raise ConfigError(f"threads is {threads}: give 1 to {usable_cores()}, the CPUs that this process may use")
+    return threads

@@ -1,0 +1,65 @@
+"""A checkpoint folder as a user names it, opened and checked as far as its headers say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from graphllm.config import ConfigError
+from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, has_weights
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint folder, opened: its config.json and the headers of its tensors. absent: why there are none, where
+    they were asked for."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    checkpoint: Checkpoint | None
+    absent: WeightError | None = None
+
+    @property
+    def tensors(self) -> str:
+        """Digest of the tensor names, shapes and dtypes. Raises WeightError when there are none."""
+        if self.absent is not None:
+            raise self.absent
+        return fingerprint(self.checkpoint) if self.checkpoint else "random weights"
+
+
+def open_source(folder: str | Path | None, load_format: str = "auto") -> Source:
+    """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
+    be random numbers.
+
+    Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
+    is missing or unreadable.
+    """
+    if folder is None:
+        from graphllm.embedded import MODEL_DIR
+
+        folder = MODEL_DIR
+    folder = Path(folder)
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise ConfigError(
+            f"model: {folder} is not a folder; give the folder of a Hugging Face checkpoint (config.json, safetensors)"
+        )
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as missing:
+        raise ConfigError(
+            f"model: {folder} has no config.json; give the folder of a Hugging Face checkpoint"
+        ) from missing
+    except ValueError as damage:
+        raise ConfigError(f"model: {path} is not valid JSON ({damage})") from damage
+    if not isinstance(config, dict):
+        raise ConfigError(f"model: {path} holds no JSON object; give the folder of a Hugging Face checkpoint")
+    try:
+        return Source(folder, config, None if load_format == "dummy" else Checkpoint.open(folder))
+    except WeightError as absent:
+        if has_weights(folder):
+            raise
+        return Source(folder, config, None, absent)
