@@ -120,7 +120,7 @@ def test_frequencies(name: str) -> None:
         _check_row(c.rope.inv_freq[0], _default(theirs.rope_parameters["rope_theta"], c.E))
         return
     for row, length in zip(c.rope.inv_freq, (None, 10**6), strict=False):
-        expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_lens=length)
+        expected, scale = ROPE_INIT_FUNCTIONS[kind](theirs, "cpu", seq_len=length)
         _check_row(row, expected)
         assert c.rope.scale == pytest.approx(scale, rel=1e-12)
 
