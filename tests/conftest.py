@@ -9,6 +9,8 @@ import fcntl
 import json
 import logging
 import os
+import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +35,32 @@ SPECIAL = ["<s>", "</s>", "<|user|>", "<|system|>", "<|bot|>"]
 LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
 
 
+# What takes more than ten seconds when the suite runs, the longest first.
+LONGEST = (
+    "tests/ops/test_cpu_kernels.py",
+    "tests/models/test_parity.py",
+    "tests/server/test_trouble.py",
+    "tests/engine/test_process.py",
+    "tests/ops/test_ops.py:paged_attention",
+    "tests/server/test_fuzz.py",
+    "tests/engine/test_embedded_engine.py",
+    "tests/ops/test_ops.py:sample",
+    "tests/engine/test_async_llm.py",
+    "tests/cli/test_commands.py",
+    "tests/cli/test_batch.py",
+    "tests/test_artifact.py",
+    "tests/ops/test_quant_linear_cpu.py",
+    "tests/server/responses/test_responses_sdk.py",
+    "tests/weights/test_baked.py",
+    "tests/compile/test_pipeline.py",
+    "tests/runtime/test_executor.py",
+    "tests/server/openai/test_openai_sdk.py",
+    "tests/engine/test_grammar.py",
+    "tests/engine/test_core.py",
+    "tests/test_plugin.py",
+    "tests/weights/test_loader.py",
+)
+
 logging.getLogger("torch.__trace").disabled = True  # pytest collects logs, and the compiler's fill pages
 
 
@@ -44,6 +72,55 @@ class Done:
     out: str
     err: str
     seconds: float = 0.0
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With ``--dist loadfile``: a worker takes the longest file that is left, so that all end together. The ops of
+    test_ops.py, which have nothing in common, are files of their own."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class LongestFirst(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return _unit_of(nodeid)
+
+    config.option.loadscopereorder = False  # by numbers of tests, which say little
+    return LongestFirst(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The order in which workers take files."""
+    rank = {unit: i for i, unit in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(_unit_of(item.nodeid), len(rank)))
+
+
+def _unit_of(nodeid: str) -> str:
+    """What one worker runs as a whole: a file, or one op of test_ops.py."""
+    file, _, test = nodeid.partition("::")
+    if file.endswith("/test_ops.py"):
+        return f"{file}:{test.partition('[')[2].partition('-')[0].rstrip(']')}"
+    return file
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiler(shared: Callable[[str, Callable[[Path], object]], Path]) -> Iterator[None]:
+    """g++ compiles what is the same only once for all tests: see cached_compiler.py."""
+    real = shutil.which("g++")
+
+    def make(folder: Path) -> None:
+        (folder / "objects").mkdir(parents=True)
+        command = [sys.executable, "-IS", Path(__file__).with_name("cached_compiler.py"), real, folder / "objects"]
+        script = folder / "g++"
+        script.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, command))} "$@"\n')
+        script.chmod(0o755)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if real is not None:
+            patch.setenv("PATH", str(shared("compiler", make)), prepend=os.pathsep)
+        yield
 
 
 @pytest.fixture(autouse=True)
