@@ -22,6 +22,7 @@ from graphllm import artifact
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
+from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import kv_spec, state_specs, step_specs, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
@@ -120,8 +121,6 @@ def compile_model(
         linked = link(traced.units, model.kinds(c), config.max_model_len)
         timed("link")
         if config.backend == "inductor":
-            from graphllm.compile.specialize import require_implementations
-
             require_implementations((p.json for p in linked.pieces.values()), config)
         with objects or Objects() as objects:
             if config.target.device == "cpu" and config.backend == "inductor":

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphllm.compile.lower import lower
-from graphllm.compile.specialize import require_implementations
+from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
 from graphllm.ir import CallSite, Cost, Op
