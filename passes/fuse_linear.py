@@ -55,7 +55,7 @@ def _forms(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
     before = _bound(bound["x_TI"], rms_norm)
     add, residual = _sum(node)
     norm = None if add is None else next((u for u in add.users if _is_norm_of(u, add)), None)
-    if norm is not None and before is None and not _one_row(node):
+    if add is not None and norm is not None and before is None and not _one_row(node):
         after = rms_norm.bind(norm.args, norm.kwargs)
         arguments = bound | {"residual_TO": residual, "norm_O": after["weight"], "eps": after["eps"]}
         yield _Form(linear_add_norm, arguments, (add, norm), ("linear", "residual", "norm"))
