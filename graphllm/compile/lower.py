@@ -12,9 +12,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile.inductor import decompositions
-from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.compile.pieces import trace_reference
+from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
-from graphllm.ir.op import CallSite, Op, op_of
+from graphllm.ir.op import Op, op_of
 from graphllm.rewrite import ImplChoice, choose, site_of
 
 
@@ -74,20 +75,3 @@ def lower(
             "size where a constant is needed, such as a launch constant of a kernel"
         )
     return Lowered(graph, fakes, shapes, tuple(chosen))
-
-
-def trace_reference(op: Op, site: CallSite) -> Any:
-    """Run the reference on tensors without data. Raises ConfigError, with what a user can do, where it needs data: such
-    an op runs compiled only where it has an implementation. Ops that are no boundary keep what torch makes of them by
-    default, which Inductor fuses best."""
-    try:
-        return op.traced(**site.args) if op.boundary else op.reference(**site.args)
-    except Exception as problem:
-        if not op.has_fake:
-            raise
-        own = [impl for impl in op.impls.values() if impl.device == site.target.device]
-        remedies = dict.fromkeys(remedy for impl in own if (remedy := impl.remedy(site)))
-        raise ConfigError(
-            f"op {op.name}: no implementation for {site.target.device} serves this model and these settings, and its "
-            f"reference cannot be compiled. {'. '.join(remedies) or 'Use the backend eager, or add an implementation'}"
-        ) from problem

@@ -21,6 +21,7 @@ from graphllm import artifact
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
+from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import to_text, verify
@@ -125,9 +126,7 @@ def compile_model(
         jobs = piece_buckets(graphs, linked, c, config)
         timed("link")
         if config.backend == "inductor":
-            from graphllm.compile.specialize import require_implementations
-
-            require_implementations((p.json for p in linked.pieces.values()), config)
+            require_implementations(((linked.pieces[id].json, bucket) for id, bucket in jobs), config)
         with objects or Objects() as objects:
             if config.target.device == "cpu" and config.backend == "inductor":
                 objects.expect(sources_beside(linked))
@@ -138,7 +137,7 @@ def compile_model(
                 if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
                     from graphllm.compile.tune import tune
 
-                    texts = [p.json for p in linked.pieces.values()]
+                    texts = [(linked.pieces[id].json, bucket) for id, bucket in jobs]
                     measured = tune(texts, config, workers, functools.partial(progress, "tune"), tuned)
                 choices = {key: m.choice for key, m in measured.items()}
                 timed("tune")

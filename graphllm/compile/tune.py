@@ -22,7 +22,7 @@ from graphllm.compile.cuda import example
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
 from graphllm.compile.workers import Candidate, Workers
-from graphllm.config import CompileConfig
+from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
 from graphllm.rewrite import ImplChoice, candidates, fake_values, site_key, site_of
@@ -49,14 +49,14 @@ class Measured(NamedTuple):
 
 
 def tune(
-    pieces: Sequence[Mapping[str, Any]],
+    pieces: Sequence[tuple[Mapping[str, Any], Bucket]],
     config: CompileConfig,
     workers: Workers | None,
     progress: Callable[[int, int], None],
     folder: Path | None,
 ) -> dict[str, Measured]:
     """The fastest implementation and launch constants on this GPU at every site that has some to choose among, by
-    `site_key`. workers: processes to build candidates in. folder: where what was found is kept for later compiles."""
+    `site_key`. pieces: each with a bucket that it is built for. workers: processes to build candidates in. folder: where what was found is kept for later compiles."""
     sites = tunables(pieces, config)
     file = folder / f"{fingerprint(config)}.json" if folder else None
     known = read_measured(file) if file else {}
@@ -87,23 +87,22 @@ def _tried(jobs: Sequence[tuple[Tunable, ImplChoice]], workers: Workers | None) 
     yield from (future.result() for future in futures)
 
 
-def tunables(pieces: Sequence[Mapping[str, Any]], config: CompileConfig) -> dict[str, Tunable]:
-    """The sites to tune, by key."""
+def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> dict[str, Tunable]:
+    """The sites to tune in pieces at their buckets, by key."""
     found: dict[str, Tunable] = {}
-    for bucket in config.buckets:
+    for piece, bucket in pieces:
         sizes = bucket.limits(config.max_num_seqs)
-        for piece in pieces:
-            unit = specialize(piece, bucket, config).unit
-            for node in unit.graph.nodes:
-                op = op_of(node.target)
-                if op is None or not op.tunable:
-                    continue
-                args, kwargs = fake_values((node.args, node.kwargs))
-                site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
-                choices = [ImplChoice(i.name, constants) for i in candidates(op, site) for constants in i.configs(site)]
-                if len(choices) > 1:
-                    specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
-                    found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, choices)
+        unit = specialize(piece, bucket, config).unit
+        for node in unit.graph.nodes:
+            op = op_of(node.target)
+            if op is None or not op.tunable:
+                continue
+            args, kwargs = fake_values((node.args, node.kwargs))
+            site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
+            choices = [ImplChoice(i.name, constants) for i in candidates(op, site) for constants in i.configs(site)]
+            if len(choices) > 1:
+                specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
+                found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, choices)
     return found
 
 

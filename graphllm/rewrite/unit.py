@@ -48,26 +48,18 @@ class Unit(NamedTuple):
         many nodes, given in the order of the results; the call stands where the first of them stood.
         """
         old = [node] if isinstance(node, Node) else list(node)
-        made = self.insert_before(old[0], op, **arguments)
-        new = [made]
-        if not isinstance(node, Node):
-            new = []
-            for i in range(len(old)):
-                with self.graph.inserting_before(old[0]):
-                    new.append(self.graph.call_function(operator.getitem, (made, i)))
-                new[i].meta["val"] = made.meta["val"][i]
-        for gone, found in zip(old, new, strict=True):
-            gone.replace_all_uses_with(found)
-        for gone in old:
-            self.graph.erase_node(gone)
-        return made
-
-    def insert_before(self, node: Node, op: Op, **arguments: Any) -> Node:
-        """Add a call of the op in front of a node; the call, with its fake value."""
-        with self.graph.inserting_before(node):
+        with self.graph.inserting_before(old[0]):
             made = self.graph.call_function(op.overload, kwargs=arguments)
+            several = [] if isinstance(node, Node) else range(len(old))
+            results = [self.graph.call_function(operator.getitem, (made, i)) for i in several] or [made]
         with self.shapes.mode, torch.no_grad():
             made.meta["val"] = op.overload(**fake_values(arguments))
+        for i, result in enumerate(results):
+            if result is not made:
+                result.meta["val"] = made.meta["val"][i]
+            old[i].replace_all_uses_with(result)
+        for gone in old:
+            self.graph.erase_node(gone)
         return made
 
 

@@ -366,7 +366,7 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
 
 def is_decode(site: CallSite) -> bool:
     """Whether the split kernel alone serves the site."""
-    return site.bucket.kind == "decode" and attends(site)
+    return site.bucket.kind == "decode" and site.bucket.query_len == 1 and attends(site)
 
 
 def decode_configs(site: CallSite) -> list[Config]:
@@ -374,8 +374,12 @@ def decode_configs(site: CallSite) -> list[Config]:
     cache, table = site.args["kv_cache"], site.args["block_table"]
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
     sizes = (site.bucket.hi, max(1, site.bucket.hi // 4), 4 * site.bucket.hi)
-    plans = [plan_splits(S, H, K, table.shape[1] * P, cache.dtype, E) for S in sizes]
-    return [plan for i, plan in enumerate(plans) if plan not in plans[:i]]
+    found: dict[tuple[int, ...], Config] = {}
+    for S in sizes:
+        plan = plan_splits(S, H, K, table.shape[1] * P, cache.dtype, E)
+        least = plan["min_tiles"] if plan["splits"] > 1 else 0  # of one range it says nothing
+        found.setdefault((plan["heads"], plan["splits"], least), plan)
+    return list(found.values())
 
 
 @paged_attention.impl("triton_decode", device="cuda", supports=is_decode, configs=decode_configs, remedy=problem)

@@ -262,7 +262,7 @@ def _flash_kernel(
 
 
 def prefill_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the flash kernel, the likely best first; the only ones where hardly a tile is full."""
+    """Launch constants of the flash kernel, the likely best first."""
     q_THE, K = site.args["q_THE"], site.args["kv_cache"].shape[2]
     G, E = q_THE.shape[1] // K, q_THE.shape[2]
     if q_THE.dtype == torch.float32:
@@ -271,14 +271,18 @@ def prefill_configs(site: CallSite) -> list[Config]:
         tiles = [(128, 32, 8, 2), (64, 32, 4, 2)]
     else:
         tiles = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
-    found: list[Config] = [
+    return [
         {"block_m": max(block_m, power_of_2(G)), "block_n": block_n, "warps": warps, "stages": stages}
         for block_m, block_n, warps, stages in tiles
     ]
-    return found[:1] if site.bucket.kind == "decode" else found
 
 
-@paged_attention.impl("triton_prefill", device="cuda", supports=attends, configs=prefill_configs, remedy=problem)
+def is_mixed(site: CallSite) -> bool:
+    """Whether these kernels serve the site; steps of single tokens have their own."""
+    return (site.bucket.kind == "mixed" or site.bucket.query_len > 1) and attends(site)
+
+
+@paged_attention.impl("triton_prefill", device="cuda", supports=is_mixed, configs=prefill_configs, remedy=problem)
 def triton_prefill(
     q_THE: Tensor,
     k_TKE: Tensor,

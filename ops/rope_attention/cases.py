@@ -12,7 +12,7 @@ _REASON = "as `paged_attention`; norm and rotation round queries and keys up to 
 
 
 def _case(batch: str, rotated: float = 1.0, norm: bool = False) -> Case:
-    """The batch of that name; rotated: share of the head that turns."""
+    """The batch of that name; rotated: share of the head that rotates."""
     (base,) = (c for c in ATTENTION if c.name == batch)
 
     def inputs(make: Maker) -> dict[str, object]:

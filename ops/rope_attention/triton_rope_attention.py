@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.paged_attention.triton_common import Rotary, attends, problem
+from graphllm.ops.paged_attention.triton_common import Rotary, problem
 from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
-from graphllm.ops.paged_attention.triton_prefill import prefill_configs
+from graphllm.ops.paged_attention.triton_prefill import is_mixed, prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
 from graphllm.ops.rope_attention.op import rope_attention
 
@@ -38,7 +38,7 @@ def triton_decode(
 
 
 @rope_attention.impl(
-    "triton_prefill", device="cuda", supports=lambda s: attends(s) and _rotates(s), configs=prefill_configs,
+    "triton_prefill", device="cuda", supports=lambda s: is_mixed(s) and _rotates(s), configs=prefill_configs,
     remedy=problem,
 )  # fmt: skip
 def triton_prefill(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphllm.compile.lower import lower
-from graphllm.compile.specialize import require_implementations
+from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
 from graphllm.ir import CallSite, Cost, Op
@@ -109,14 +109,14 @@ def test_what_nothing_can_compute_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     piece = to_json(unit.graph, unit.shapes)
     small, both = CompileConfig(CPU, buckets=(SMALL,)), CompileConfig(CPU, buckets=(SMALL, LARGE))
     with pytest.raises(ConfigError, match=r"op lower_test_by_value: no implementation for cpu .* the backend eager"):
-        require_implementations([piece], small)
+        require_implementations([(piece, SMALL)], small)
     made.impl(
         "few", device="cpu", supports=lambda site: site.rows("x") <= 8,
         remedy=lambda site: f"width {site.args['width']}: use 4",
     )(lambda x: 0 - x)  # fmt: skip
-    require_implementations([piece], small)
+    require_implementations([(piece, SMALL)], small)
     for check in (
-        lambda: require_implementations([piece], both),
+        lambda: require_implementations([(piece, SMALL), (piece, LARGE)], both),
         lambda: lower(unit.graph, [SPEC], both, LARGE),
     ):
         with pytest.raises(ConfigError, match=r"op lower_test_by_value: .* cannot be compiled. width 5: use 4"):

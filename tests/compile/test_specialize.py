@@ -139,13 +139,13 @@ def test_a_size_that_became_a_constant_is_an_error(monkeypatch: pytest.MonkeyPat
 
 def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) -> None:
     """Each distinct linear layer and attention once a bucket, with every implementation among the candidates."""
-    sites = tune.tunables([p.json for p in linked.pieces.values()], config)
+    sites = tune.tunables([(p.json, b) for p in linked.pieces.values() for b in config.buckets], config)
     linear, attention = {"fused_linear", "linear_add_norm"}, {"rope_attention"}
     assert {s.op for s in sites.values()} == linear | attention
     found = {key: {c.impl for c in s.candidates} for key, s in sites.items() if s.op in attention}
-    assert len(found) == len(config.buckets)
+    assert len(found) == len(config.buckets) - 1  # for one sequence of short contexts there is nothing to choose
     for key, impls in found.items():
-        assert impls == ({"triton_prefill"} if " mixed-" in key else {"triton_decode", "triton_prefill"})
+        assert impls == ({"triton_prefill"} if " mixed-" in key else {"triton_decode"})
     ones = [s for key, s in sites.items() if " decode-1 " in key and s.op in linear]
     assert len(ones) == 5  # qkv, o, gate and up, down, head
     assert all({c.impl for c in s.candidates} == {"triton_row", "cublas", "triton_tile"} for s in ones)
@@ -168,7 +168,7 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     assert [f.name for f in file.parent.iterdir()] == ["tuned.json"]
 
 
-@pytest.mark.parametrize("bucket", [0, 1, -1])
+@pytest.mark.parametrize("bucket", [1, 2, -1])
 def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: CompileConfig, bucket: int) -> None:
     """Every token lies in a block of its own sequence, the step is full, and copies do not share a cache."""
     pieces = [p.json for p in linked.pieces.values() if p.label == "rope_attention"]
