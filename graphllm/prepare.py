@@ -244,7 +244,14 @@ def find_or_build(
             objects.guess()
         from graphllm.compile.pipeline import compile_model, find_model
 
-        longest = find_model(source.config).config(source.config).max_len
+        model = find_model(source.config)
+        c = model.config(source.config)
+        if source.checkpoint is not None:
+            from graphllm.weights.match import check_checkpoint
+            from graphllm.weights.plan import make_plan
+
+            check_checkpoint(make_plan(model, c, config.dtype), source.checkpoint)
+        longest = c.max_len
         if config.max_model_len > longest:
             raise ConfigError(
                 f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most"
@@ -377,9 +384,10 @@ def _load(
     from graphllm.engine.core import EngineCore
     from graphllm.engine.grammar import GrammarCompiler
     from graphllm.runtime.executor import Executor
-    from graphllm.weights.loader import load_weights, random_weights
+    from graphllm.weights.integers import KERNELS
+    from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
-    from graphllm.weights.quantize import KERNELS
+    from graphllm.weights.random import random_weights
 
     place = Path(settings.artifact)
     source = open_source(settings.model, settings.random)

@@ -306,6 +306,7 @@ def write_graphs(folder: Path, traced: Traced, linked: Linked, built: Mapping[tu
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in traced.texts.items():
         (folder / name).write_text(text)
+    (folder / "weights.txt").write_text(str(traced.plan))
     shapes = traced.units[0].shapes
     for piece in linked.pieces.values():
         times = max(sum(call.piece == piece.id for call in p.calls) for p in linked.programs.values())

@@ -447,7 +447,7 @@ GRAPHLLM_QUANT_LINEAR(int8_f32, Int8, f32)
 GRAPHLLM_QUANT_LINEAR(int4_bf16, Int4, bf16)
 GRAPHLLM_QUANT_LINEAR(int4_f32, Int4, f32)
 
-// ---- Rounding and packing of weights while they are loaded: what graphllm/weights/quantize.py specifies, bit by bit. So
+// ---- Rounding and packing of weights while they are loaded: what graphllm/weights/integers.py specifies, bit by bit. So
 // divisions must be divisions, and sums stay in order.
 #pragma GCC push_options
 #pragma GCC optimize("no-reciprocal-math", "no-associative-math", "signed-zeros")
