@@ -67,6 +67,16 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """Over how many ranks a model is spread; which rank a process is, is no part of an artifact.
+
+    tensor_parallel_size: ranks that divide the layers' matrices among them.
+    """
+
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True)
 class CompileConfig:
     """All that `graphllm compile` needs beside the model's own config; every field is in the artifact key by
     default."""
@@ -83,6 +93,7 @@ class CompileConfig:
     max_logit_bias: int = 1024
     tune: bool = False
     quantize: Quantization | None = None
+    parallel: ParallelConfig = ParallelConfig()
     dump: Path | None = field(
         default=None, metadata=not_key("where to write the readable IR; the artifact is the same")
     )

@@ -168,5 +168,6 @@ register_model(
         embed=embed,
         layer=layer,
         head=head,
+        shardable=("H", "K", "F"),
     )
 )

@@ -32,6 +32,7 @@ from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.machine import compiler_version
 from graphllm.runtime.program import RESULTS, Call, LinkedProgram
 from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.shard import shard_plan
 
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend, Built
@@ -112,9 +113,12 @@ def compile_model(
     try:
         pieces = _made(building / "pieces")
         progress("trace", 0, 1)
+        degree = config.parallel.tensor_parallel_size
+        plan = shard_plan(make_plan(model, c, config.dtype), degree)
+        c = model.local(c, degree)
         units = trace_model(model, c, config)
         timed("trace")
-        traced = run_passes(units, make_plan(model, c, config.dtype), config)
+        traced = run_passes(units, plan, config)
         timed("passes")
         linked = link(traced.units, model.kinds(c), config.max_model_len)
         timed("link")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from graphllm.config import ConfigError
 from graphllm.ir.weight import Weight
 
 _models: dict[str, Model] = {}
@@ -63,6 +65,7 @@ class Model:
     parameters of each unit as data. embed(c, w, step) -> (x_TD, shared): shared is a tuple of tensors every layer may
     read (rotary
     cos/sin). layer(c, kind, w, x_TD, shared, step, kv_cache) -> x_TD. head(c, w, x_TD, step) -> logits_SV.
+    shardable: the fields of Config that a tensor-parallel rank has a share of; empty where that is not supported.
     """
 
     architectures: tuple[str, ...]
@@ -74,6 +77,24 @@ class Model:
     embed: Callable[[Any, SimpleNamespace, Step], tuple[Tensor, tuple[Tensor, ...]]]
     layer: Callable[[Any, str, SimpleNamespace, Tensor, tuple[Tensor, ...], Step, Tensor], Tensor]
     head: Callable[[Any, SimpleNamespace, Tensor, Step], Tensor]
+    shardable: tuple[str, ...] = ()
+
+    def local(self, c: Any, degree: int) -> Any:
+        """The Config of one of ``degree`` tensor-parallel ranks: its shares of heads and feed-forward width. Raises
+        ConfigError for what cannot be divided evenly."""
+        if degree == 1:
+            return c
+        if not self.shardable:
+            raise ConfigError(
+                f"tensor_parallel_size is {degree}: {', '.join(self.architectures)} cannot be divided; use 1"
+            )
+        whole = {name: getattr(c, name) for name in self.shardable}
+        for name, extent in whole.items():
+            if extent % degree:
+                raise ConfigError(
+                    f"tensor_parallel_size is {degree}: the model's {name} is {extent}, which is no multiple of it"
+                )
+        return dataclasses.replace(c, **{name: extent // degree for name, extent in whole.items()})
 
 
 def register_model(model: Model) -> Model:

@@ -271,8 +271,8 @@ class _Lowering:
 
             units = _units(matrix)
             for dim, start, _, part in self._cut(matrix, (units[0], math.lcm(units[1], encoding.block[1]))):
-                place = {"row": row + start, "entry": 0} if dim == 0 else {"row": row, "entry": start}
-                self._evaluate(part, functools.partial(put, **place))
+                at = (row + start, 0) if dim == 0 else (row, start)
+                self._evaluate(part, functools.partial(put, row=at[0], entry=at[1]))
             return
         source, unit = self._bytes(region), encoding.block[1 if transpose else 0]
         row_bytes = source.strides[0] * source.dtype.itemsize
