@@ -33,7 +33,7 @@ from graphllm.ops.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.sample.cases import CASES as SAMPLE_CASES
 from graphllm.ops.sample.cpu import cpu_sample
-from graphllm.weights.formats import FORMATS
+from graphllm.weights.integers import INTEGERS
 
 POOL = 1200 << 20
 READ = 64 << 20
@@ -159,10 +159,10 @@ its median. Microseconds are medians.
             x, out = torch.randn(M, K).bfloat16(), torch.empty(M, N, dtype=torch.bfloat16)
             calls: list[Callable[[int], object]] = []
             sizes = []
-            for name, fmt in FORMATS.items():
-                values, scales = fmt.values_shape(N, K), fmt.scales_shape(N, K)
+            for name, encoding in INTEGERS.items():
+                values, scales = (part.shape(N, K) for part in encoding.parts)
                 split, nbytes = math.prod(values), math.prod(values) + 2 * math.prod(scales)
-                some = torch.zeros(values, dtype=getattr(torch, fmt.dtype))
+                some = torch.zeros(values, dtype=getattr(torch, encoding.parts[0].dtype))
                 streaming_quant_linear(x[:1], some, torch.zeros(scales, dtype=torch.bfloat16), N)  # builds the library
                 kernel = c_kernel(f"graphllm_quant_linear_{name}_bf16")._function
                 assert kernel is not None

@@ -29,8 +29,8 @@ from graphllm import artifact as files
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.kernels import CpuLaunch
 from graphllm.runtime.stream import alone
-from graphllm.weights.loader import random_weights
 from graphllm.weights.plan import WeightPlan
+from graphllm.weights.random import random_weights
 
 POOL, READ = 1 << 30, 256 << 20
 

@@ -59,8 +59,9 @@ def worker(folder: Path, artifact: Path) -> None:
     mark("CUDA context")
     from graphllm.runtime.executor import Executor
     from graphllm.weights.checkpoint import Checkpoint
-    from graphllm.weights.loader import load_weights, random_weights
+    from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
+    from graphllm.weights.random import random_weights
 
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
     real = (folder / "model.safetensors").exists()

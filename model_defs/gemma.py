@@ -100,7 +100,7 @@ def _local_rope(hf: HF, E: int) -> Rope:
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
-    weights = {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",)), "inv_freq": c.rope.weight()}
+    weights = {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",), shard="vocab"), "inv_freq": c.rope.weight()}
     return weights | ({"inv_freq_local": c.local_rope.weight()} if c.local_rope else {})
 
 
@@ -111,12 +111,12 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     gate_up = tuple(f"{hf}mlp.{p}_proj.weight" for p in ("gate", "up"))
     weights = {
         "attn_norm": Weight((c.D,), (hf + "input_layernorm.weight",)),
-        "qkv": Weight((sum(parts), c.D), qkv, parts, shard="rows"),
-        "o": Weight((c.D, c.H * c.E), (hf + "self_attn.o_proj.weight",), shard="cols"),
+        "qkv": Weight((sum(parts), c.D), qkv, parts, shard="output"),
+        "o": Weight((c.D, c.H * c.E), (hf + "self_attn.o_proj.weight",), shard="input"),
         "attn_post_norm": Weight((c.D,), (hf + "post_attention_layernorm.weight",)),
         "ffn_norm": Weight((c.D,), (hf + "pre_feedforward_layernorm.weight",)),
-        "gate_up": Weight((2 * c.F, c.D), gate_up, (c.F, c.F), shard="rows"),
-        "down": Weight((c.D, c.F), (hf + "mlp.down_proj.weight",), shard="cols"),
+        "gate_up": Weight((2 * c.F, c.D), gate_up, (c.F, c.F), shard="output"),
+        "down": Weight((c.D, c.F), (hf + "mlp.down_proj.weight",), shard="input"),
         "ffn_post_norm": Weight((c.D,), (hf + "post_feedforward_layernorm.weight",)),
     }
     if c.qk_norm:
@@ -126,8 +126,8 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="rows")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="rows")
+    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
+    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
     return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
 
 

@@ -72,7 +72,7 @@ def _names(name: str) -> tuple[tuple[str, ...]]:
 
 def embed_weights(c: Config) -> dict[str, Weight]:
     return {
-        "tokens": Weight((c.V, c.D), _names("wte.weight")),
+        "tokens": Weight((c.V, c.D), _names("wte.weight"), shard="vocab"),
         "positions": Weight((c.max_len, c.D), _names("wpe.weight")),
     }
 
@@ -83,22 +83,22 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     return {
         "attn_norm": Weight((c.D,), _names(hf + "ln_1.weight")),
         "attn_norm_bias": Weight((c.D,), _names(hf + "ln_1.bias")),
-        "qkv": Weight((3 * inner, c.D), _names(hf + "attn.c_attn.weight"), parts, transpose=True, shard="rows"),
-        "qkv_bias": Weight((3 * inner,), _names(hf + "attn.c_attn.bias"), parts, shard="rows"),
-        "o": Weight((c.D, inner), _names(hf + "attn.c_proj.weight"), transpose=True, shard="cols"),
+        "qkv": Weight((3 * inner, c.D), _names(hf + "attn.c_attn.weight"), parts, transpose=True, shard="output"),
+        "qkv_bias": Weight((3 * inner,), _names(hf + "attn.c_attn.bias"), parts, shard="output"),
+        "o": Weight((c.D, inner), _names(hf + "attn.c_proj.weight"), transpose=True, shard="input"),
         "o_bias": Weight((c.D,), _names(hf + "attn.c_proj.bias")),
         "ffn_norm": Weight((c.D,), _names(hf + "ln_2.weight")),
         "ffn_norm_bias": Weight((c.D,), _names(hf + "ln_2.bias")),
-        "up": Weight((c.F, c.D), _names(hf + "mlp.c_fc.weight"), transpose=True, shard="rows"),
-        "up_bias": Weight((c.F,), _names(hf + "mlp.c_fc.bias"), shard="rows"),
-        "down": Weight((c.D, c.F), _names(hf + "mlp.c_proj.weight"), transpose=True, shard="cols"),
+        "up": Weight((c.F, c.D), _names(hf + "mlp.c_fc.weight"), transpose=True, shard="output"),
+        "up_bias": Weight((c.F,), _names(hf + "mlp.c_fc.bias"), shard="output"),
+        "down": Weight((c.D, c.F), _names(hf + "mlp.c_proj.weight"), transpose=True, shard="input"),
         "down_bias": Weight((c.D,), _names(hf + "mlp.c_proj.bias")),
     }
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="rows")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="rows")
+    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
+    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
     return {
         "norm": Weight((c.D,), _names("ln_f.weight")),
         "norm_bias": Weight((c.D,), _names("ln_f.bias")),

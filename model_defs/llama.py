@@ -92,7 +92,7 @@ def _layer_types(hf: HF, L: int, window: int, mistral: bool) -> tuple[str, ...]:
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
-    return {"tokens": Weight((c.V, c.D), hf=("model.embed_tokens.weight",)), "inv_freq": c.rope.weight()}
+    return {"tokens": Weight((c.V, c.D), ("model.embed_tokens.weight",), shard="vocab"), "inv_freq": c.rope.weight()}
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
@@ -103,15 +103,15 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     def merged(names: str, of: str, segments: tuple[int, ...], width: tuple[int, ...] = (c.D,)) -> Weight:
         leaf = "weight" if width else "bias"
         sources = tuple(f"{of}{name}_proj.{leaf}" for name in names.split())
-        return Weight((sum(segments), *width), sources, segments, shard="rows")
+        return Weight((sum(segments), *width), sources, segments, shard="output")
 
     weights = {
         "attn_norm": Weight((c.D,), (hf + "input_layernorm.weight",)),
         "qkv": merged("q k v", attn, parts),
-        "o": Weight((c.D, c.H * c.E), (attn + "o_proj.weight",), shard="cols"),
+        "o": Weight((c.D, c.H * c.E), (attn + "o_proj.weight",), shard="input"),
         "ffn_norm": Weight((c.D,), (hf + "post_attention_layernorm.weight",)),
         "gate_up": merged("gate up", mlp, (c.F, c.F)),
-        "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="cols"),
+        "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
     }
     if c.qkv_bias:
         weights["qkv_bias"] = merged("q k v", attn, parts, ())
@@ -127,8 +127,8 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
-    tied = Weight((c.V, c.D), tie="embed.tokens", shard="rows")
-    own = Weight((c.V, c.D), ("lm_head.weight",), shard="rows")
+    tied = Weight((c.V, c.D), tie="embed.tokens", shard="vocab")
+    own = Weight((c.V, c.D), ("lm_head.weight",), shard="vocab")
     return {"norm": Weight((c.D,), ("model.norm.weight",)), "lm_head": tied if c.tied else own}
 
 
@@ -175,5 +175,6 @@ register_model(
                 states=states,
             ),
         ),
+        shardable=("H", "K", "F"),
     )
 )

@@ -43,7 +43,7 @@ def _names(name: str) -> tuple[tuple[str, ...]]:
 def embed_weights(c: gpt2.Config) -> dict[str, Weight]:
     rows = (_FIRST_POSITION, _FIRST_POSITION + c.max_len)
     return {
-        "tokens": Weight((c.V, c.D), _names("embed_tokens.weight")),
+        "tokens": Weight((c.V, c.D), _names("embed_tokens.weight"), shard="vocab"),
         "positions": Weight((c.max_len, c.D), _names("embed_positions.weight"), slice_rows=rows),
     }
 
@@ -58,15 +58,15 @@ def layer_weights(c: gpt2.Config, layer_type: str) -> dict[str, Weight]:
     return {
         "attn_norm": Weight((c.D,), _names(hf + "self_attn_layer_norm.weight")),
         "attn_norm_bias": Weight((c.D,), _names(hf + "self_attn_layer_norm.bias")),
-        "qkv": Weight((3 * inner, c.D), qkv("weight"), parts, shard="rows"),
-        "qkv_bias": Weight((3 * inner,), qkv("bias"), parts, shard="rows"),
-        "o": Weight((c.D, inner), _names(hf + "self_attn.out_proj.weight"), shard="cols"),
+        "qkv": Weight((3 * inner, c.D), qkv("weight"), parts, shard="output"),
+        "qkv_bias": Weight((3 * inner,), qkv("bias"), parts, shard="output"),
+        "o": Weight((c.D, inner), _names(hf + "self_attn.out_proj.weight"), shard="input"),
         "o_bias": Weight((c.D,), _names(hf + "self_attn.out_proj.bias")),
         "ffn_norm": Weight((c.D,), _names(hf + "final_layer_norm.weight")),
         "ffn_norm_bias": Weight((c.D,), _names(hf + "final_layer_norm.bias")),
-        "up": Weight((c.F, c.D), _names(hf + "fc1.weight"), shard="rows"),
-        "up_bias": Weight((c.F,), _names(hf + "fc1.bias"), shard="rows"),
-        "down": Weight((c.D, c.F), _names(hf + "fc2.weight"), shard="cols"),
+        "up": Weight((c.F, c.D), _names(hf + "fc1.weight"), shard="output"),
+        "up_bias": Weight((c.F,), _names(hf + "fc1.bias"), shard="output"),
+        "down": Weight((c.D, c.F), _names(hf + "fc2.weight"), shard="input"),
         "down_bias": Weight((c.D,), _names(hf + "fc2.bias")),
     }
 

@@ -37,8 +37,8 @@ def layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
     hf = "model.layers.{layer}."
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
     return llama.layer_weights(c, layer_type) | {
-        "qkv": Weight((sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="rows"),
-        "gate_up": Weight((2 * c.F, c.D), (hf + "mlp.gate_up_proj.weight",), (c.F, c.F), shard="rows"),
+        "qkv": Weight((sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="output"),
+        "gate_up": Weight((2 * c.F, c.D), (hf + "mlp.gate_up_proj.weight",), (c.F, c.F), shard="output"),
     }
 
 

@@ -1,4 +1,5 @@
-"""quantize_linear: the weights of linear layers and heads become packed integers, in graph and weight plan."""
+"""quantize_linear: linear layers and heads read encoded weights, in graph and weight plan: those that the checkpoint
+stores encoded as they are stored, others in the encoding that was asked for."""
 
 from __future__ import annotations
 
@@ -8,42 +9,46 @@ import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
-from graphllm.ir.op import op_of
+from graphllm.ir.op import all_ops, op_of
 from graphllm.ops.linear import linear
-from graphllm.ops.quant_linear import quant_linear
 from graphllm.rewrite import PassReport, Unit, register_pass
-from graphllm.weights.formats import FORMATS, Format
-from graphllm.weights.plan import Entry, Made, Quantize, Read, WeightPlan
+from graphllm.weights.encodings import Encoding, encoding_of
+from graphllm.weights.expr import Decode, Encode, Read, Values, walk
+from graphllm.weights.plan import Entry, WeightPlan
+from graphllm.weights.simplify import as_stored
 
 
 @register_pass(numerics="changes")
 def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Turn `linear` into `quant_linear` where the weight is a matrix that is read from the checkpoint and that nothing
-    else of the unit reads. A weight tied to another one, such as a head's to the embedding, gets a
-    quantized copy of its own."""
-    if config.quantization is None:
-        return PassReport(0)
-    fmt, notes = FORMATS[config.quantization], []
+    """Turn `linear` into the op that reads an encoding where the weight is a matrix of the checkpoint that nothing else
+    of the unit reads. A weight tied to another one, such as a head's to the embedding, gets an
+    encoded copy of its own."""
+    notes = []
     for weight in unit.graph.find_nodes(op="placeholder"):
         calls = [_arguments(user, weight) for user in weight.users]
         taken = [a for a in calls if a is not None]
         name = weight.meta["label"].removeprefix("w.")
         if not taken or len(taken) < len(calls) or name == weight.meta["label"]:
             continue
-        if not all(_is_read(plan, entry) for entry in unit.entries(name)):
+        found = {_encoding(plan, entry, config.quantization) for entry in unit.entries(name)}
+        if len(found) != 1 or (chosen := found.pop()) is None:
             continue
+        encoding = encoding_of(chosen)
         for entry in unit.entries(name):
-            plan = _quantize_entry(plan, entry, fmt)
-        packed = _inputs(unit, weight, name, fmt)
+            plan = _encode_entry(plan, entry, encoding)
+        parts, rows = _inputs(unit, weight, name, encoding), int(weight.meta["val"].shape[0])
         for node, arguments in zip(list(weight.users), taken, strict=True):
-            unit.replace(node, quant_linear, **packed, **arguments)
+            op = all_ops()[str(encoding.op)]
+            x_TI, bias_O = arguments["x_TI"], arguments["bias_O"]
+            unit.replace(node, op, **op.bind((x_TI, *parts), {"rows": rows, "bias_O": bias_O}))
         unit.graph.erase_node(weight)
-        notes.append(f"{name}: {fmt.name}")
+        notes.append(f"{name}: {encoding.name}")
     return PassReport(len(notes), tuple(notes), plan if notes else None)
 
 
 def _arguments(node: Node, weight: Node) -> dict[str, Any] | None:
-    """What `quant_linear` takes beside the weight to do the same, or None for another use of the weight."""
+    """What the op that reads an encoding takes beside the weight to do the same, or None for another use of the
+    weight."""
     if op_of(node.target) is not linear:
         return None
     found = linear.bind(node.args, node.kwargs)
@@ -51,34 +56,42 @@ def _arguments(node: Node, weight: Node) -> dict[str, Any] | None:
     return found if of is weight and weight not in found.values() else None
 
 
-def _is_read(plan: WeightPlan, entry: str) -> bool:
-    return len(plan[entry].shape) == 2 and all(isinstance(s, Read) for s in plan.steps_of(entry))
+def _encoding(plan: WeightPlan, entry: str, wanted: str | None) -> str | None:
+    """The encoding in which an entry is to be read: the checkpoint's own if an op reads it, the wanted one for plain
+    numbers, else None."""
+    expr = plan.expr_of(entry)
+    if len(plan[entry].shape) != 2:
+        return None
+    if (stored := as_stored(expr)) is not None:
+        return stored[0] if encoding_of(stored[0]).op is not None else None
+    leaves = list(walk(expr))
+    if any(isinstance(e, (Values, Decode, Encode)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
+        return None
+    return wanted
 
 
-def _quantize_entry(plan: WeightPlan, name: str, fmt: Format) -> WeightPlan:
-    """The plan with values and scales, made from the same reads, instead of the entry."""
-    rows, inner = plan[name].shape
-    values, scales = f"{name}.values", f"{name}.scales"
-    steps = (*plan.steps_of(name), Quantize(fmt.name, (rows, inner), scales))
-    return plan.replace(
-        name,
-        Entry(values, fmt.values_shape(rows, inner), fmt.dtype, steps),
-        Entry(scales, fmt.scales_shape(rows, inner), "bfloat16", (Made(values),)),
-    )
+def _encode_entry(plan: WeightPlan, name: str, encoding: Encoding) -> WeightPlan:
+    """The plan with the parts of the encoded matrix instead of the entry."""
+    old, expr = plan[name], plan.expr_of(name)
+    parts = (
+        Entry(
+            f"{name}.{part.name}", part.shape(*old.shape), part.dtype, Encode(encoding.name, part.name, expr),
+            old.shard, old.segments, old.expert_axis,
+        )
+        for part in encoding.parts
+    )  # fmt: skip
+    return plan.replace(name, *parts)
 
 
-def _inputs(unit: Unit, weight: Node, name: str, fmt: Format) -> dict[str, Any]:
-    """Values and scales as inputs of the unit, and the rows of the weight."""
-    rows, inner = weight.meta["val"].shape
-    parts = {
-        "values": (fmt.values_shape(rows, inner), getattr(torch, fmt.dtype)),
-        "scales": (fmt.scales_shape(rows, inner), torch.bfloat16),
-    }
-    made = {}
-    for part, (shape, dtype) in parts.items():
+def _inputs(unit: Unit, weight: Node, name: str, encoding: Encoding) -> list[Node]:
+    """The parts of the weight as inputs of the unit."""
+    rows, inner = (int(n) for n in weight.meta["val"].shape)
+    made = []
+    for part in encoding.parts:
         with unit.graph.inserting_before(weight):
-            made[part] = unit.graph.placeholder(f"{weight.name}_{part}")
+            node = unit.graph.placeholder(f"{weight.name}_{part.name}")
         with unit.shapes.mode:
-            fake = torch.empty(shape, dtype=dtype, device=unit.shapes.device)
-        made[part].meta.update(val=fake, label=f"w.{name}.{part}")
-    return {"values_BGLRQ": made["values"], "scales_BGR": made["scales"], "rows": rows}
+            fake = torch.empty(part.shape(rows, inner), dtype=getattr(torch, part.dtype), device=unit.shapes.device)
+        node.meta.update(val=fake, label=f"w.{name}.{part.name}")
+        made.append(node)
+    return made

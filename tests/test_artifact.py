@@ -214,10 +214,10 @@ def test_failed_compile_leaves_nothing(
 ) -> None:
     from graphllm.compile import objects
 
-    def fail(command: list[str]) -> None:
+    def fail(self: Any, command: list[str]) -> None:
         raise objects.BuildError("g++ said no")
 
-    monkeypatch.setattr(objects, "_run", fail)
+    monkeypatch.setattr(objects._Compilers, "run", fail)
     limits = ("--max-num-seqs", 1, "--buckets", "mixed-2-16", "--max-num-batched-tokens", 16)
     done = cli("compile", checkpoint, "--target", "cpu", *limits)
     assert (done.code, done.err.strip()) == (2, "graphllm: compile failed: g++ said no")

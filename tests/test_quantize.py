@@ -34,10 +34,11 @@ from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
 from graphllm.weights import loader
 from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.formats import FORMATS
-from graphllm.weights.loader import load_weights, random_weights
-from graphllm.weights.plan import Entry, Made, Quantize, WeightPlan, make_plan
-from graphllm.weights.quantize import pack
+from graphllm.weights.expr import Encode
+from graphllm.weights.integers import INTEGERS, pack
+from graphllm.weights.loader import load_weights
+from graphllm.weights.plan import Entry, WeightPlan, make_plan
+from graphllm.weights.random import random_weights
 
 GROUP = {"int8": 64, "int4": 32}
 
@@ -76,14 +77,13 @@ def unpacked(values: torch.Tensor, scales: torch.Tensor, rows: int, inner: int) 
 
 
 def packed(weight: torch.Tensor, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    fmt = FORMATS[name]
-    values = torch.zeros(fmt.values_shape(*weight.shape), dtype=getattr(torch, fmt.dtype))
-    scales = torch.zeros(fmt.scales_shape(*weight.shape), dtype=torch.bfloat16)
-    pack(weight, fmt, values, scales)
+    encoding = INTEGERS[name]
+    values, scales = (torch.zeros(p.shape(*weight.shape), dtype=getattr(torch, p.dtype)) for p in encoding.parts)
+    pack(weight, encoding, values, scales)
     return values, scales
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize(("rows", "inner"), [(1, 1), (16, 64), (17, 65), (5, 200), (50, 96), (33, 3000)])
 def test_pack_and_unpack(name: str, rows: int, inner: int) -> None:
     """Every number of every group, at sizes that end inside a block and a group, and wide rows in several parts."""
@@ -96,7 +96,7 @@ def test_pack_and_unpack(name: str, rows: int, inner: int) -> None:
     assert torch.equal(dequantize(values, scales, rows, inner).double(), torch.from_numpy(found))  # exact in float32
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_groups_of_extremes(name: str) -> None:
     """Groups of zeros, of one number, with one outlier, of the smallest and largest magnitudes."""
     size = GROUP[name]
@@ -122,21 +122,21 @@ def test_what_is_not_finite_stays_visible() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    name=st.sampled_from(sorted(FORMATS)),
+    name=st.sampled_from(sorted(INTEGERS)),
     rows=st.integers(1, 70),
     groups=st.integers(1, 3),
     cuts=st.lists(st.integers(0, 70), max_size=3),
 )
 def test_packing_in_parts_is_packing_at_once(name: str, rows: int, groups: int, cuts: list[int]) -> None:
     """Rows from any row on and groups from any group on, as a loader reads them."""
-    fmt = FORMATS[name]
-    weight = torch.randn(rows, groups * fmt.group + 5, generator=torch.Generator().manual_seed(rows))
+    encoding = INTEGERS[name]
+    weight = torch.randn(rows, groups * encoding.block[1] + 5, generator=torch.Generator().manual_seed(rows))
     values, scales = packed(weight, name)
     parts = torch.zeros_like(values), torch.zeros_like(scales)
     edges = sorted({0, rows, *(c for c in cuts if c < rows)})
     for a, b in itertools.pairwise(edges):
-        for entry in range(0, weight.shape[1], fmt.group):
-            pack(weight[a:b, entry : entry + fmt.group], fmt, *parts, row=a, entry=entry)
+        for entry in range(0, weight.shape[1], encoding.block[1]):
+            pack(weight[a:b, entry : entry + encoding.block[1]], encoding, *parts, row=a, entry=entry)
     assert torch.equal(parts[0], values)
     assert torch.equal(parts[1], scales)
 
@@ -155,18 +155,16 @@ def quantized_plan(weights: dict[str, Weight], names: tuple[str, ...], fmt: str)
     )
     plan = make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "bfloat16")
     for name in names:
-        old, f = plan[f"embed.{name}"], FORMATS[fmt]
-        rows, inner = old.shape
-        step = Quantize(fmt, (rows, inner), f"{old.name}.scales")
-        plan = plan.replace(
-            old.name,
-            Entry(f"{old.name}.values", f.values_shape(rows, inner), f.dtype, (*plan.steps_of(old.name), step)),
-            Entry(f"{old.name}.scales", f.scales_shape(rows, inner), "bfloat16", (Made(f"{old.name}.values"),)),
-        )
+        old = plan[f"embed.{name}"]
+        parts = [
+            Entry(f"{old.name}.{p.name}", p.shape(*old.shape), p.dtype, Encode(fmt, p.name, plan.expr_of(old.name)))
+            for p in INTEGERS[fmt].parts
+        ]
+        plan = plan.replace(old.name, *parts)
     return WeightPlan.from_json(plan.to_json())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", INTEGERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_loading(tmp_path: Path, fmt: str, dtype: torch.dtype) -> None:
     """Merged tensors of odd row counts, rows of a tensor, columns, a copy of a tied one; in many small reads."""
@@ -175,10 +173,10 @@ def test_loading(tmp_path: Path, fmt: str, dtype: torch.dtype) -> None:
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
     save_file(tensors | {"lm_head.weight": tensors["e"].clone()}, tmp_path / "model.safetensors")
     weights = {
-        "qkv": Weight((40, 100), hf=("q", "k", "v"), segments=(21, 9, 10)),
-        "rows": Weight((33, 70), hf=("rows",), slice_rows=(5, 38)),
-        "columns": Weight((37, 150), hf=("columns",), transpose=True),
-        "tokens": Weight((30, 64), hf=("e",)),
+        "qkv": Weight((40, 100), sources=("q", "k", "v"), segments=(21, 9, 10)),
+        "rows": Weight((33, 70), sources=("rows",), slice_rows=(5, 38)),
+        "columns": Weight((37, 150), sources=("columns",), transpose=True),
+        "tokens": Weight((30, 64), sources=("e",)),
         "head": Weight((30, 64), tie="embed.tokens"),
     }
     plan = quantized_plan(weights, ("qkv", "rows", "columns", "head"), fmt)
@@ -203,9 +201,9 @@ def test_loading(tmp_path: Path, fmt: str, dtype: torch.dtype) -> None:
     assert torch.equal(w["embed.tokens"], tensors["e"].bfloat16())
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", INTEGERS)
 def test_random_weights(fmt: str) -> None:
-    plan = quantized_plan({"w": Weight((3001, 700), hf=("w",))}, ("w",), fmt)
+    plan = quantized_plan({"w": Weight((3001, 700), sources=("w",))}, ("w",), fmt)
     w = random_weights(plan, seed=1)
     weight = dequantize(w["embed.w.values"], w["embed.w.scales"], 3001, 700)
     assert float(weight.std()) == pytest.approx(0.02, rel=0.02)
@@ -215,13 +213,15 @@ def test_random_weights(fmt: str) -> None:
 
 def test_what_was_tied_to_a_replaced_entry_inherits() -> None:
     weights = {
-        "e": Weight((4, 4), hf=("e",)),
+        "e": Weight((4, 4), sources=("e",)),
         "a": Weight((4, 4), tie="embed.e"),
         "b": Weight((4, 4), tie="embed.e"),
     }
     plan = quantized_plan(weights, ("e",), "int8")
     assert [e.name for e in plan] == ["embed.e.values", "embed.e.scales", "embed.a", "embed.b"]
-    assert plan["embed.a"].steps == plan["embed.e.values"].steps[:1]
+    values = plan["embed.e.values"].expr
+    assert isinstance(values, Encode)
+    assert plan["embed.a"].expr == values.matrix
     assert plan["embed.b"].tie == "embed.a"
 
 
@@ -247,7 +247,7 @@ def _logits(executor: Executor, ids: list[int]) -> torch.Tensor:
 IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3]
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", INTEGERS)
 def test_logits_are_those_of_the_rounded_checkpoint(checkpoint: Path, tmp_path: Path, fmt: str) -> None:
     """transformers in float32 on a checkpoint whose linear layers and head were rounded by the formula."""
     executor = _quantized_artifact(checkpoint, tmp_path / "a", fmt)
@@ -288,7 +288,7 @@ QUESTIONS = {
 }
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("fmt", INTEGERS)
 def test_the_embedded_model_answers(fmt: Any) -> None:
     """Tied embedding and head; eagerly, from EngineArgs to text."""
     llm = LLM(MODEL_DIR, quantization=fmt, backend="eager", target="cpu", max_model_len=128, max_num_seqs=3)
@@ -355,6 +355,8 @@ def test_the_plan_of_an_artifact_is_plain_json(checkpoint: Path, tmp_path: Path)
     _quantized_artifact(checkpoint, tmp_path / "a", "int8").close()
     text = (tmp_path / "a" / "weights.json").read_text()
     entries = {e["name"]: e for e in json.loads(text)["entries"]}
-    assert entries["layers.1.qkv.scales"]["steps"] == [{"op": "made", "by": "layers.1.qkv.values"}]
-    assert [s["op"] for s in entries["layers.1.qkv.values"]["steps"]] == ["read", "read", "read", "quantize"]
+    scales, values = (entries[f"layers.1.qkv.{part}"]["expr"] for part in ("scales", "values"))
+    assert scales == values | {"part": "scales"}
+    assert (values["op"], values["encoding"], values["part"]) == ("encode", "int8", "values")
+    assert (values["matrix"]["op"], [p["op"] for p in values["matrix"]["parts"]]) == ("concat", ["read"] * 3)
     assert "layers.1.qkv" not in entries

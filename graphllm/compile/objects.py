@@ -9,8 +9,10 @@ import concurrent.futures
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
@@ -28,7 +30,8 @@ class BuildError(RuntimeError):
 
 
 class Objects:
-    """The objects of one library, compiled by g++ for this machine. A context manager: its end stops what still runs.
+    """The objects of one library, compiled by g++ for this machine. A context manager: its end stops what still runs,
+    an error kills it.
 
     folder: where objects stay for later compiles, named by a digest of everything they depend on; None, or one that
     cannot be written to, keeps none.
@@ -46,12 +49,15 @@ class Objects:
         self._cores = usable_cores()
         self._pool = concurrent.futures.ThreadPoolExecutor(max(1, self._cores - 1))  # Python needs a core, too
         self._own: dict[Path, concurrent.futures.Future[Path]] = {}
+        self._compilers = _Compilers()
         self.seconds: dict[str, float] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
+        if kind is not None:  # nobody waits for what an error made useless
+            self._compilers.kill()
         self._pool.shutdown(cancel_futures=True)
         self._scratch.cleanup()
 
@@ -96,7 +102,7 @@ class Objects:
             generated = [pool.submit(self._compile_text, name, text, command) for name, text in units]
         objects = [future.result() for future in (plain, *generated, *(self._own[s] for s in sources))]
         start = time.perf_counter()
-        _run(compiler_command(sorted(objects), output))
+        self._compilers.run(compiler_command(sorted(objects), output))
         self._took("link", start)
 
     def _compile(self, source: Path) -> Path:
@@ -114,7 +120,7 @@ class Objects:
         made = self._folder / f"{hashlib.sha256(known + content).hexdigest()[:32]}.o"
         if not made.exists():
             start, partial = time.perf_counter(), self._folder / f".{os.getpid()}-{made.name}"
-            _run(command(partial))
+            self._compilers.run(command(partial))
             partial.replace(made)
             self._took(name, start)
         return made
@@ -135,10 +141,37 @@ def _writable(folder: Path) -> bool:
     return os.access(folder, os.W_OK)
 
 
-def _run(command: Sequence[str]) -> None:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except FileNotFoundError as missing:
-        raise BuildError(f"{command[0]} is not installed; compiling for a CPU needs it (running does not)") from missing
-    if done.returncode:
-        raise BuildError(f"{' '.join(command)}\n{done.stderr[-4000:]}")
+class _Compilers:
+    """Compilers that run, each the leader of a process group."""
+
+    def __init__(self) -> None:
+        self._lock, self._killed = threading.Lock(), False
+        self._running: set[subprocess.Popen[str]] = set()
+
+    def run(self, command: Sequence[str]) -> None:
+        """Run one to its end. Raises BuildError when it fails, or when all were killed."""
+        with self._lock:
+            if self._killed:
+                raise BuildError("stopped")
+            try:
+                compiler = subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+                )
+            except FileNotFoundError as missing:
+                raise BuildError(
+                    f"{command[0]} is not installed; compiling for a CPU needs it (running does not)"
+                ) from missing
+            self._running.add(compiler)
+        _, said = compiler.communicate()
+        with self._lock:
+            self._running.discard(compiler)
+        if compiler.returncode:
+            raise BuildError(f"{' '.join(command)}\n{said[-4000:]}")
+
+    def kill(self) -> None:
+        """Kill those that run, and let none begin."""
+        with self._lock:
+            self._killed = True
+            for compiler in self._running:
+                if compiler.poll() is None:
+                    os.killpg(compiler.pid, signal.SIGTERM)  # so that it deletes its own temporary files

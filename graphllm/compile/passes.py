@@ -11,6 +11,7 @@ from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.passes.select_early import select_early
+from graphllm.passes.shard import shard
 from graphllm.rewrite import Pass, registered_passes
 
 
@@ -27,6 +28,7 @@ PIPELINE = Pipeline(
     units=(
         canonicalize,
         quantize_linear,
+        shard,
         fuse_attention,
     ),
     pieces=(

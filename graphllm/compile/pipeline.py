@@ -35,6 +35,7 @@ from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, Unit
 from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.shard import shard_plan
 
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend, Built
@@ -116,11 +117,14 @@ def compile_model(
     try:
         pieces = _made(building / "pieces")
         progress("trace", 0, 1)
+        degree = config.tensor_parallel_size
+        plan = shard_plan(make_plan(model, c, config.dtype), degree)
+        c = model.local(c, degree)
         layout = plan_layout(model, c, config)
         graphs = trace_model(model, c, config, layout)
         timed("trace")
         units = [unit for graph in graphs for unit in graph.units.values()]
-        traced = run_passes(units, make_plan(model, c, config.dtype), config, pipeline().units)
+        traced = run_passes(units, plan, config, pipeline().units)
         timed("passes")
         linked = link(graphs, layout)
         jobs = piece_buckets(graphs, linked, c, config)
@@ -342,6 +346,7 @@ def write_graphs(
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in traced.texts.items():
         (folder / name).write_text(text)
+    (folder / "weights.txt").write_text(str(traced.plan))
     shapes = units[0].shapes
     for piece in linked.pieces.values():
         times = max(

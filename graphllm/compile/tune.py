@@ -56,7 +56,8 @@ def tune(
     folder: Path | None,
 ) -> dict[str, Measured]:
     """The fastest implementation and launch constants on this GPU at every site that has some to choose among, by
-    `site_key`. pieces: each with a bucket that it is built for. workers: processes to build candidates in. folder: where what was found is kept for later compiles."""
+    `site_key`. pieces: each with a bucket that it is built for. workers: processes to build candidates in. folder:
+    where what was found is kept for later compiles."""
     sites = tunables(pieces, config)
     file = folder / f"{fingerprint(config)}.json" if folder else None
     known = read_measured(file) if file else {}

@@ -126,6 +126,7 @@ class CompileConfig:
     block_size: int = setting(16, auto="16", help="Tokens in one block of the cache.")
     max_logprobs: int = setting(20, help="Log-probabilities that a request may ask for at each position.")
     max_logit_bias: int = setting(1024, help="Tokens whose logits a request may bias.")
+    tensor_parallel_size: int = setting(1, help="Ranks that divide the matrices of the layers among them.")
     num_speculative_tokens: int = setting(0, help="Drafted tokens of a sequence that one step verifies; 0: none.")
     item_tokens: int = setting(0, help="Rows of encoded inputs that are kept, for models with an encoder.")
     max_adapters: int = setting(0, help="Adapters that may be loaded at a time, for models with tables of them.")

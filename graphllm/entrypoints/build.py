@@ -93,7 +93,14 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
             objects.guess()
         from graphllm.compile.pipeline import compile_model, find_model
 
-        longest = find_model(source.config).config(source.config).max_len
+        model = find_model(source.config)
+        c = model.config(source.config)
+        if source.checkpoint is not None:
+            from graphllm.weights.match import check_checkpoint
+            from graphllm.weights.plan import make_plan
+
+            check_checkpoint(make_plan(model, c, config.dtype), source.checkpoint)
+        longest = c.max_len
         if config.max_model_len > longest:
             raise ConfigError(
                 f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most"

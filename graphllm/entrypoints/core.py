@@ -61,14 +61,19 @@ def _load(
     from graphllm.engine.core import EngineCore
     from graphllm.engine.grammar import GrammarCompiler
     from graphllm.runtime.executor import Executor
-    from graphllm.weights.loader import load_weights, random_weights
+    from graphllm.weights.integers import KERNELS
+    from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
-    from graphllm.weights.quantize import KERNELS
+    from graphllm.weights.random import random_weights
 
     place = Path(config.load.artifact)
     source = open_source(config.model.model, config.load.load_format)
     named = [_named(name) for name in config.model.logits_processors]
     compiled = manifest["factors"]["compile"]
+    if compiled["tensor_parallel_size"] != 1:
+        raise ConfigError(
+            f"tensor_parallel_size is {compiled['tensor_parallel_size']}: an engine runs on one device; use 1"
+        )
     plan = WeightPlan.from_json((place / "weights.json").read_text())
     device = compiled["target"]["device"]
     if baked.is_baked(place):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,7 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from graphllm.config import Bucket
+from graphllm.config import Bucket, ConfigError
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
@@ -97,18 +98,37 @@ class Model:
 
     architectures: names in ``config.json`` that it serves. config: builds the family's frozen Config from that file's
     dict. graphs: the first one is the main one, without a name. states: those that belong to no layer; every graph may
-    read and write them.
+    read and write them. shardable: the fields of Config that a tensor-parallel rank has a share of; empty where that is
+    not supported.
     """
 
     architectures: tuple[str, ...]
     config: Callable[[Mapping[str, Any]], Any]
     graphs: tuple[Graph, ...]
     states: Callable[[Any], tuple[StateSpec, ...]] = _no_specs
+    shardable: tuple[str, ...] = ()
 
     @property
     def main(self) -> Graph:
         """The graph that serves requests."""
         return self.graphs[0]
+
+    def local(self, c: Any, degree: int) -> Any:
+        """The Config of one of ``degree`` tensor-parallel ranks: its shares of heads and feed-forward width. Raises
+        ConfigError for what cannot be divided evenly."""
+        if degree == 1:
+            return c
+        if not self.shardable:
+            raise ConfigError(
+                f"tensor_parallel_size is {degree}: {', '.join(self.architectures)} cannot be divided; use 1"
+            )
+        whole = {name: getattr(c, name) for name in self.shardable}
+        for name, extent in whole.items():
+            if extent % degree:
+                raise ConfigError(
+                    f"tensor_parallel_size is {degree}: the model's {name} is {extent}, which is no multiple of it"
+                )
+        return dataclasses.replace(c, **{name: extent // degree for name, extent in whole.items()})
 
 
 def register_model(model: Model) -> Model:

@@ -23,7 +23,7 @@ from graphllm.weights.checkpoint import Checkpoint, fingerprint
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.weights.loader import Progress
+    from graphllm.weights.readers import Progress
 
 TABLE, DATA = "baked.json", "weights.bin"
 FORMAT = 1
@@ -49,9 +49,9 @@ def bake(artifact: Path, checkpoint: Checkpoint) -> None:
 
     Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
     """
+    from graphllm.weights.integers import KERNELS
     from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
-    from graphllm.weights.quantize import KERNELS
 
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
     tensors = load_weights(plan, checkpoint, "cpu", kernels=artifact / KERNELS)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.config import ConfigError
+from graphllm.weights.dtypes import DTYPES
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -29,12 +30,11 @@ _NO_PICKLE = (
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 
 _BITS = {
-    **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
-    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
-    **dict.fromkeys(("I32", "U32", "F32"), 32),
-    **dict.fromkeys(("I64", "U64", "F64", "C64"), 64),
-    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
-    "F4": 4,
+    **{d.tag: 8 * d.itemsize for d in DTYPES.values()},
+    "C64": 64,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
+    "F4": 4,  # no dtype of a parameter, but there may be such tensors
 }
 
 

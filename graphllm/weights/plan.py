@@ -1,8 +1,7 @@
-"""The weight plan: for every finished parameter, what it looks like and the steps that make it, as plain data.
+"""The weight plan: for every finished parameter, what it looks like and the expression that makes it, as plain data.
 
 The plan is derived from a model once, at compile time (`make_plan`), and stored in the artifact as ``weights.json``.
-The loader executes it without knowing the model. What a pass does to a weight is an edit of its `Entry`; a new kind of
-step is a frozen dataclass under `@step`, and the code in the loader that executes it.
+The loader evaluates it without knowing the model. What a pass does to a weight is an edit of its `Entry`.
 """
 
 from __future__ import annotations
@@ -10,127 +9,65 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, cast
 
 from graphllm.config import ConfigError
-from graphllm.ir.weight import Weight
+from graphllm.ir.weight import Shard, Weight
+from graphllm.weights.dtypes import ITEMSIZE
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import (
+    ANY,
+    Concat,
+    Decode,
+    Expr,
+    Permute,
+    Read,
+    Reshape,
+    Slice,
+    Tie,
+    Values,
+    from_plain,
+    map_parts,
+    to_plain,
+)
 
 if TYPE_CHECKING:  # ir.model imports torch; a plan is read without it
     from graphllm.ir.model import Model
 
-FORMAT = 1
-ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4, "int8": 1, "uint8": 1}
-
-_steps: dict[str, type[Step]] = {}
-
-
-class Step:
-    """Base of everything an entry's ``steps`` may hold: a frozen dataclass of numbers, strings and tuples of them."""
-
-    op: ClassVar[str]
-
-
-def step(op: str) -> Callable[[type[Step]], type[Step]]:
-    """Make a step class known under its tag in the JSON."""
-
-    def add(cls: type[Step]) -> type[Step]:
-        cls.op = op
-        _steps[op] = cls
-        return cls
-
-    return add
-
-
-@step("read")
-@dataclass(frozen=True)
-class Read(Step):
-    """Copy one checkpoint tensor, or rows of it, into rows of the parameter, casting to the parameter's dtype.
-
-    source: its names, the first one present is taken. shape: of what is taken, as the checkpoint stores it. rows: take
-    rows [a, b) of the stored tensor, else all of it. transpose: store it transposed. row: where it lands, counted in
-    rows of the (transposed) piece, so that a parameter of shape (N, F, D) may be made of N pieces of (F, D).
-    """
-
-    source: tuple[str, ...]
-    shape: tuple[int, ...]
-    rows: tuple[int, int] | None = None
-    transpose: bool = False
-    row: int = 0
-
-    @property
-    def key(self) -> tuple[tuple[str, ...], tuple[int, int] | None]:
-        """Equal for reads of the same numbers."""
-        return (self.source, self.rows)
-
-    @property
-    def offset(self) -> int:
-        """The first element of the parameter, in row-major order, that this piece fills."""
-        width = self.shape[:1] if self.transpose else self.shape[1:]
-        return self.row * math.prod(width)
-
-
-@step("values")
-@dataclass(frozen=True)
-class Values(Step):
-    """The parameter is these numbers, in row-major order."""
-
-    values: tuple[float, ...]
-
-
-@step("tie")
-@dataclass(frozen=True)
-class Tie(Step):
-    """The parameter is the entry ``to``: the same memory, nothing is read."""
-
-    to: str
-
-
-@step("quantize")
-@dataclass(frozen=True)
-class Quantize(Step):
-    """What the steps before it read is a matrix of ``shape``, which is rounded and packed: the parameter takes the
-    integers, the entry ``scales`` the scales. format: a key of `formats.FORMATS`."""
-
-    format: str
-    shape: tuple[int, int]
-    scales: str
-
-
-@step("made")
-@dataclass(frozen=True)
-class Made(Step):
-    """The parameter is filled by the steps of the entry ``by``, from the same reads."""
-
-    by: str
+FORMAT = 2
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One finished parameter. dtype: a key of `ITEMSIZE`. steps: executed in order."""
+    """One finished parameter. dtype: a key of `ITEMSIZE`; what the expression gives is cast to it.
+
+    shard, segments, expert_axis: what the model says about dividing it, see `Weight`; a pass that divides the plan
+    reads them. They are not about bytes: who replaces an entry by what is encoded hands them on.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    steps: tuple[Step, ...]
+    expr: Expr
+    shard: Shard | None = None
+    segments: tuple[int, ...] = ()
+    expert_axis: int | None = None
 
     @property
     def tie(self) -> str | None:
         """The entry whose memory this one shares, if it has none of its own."""
-        first = self.steps[0]
-        return first.to if isinstance(first, Tie) else None
-
-    @property
-    def quantize(self) -> Quantize | None:
-        """How what is read becomes this parameter and another one, if it does."""
-        last = self.steps[-1]
-        return last if isinstance(last, Quantize) else None
+        return self.expr.to if isinstance(self.expr, Tie) else None
 
     @property
     def nbytes(self) -> int:
         """Memory of its own: zero for a tie."""
         return 0 if self.tie else math.prod(self.shape) * ITEMSIZE[self.dtype]
+
+    def __str__(self) -> str:
+        sharded = f"  sharded by {self.shard}" if self.shard else ""
+        return f"{self.name}  {self.dtype} [{', '.join(map(str, self.shape))}]  {self.expr}{sharded}"
 
 
 @dataclass(frozen=True)
@@ -149,14 +86,17 @@ class WeightPlan:
                 return e
         raise KeyError(name)
 
-    def steps_of(self, name: str) -> tuple[Step, ...]:
-        """The steps that fill an entry's memory: for a tie, those of the entry that owns it."""
+    def __str__(self) -> str:
+        return "".join(f"{e}\n" for e in self.entries)
+
+    def expr_of(self, name: str) -> Expr:
+        """The expression that fills an entry's memory: for a tie, that of the entry that owns it."""
         e = self[name]
-        return self[e.tie].steps if e.tie else e.steps
+        return self[e.tie].expr if e.tie else e.expr
 
     def replace(self, name: str, *by: Entry) -> WeightPlan:
         """The plan with other entries in the place of one. What was tied to it then owns memory: the first such entry
-        takes its steps, the others are tied to that one."""
+        takes its expression, the others are tied to that one."""
         old, heir = self[name], None
         entries: list[Entry] = []
         for e in self.entries:
@@ -165,10 +105,10 @@ class WeightPlan:
             elif e.tie != name:
                 entries.append(e)
             elif heir is None:
-                heir = dataclasses.replace(e, steps=old.steps)
+                heir = dataclasses.replace(e, expr=old.expr)
                 entries.append(heir)
             else:
-                entries.append(dataclasses.replace(e, steps=(Tie(heir.name),)))
+                entries.append(dataclasses.replace(e, expr=Tie(heir.name)))
         return WeightPlan(tuple(entries))
 
     @property
@@ -220,40 +160,66 @@ def _entry(name: str, w: Weight, model_dtype: str, layer: int | None) -> Entry:
     dtype = model_dtype if w.dtype == "model" else w.dtype
     if dtype not in ITEMSIZE:
         raise ValueError(f"{name}: dtype {dtype!r} is not one of {', '.join(ITEMSIZE)}")
-    if (bool(w.hf), w.tie is not None, w.value is not None).count(True) != 1:
-        raise ValueError(f"{name}: give exactly one of hf, tie and value")
+    if (bool(w.sources), w.tie is not None, w.value is not None, w.expr is not None).count(True) != 1:
+        raise ValueError(f"{name}: give exactly one of sources, tie, value and expr")
+    expr: Expr
     if w.tie is not None:
-        return Entry(name, w.shape, dtype, (Tie(_fill_layer(w.tie, layer)),))
-    if w.value is not None:
-        if len(w.value) != math.prod(w.shape):
-            raise ValueError(f"{name}: {len(w.value)} values for shape {w.shape}")
-        return Entry(name, w.shape, dtype, (Values(tuple(float(v) for v in w.value)),))
-    return Entry(name, w.shape, dtype, _reads(name, w, layer))
+        expr = Tie(_fill_layer(w.tie, layer))
+    elif w.value is not None:
+        expr = Values(tuple(float(v) for v in w.value), w.shape)
+    elif w.expr is not None:
+        expr = _of_layer(cast(Expr, w.expr), layer)
+    else:
+        expr = _of_sources(name, w, layer)
+    try:
+        if not isinstance(expr, Tie) and expr.shape != w.shape:
+            raise ValueError(f"its expression gives {expr.shape}, not {w.shape}")
+    except ValueError as contradiction:
+        raise ValueError(f"{name}: {contradiction}") from contradiction
+    return Entry(name, w.shape, dtype, expr, w.shard, w.segments, w.expert_axis)
 
 
-def _reads(name: str, w: Weight, layer: int | None) -> tuple[Read, ...]:
-    """One `Read` for each checkpoint tensor."""
-    if len(w.hf) == 1:  # segments then only tell sharding where the parts are
+def _of_sources(name: str, w: Weight, layer: int | None) -> Expr:
+    """The checkpoint tensors, one behind the other."""
+    if len(w.sources) == 1:  # segments then only tell sharding where the parts are
         pieces, lead = w.shape[:1] or (1,), 1
-    elif len(w.segments) == len(w.hf):
+    elif len(w.segments) == len(w.sources):
         pieces, lead = w.segments, _leading_dims(name, w)
     else:
-        raise ValueError(f"{name}: {len(w.hf)} checkpoint tensors need as many segments, not {w.segments}")
-    if w.slice_rows is not None and (len(w.hf) != 1 or w.slice_rows[1] - w.slice_rows[0] <= 0):
+        raise ValueError(f"{name}: {len(w.sources)} checkpoint tensors need as many segments, not {w.segments}")
+    if w.slice_rows is not None and (len(w.sources) != 1 or w.slice_rows[1] - w.slice_rows[0] <= 0):
         raise ValueError(f"{name}: slice_rows {w.slice_rows} needs a single checkpoint tensor and a range [a, b)")
     trailing = w.shape[lead:]
     if w.transpose and len(trailing) != 1:
         raise ValueError(f"{name}: transpose is for matrices, not {w.shape}")
-    reads, row = [], 0
-    for names, rows in zip(w.hf, pieces, strict=True):
+    if w.encoding is not None and (len(trailing) != 1 or w.slice_rows):
+        raise ValueError(f"{name}: encoding {w.encoding!r} is for whole matrices, not {w.shape}")
+    parts: list[Expr] = []
+    for names, rows in zip(w.sources, pieces, strict=True):
         shape = (*trailing, rows) if w.transpose else ((rows, *trailing) if w.shape else ())
         if w.slice_rows is not None and shape[0] != w.slice_rows[1] - w.slice_rows[0]:
             raise ValueError(f"{name}: slice_rows {w.slice_rows} does not give the {shape[0]} rows of {shape}")
         alternatives = (names,) if isinstance(names, str) else names
         source = tuple(_fill_layer(n, layer) for n in alternatives)
-        reads.append(Read(source, shape, w.slice_rows, w.transpose, row))
-        row += rows
-    return tuple(reads)
+        part: Expr
+        if w.encoding is not None:
+            part = decoded(w.encoding, source, (shape[0], shape[1]))
+        elif w.slice_rows is not None:
+            part = Slice(Read(source, (ANY, *shape[1:])), 0, *w.slice_rows)
+        else:
+            part = Read(source, shape)
+        parts.append(Permute(part, (1, 0)) if w.transpose else part)
+    whole = parts[0] if len(parts) == 1 else Concat(tuple(parts))
+    return whole if lead == 1 else Reshape(whole, w.shape)
+
+
+def decoded(encoding: str, sources: tuple[str, ...], matrix: tuple[int, int]) -> Decode:
+    """A matrix [rows, inner] that a checkpoint stores encoded, under the names that the encoding gives its parts."""
+    reads = tuple(
+        Read(tuple(part.source(s) for s in sources), part.shape(*matrix), part.dtype)
+        for part in encoding_of(encoding).parts
+    )
+    return Decode(encoding, reads, matrix)
 
 
 def _leading_dims(name: str, w: Weight) -> int:
@@ -262,6 +228,13 @@ def _leading_dims(name: str, w: Weight) -> int:
         if math.prod(w.shape[:lead]) == sum(w.segments):
             return lead
     raise ValueError(f"{name}: segments {w.segments} do not add up to the rows of {w.shape}")
+
+
+def _of_layer(expr: Expr, layer: int | None) -> Expr:
+    """The expression with the layer's index in the names that it reads."""
+    if isinstance(expr, Read):
+        return dataclasses.replace(expr, sources=tuple(_fill_layer(n, layer) for n in expr.sources))
+    return map_parts(expr, lambda part: _of_layer(part, layer))
 
 
 def _fill_layer(name: str, layer: int | None) -> str:
@@ -280,21 +253,16 @@ def _check_ties(entries: Mapping[str, Entry]) -> None:
 
 
 def _entry_to_plain(e: Entry) -> dict[str, Any]:
-    steps = [{"op": s.op, **{f.name: getattr(s, f.name) for f in dataclasses.fields(s)}} for s in e.steps]  # type: ignore[arg-type]
-    return {"name": e.name, "shape": e.shape, "dtype": e.dtype, "steps": steps}
+    plain = {f.name: getattr(e, f.name) for f in dataclasses.fields(e)}
+    return {**plain, "expr": to_plain(e.expr)}
 
 
 def _entry_from_plain(plain: dict[str, Any]) -> Entry:
-    steps = []
-    for fields in plain["steps"]:
-        cls = _steps.get(fields["op"])
-        if cls is None:
-            raise ConfigError(f"weight plan: {plain['name']}: unknown step {fields['op']!r}; update graphllm")
-        steps.append(cls(**{k: _tupled(v) for k, v in fields.items() if k != "op"}))
-    if not steps or plain["dtype"] not in ITEMSIZE:
-        raise ValueError(f"{plain['name']}: no steps, or unknown dtype {plain['dtype']!r}")
-    return Entry(plain["name"], _tupled(plain["shape"]), plain["dtype"], tuple(steps))
-
-
-def _tupled(value: Any) -> Any:
-    return tuple(_tupled(v) for v in value) if isinstance(value, list) else value
+    try:
+        fields = {name: from_plain(value) for name, value in plain.items()}
+    except KeyError as unknown:
+        raise ConfigError(f"weight plan: {plain['name']}: unknown expression {unknown}; update graphllm") from unknown
+    entry = Entry(**fields)
+    if not isinstance(entry.expr, Expr) or entry.dtype not in ITEMSIZE:
+        raise ValueError(f"{entry.name}: no expression, or unknown dtype {entry.dtype!r}")
+    return entry

@@ -8,7 +8,7 @@ import torch
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
-from graphllm.weights.formats import FORMATS
+from graphllm.weights.integers import INTEGERS
 
 _TOLERANCE = {"float32": 1.2e-2, "bfloat16": 1.3e-2, "float16": 1.2e-2}
 _REASON = "kernels round x to a 127th of the largest of a group, which is 0.5 to 0.9 % of normal numbers"
@@ -16,13 +16,13 @@ _REASON = "kernels round x to a 127th of the largest of a group, which is 0.5 to
 
 def _case(T: int, out: int, inner: int, fmt: str, bias: bool = False, size: Literal["small", "real"] = "small") -> Case:
     def inputs(make: Maker) -> dict[str, Any]:
-        f = FORMATS[fmt]
-        low, high, dtype = (-127, 128, torch.int8) if fmt == "int8" else (0, 256, torch.uint8)
-        scale = inner**-0.5 / 2 ** (f.bits - 2)
+        values, scales = INTEGERS[fmt].parts
+        bits, low, high, dtype = (8, -127, 128, torch.int8) if fmt == "int8" else (4, 0, 256, torch.uint8)
+        scale = inner**-0.5 / 2 ** (bits - 2)
         return {
             "x_TI": make.normal(T, inner),
-            "values_BGLRQ": make.integers(low, high, *f.values_shape(out, inner), dtype=dtype),
-            "scales_BGR": make.normal(*f.scales_shape(out, inner), scale=scale, dtype=torch.bfloat16),
+            "values_BGLRQ": make.integers(low, high, *values.shape(out, inner), dtype=dtype),
+            "scales_BGR": make.normal(*scales.shape(out, inner), scale=scale, dtype=torch.bfloat16),
             "rows": out,
             "bias_O": make.normal(out) if bias else None,
         }
@@ -34,10 +34,10 @@ def _case(T: int, out: int, inner: int, fmt: str, bias: bool = False, size: Lite
 _LAYERS = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896))
 
 CASES = (
-    *(_case(1, 48, 64, fmt) for fmt in FORMATS),
-    *(_case(3, 33, 96, fmt, bias=True) for fmt in FORMATS),
-    *(_case(17, 80, 72, fmt) for fmt in FORMATS),
-    *(_case(0, 16, 32, fmt) for fmt in FORMATS),
-    *(_case(65, 40, 133, fmt, bias=True) for fmt in FORMATS),
-    *(_case(T, out, inner, fmt, size="real") for fmt in FORMATS for T in (1, 8, 128) for out, inner in _LAYERS),
+    *(_case(1, 48, 64, fmt) for fmt in INTEGERS),
+    *(_case(3, 33, 96, fmt, bias=True) for fmt in INTEGERS),
+    *(_case(17, 80, 72, fmt) for fmt in INTEGERS),
+    *(_case(0, 16, 32, fmt) for fmt in INTEGERS),
+    *(_case(65, 40, 133, fmt, bias=True) for fmt in INTEGERS),
+    *(_case(T, out, inner, fmt, size="real") for fmt in INTEGERS for T in (1, 8, 128) for out, inner in _LAYERS),
 )

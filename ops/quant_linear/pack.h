@@ -1,4 +1,4 @@
-// Rounding and packing of weights while they are loaded: what graphllm/weights/quantize.py specifies, bit by bit. So divisions
+// Rounding and packing of weights while they are loaded: what graphllm/weights/integers.py specifies, bit by bit. So divisions
 // must be divisions, and sums stay in order.
 #pragma once
 

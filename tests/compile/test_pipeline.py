@@ -110,13 +110,14 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     units = (
         "embed", "head", "layer.full", "logprobs", "process_logits", "resolve_token_ids", "sample", "sample_adjusted"
     )  # fmt: skip
-    assert [f for f in files if not f.startswith("piece.")] == [
+    assert [f for f in files if not f.startswith(("piece.", "weights.txt"))] == [
         f"{stage}.{unit}.txt"
-        for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-fuse_attention")
+        for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-shard", "04-fuse_attention")
         for unit in units
     ]
     assert sum(f.startswith("piece.") for f in files) == 8
-    for file in files:
+    assert "layers.0.qkv  float32 [128, 64]  concat(" in (tmp_path / "dump" / "weights.txt").read_text()
+    for file in (f for f in files if f != "weights.txt"):
         text = (tmp_path / "dump" / file).read_text()
         assert (place / "graph" / file).read_text() == text
         title, *body, last = text.splitlines()
@@ -198,7 +199,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
         (name, unit)
-        for name in ("canonicalize", "quantize_linear", "fuse_attention")
+        for name in ("canonicalize", "quantize_linear", "shard", "fuse_attention")
         for unit in (
             "resolve_token_ids",
             "embed",

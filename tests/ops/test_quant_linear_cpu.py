@@ -17,11 +17,10 @@ from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.machine import detect_target
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.quant_linear.op import dequantize
-from graphllm.weights.formats import FORMATS
-from graphllm.weights.quantize import Packer, pack
+from graphllm.weights.integers import INTEGERS, pack, routines
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
-KERNELS = [c_kernel(f"graphllm_quant_linear_{f}_{t}") for f in FORMATS for t in ("bf16", "f32")]
+KERNELS = [c_kernel(f"graphllm_quant_linear_{f}_{t}") for f in INTEGERS for t in ("bf16", "f32")]
 X86 = platform.machine() == "x86_64"
 AMX = "amx_bf16" in detect_target("cpu").arch
 LEVELS = {
@@ -51,10 +50,9 @@ def level(library: Path, request: pytest.FixtureRequest) -> str:
 
 
 def _packed(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    fmt = FORMATS[name]
-    values = torch.zeros(fmt.values_shape(rows, inner), dtype=getattr(torch, fmt.dtype))
-    scales = torch.zeros(fmt.scales_shape(rows, inner), dtype=torch.bfloat16)
-    pack(torch.randn(rows, inner) * inner**-0.5, fmt, values, scales)
+    encoding = INTEGERS[name]
+    values, scales = (torch.zeros(p.shape(rows, inner), dtype=getattr(torch, p.dtype)) for p in encoding.parts)
+    pack(torch.randn(rows, inner) * inner**-0.5, encoding, values, scales)
     return values, scales
 
 
@@ -107,13 +105,13 @@ def _known(rows: int, name: str) -> list[Known]:
             bias = torch.randn(out).to(dtype) if out % 2 else None
             kept, rounded = (
                 given @ weight.T + (0 if bias is None else bias.double().numpy())
-                for given in (x.double().numpy(), _rounded_x(x, FORMATS[name].group))
+                for given in (x.double().numpy(), _rounded_x(x, INTEGERS[name].block[1]))
             )
             found.append(Known(x, values, scales, out, bias, kept, rounded))
     return found
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 11, 12, 13, 24, 31, 32, 33, 49, 130, 300])
 def test_any_size(level: str, threads: int, rows: int, name: str) -> None:
     """Rows in every tile size, outputs that end inside a block, entries inside a group, strided x, with a bias."""
@@ -127,24 +125,24 @@ def test_any_size(level: str, threads: int, rows: int, name: str) -> None:
         assert error < TOLERANCE[x.dtype], (out, x.shape[1], x.dtype)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_extremes(level: str, name: str) -> None:
     """All integers at their limits and of one sign: nothing saturates or overflows."""
-    fmt = FORMATS[name]
-    shape, scales = fmt.values_shape(16, 4864), torch.ones(fmt.scales_shape(16, 4864), dtype=torch.bfloat16)
+    of_values, of_scales = INTEGERS[name].parts
+    shape, scales = of_values.shape(16, 4864), torch.ones(of_scales.shape(16, 4864), dtype=torch.bfloat16)
     limits = (-127, 127) if name == "int8" else (0, 255)
     x = torch.ones(3, 4864)
     x[1] = -1
     x[2, ::2] = -1
     for limit in limits:
-        values = torch.full(shape, limit, dtype=getattr(torch, fmt.dtype))
+        values = torch.full(shape, limit, dtype=getattr(torch, of_values.dtype))
         number = limit if name == "int8" else limit // 16 - 8
         found = streaming_quant_linear(x, values, scales, 16)
         expected = torch.tensor([[4864.0 * number], [-4864.0 * number], [0.0]]).expand(3, 16)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_zeros_and_what_is_not_finite(level: str, name: str) -> None:
     values, scales = _packed(16, 128, name)
     x = torch.zeros(4, 128)
@@ -158,7 +156,7 @@ def test_zeros_and_what_is_not_finite(level: str, name: str) -> None:
     assert found[3].isfinite().all()
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, name: str) -> None:
     """A row's result depends neither on the threads nor on the rows beside it, but for the side of MANY with AMX."""
     values, scales = _packed(1000, 896, name)
@@ -186,17 +184,17 @@ def test_without_rows(level: str) -> None:
 
 def _parts(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     """A packed matrix of what nobody may overwrite with anything but its own."""
-    fmt = FORMATS[name]
-    values = torch.full(fmt.values_shape(rows, inner), 90, dtype=getattr(torch, fmt.dtype))
-    return values, torch.full(fmt.scales_shape(rows, inner), 5.0, dtype=torch.bfloat16)
+    values, scales = INTEGERS[name].parts
+    whole = torch.full(values.shape(rows, inner), 90, dtype=getattr(torch, values.dtype))
+    return whole, torch.full(scales.shape(rows, inner), 5.0, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16, torch.float64], ids=str)
 def test_packing_is_bit_by_bit_the_specification(library: Path, name: str, dtype: torch.dtype) -> None:
     """Any size, from any row and group on; strided and transposed; zeros of both signs, subnormal and huge groups."""
-    fmt, packer = FORMATS[name], Packer(library)
-    assert hasattr(packer._library, f"graphllm_pack_{name}_f32")
+    encoding = INTEGERS[name]
+    assert hasattr(routines(library), f"graphllm_pack_{name}_f32")
     torch.manual_seed(0)
     for rows, inner, row, entry in (
         *((1, 1, 0, 0), (16, 64, 0, 0), (5, 31, 13, 64), (33, 133, 7, 0), (70, 640, 16, 128), (3, 4864, 2, 0)),
@@ -211,32 +209,32 @@ def test_packing_is_bit_by_bit_the_specification(library: Path, name: str, dtype
         numbers = numbers.to(dtype)
         for given in (numbers[:rows, :inner], numbers[1:, 3:], numbers.T.contiguous().T[:rows, :inner]):
             found, said = (_parts(row + rows + 5, entry + inner + 70, name) for _ in range(2))
-            packer.pack(given, fmt, *found, row, entry)
-            pack(given, fmt, *said, row, entry)
+            pack(given, encoding, *found, row, entry, library)
+            pack(given, encoding, *said, row, entry)
             finite = said[1].isfinite()
             assert torch.equal(found[0], said[0]) or not finite.all()
             assert torch.equal(found[1].view(torch.int16)[finite], said[1].view(torch.int16)[finite])
             assert torch.equal(found[1].isfinite(), finite)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_packing_what_is_not_finite(library: Path, name: str, bad: float) -> None:
     """One number makes its group what the specification makes of it, and no other."""
     numbers = torch.ones(16, 192)
     numbers[3, 70] = bad
     found, said = (_parts(16, 192, name) for _ in range(2))
-    Packer(library).pack(numbers, FORMATS[name], *found)
-    pack(numbers, FORMATS[name], *said)
+    pack(numbers, INTEGERS[name], *found, library=library)
+    pack(numbers, INTEGERS[name], *said)
     one, other = (dequantize(*packed, 16, 192) for packed in (found, said))
     assert not one.isfinite().all()
     torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_packing_without_a_library(tmp_path: Path) -> None:
-    numbers, fmt = torch.randn(20, 96), FORMATS["int8"]
+    numbers, encoding = torch.randn(20, 96), INTEGERS["int8"]
     found, said = _parts(20, 96, "int8"), _parts(20, 96, "int8")
-    Packer(tmp_path / "kernels.so").pack(numbers, fmt, *found)
-    pack(numbers, fmt, *said)
+    pack(numbers, encoding, *found, library=tmp_path / "kernels.so")
+    pack(numbers, encoding, *said)
     assert torch.equal(found[0], said[0])
     assert torch.equal(found[1], said[1])

@@ -14,7 +14,8 @@ from graphllm.config import CompileConfig, ConfigError, Target
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec
 from graphllm.ir.registry import load_passes
 from graphllm.rewrite import Pass, PassReport, Unit, register_pass, registered_passes
-from graphllm.weights.plan import Entry, Values, WeightPlan
+from graphllm.weights.expr import Values
+from graphllm.weights.plan import Entry, WeightPlan
 
 CONFIG = CompileConfig(Target("cpu", ()))
 
@@ -68,7 +69,7 @@ def _unit() -> Unit:
 
 def test_runner_reports_and_hands_the_plan_on() -> None:
     seen = []
-    added = WeightPlan((Entry("new", (1,), "float32", (Values((1.0,)),)),))
+    added = WeightPlan((Entry("new", (1,), "float32", Values((1.0,), (1,))),))
 
     def adds(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
         return PassReport(2, ("did this", "and that"), added)

@@ -16,9 +16,9 @@ from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.formats import FORMATS
-from graphllm.weights.plan import Entry, Made, Quantize, Read, Step, Tie, Values, WeightPlan
-from graphllm.weights.quantize import pack
+from graphllm.weights.expr import Decode, Encode, Expr, Read, Tie, Values
+from graphllm.weights.integers import INTEGERS, pack
+from graphllm.weights.plan import Entry, WeightPlan
 
 OPS = load_ops()
 dense = TensorSpec.contiguous
@@ -31,14 +31,14 @@ SPECS = {
 Fn = Callable[[dict[str, Any]], tuple[Tensor, ...]]
 
 
-def _plan(**steps: tuple[Step, ...]) -> WeightPlan:
+def _plan(**exprs: Expr) -> WeightPlan:
     shapes = {"a": (24, 40), "b": (40, 24), "bias": (24,)}
     entries = []
     for owner in ("layers.0", "layers.2"):
         for name, shape in shapes.items():
-            read = (Read((f"{owner}.{name}",), shape),)
-            entries.append(Entry(f"{owner}.{name}", shape, "float32", steps.get(name, read)))
-    return WeightPlan((*entries, Entry("layers.1.a", (24, 40), "float32", (Read(("other",), (24, 40)),))))
+            read = Read((f"{owner}.{name}",), shape)
+            entries.append(Entry(f"{owner}.{name}", shape, "float32", exprs.get(name, read)))
+    return WeightPlan((*entries, Entry("layers.1.a", (24, 40), "float32", Read(("other",), (24, 40)))))
 
 
 def _run(fn: Fn, plan: WeightPlan | None = None, quantize: Any = "int8") -> tuple[Unit, PassReport, list[str]]:
@@ -54,7 +54,7 @@ def _both(v: dict[str, Any]) -> tuple[Tensor, ...]:
     return (v["x"] + OPS["linear"](h, v["w.b"]),)
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_linear_layers(name: str) -> None:
     """Two layers in graph and plan; a layer of another kind keeps its weight of the same name."""
     unit, report, targets = _run(_both, quantize=name)
@@ -63,16 +63,17 @@ def test_linear_layers(name: str) -> None:
     assert report.notes == (f"a: {name}", f"b: {name}")
     assert set(unit.inputs) == {"x", "w.bias", "w.a.values", "w.a.scales", "w.b.values", "w.b.scales"}
     assert report.plan is not None
-    fmt, plan = FORMATS[name], report.plan
+    (of_values, of_scales), plan = INTEGERS[name].parts, report.plan
     assert len(plan.entries) == 2 * 5 + 1
     for owner in ("layers.0", "layers.2"):
         values, scales = plan[f"{owner}.a.values"], plan[f"{owner}.a.scales"]
-        assert values.steps == (Read((f"{owner}.a",), (24, 40)), Quantize(name, (24, 40), scales.name))
-        assert (values.shape, values.dtype) == (fmt.values_shape(24, 40), fmt.dtype)
-        assert (scales.shape, scales.dtype, scales.steps) == (
-            fmt.scales_shape(24, 40), "bfloat16", (Made(values.name),)
+        read = Read((f"{owner}.a",), (24, 40))
+        assert values.expr == Encode(name, "values", read)
+        assert (values.shape, values.dtype) == (of_values.shape(24, 40), of_values.dtype)
+        assert (scales.shape, scales.dtype, scales.expr) == (
+            of_scales.shape(24, 40), "bfloat16", Encode(name, "scales", read)
         )  # fmt: skip
-    assert plan["layers.1.a"].steps == (Read(("other",), (24, 40)),)
+    assert plan["layers.1.a"].expr == Read(("other",), (24, 40))
     for node in unit.graph.find_nodes(op="placeholder"):  # fake values are those of the plan
         label = node.meta["label"]
         if label.startswith("w.") and label != "w.bias":
@@ -80,18 +81,17 @@ def test_linear_layers(name: str) -> None:
             assert (tuple(node.meta["val"].shape), str(node.meta["val"].dtype)) == (entry.shape, f"torch.{entry.dtype}")
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", INTEGERS)
 def test_same_numbers(name: str) -> None:
     """The rewritten graph on packed weights gives what the old one gives on the weights they stand for."""
     torch.manual_seed(0)
-    fmt = FORMATS[name]
+    encoding = INTEGERS[name]
     before = trace_unit("layer.full", SPECS, _both, Shapes("cpu"))
     values = {"x": torch.randn(3, 40), "w.bias": torch.randn(24)}
     weights = {"a": torch.randn(24, 40), "b": torch.randn(40, 24)}
     for n, weight in weights.items():
-        packed = torch.zeros(fmt.values_shape(*weight.shape), dtype=getattr(torch, fmt.dtype))
-        scales = torch.zeros(fmt.scales_shape(*weight.shape), dtype=torch.bfloat16)
-        pack(weight, fmt, packed, scales)
+        packed, scales = (torch.zeros(p.shape(*weight.shape), dtype=getattr(torch, p.dtype)) for p in encoding.parts)
+        pack(weight, encoding, packed, scales)
         eye = torch.eye(weight.shape[1])
         values |= {f"w.{n}.values": packed, f"w.{n}.scales": scales}
         values[f"w.{n}"] = OPS["quant_linear"](eye, packed, scales, weight.shape[0]).T.contiguous()
@@ -108,15 +108,15 @@ def test_a_head_with_a_cap_and_a_tied_weight() -> None:
     unit = trace_unit(
         "head", specs, lambda v: (OPS["soft_cap"](OPS["linear"](v["x"], v["w.out"]), 6.0),), Shapes("cpu")
     )
-    embedding = Entry("embed.tokens", (100, 40), "float32", (Read(("e",), (100, 40)),))
-    plan = WeightPlan((embedding, Entry("head.out", (100, 40), "float32", (Tie("embed.tokens"),))))
+    embedding = Entry("embed.tokens", (100, 40), "float32", Read(("e",), (100, 40)))
+    plan = WeightPlan((embedding, Entry("head.out", (100, 40), "float32", Tie("embed.tokens"))))
     report = quantize_linear(unit, plan, CompileConfig(Target("cpu", ()), quantization="int4"))
     call, cap = [n for n in unit.graph.nodes if op_of(n.target)]
     assert (op_of(cap.target), cap.args) == (OPS["soft_cap"], (call, 6.0))
     assert call.kwargs["rows"] == 100
     assert report.plan is not None
     assert report.plan.entries[0] == embedding  # the embedding stays
-    assert report.plan["head.out.values"].steps[0] == embedding.steps[0]  # and is read again
+    assert report.plan["head.out.values"].expr == Encode("int4", "values", embedding.expr)  # and is read again
 
 
 @pytest.mark.parametrize(
@@ -140,8 +140,12 @@ def test_near_misses(fn: Fn, targets: list[str] | None) -> None:
 
 def test_near_misses_in_the_plan() -> None:
     """Numbers that are not read from a checkpoint, or were quantized there already, stay as they are."""
-    for steps in ((Values((0.0,) * 960),), (Read(("a",), (24, 40)), Quantize("int8", (24, 40), "s"))):
-        _, report, _ = _run(lambda v: (OPS["linear"](v["x"], v["w.a"]),), _plan(a=steps))
+    values = Values((0.0,) * 960, (24, 40))
+    for expr in (
+        values,
+        Decode("int8", (Encode("int8", "values", values), Encode("int8", "scales", values)), (24, 40)),
+    ):
+        _, report, _ = _run(lambda v: (OPS["linear"](v["x"], v["w.a"]),), _plan(a=expr))
         assert report == PassReport(0)
 
 

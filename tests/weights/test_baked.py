@@ -26,7 +26,8 @@ from graphllm.entrypoints.source import open_source
 from graphllm.weights import baked, loader
 from graphllm.weights.baked import BakedError
 from graphllm.weights.checkpoint import Checkpoint
-from graphllm.weights.plan import Entry, Read, Tie, Values, WeightPlan
+from graphllm.weights.expr import Concat, Encode, Permute, Read, Tie, Values
+from graphllm.weights.plan import Entry, WeightPlan
 
 SMALL = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-num-batched-tokens", 16)
 ASK = ("--prompt", "hello world", "--max-tokens", 12, "--temperature", 0, "--quiet")
@@ -65,11 +66,12 @@ def test_parameters_are_the_checkpoints_numbers(baked_artifact: Path, checkpoint
     stored, found = load_file(checkpoint / "model.safetensors"), baked.open_weights(baked_artifact)
     plan = WeightPlan.from_json((baked_artifact / "weights.json").read_text())
     assert list(found) == [e.name for e in plan]
-    read = [(e, [s for s in e.steps if isinstance(s, Read)]) for e in plan]
-    read = [(e, reads) for e, reads in read if len(reads) == len(e.steps)]
+    parts = [(e, e.expr.parts if isinstance(e.expr, Concat) else (e.expr,)) for e in plan]
+    read = [(e, [p for p in of if isinstance(p, Read)]) for e, of in parts]
+    read = [(e, reads) for (e, reads), (_, of) in zip(read, parts, strict=True) if len(reads) == len(of)]
     assert sum(len(reads) for _, reads in read) == len(stored)
     for e, reads in read:
-        expected = torch.cat([stored[r.source[0]].view(r.shape) for r in reads])
+        expected = torch.cat([stored[r.sources[0]].view(r.shape) for r in reads])
         assert found[e.name].shape == e.shape
         assert torch.equal(found[e.name], expected.view(e.shape)), e.name
         assert found[e.name].data_ptr() % 4096 == 0
@@ -80,11 +82,11 @@ def test_any_plan(tmp_path: Path) -> None:
     a, b = torch.arange(12.0).view(3, 4), torch.tensor(7.0)
     save_file({"a": a, "b": b, "e": torch.empty(0, 4)}, tmp_path / "model.safetensors")
     entries = (
-        Entry("turned", (4, 3), "bfloat16", (Read(("a",), (3, 4), transpose=True),)),
-        Entry("tied", (4, 3), "bfloat16", (Tie("turned"),)),
-        Entry("scalar", (), "float32", (Read(("b",), ()),)),
-        Entry("values", (2,), "float16", (Values((0.5, -2.0)),)),
-        Entry("empty", (0, 4), "float32", (Read(("e",), (0, 4)),)),
+        Entry("turned", (4, 3), "bfloat16", Permute(Read(("a",), (3, 4)), (1, 0))),
+        Entry("tied", (4, 3), "bfloat16", Tie("turned")),
+        Entry("scalar", (), "float32", Read(("b",), ())),
+        Entry("values", (2,), "float16", Values((0.5, -2.0), (2,))),
+        Entry("empty", (0, 4), "float32", Read(("e",), (0, 4))),
     )
     (tmp_path / "weights.json").write_text(WeightPlan(entries).to_json())
     baked.bake(tmp_path, Checkpoint.open(tmp_path))
@@ -117,7 +119,7 @@ def test_quantized_weights_are_baked_packed(kind: Any, checkpoint: Path, cli: An
     place = tmp_path / "artifact"
     assert cli("compile", checkpoint, *SMALL, "--quantization", kind, "--bake-weights", "-o", place).code == 0
     plan = WeightPlan.from_json((place / "weights.json").read_text())
-    packed = [e for e in plan if e.quantize]
+    packed = [e for e in plan if isinstance(e.expr, Encode)]
     assert packed
     found, made = baked.open_weights(place), loader.load_weights(plan, Checkpoint.open(checkpoint))
     assert found.keys() == made.keys()

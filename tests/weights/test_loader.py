@@ -21,10 +21,11 @@ from safetensors.torch import save_file
 
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
-from graphllm.weights import loader
+from graphllm.weights import loader, readers
 from graphllm.weights.checkpoint import Checkpoint, WeightError
-from graphllm.weights.loader import load_weights, random_weights
+from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.random import random_weights
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -48,7 +49,7 @@ def checkpoint_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
 @contextmanager
 def small_reads() -> Iterator[None]:
     """So that tensors of some hundred bytes take many reads."""
-    with mock.patch.multiple(loader, _CHUNK=64, _STAGE=48, _GRAIN=5):
+    with mock.patch.multiple(loader, _CHUNK=64, _STAGE=48, _EVALUATED=64), mock.patch.object(readers, "_GRAIN", 5):
         yield
 
 
@@ -117,8 +118,8 @@ def test_layers_ties_values_and_progress(tmp_path: Path) -> None:
     fake = SimpleNamespace(
         prefix="",
         layer_types=lambda c: ("any",) * 3,
-        embed_weights=lambda c: {"tokens": Weight((8, 3), hf=("e",)), "scale": Weight((), value=(0.1,))},
-        layer_weights=lambda c, kind: {"qk": Weight((8, 3), hf=("l{layer}.q", "l{layer}.k"), segments=(4, 4))},
+        embed_weights=lambda c: {"tokens": Weight((8, 3), sources=("e",)), "scale": Weight((), value=(0.1,))},
+        layer_weights=lambda c, kind: {"qk": Weight((8, 3), sources=("l{layer}.q", "l{layer}.k"), segments=(4, 4))},
         head_weights=lambda c: {"out": Weight((8, 3), tie="embed.tokens")},
     )
     plan = make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "float32")
@@ -141,7 +142,7 @@ def test_layers_ties_values_and_progress(tmp_path: Path) -> None:
 def test_one_source_may_serve_several_parameters(tmp_path: Path) -> None:
     x = torch.randn(6, 4)
     plan = plan_of(
-        {"a": Weight((2, 4), hf=("x",), slice_rows=(0, 2)), "b": Weight((4, 4), hf=("x",), slice_rows=(2, 6))}
+        {"a": Weight((2, 4), sources=("x",), slice_rows=(0, 2)), "b": Weight((4, 4), sources=("x",), slice_rows=(2, 6))}
     )
     w = load_weights(plan, checkpoint_of(tmp_path, {"x": x}))
     assert torch.equal(torch.cat([w["embed.a"], w["embed.b"]]), x)
@@ -160,11 +161,11 @@ def test_all_problems_at_once_and_nothing_allocated(tmp_path: Path) -> None:
     )
     plan = plan_of(
         {
-            "big": Weight((1 << 40, 1 << 10), hf=("big",)),
-            "gone": Weight((2, 2), hf=(("gone.new", "gone.old"),)),
-            "shaped": Weight((2, 3), hf=("shaped",)),
-            "short": Weight((2, 2), hf=("short",), slice_rows=(2, 4)),
-            "typed": Weight((2, 2), hf=("typed",)),
+            "big": Weight((1 << 40, 1 << 10), sources=("big",)),
+            "gone": Weight((2, 2), sources=(("gone.new", "gone.old"),)),
+            "shaped": Weight((2, 3), sources=("shaped",)),
+            "short": Weight((2, 2), sources=("short",), slice_rows=(2, 4)),
+            "typed": Weight((2, 2), sources=("typed",)),
         }
     )
     with pytest.raises(WeightError) as e:
@@ -191,7 +192,7 @@ def test_many_alike_share_a_line(tmp_path: Path) -> None:
 
 def test_known_leftovers_are_no_problem(tmp_path: Path) -> None:
     names = ("h.0.attn.bias", "h.0.attn.masked_bias", "model.layers.0.self_attn.rotary_emb.inv_freq", "lm_head.weight")
-    plan = plan_of({"x": Weight((2,), hf=("x",)), "y": Weight((2,), tie="embed.x")})
+    plan = plan_of({"x": Weight((2,), sources=("x",)), "y": Weight((2,), tie="embed.x")})
     w = load_weights(plan, checkpoint_of(tmp_path, {n: torch.ones(2) for n in (*names, "x")}))
     assert w["embed.y"] is w["embed.x"]
 
@@ -201,15 +202,15 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     with open(tmp_path / "model.safetensors", "r+b") as f:
         f.truncate(500)
     with pytest.raises(WeightError, match=r"model.safetensors: ends too early"), small_reads():
-        load_weights(plan_of({"x": Weight((100,), hf=("x",)), "y": Weight((100,), hf=("y",))}), checkpoint)
+        load_weights(plan_of({"x": Weight((100,), sources=("x",)), "y": Weight((100,), sources=("y",))}), checkpoint)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_weights(device: str) -> None:
     weights = {
-        "tokens": Weight((3000, 700), hf=("e",)),
-        "norm": Weight((700,), hf=("n",)),
-        "bias": Weight((700,), hf=("b",)),
+        "tokens": Weight((3000, 700), sources=("e",)),
+        "norm": Weight((700,), sources=("n",)),
+        "bias": Weight((700,), sources=("b",)),
         "inv_freq": Weight((2,), value=(1.0, 0.25), dtype="float32"),
         "out": Weight((3000, 700), tie="embed.tokens"),
     }

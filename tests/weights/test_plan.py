@@ -13,7 +13,25 @@ from hypothesis import strategies as st
 from graphllm.config import ConfigError
 from graphllm.ir.model import Model
 from graphllm.ir.weight import Weight
-from graphllm.weights.plan import ITEMSIZE, Entry, Read, Tie, Values, WeightPlan, make_plan
+from graphllm.weights.dtypes import ITEMSIZE
+from graphllm.weights.expr import (
+    ANY,
+    Cast,
+    Concat,
+    Decode,
+    Encode,
+    Expr,
+    Pad,
+    Permute,
+    Read,
+    Repeat,
+    Reshape,
+    Slice,
+    Stack,
+    Tie,
+    Values,
+)
+from graphllm.weights.plan import Entry, WeightPlan, make_plan
 
 
 def model(embed: dict[str, Weight], layer: Any = None, head: dict[str, Weight] | None = None, kinds: Any = ()) -> Model:
@@ -34,11 +52,11 @@ def test_names_kinds_and_sizes() -> None:
             "local": ("l{layer}.q", ("l{layer}.k", "old.{layer}.k")),
             "global": ("g{layer}.q", "g{layer}.k"),
         }
-        return {"qk": Weight((6, 4), hf=names[kind], segments=(4, 2))}
+        return {"qk": Weight((6, 4), sources=names[kind], segments=(4, 2))}
 
     plan = make_plan(
         model(
-            {"tokens": Weight((8, 4), hf=("e",)), "inv_freq": Weight((2,), value=(1, 0.5), dtype="float32")},
+            {"tokens": Weight((8, 4), sources=("e",)), "inv_freq": Weight((2,), value=(1, 0.5), dtype="float32")},
             layer,
             {"out": Weight((8, 4), tie="embed.tokens")},
             kinds=("local", "global", "local"),
@@ -55,13 +73,10 @@ def test_names_kinds_and_sizes() -> None:
         "head.out",
     ]
     entries = {e.name: e for e in plan}
-    assert entries["layers.2.qk"].steps == (
-        Read(("l2.q",), (4, 4), row=0),
-        Read(("l2.k", "old.2.k"), (2, 4), row=4),
-    )
-    assert entries["layers.1.qk"].steps[0] == Read(("g1.q",), (4, 4))
-    assert entries["embed.inv_freq"].steps == (Values((1.0, 0.5)),)
-    assert entries["head.out"].steps == (Tie("embed.tokens"),)
+    assert entries["layers.2.qk"].expr == Concat((Read(("l2.q",), (4, 4)), Read(("l2.k", "old.2.k"), (2, 4))))
+    assert entries["layers.1.qk"].expr == Concat((Read(("g1.q",), (4, 4)), Read(("g1.k",), (2, 4))))
+    assert entries["embed.inv_freq"].expr == Values((1.0, 0.5), (2,))
+    assert entries["head.out"].expr == Tie("embed.tokens")
     assert (entries["embed.inv_freq"].nbytes, entries["head.out"].nbytes) == (8, 0)
     assert plan.total_bytes == 8 * 4 * 2 + 8 + 3 * 6 * 4 * 2
 
@@ -70,61 +85,83 @@ def test_transposed_slices_and_stacked_experts() -> None:
     plan = make_plan(
         model(
             {
-                "t": Weight((6, 4), hf=("a", "b"), segments=(2, 4), transpose=True),
-                "s": Weight((3, 4), hf=("c",), slice_rows=(2, 5)),
-                "e": Weight((2, 6, 5), hf=("g0", "u0", "g1", "u1"), segments=(3, 3, 3, 3)),
+                "t": Weight((6, 4), sources=("a", "b"), segments=(2, 4), transpose=True),
+                "s": Weight((3, 4), sources=("c",), slice_rows=(2, 5)),
+                "e": Weight((2, 6, 5), sources=("g0", "u0", "g1", "u1"), segments=(3, 3, 3, 3)),
             }
         ),
         None,
         "float32",
     )
-    t, s, e = (entry.steps for entry in plan)
-    assert t == (Read(("a",), (4, 2), transpose=True), Read(("b",), (4, 4), transpose=True, row=2))
-    assert [r.offset for r in t if isinstance(r, Read)] == [0, 8]
-    assert s == (Read(("c",), (3, 4), rows=(2, 5)),)
-    assert [(r.shape, r.offset) for r in e if isinstance(r, Read)] == [((3, 5), i * 15) for i in range(4)]
+    t, s, e = (entry.expr for entry in plan)
+    assert t == Concat((Permute(Read(("a",), (4, 2)), (1, 0)), Permute(Read(("b",), (4, 4)), (1, 0))))
+    assert s == Slice(Read(("c",), (ANY, 4)), 0, 2, 5)
+    assert e == Reshape(Concat(tuple(Read((n,), (3, 5)) for n in ("g0", "u0", "g1", "u1"))), (2, 6, 5))
 
 
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (Weight((2, 2)), "exactly one of hf, tie and value"),
-        (Weight((2, 2), hf=("a",), tie="embed.y"), "exactly one"),
+        (Weight((2, 2)), "exactly one of sources, tie, value and expr"),
+        (Weight((2, 2), sources=("a",), tie="embed.y"), "exactly one"),
         (Weight((2, 2), value=(1.0,)), "1 values for shape"),
-        (Weight((2, 2), hf=("a", "b")), "as many segments"),
-        (Weight((2, 2), hf=("a", "b"), segments=(1, 2)), "do not add up"),
-        (Weight((2, 2), hf=("a",), slice_rows=(0, 3)), "does not give the 2 rows"),
-        (Weight((2, 2), hf=("a",), slice_rows=(3, 3)), r"a range \[a, b\)"),
-        (Weight((2,), hf=("a",), transpose=True), "for matrices"),
+        (Weight((2, 2), sources=("a", "b")), "as many segments"),
+        (Weight((2, 2), sources=("a", "b"), segments=(1, 2)), "do not add up"),
+        (Weight((2, 2), sources=("a",), slice_rows=(0, 3)), "does not give the 2 rows"),
+        (Weight((2, 2), sources=("a",), slice_rows=(3, 3)), r"a range \[a, b\)"),
+        (Weight((2,), sources=("a",), transpose=True), "for matrices"),
         (Weight((2, 2), tie="embed.nothing"), "no parameter with memory"),
         (Weight((2, 3), tie="embed.y"), "but tied to"),
         (Weight((2, 2), tie="embed.z"), "no parameter with memory"),
     ],
 )
 def test_a_contradiction_names_the_parameter(weight: Weight, message: str) -> None:
-    y, z = Weight((2, 2), hf=("y",)), Weight((2, 2), tie="embed.y")
+    y, z = Weight((2, 2), sources=("y",)), Weight((2, 2), tie="embed.y")
     with pytest.raises(ValueError, match=f"^embed.x: .*{message}"):
         make_plan(model({"x": weight, "y": y, "z": z}), None, "float16")
 
 
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(ValueError, match=r"embed.x: dtype 'int3'"):
-        make_plan(model({"x": Weight((1,), hf=("x",))}), None, "int3")
+        make_plan(model({"x": Weight((1,), sources=("x",))}), None, "int3")
 
 
 _names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
 _shapes = st.lists(st.integers(0, 2**40), max_size=4).map(tuple)
+_ints = st.integers(0, 2**40)
 _reads = st.builds(
     Read,
     st.lists(_names, min_size=1, max_size=3).map(tuple),
     _shapes,
-    st.none() | st.tuples(st.integers(0, 9), st.integers(10, 99)),
-    st.booleans(),
-    st.integers(0, 2**40),
+    st.none() | st.sampled_from(sorted(ITEMSIZE)),
 )
-_values = st.builds(Values, st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple))
-_steps = st.one_of(st.lists(_reads, min_size=1, max_size=3).map(tuple), st.tuples(_values | st.builds(Tie, _names)))
-_plans = st.lists(st.builds(Entry, _names, _shapes, st.sampled_from(sorted(ITEMSIZE)), _steps), max_size=4)
+_values = st.builds(Values, st.lists(st.floats(allow_nan=False, allow_infinity=False)).map(tuple), _shapes)
+
+
+def _above(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
+    several = st.lists(inner, min_size=1, max_size=3).map(tuple)
+    return st.one_of(
+        st.builds(Slice, inner, _ints, _ints, _ints, _ints),
+        st.builds(Concat, several, _ints),
+        st.builds(Stack, several),
+        st.builds(Reshape, inner, _shapes),
+        st.builds(Permute, inner, _shapes),
+        st.builds(Repeat, inner, _ints, _ints),
+        st.builds(Pad, inner, _ints, _ints, _ints, st.floats(allow_nan=False, allow_infinity=False)),
+        st.builds(Cast, inner, st.sampled_from(sorted(ITEMSIZE))),
+        st.builds(Decode, _names, several, st.tuples(_ints, _ints)),
+        st.builds(Encode, _names, _names, inner),
+    )
+
+
+_exprs = st.recursive(_reads | _values, _above, max_leaves=6) | st.builds(Tie, _names)
+_plans = st.lists(
+    st.builds(
+        Entry, _names, _shapes, st.sampled_from(sorted(ITEMSIZE)), _exprs,
+        st.none() | st.sampled_from(["output", "input", "vocab", "expert"]), _shapes, st.none() | _ints,
+    ),
+    max_size=4,
+)  # fmt: skip
 
 
 @given(_plans)
@@ -139,17 +176,17 @@ def test_json_round_trip(entries: list[Entry]) -> None:
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (lambda p: p.update(format=2), "format 2, this graphllm reads 1"),
-        (lambda p: p["entries"][0]["steps"][0].update(op="fold"), "embed.x: unknown step 'fold'"),
-        (lambda p: p["entries"][0]["steps"].clear(), "embed.x: no steps"),
+        (lambda p: p.update(format=3), "format 3, this graphllm reads 2"),
+        (lambda p: p["entries"][0]["expr"].update(op="fold"), "embed.x: unknown expression 'fold'"),
+        (lambda p: p["entries"][0].update(expr=None), "embed.x: no expression"),
         (lambda p: p["entries"][0].update(dtype="int3"), "int3"),
         (lambda p: p["entries"][0].pop("shape"), "shape"),
-        (lambda p: p["entries"][0]["steps"][0].update(more=1), "more"),
+        (lambda p: p["entries"][0]["expr"].update(more=1), "more"),
         (lambda p: p.pop("entries"), "entries"),
     ],
 )
 def test_a_damaged_plan_is_refused(edit: Any, message: str) -> None:
-    plain = json.loads(make_plan(model({"x": Weight((1,), hf=("x",))}), None, "float32").to_json())
+    plain = json.loads(make_plan(model({"x": Weight((1,), sources=("x",))}), None, "float32").to_json())
     edit(plain)
     with pytest.raises(ConfigError, match=message):
         WeightPlan.from_json(json.dumps(plain))
@@ -157,4 +194,4 @@ def test_a_damaged_plan_is_refused(edit: Any, message: str) -> None:
 
 def test_cut_off_json_is_refused() -> None:
     with pytest.raises(ConfigError, match="damaged"):
-        WeightPlan.from_json('{"format": 1, "entr')
+        WeightPlan.from_json('{"format": 2, "entr')

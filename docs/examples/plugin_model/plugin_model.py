@@ -31,7 +31,7 @@ def config(hf):
 
 def embed_weights(c):
     return {
-        "tokens": Weight((c.V, c.D), ("tokens.weight",)),
+        "tokens": Weight((c.V, c.D), ("tokens.weight",), shard="vocab"),
         "positions": Weight((c.max_len, c.D), ("positions.weight",)),
     }
 
@@ -40,13 +40,13 @@ def layer_weights(c, layer_type):
     of = "layers.{layer}."
     return {
         "norm": Weight((c.D,), (of + "norm.weight",)),
-        "qkv": Weight((3 * c.D, c.D), tuple(f"{of}{p}.weight" for p in "qkv"), (c.D, c.D, c.D), shard="rows"),
-        "o": Weight((c.D, c.D), (of + "o.weight",), shard="cols"),
+        "qkv": Weight((3 * c.D, c.D), tuple(f"{of}{p}.weight" for p in "qkv"), (c.D, c.D, c.D), shard="output"),
+        "o": Weight((c.D, c.D), (of + "o.weight",), shard="input"),
     }
 
 
 def head_weights(c):
-    return {"norm": Weight((c.D,), ("norm.weight",)), "out": Weight((c.V, c.D), tie="embed.tokens", shard="rows")}
+    return {"norm": Weight((c.D,), ("norm.weight",)), "out": Weight((c.V, c.D), tie="embed.tokens", shard="vocab")}
 
 
 def embed(c, w, ctx):

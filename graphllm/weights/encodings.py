@@ -1,0 +1,141 @@
+"""Encodings: ways to keep a matrix in other tensors than its numbers, such as integers and scales. Data and two pure
+functions each; the registry. No torch.
+
+`register_encoding` in any file, also of another package (an entry point of the group ``graphllm.plugins``), makes one
+known to checkpoints, to the weight plan and to the pass that chooses the op; docs/adding-a-weight-encoding.md shows
+how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from graphllm.config import ConfigError
+from graphllm.machine import PLUGIN_GROUP
+from graphllm.weights.dtypes import DTYPES
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Decoder = Callable[[Mapping[str, "Tensor"], int, int], "Tensor"]
+Encoder = Callable[["Tensor"], Mapping[str, "Tensor"]]
+Packer = Callable[["Tensor", Mapping[str, "Tensor"], int, int, Path | None], None]
+
+
+class Part(NamedTuple):
+    """One tensor of an encoding.
+
+    shape: of the part, for a matrix [rows, inner]. stored: its name in a checkpoint; ``{source}`` is the name that the
+    model file gives, ``{stem}`` that name without what follows the last dot.
+    """
+
+    name: str
+    dtype: str
+    shape: Callable[[int, int], tuple[int, ...]]
+    stored: str = "{source}"
+
+    def source(self, source: str) -> str:
+        """The checkpoint's name of this part of ``source``."""
+        return self.stored.format(source=source, stem=source.rpartition(".")[0])
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """How matrices [rows, inner] are kept.
+
+    block: the smallest (rows, inner entries) that are encoded together. Slices at its multiples are slices of the
+    parts. op: the name of the op that multiplies with the parts as they are; None where they are only decoded. It is
+    called with (x_TI, the parts in order, rows, bias_O=None, softcap=0.0), as `quant_linear`.
+
+    decode(parts, rows, inner): the matrix, of any floating dtype. encode(numbers): the parts of a matrix of any
+    floating dtype; None where a checkpoint must bring them, and not needed beside pack. pack(numbers, parts, row,
+    entry, library): writes the encoded numbers into the memory of the whole parts, of which they are a piece: from any
+    row on, and from an inner entry on that is a multiple of the block's; may use a routine of the artifact's library of
+    kernels, a path that may be None or missing.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    block: tuple[int, int]
+    op: str | None
+    decode: Decoder
+    encode: Encoder | None = None
+    pack: Packer | None = None
+
+    def part(self, name: str) -> Part:
+        """The part of that name. Raises KeyError."""
+        for p in self.parts:
+            if p.name == name:
+                return p
+        raise KeyError(name)
+
+    @property
+    def writes(self) -> bool:
+        """Whether plain numbers can be encoded."""
+        return self.encode is not None or self.pack is not None
+
+    def encoded(self, numbers: Tensor, library: Path | None = None) -> Mapping[str, Tensor]:
+        """The parts of a matrix, by the fastest way there is. Raises ConfigError where there is none."""
+        if self.pack is not None:
+            import torch
+
+            parts = {
+                p.name: torch.zeros(p.shape(*numbers.shape), dtype=getattr(torch, p.dtype), device=numbers.device)
+                for p in self.parts
+            }
+            self.pack(numbers, parts, 0, 0, library)
+            return parts
+        if self.encode is None:
+            raise ConfigError(f"encoding: {self.name!r} is only read; take a checkpoint that stores it")
+        return self.encode(numbers)
+
+    def along(self, part: Part, dim: int, extent: tuple[int, int]) -> tuple[int, int] | None:
+        """Where rows (dim 0) or inner entries (dim 1) lie in a part of a matrix of that extent: the part's dimension
+        and its entries for each block; None where the part does not depend on them. Raises ValueError where a part
+        cannot be cut."""
+        unit = list(extent)
+        shapes = []
+        for blocks in (1, 2, 3):
+            unit[dim] = blocks * self.block[dim]
+            shapes.append(part.shape(*unit))
+        one, two, three = shapes
+        if one == two:
+            return None
+        moved = [d for d in range(len(one)) if one[d] != two[d]]
+        if len(moved) != 1 or (two[moved[0]], three[moved[0]]) != (2 * one[moved[0]], 3 * one[moved[0]]):
+            raise ValueError(f"{self.name}: {part.name} cannot be cut along dimension {dim} of the matrix")
+        return moved[0], one[moved[0]]
+
+
+_encodings: dict[str, Encoding] = {}
+
+
+def register_encoding(encoding: Encoding) -> Encoding:
+    """Make an encoding known under its name. Raises ValueError when the name is taken or a dtype is none."""
+    if encoding.name in _encodings:
+        raise ValueError(f"encoding {encoding.name!r} is already registered; choose another name")
+    for part in encoding.parts:
+        if part.dtype not in DTYPES:
+            raise ValueError(f"encoding {encoding.name}: {part.name} is of dtype {part.dtype!r}, which is none")
+    _encodings[encoding.name] = encoding
+    return encoding
+
+
+def encoding_of(name: str) -> Encoding:
+    """The encoding of that name, of graphllm or a plugin. Raises ConfigError when there is none."""
+    if name not in _encodings:
+        import_module("graphllm.weights.integers")
+    if name not in _encodings:
+        for plugin in entry_points(group=PLUGIN_GROUP):
+            plugin.load()
+    if name not in _encodings:
+        raise ConfigError(
+            f"encoding: {name!r} is not known, there are {', '.join(sorted(_encodings))}; install the package that "
+            "registers it"
+        )
+    return _encodings[name]

@@ -1,0 +1,61 @@
+"""Weight expressions evaluated with torch: the general path of the loader, and the meaning of every expression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import (
+    Cast,
+    Concat,
+    Decode,
+    Encode,
+    Expr,
+    Pad,
+    Permute,
+    Repeat,
+    Reshape,
+    Slice,
+    Stack,
+    Values,
+)
+from graphllm.weights.simplify import Region, region_of
+
+
+def evaluate(expr: Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
+    """What an expression gives. fetch: a box of a checkpoint tensor, as it is stored. Ranks must be numbers."""
+    if (region := region_of(expr)) is not None:
+        return fetch(region)
+    match expr:
+        case Values():
+            return torch.tensor(expr.values, dtype=torch.float64).view(expr.shape)
+        case Slice():
+            return evaluate(expr.part, fetch).narrow(expr.dim, expr.start, expr.stop - expr.start)
+        case Concat():
+            return torch.cat([evaluate(p, fetch) for p in expr.parts], expr.dim)
+        case Stack():
+            return torch.stack([evaluate(p, fetch) for p in expr.parts])
+        case Reshape():
+            return evaluate(expr.part, fetch).reshape(expr.to)
+        case Permute():
+            return evaluate(expr.part, fetch).permute(expr.dims)
+        case Repeat():
+            return torch.cat([evaluate(expr.part, fetch)] * expr.times, expr.dim)
+        case Pad():
+            inner = evaluate(expr.part, fetch)
+            out = inner.new_full(expr.shape, expr.value)
+            out.narrow(expr.dim, expr.before, inner.shape[expr.dim]).copy_(inner)
+            return out
+        case Cast():
+            return evaluate(expr.part, fetch).to(getattr(torch, expr.dtype))
+        case Decode():
+            encoding = encoding_of(expr.encoding)
+            names = (p.name for p in encoding.parts)
+            parts = {n: evaluate(p, fetch) for n, p in zip(names, expr.parts, strict=True)}
+            return encoding.decode(parts, *expr.matrix)
+        case Encode():
+            return encoding_of(expr.encoding).encoded(evaluate(expr.matrix, fetch))[expr.part]
+    raise ValueError(f"{expr} cannot be evaluated")

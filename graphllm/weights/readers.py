@@ -1,0 +1,244 @@
+"""Reads bytes of files into tensors: in large chunks, by several threads, through pinned memory to a GPU.
+
+A `Chunk` goes straight into the parameter's memory where its bytes can stay as they are, else through a small staging
+buffer. There is no memory map: its pages would count as resident memory and arrive one fault at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from graphllm.weights.checkpoint import WeightError
+
+Progress = Callable[[int, int], None]
+
+_GRAIN = 32704  # numbers, whole cache lines of them; torch splits elementwise work from 32768 on among its threads
+_READERS = 4  # threads; on a warm page cache they share the copying and the page faults of fresh memory
+_SLOTS = 2  # pinned slots of a reader: one is read into while the other is copied to the device
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Numbers of a file: ``shape`` numbers of ``dtype`` from ``offset`` on, at ``strides`` counted in numbers."""
+
+    file: Path
+    fd: int
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """What is read: from the first number to the last one, with what lies between."""
+        if 0 in self.shape:
+            return 0
+        return (1 + sum((n - 1) * by for n, by in zip(self.shape, self.strides, strict=True))) * self.dtype.itemsize
+
+    @property
+    def dense(self) -> bool:
+        """Nothing lies between them."""
+        return self.nbytes == math.prod(self.shape) * self.dtype.itemsize
+
+    def rows(self, start: int, stop: int) -> Bytes:
+        """Entries of dimension 0."""
+        at = self.offset + start * self.strides[0] * self.dtype.itemsize
+        return Bytes(self.file, self.fd, at, self.dtype, (stop - start, *self.shape[1:]), self.strides)
+
+    def read(self, into: Tensor) -> Tensor:
+        """The numbers, read into the bytes of ``into``. Raises WeightError when the file ends before them."""
+        nbytes = self.nbytes
+        buffer = into[:nbytes].numpy().data
+        done = 0
+        while done < nbytes:
+            n = os.preadv(self.fd, [buffer[done:]], self.offset + done)
+            if n == 0:
+                raise WeightError(self.file, ["ends too early: the file has changed since it was opened"])
+            done += n
+        return into[:nbytes].view(self.dtype).as_strided(self.shape, self.strides)
+
+
+class Job(Protocol):
+    """A piece of work of a reader. file, offset: where it reads, for the order. nbytes: that it reads."""
+
+    @property
+    def file(self) -> Path: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def staging(self) -> int:
+        """Bytes of staging memory that it needs, beside a GPU's."""
+
+    def run(self, stage: Tensor, device: torch.device) -> None:
+        """Read and put where it belongs. stage: bytes, pinned for a GPU, in use until the stream has come this far."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One read of few enough bytes that become ``dst``, of the same shape and any dtype."""
+
+    source: Bytes
+    dst: Tensor
+
+    @property
+    def file(self) -> Path:
+        return self.source.file
+
+    @property
+    def offset(self) -> int:
+        return self.source.offset
+
+    @property
+    def nbytes(self) -> int:
+        return self.source.nbytes
+
+    @property
+    def direct(self) -> bool:
+        """The bytes are the parameter's as they stand."""
+        return self.dst.dtype == self.source.dtype and self.dst.is_contiguous() and self.source.dense
+
+    @property
+    def staging(self) -> int:
+        return 0 if self.direct else self.nbytes
+
+    def run(self, stage: Tensor, device: torch.device) -> None:
+        if device.type == "cpu" and self.direct:
+            self.source.read(into=self.dst.view(-1).view(torch.uint8))
+            return
+        numbers = self.source.read(into=stage)
+        # Cast and transpose on the device: a copy that does both from the host would do them on the CPU.
+        self.put(numbers if self.direct else numbers.to(device, non_blocking=True))
+
+    def put(self, numbers: Tensor) -> None:
+        """Finish what was read, on the parameter's device."""
+        if self.dst.is_cuda:
+            self.dst.copy_(numbers, non_blocking=True)
+        else:
+            _copy_serially(self.dst, numbers)
+
+
+def read_all(jobs: Sequence[Job], device: torch.device, progress: Progress | None) -> None:
+    """Run all jobs in the order of their places in the files. progress(done, total): bytes read so far; called from
+    reader threads, one call at a time."""
+    jobs = sorted(jobs, key=lambda job: (str(job.file), job.offset))
+    counter = _Counter(sum(job.nbytes for job in jobs), progress)
+    if device.type == "cuda":
+        _read_to_cuda(jobs, device, counter)
+    else:
+        _read_on_cpu(jobs, device, counter)
+
+
+@contextlib.contextmanager
+def opened(files: Sequence[Path]) -> Iterator[dict[Path, int]]:
+    """File descriptors of the files."""
+    with contextlib.ExitStack() as stack:
+        fds = {}
+        for file in files:
+            fds[file] = os.open(file, os.O_RDONLY)
+            stack.callback(os.close, fds[file])
+        yield fds
+
+
+class _Counter:
+    """Adds up what was read and reports it, from any thread."""
+
+    def __init__(self, total: int, report: Progress | None) -> None:
+        self._total, self._report, self._done = total, report, 0
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self._done += nbytes
+            if self._report is not None:
+                self._report(self._done, self._total)
+
+
+class _Todo:
+    """The jobs, handed out in order to whichever reader asks; none any more once one has failed."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._jobs, self._lock = iter(jobs), threading.Lock()
+
+    def __iter__(self) -> Iterator[Job]:
+        while True:
+            with self._lock:
+                job = next(self._jobs, None)
+            if job is None:
+                return
+            yield job
+
+    def stop(self) -> None:
+        with self._lock:
+            self._jobs = iter(())
+
+
+def _read_on_cpu(jobs: Sequence[Job], device: torch.device, counter: _Counter) -> None:
+    todo = _Todo(jobs)
+    size = max((job.staging for job in jobs), default=0)
+
+    def fill() -> None:
+        stage = torch.empty(size, dtype=torch.uint8)
+        for job in todo:
+            job.run(stage, device)
+            counter.add(job.nbytes)
+
+    _run(fill, min(_READERS, len(os.sched_getaffinity(0))), todo)
+
+
+def _copy_serially(dst: Tensor, src: Tensor) -> None:
+    """A copy in parts too small for torch to split among its threads: they would spin against the other readers."""
+    rows = max(1, _GRAIN // math.prod(dst.shape[1:]))
+    for part, numbers in zip(dst.split(rows), src.split(rows), strict=True):
+        part.copy_(numbers)
+
+
+def _read_to_cuda(jobs: Sequence[Job], device: torch.device, counter: _Counter) -> None:
+    """Each reader has a stream of its own and pinned slots: it reads into one while the other is being copied."""
+    todo = _Todo(jobs)
+    size = max((job.nbytes for job in jobs if isinstance(job, Chunk)), default=0)
+
+    def fill() -> None:
+        stream = torch.cuda.Stream(device)
+        slots = [(torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.cuda.Event()) for _ in range(_SLOTS)]
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            for i, job in enumerate(todo):
+                slot, copied = slots[i % _SLOTS]
+                copied.synchronize()  # returns at once for an event that was never recorded
+                job.run(slot, device)
+                copied.record(stream)
+                counter.add(job.nbytes)
+        stream.synchronize()
+
+    torch.cuda.synchronize(device)  # the parameters' memory may have been in use on another stream until now
+    _run(fill, _READERS, todo)
+
+
+def _run(reader: Callable[[], None], threads: int, todo: _Todo) -> None:
+    """Run the reader in so many threads. When one fails, the others stop and its error is raised."""
+
+    def work() -> None:
+        try:
+            reader()
+        except BaseException:
+            todo.stop()
+            raise
+
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for future in [pool.submit(work) for _ in range(threads)]:
+                future.result()
+        finally:
+            todo.stop()  # an interrupt of this thread ends them too

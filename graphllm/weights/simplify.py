@@ -1,0 +1,204 @@
+"""Rewrites of weight expressions that leave their numbers as they are: slices move down to the reads, ranks become
+numbers, what a checkpoint stores encoded is taken as it is stored. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import (
+    Cast,
+    Concat,
+    Decode,
+    Encode,
+    Expr,
+    Pad,
+    Permute,
+    Read,
+    Repeat,
+    Reshape,
+    Slice,
+    Stack,
+    map_parts,
+)
+
+
+def simplify(expr: Expr) -> Expr:
+    """The expression with slices as far down as they go, and without what does nothing. Its numbers, evaluated, are
+    bitwise the same."""
+    expr = map_parts(expr, simplify)
+    if isinstance(expr, Slice):
+        return _slice(expr)
+    if isinstance(expr, Encode):
+        return _encode(expr)
+    if isinstance(expr, Concat) and len(expr.parts) == 1:
+        return expr.parts[0]
+    if isinstance(expr, Permute):
+        inner = expr.part
+        if isinstance(inner, Permute):
+            expr = Permute(inner.part, tuple(inner.dims[d] for d in expr.dims))
+        return expr.part if expr.dims == tuple(range(len(expr.dims))) else expr
+    if isinstance(expr, Reshape):
+        part = expr.part.part if isinstance(expr.part, Reshape) else expr.part
+        return part if part.shape == expr.to else Reshape(part, expr.to)
+    return expr
+
+
+def at_rank(expr: Expr, rank: int) -> Expr:
+    """The expression as one rank of a parallel group evaluates it."""
+    expr = map_parts(expr, lambda part: at_rank(part, rank))
+    if isinstance(expr, Slice) and expr.per_rank:
+        by = rank * expr.per_rank
+        return Slice(expr.part, expr.dim, expr.start + by, expr.stop + by)
+    return expr
+
+
+def as_stored(expr: Expr) -> tuple[str, dict[str, Expr]] | None:
+    """The encoding of a matrix that the checkpoint stores encoded, and its parts; None for other numbers, and where
+    tensors of the checkpoint that make up the matrix cannot be merged as they are stored."""
+    expr = simplify(expr)
+    pieces = expr.parts if isinstance(expr, Concat) and expr.dim == 0 else (expr,)
+    name = pieces[0].encoding if isinstance(pieces[0], Decode) else None
+    if name is None or not all(isinstance(p, Decode) and p.encoding == name for p in pieces):
+        return None
+    made = {part.name: simplify(Encode(name, part.name, expr)) for part in encoding_of(name).parts}
+    return None if any(isinstance(part, Encode) for part in made.values()) else (name, made)
+
+
+class Region(NamedTuple):
+    """A box of a checkpoint tensor: entries starts to stops of each dimension."""
+
+    read: Read
+    starts: tuple[int, ...]
+    stops: tuple[int | None, ...]  # None: to the end, where the extent does not matter
+
+
+def region_of(expr: Expr) -> Region | None:
+    """The box that a read, or slices of one, take; None for other expressions. Ranks must be numbers."""
+    if isinstance(expr, Read):
+        return Region(expr, (0,) * len(expr.stored), tuple(n if n >= 0 else None for n in expr.stored))
+    if not isinstance(expr, Slice) or (under := region_of(expr.part)) is None:
+        return None
+    starts, stops = list(under.starts), list(under.stops)
+    starts[expr.dim], stops[expr.dim] = starts[expr.dim] + expr.start, starts[expr.dim] + expr.stop
+    return Region(under.read, tuple(starts), tuple(stops))
+
+
+def _slice(expr: Slice) -> Expr:
+    """A slice of something simplified."""
+    part, dim, start, stop = expr.part, expr.dim, expr.start, expr.stop
+    if not expr.per_rank and (start, stop) == (0, part.shape[dim]):
+        return part
+
+    def of(inner: Expr, to: int) -> Expr:
+        return simplify(dataclasses.replace(expr, part=inner, dim=to))
+
+    if isinstance(part, Slice) and part.dim == dim:
+        by = part.per_rank + expr.per_rank
+        return simplify(Slice(part.part, dim, part.start + start, part.start + stop, by))
+    if isinstance(part, Slice) and part.dim > dim:  # slices stand in one order, so that two of a dimension meet
+        return simplify(dataclasses.replace(part, part=of(part.part, dim)))
+    if isinstance(part, Permute):
+        return simplify(Permute(of(part.part, part.dims[dim]), part.dims))
+    if isinstance(part, Cast):
+        return Cast(of(part.part, dim), part.dtype)
+    if isinstance(part, (Repeat, Pad)) and part.dim != dim:
+        return dataclasses.replace(part, part=of(part.part, dim))
+    if isinstance(part, Concat) and part.dim != dim:
+        return Concat(tuple(of(p, dim) for p in part.parts), part.dim)
+    if isinstance(part, Stack) and dim > 0:
+        return Stack(tuple(of(p, dim - 1) for p in part.parts))
+    if isinstance(part, Decode):
+        return _slice_of_decode(expr, part)
+    if expr.per_rank:
+        return expr
+    if isinstance(part, Stack):
+        return Stack(part.parts[start:stop])
+    if isinstance(part, Repeat):
+        return simplify(Slice(Concat((part.part,) * part.times, dim), dim, start, stop))
+    if isinstance(part, Concat):
+        return _slice_of_concat(expr, part)
+    if isinstance(part, Pad):
+        return _slice_of_pad(expr, part)
+    if isinstance(part, Reshape) and dim == 0:
+        return _slice_of_reshape(expr, part)
+    return expr
+
+
+def _slice_of_concat(expr: Slice, part: Concat) -> Expr:
+    """Of each part what lies in the slice."""
+    found: list[Expr] = []
+    at = 0
+    for p in part.parts:
+        extent = p.shape[part.dim]
+        a, b = max(expr.start - at, 0), min(expr.stop - at, extent)
+        if a < b:
+            found.append(simplify(Slice(p, part.dim, a, b)))
+        at += extent
+    return found[0] if len(found) == 1 else Concat(tuple(found), part.dim)
+
+
+def _slice_of_pad(expr: Slice, part: Pad) -> Expr:
+    """A slice of the part with what is left of its padding; stays where nothing of the part is in it."""
+    extent = part.part.shape[part.dim]
+    a, b = max(expr.start - part.before, 0), min(expr.stop - part.before, extent)
+    if a >= b:
+        return expr
+    inner = simplify(Slice(part.part, part.dim, a, b))
+    before, after = max(part.before - expr.start, 0), max(expr.stop - part.before - extent, 0)
+    return Pad(inner, part.dim, before, after, part.value) if before or after else inner
+
+
+def _slice_of_reshape(expr: Slice, part: Reshape) -> Expr:
+    """A slice of what is reshaped, where the slice's numbers are whole rows of it."""
+    inside = part.part.shape
+    width, rows = math.prod(part.to[1:]), math.prod(inside[1:])
+    if not inside or not rows or (expr.start * width) % rows or (expr.stop * width) % rows:
+        return expr
+    inner = simplify(Slice(part.part, 0, expr.start * width // rows, expr.stop * width // rows))
+    return simplify(Reshape(inner, (expr.stop - expr.start, *part.to[1:])))
+
+
+def _slice_of_decode(expr: Slice, part: Decode) -> Expr:
+    """The decoded slices of the parts, where it begins and ends at blocks."""
+    encoding, dim = encoding_of(part.encoding), expr.dim
+    block, extent = encoding.block[dim], part.matrix[dim]
+    if expr.start % block or expr.per_rank % block or (expr.stop % block and (expr.per_rank or expr.stop != extent)):
+        return expr
+    cut: list[Expr] = []
+    for p, stored in zip(encoding.parts, part.parts, strict=True):
+        try:
+            where = encoding.along(p, dim, part.matrix)
+        except ValueError:
+            return expr
+        if where is None:
+            cut.append(stored)
+            continue
+        to, each = where
+        start, stop = (-(-n // block) * each for n in (expr.start, expr.stop))
+        cut.append(simplify(Slice(stored, to, start, stop, expr.per_rank // block * each)))
+    matrix = list(part.matrix)
+    matrix[dim] = expr.stop - expr.start
+    return Decode(part.encoding, tuple(cut), (matrix[0], matrix[1]))
+
+
+def _encode(expr: Encode) -> Expr:
+    """What was decoded from the same encoding is taken as it is stored."""
+    encoding, matrix = encoding_of(expr.encoding), expr.matrix
+    names = [p.name for p in encoding.parts]
+    if isinstance(matrix, Decode) and matrix.encoding == expr.encoding:
+        return matrix.parts[names.index(expr.part)]
+    if not isinstance(matrix, Concat) or matrix.dim != 0:
+        return expr
+    pieces = [p for p in matrix.parts if isinstance(p, Decode) and p.encoding == expr.encoding]
+    if len(pieces) < len(matrix.parts) or any(p.matrix[0] % encoding.block[0] for p in pieces[:-1]):
+        return expr
+    try:
+        where = encoding.along(encoding.part(expr.part), 0, pieces[0].matrix)
+    except ValueError:
+        return expr
+    if where is None:
+        return expr
+    return Concat(tuple(p.parts[names.index(expr.part)] for p in pieces), where[0])

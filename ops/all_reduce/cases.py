@@ -1,0 +1,22 @@
+"""Inputs for all_reduce, in a group of one: the sizes of activations, no tokens."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from graphllm.ir.cases import Case, Maker
+
+from graphllm.config import Bucket
+
+_TOLERANCE = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
+_REASON = "one rank's sum is its own numbers"
+
+
+def _case(T: int, D: int, size: Literal["small", "real"] = "small") -> Case:
+    def inputs(make: Maker) -> dict[str, Any]:
+        return {"x": make.normal(T, D), "group": "tensor", "ranks": 1}
+
+    return Case(f"T{T}_D{D}", inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
+
+
+CASES = (_case(1, 48), _case(66, 24), _case(0, 32), _case(64, 4096, size="real"))

@@ -1,0 +1,36 @@
+"""all_reduce: the sum over the ranks of a process group."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+from graphllm.ir.groups import group_of
+
+
+def _cost(x: Tensor, group: str, ranks: int) -> Cost:
+    return Cost(2 * nbytes(x), x.numel())
+
+
+@op(cost=_cost, boundary=True, collective=True)
+def all_reduce(x: Tensor, group: str, ranks: int) -> Tensor:
+    """The sum of x, of any shape, over the ranks of a group, on each of them; the order of the sum is the library's.
+
+    group: the name under which the process joined it, "tensor" for tensor parallelism; one that it never joined has
+    this process alone. ranks: of the group that the graph was made for; another size is an error, because the sum would
+    be of other parts.
+    """
+    out = x.clone(memory_format=torch.contiguous_format)
+    members = group_of(group)
+    size = 1 if members is None else torch.distributed.get_world_size(members)
+    if size != ranks:
+        raise RuntimeError(f"compiled for {ranks} ranks of the group {group!r}, this process is in one of {size}")
+    if members is not None:
+        torch.distributed.all_reduce(out, group=members)
+    return out
+
+
+@all_reduce.fake
+def _(x: Tensor, group: str, ranks: int) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
