@@ -34,9 +34,14 @@ class StubExecutor:
     def __init__(self, slots: int, pages: int) -> None:
         import torch
 
+        from graphllm.config import Bucket
+        from graphllm.program.schema import CacheGroup, CacheLayout
+
         self.max_num_seqs = self.max_rows = slots
         self.max_num_batched_tokens, self.block_size, self.num_blocks, self.vocab = 8192, 16, pages, 32000
-        self.windows, self.depends_on_length, self.device = (0,), False, torch.device("cpu")
+        self.layout = CacheLayout((CacheGroup("full", 0, self.block_size),), pages)
+        self.buckets = [Bucket("mixed", 1, self.max_num_batched_tokens)]
+        self.depends_on_length, self.device_drafts, self.device = False, False, torch.device("cpu")
         self.max_logprobs, self.max_logit_bias = 20, 1024
         self._random = np.random.default_rng(0)
 
@@ -45,7 +50,12 @@ class StubExecutor:
 
         tokens = self._random.integers(10, self.vocab, len(step.logits_indices)).astype(np.int32)
 
+        bucket, count = self.buckets[0].name, len(step.token_ids)
+
         class Frame:
+            def __init__(self) -> None:
+                self.bucket, self.size = bucket, (count, count)
+
             def wait(self) -> StepResult:
                 return StepResult(tokens, None, {}, None)  # type: ignore[arg-type]
 

@@ -1,5 +1,5 @@
-"""From a plan to arrays: what the sampling program must know of every running request, by slot, and one step's
-input."""
+"""From the scheduler's output to arrays: what the sampling program must know of every running request, by slot, and one
+step's input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphllm.engine.scheduler import Plan, Scheduler, Sequence
+from graphllm.engine.request_table import RequestState, RequestTable
+from graphllm.engine.scheduler_output import SchedulerOutput
 from graphllm.runtime.staging import StepInput
 
 _FULL = -1  # all bits set
@@ -16,16 +17,16 @@ _NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to those of no step
 
 
 class Rows(NamedTuple):
-    """The sampled rows of a step, in order. R rows, n sequences in the plan.
+    """The sampled rows of a step, in order. R rows, n entries in the scheduler's output.
 
-    entry [R]: which sequence of the plan. slot [R]. draw [R]: index of the output token the row samples; negative for a
-    row inside the prompt, which only scores the next prompt token. wanted [R]: top log-probabilities wanted, -1: none
+    entry [R]: which of them. slot [R]. sample_index [R]: index of the output token the row samples; negative for a row
+    inside the prompt, which only scores the next prompt token. wanted [R]: top log-probabilities wanted, -1: none
     at all. masked: rows that have a mask, in the order of the mask's rows.
     """
 
     entry: np.ndarray
     slot: np.ndarray
-    draw: np.ndarray
+    sample_index: np.ndarray
     wanted: np.ndarray
     masked: np.ndarray
 
@@ -60,10 +61,10 @@ class SamplingTable:
         self._last_slots = _NO_SLOTS
         self._last_rows: dict[str, np.ndarray] = {}
 
-    def admit(self, sequence: Sequence, always_masked: bool) -> bool:
+    def admit(self, state: RequestState, always_masked: bool) -> bool:
         """Fill a slot; whether it has state on the device, penalties or bias. always_masked: each of its rows has a
         mask of its own (a grammar, bad words of several tokens)."""
-        slot, request, p = sequence.slot, sequence.request, sequence.request.params
+        slot, request, p = state.slot, state.request, state.request.params
         self._last_slots = _NO_SLOTS
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = p.temperature, p.top_p, p.min_p
         self.top_k[slot], self.seed[slot] = min(p.top_k, _INT32), request.seed
@@ -91,7 +92,7 @@ class SamplingTable:
         self.special[slot] = has_state or wants or self.masked[slot]
         return has_state
 
-    def mask_row(self, row: np.ndarray, slot: int, sequence: Sequence, draw: int) -> None:
+    def mask_row(self, row: np.ndarray, slot: int, state: RequestState, sample_index: int) -> None:
         """Write the mask [words] of everything but a grammar: allowed ids, bad words, and no stop before min_tokens.
 
         row holds what is allowed so far and is narrowed.
@@ -99,54 +100,64 @@ class SamplingTable:
         base = self._base.get(slot)
         if base is not None:
             row &= base
-        request, output = sequence.request, sequence.output
+        request, output = state.request, state.output
         for *before, last in (words for words in request.bad_words if len(words) > 1):
             if output[-len(before) :] == before:
                 _set(row, last, False)
-        if draw < request.params.min_tokens:
+        if sample_index < request.params.min_tokens:
             narrowed = row.copy()
             for token in request.stop_ids:
                 _set(narrowed, token, False)
             if narrowed.any():  # a grammar that is complete allows nothing but its end
                 row[:] = narrowed
 
-    def stage(self, plan: Plan, scheduler: Scheduler, hooked: bool) -> Batch:
-        """The step's arrays. hooked: a user's function edits the logits, so sampling is never plain."""
-        slots, counts, rows_of = plan.slots, plan.counts, plan.rows
+    def must_be_seen(self, slot: int) -> bool:
+        """Whether the host must have seen each token of a slot before the next one is sampled."""
+        return bool(self.special[slot] or self.min_tokens[slot])
+
+    def stage(self, output: SchedulerOutput, requests: RequestTable, block_size: int, hooked: bool) -> Batch:
+        """The step's arrays. block_size: of the cache's groups. hooked: a user's function edits the logits, so sampling
+        is never plain."""
+        slots, counts, rows_of = output.slots, output.counts, output.rows
         n, T = len(slots), int(counts.sum())
-        starts, total = plan.starts, plan.starts + counts
+        starts, total = output.starts, output.starts + counts
         if n == T == np.count_nonzero(rows_of):  # one token and one row each
             query_start_loc, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
             positions, known, logits_indices, last = starts, total, entry, True
-            draw = total - self.prompt_len[slots]
+            sample_index = total - self.prompt_len[slots]
         else:
             query_start_loc = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
             ends = query_start_loc[1:]
             positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
-            known = np.repeat(scheduler.known[slots] + plan.fed, counts)
+            if output.query_len > 1:
+                known = positions + 1
+            else:
+                known = np.repeat(np.maximum(requests.num_tokens[slots], starts + output.fed), counts)
             entry = np.repeat(np.arange(n), rows_of)
             back = np.repeat(np.cumsum(rows_of), rows_of) - np.arange(len(entry))
             logits_indices, last = (ends[entry] - back).astype(np.int32), back == 1
             slot_R = slots[entry]
-            draw = positions[logits_indices] + 1 - self.prompt_len[slot_R]
-        special = self.special[slot_R] | (draw < self.min_tokens[slot_R])
+            sample_index = positions[logits_indices] + 1 - self.prompt_len[slot_R]
+        special = self.special[slot_R] | (sample_index < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
         step = StepInput(
-            token_ids=self._token_ids(plan, scheduler, query_start_loc[1:], T),
+            token_ids=self._token_ids(output, requests, query_start_loc[1:], T),
             positions=positions,
             context_len=known,
             logits_indices=logits_indices,
             query_start_loc=query_start_loc,
             seq_lens=total,
-            block_table=plan.tables[:, slots, : -(-int(total.max()) // scheduler.block_size)],
-            # Only the row that ends a sequence's known tokens leaves a token for its next step.
-            slot=np.where(last & (draw >= 0), slot_R, self._scrap),
-            draw=draw,
+            block_table=_block_table(output.tables, slots, -(-int(total.max()) // block_size)),
+            # Only the row that ends a sequence's known tokens leaves a token for its next step, or one that verifies.
+            slot=np.where((last | (output.query_len > 1)) & (sample_index >= 0), slot_R, self._scrap),
+            draw=sample_index,
+            pending=output.pending,
+            query_len=output.query_len,
             **self._sampling(slot_R),
         )
         if not full:
-            return Batch(step, Rows(entry, slot_R, draw, draw, draw[:0]), False)
-        return self._full(plan, step, entry, slot_R, draw)
+            return Batch(step, Rows(entry, slot_R, sample_index, sample_index, sample_index[:0]), False)
+        return self._full(output, step, entry, slot_R, sample_index)
 
     def _sampling(self, slot_R: np.ndarray) -> dict[str, np.ndarray]:
         """What plain sampling reads; most steps have the rows of the one before."""
@@ -155,16 +166,18 @@ class SamplingTable:
             self._last_slots, self._last_rows = slot_R, {name: getattr(self, name)[slot_R] for name in names}
         return self._last_rows
 
-    def _full(self, plan: Plan, step: StepInput, entry: np.ndarray, slot_R: np.ndarray, draw: np.ndarray) -> Batch:
-        sampling = draw >= 0
+    def _full(
+        self, output: SchedulerOutput, step: StepInput, entry: np.ndarray, slot_R: np.ndarray, sample_index: np.ndarray
+    ) -> Batch:
+        sampling = sample_index >= 0
         wanted = np.where(sampling, self.wanted[slot_R], self.wanted_prompt[slot_R])
-        masked = np.flatnonzero(sampling & (self.masked[slot_R] | (draw < self.min_tokens[slot_R])))
+        masked = np.flatnonzero(sampling & (self.masked[slot_R] | (sample_index < self.min_tokens[slot_R])))
         mask_row = np.full(len(entry), -1, dtype=np.int32)
         mask_row[masked] = np.arange(len(masked))
         target = np.full(len(entry), -1, dtype=np.int32)
         for row in np.flatnonzero(~sampling):
-            prompt = plan.sequences[entry[row]].request.prompt
-            target[row] = prompt[len(prompt) + draw[row]]
+            prompt = output.requests[entry[row]].request.prompt
+            target[row] = prompt[len(prompt) + sample_index[row]]
         step = step._replace(
             counted=np.where(sampling, self.counted[slot_R], 0),
             mask_row=mask_row,
@@ -175,22 +188,35 @@ class SamplingTable:
             target=target,
             wanted=wanted,
         )
-        return Batch(step, Rows(entry, slot_R, draw, wanted, masked), True)
+        return Batch(step, Rows(entry, slot_R, sample_index, wanted, masked), True)
 
-    def _token_ids(self, plan: Plan, scheduler: Scheduler, ends: np.ndarray, T: int) -> np.ndarray:
-        """The newest token of a sequence is looked up by slot; prompts and drafts are read from the sequence."""
-        slots = plan.slots
-        if len(slots) == T == np.count_nonzero(plan.fed):  # all in flight
+    def _token_ids(self, output: SchedulerOutput, requests: RequestTable, ends: np.ndarray, T: int) -> np.ndarray:
+        """The newest token of a sequence is looked up by slot; prompts are read from the request, drafts as well unless
+        they lie on the device: then all tokens of a slot are -(slot + 1)."""
+        slots = output.slots
+        if len(slots) == T == np.count_nonzero(output.fed):  # all in flight
             return -(slots + 1)
-        newest = np.where(plan.fed, -(slots + 1), scheduler.last_token[slots])
-        at_newest = plan.starts == scheduler.known[slots] + plan.fed - 1
+        newest = np.where(output.fed, -(slots + 1), requests.last_token[slots])
+        if output.query_len > 1:
+            drafts = output.drafts
+            if drafts is None:
+                drafts = np.repeat(-(slots + 1)[:, None], output.query_len - 1, axis=1)
+            return np.concatenate([newest[:, None], drafts], axis=1, dtype=np.int32).ravel()
+        at_newest = output.fed | (output.starts == requests.num_tokens[slots] - 1)
         ids = np.empty(T, dtype=np.int32)
-        simple = at_newest & (plan.counts == 1)
+        simple = at_newest & (output.counts == 1)
         ids[ends[simple] - 1] = newest[simple]
         for i in np.flatnonzero(~simple):
-            sequence, start, count, end = plan.sequences[i], int(plan.starts[i]), int(plan.counts[i]), int(ends[i])
-            ids[end - count : end] = sequence.tokens(start, start + count)
+            start, count, end = int(output.starts[i]), int(output.counts[i]), int(ends[i])
+            ids[end - count : end] = output.requests[i].tokens(start, start + count)
         return ids
+
+
+def _block_table(tables: tuple[np.ndarray, ...], slots: np.ndarray, width: int) -> np.ndarray:
+    """The groups' block tables of those slots, as wide as they are filled [groups, n, width]."""
+    if len(tables) == 1:
+        return tables[0][slots, :width][None]
+    return np.stack([table[slots, :width] for table in tables])
 
 
 def _set(mask: np.ndarray, token: int, allowed: bool) -> None:

@@ -20,6 +20,7 @@ import torch
 
 from graphllm.config import Bucket, ConfigError
 from graphllm.pages import zeros
+from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.runtime import sizes
 from graphllm.runtime.fresh import CacheMemory
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels, Launch
@@ -39,13 +40,15 @@ class StepResult(NamedTuple):
 
     tokens [R] int32: -1 where none can be chosen. scores: see `token_logprobs`, None unless asked for. whole: by row,
     log-probabilities [V] of the model's own distribution, for the rows that asked for all. logits [R, V]: a view of
-    device memory that the next step overwrites.
+    device memory that the next step overwrites. num_kept [n]: of each sequence of a step that verifies, how many of its
+    tokens count; None for other steps.
     """
 
     tokens: np.ndarray
     scores: np.ndarray | None
     whole: dict[int, np.ndarray]
     logits: torch.Tensor
+    num_kept: np.ndarray | None = None
 
 
 class Frame:
@@ -295,6 +298,33 @@ class Executor:
             for cache in self._kv:
                 for source, target in pairs:
                     cache[target].copy_(cache[source])
+
+        self._stream.submit(work)
+
+    device_drafts = False  # whether sequences that have sampled a token have drafts in slot states
+
+    @property
+    def layout(self) -> CacheLayout:
+        """The states of the loaded model."""
+        groups = [CacheGroup("window" if w else "full", w, self.block_size) for w in self.windows]
+        return CacheLayout(tuple(groups), self.num_blocks)
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """What those blocks hold in all cache tensors, once all steps so far are done."""
+        self.synchronize()
+        rows = [torch.cat([cache[b].reshape(-1).view(torch.uint8) for cache in self._kv]) for b in blocks]
+        return [row.cpu().numpy().tobytes() for row in rows]
+
+    def write_blocks(self, blocks: Sequence[int], data: Sequence[bytes]) -> None:
+        """Fill blocks with what `read_blocks` gave, in order with the steps."""
+        rows = [torch.frombuffer(bytearray(d), dtype=torch.uint8).to(self.device) for d in data]
+
+        def work() -> None:
+            if self._cache:
+                self._cache.reach(max(blocks))
+            for block, row in zip(blocks, rows, strict=True):
+                for cache, part in zip(self._kv, row.chunk(len(self._kv)), strict=True):
+                    cache[block].copy_(part.view(cache.dtype).view(cache[block].shape))
 
         self._stream.submit(work)
 

@@ -26,7 +26,9 @@ class StepInput(NamedTuple):
     `graphllm.ir.model.Step` says what the fields of the model mean, the ops of the sampling program the others.
     token_ids [T]: a negative -(slot + 1) takes the token last sampled for that slot, on the device. positions,
     context_len [T]. logits_indices [R]: rows of the batch. query_start_loc [n + 1], seq_lens [n],
-    block_table [groups, n, width]; every sequence has a token. All further fields are [R], one entry for each sampled
+    block_table [groups, n, width]; every sequence has a token. query_len: above 1 each sequence has so many tokens, its
+    newest and drafts. pending [n] bool: of those the step in flight rejects drafts, by which positions and lengths are
+    too high; None: of none. All other fields are [R], one entry for each sampled
     row; None is the neutral value throughout.
     """
 
@@ -52,6 +54,8 @@ class StepInput(NamedTuple):
     presence: np.ndarray | None = None
     target: np.ndarray | None = None
     wanted: np.ndarray | None = None
+    pending: np.ndarray | None = None
+    query_len: int = 1
 
 
 # What a row without a request, or a request without that wish, has; 0 where nothing is said.
@@ -142,7 +146,7 @@ class Staging:
         neutral = self._layout(T, S).neutral
         self._host_bytes[ring][: len(neutral)] = neutral
         for name, values in zip(step._fields, step, strict=True):
-            if name in arrays and values is not None:
+            if name in arrays and isinstance(values, np.ndarray):
                 arrays[name][: len(values)] = values
         arrays["query_start_loc"][len(step.query_start_loc) :] = step.query_start_loc[-1]
         rows, columns = self._filled[ring] = step.block_table.shape[1:]

@@ -1,0 +1,35 @@
+"""What the host must know of a compiled model's states to schedule for it, as plain data. No torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+
+class CacheGroup(NamedTuple):
+    """Layers whose block states share block tables.
+
+    retention: "full" keeps all of a sequence, "window" the last ``window`` tokens (0 for full). block_size: tokens of a
+    block, a power-of-two multiple of the smallest group's.
+    """
+
+    retention: Literal["full", "window"]
+    window: int
+    block_size: int
+
+
+class CacheLayout(NamedTuple):
+    """The states of a loaded model, as the cache manager sees them.
+
+    groups: of block states; all draw blocks from one pool of ``num_blocks``, of which block 0 is no sequence's.
+    recurrent: there are slot states that must be rebuilt or restored from one of ``num_snapshots`` copies. item_tokens:
+    rows of item states. max_adapters: entries of adapter states beside the neutral one. query_lens: tokens a sequence
+    that verification steps may have, none without.
+    """
+
+    groups: tuple[CacheGroup, ...]
+    num_blocks: int
+    recurrent: bool = False
+    num_snapshots: int = 0
+    item_tokens: int = 0
+    max_adapters: int = 0
+    query_lens: tuple[int, ...] = ()
