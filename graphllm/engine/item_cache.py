@@ -36,6 +36,14 @@ class ItemCache:
     def acquire(self, items: Iterable[Item]) -> tuple[list[int], list[tuple[Item, int]]] | None:
         """Hold all of these items for one request: the first row of each, and the items, with their first rows, that
         are new and must be encoded. None, and nothing held, when there is no room now."""
+        items = list(items)
+        placed = self._acquire(items)
+        if placed is None and not self.held_rows:  # what is kept lies in the way, in pieces
+            self.reset()
+            placed = self._acquire(items)
+        return placed
+
+    def _acquire(self, items: list[Item]) -> tuple[list[int], list[tuple[Item, int]]] | None:
         starts: list[int] = []
         held: list[str] = []
         new: list[tuple[Item, int]] = []

@@ -1,4 +1,4 @@
-"""The engine core over an executor that only records: what it is told around steps, and what verification gives back."""
+"""The engine core over an executor that only records: what it is told around steps, and what verification gives."""
 
 from __future__ import annotations
 

@@ -844,6 +844,14 @@ def test_a_request_waits_for_room_for_its_items() -> None:
         sim.scheduler.add(request("x", prompt(20), items=[item("c", 0, 11)]))
 
 
+def test_items_that_are_kept_do_not_stay_in_the_way() -> None:
+    """The first item is there, in the middle of the rows, and leaves no room on either side for the second."""
+    sim = simulation(item_tokens=8)
+    _cached(sim, "a", prompt(9), items=[item("a", 0, 3), item("b", 3, 3)])
+    _cached(sim, "b", prompt(9, 1), items=[item("b", 0, 3), item("c", 3, 5)])
+    assert sim.encoded == ["a", "b", "b", "c"]
+
+
 # Export and import
 
 
