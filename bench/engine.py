@@ -26,6 +26,7 @@ import numpy as np
 from real_size import SHAPES, Ours, cpu_name, make_checkpoint
 
 from graphllm.program.schema import CacheGroup, CacheLayout
+from graphllm.runtime.padding import Size
 
 IN, OUT, REQUESTS, SHARED = 128, 64, 64, 1024
 
@@ -36,10 +37,13 @@ class StubExecutor:
     def __init__(self, slots: int, blocks: int) -> None:
         import torch
 
+        from graphllm.config import Bucket
+
         self.max_num_seqs = self.max_rows = slots
         self.max_num_batched_tokens, self.vocab = 8192, 32000
         self.layout = CacheLayout((CacheGroup("full", 0, 16),), blocks)
-        self.shareable, self.device = True, torch.device("cpu")
+        self.buckets = [Bucket("mixed", 1, self.max_num_batched_tokens)]
+        self.shareable, self.device_drafts, self.device = True, False, torch.device("cpu")
         self.max_logprobs, self.max_logit_bias = 20, 1024
         self._random = np.random.default_rng(0)
 
@@ -48,7 +52,12 @@ class StubExecutor:
 
         tokens = self._random.integers(10, self.vocab, step.rows).astype(np.int32)
 
+        size = Size(self.buckets[0], step.tokens, step.sequences, step.rows)
+
         class Handle:
+            def __init__(self) -> None:
+                self.size = size
+
             def wait(self) -> StepResult:
                 return StepResult({"tokens": tokens}, {}, None)
 

@@ -21,8 +21,9 @@ import numpy as np
 from engine import request
 from real_size import cpu_name
 
-from graphllm.engine.pool import BlockPool
-from graphllm.engine.scheduler import Plan, Scheduler, SchedulerLimits
+from graphllm.engine.scheduler import Scheduler
+from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.program.schema import CacheGroup, CacheLayout
 
 PAGE, VOCAB, MAX_LEN, WARM = 16, 32000, 4096, 50
 
@@ -35,10 +36,11 @@ class Load:
         limits = SchedulerLimits(
             max_num_seqs=running, max_num_batched_tokens=8192, max_num_rows=running, max_len=MAX_LEN, block_size=PAGE
         )
-        self.scheduler = Scheduler(limits, BlockPool(1 + running * MAX_LEN // PAGE, True))
+        layout = CacheLayout((CacheGroup("full", 0, PAGE),), 1 + running * MAX_LEN // PAGE)
+        self.scheduler = Scheduler(limits, layout)
         self.running, self.turnover, self.added = running, turnover, 0
         self.rng = np.random.default_rng(0)
-        self.plan: Plan | None = None
+        self.plan: SchedulerOutput | None = None
 
     def step(self) -> tuple[float, float, int]:
         """Microseconds of next() and of commit(), and how many requests were admitted."""

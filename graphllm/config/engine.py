@@ -83,6 +83,14 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = setting(
         0, help="Tokens of one prompt in one step at most; 0: as many as fit.", key=_RUNNING
     )
+    cache_secret: str | None = setting(
+        None, help="Engines with the same one may exchange cached prefixes; None: nobody can.", key=_RUNNING
+    )
+    snapshot_interval: int = setting(
+        0,
+        help="Recurrent states are kept for reuse at a prompt's end and about every so many tokens; 0: only there.",
+        key=_RUNNING,
+    )
 
 
 @dataclass(frozen=True)

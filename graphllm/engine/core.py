@@ -17,11 +17,20 @@ import numpy as np
 
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.engine.batch import Batch, SamplingTable
+from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix
 from graphllm.engine.options import LogitsProcessor, Row
-from graphllm.engine.pool import BlockPool
-from graphllm.engine.request import BucketStats, CoreInfo, CoreStats, EngineRequest, Ranked, Update
-from graphllm.engine.scheduler import Plan, Scheduler, SchedulerLimits
-from graphllm.engine.scheduler import Sequence as Running
+from graphllm.engine.request import (
+    BucketStats,
+    CacheEntry,
+    CoreInfo,
+    CoreStats,
+    EngineCoreOutput,
+    EngineRequest,
+    PositionLogprobs,
+)
+from graphllm.engine.request_table import RequestState
+from graphllm.engine.scheduler import Scheduler
+from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.runtime.executor import Executor, StepHandle, StepResult
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ _NO_TOKEN = (
 class _InFlight(NamedTuple):
     """A step that was started at ``begun``, seconds."""
 
-    plan: Plan
+    output: SchedulerOutput
     batch: Batch
     frame: StepHandle
     begun: float
@@ -58,8 +67,6 @@ class EngineCore:
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
-        caching = options.enable_prefix_caching and executor.shareable
-        self._pool = BlockPool(executor.layout.num_blocks, caching)
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
@@ -69,15 +76,19 @@ class EngineCore:
             max_num_queued_reqs=options.max_num_queued_reqs,
             policy=options.scheduling_policy,
             long_prefill_token_threshold=options.long_prefill_token_threshold,
+            snapshot_interval=options.snapshot_interval,
+            device_drafts=executor.device_drafts,
         )
-        self._scheduler = Scheduler(limits, self._pool, tuple(g.window for g in executor.layout.groups))
+        caching = options.enable_prefix_caching and executor.shareable
+        self._scheduler = Scheduler(limits, executor.layout, caching, options.cache_secret)
+        self._pool = self._scheduler.cache.pool
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab)
         self._in_flight: _InFlight | None = None
-        self._news: list[Update] = []  # of requests that ended outside a step
+        self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
         self._matchers: dict[str, Matcher] = {}
-        self._scored: dict[str, list[Ranked]] = {}  # prompt log-probabilities so far
+        self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._ended = time.monotonic()  # the last step
         self._stats = CoreStats(
             started=self._ended,
@@ -128,14 +139,14 @@ class EngineCore:
         for id in ids:
             if (compiling := self._compiling.pop(id, None)) is not None:
                 compiling[1].cancel()
-                self._end(Update(id, [], "abort"))
-        for sequence in self._scheduler.abort(ids):
-            self._end(Update(sequence.request.id, [], "abort"))
+                self._end(EngineCoreOutput(id, [], "abort"))
+        for state in self._scheduler.abort(ids):
+            self._end(EngineCoreOutput(state.request.id, [], "abort"))
 
-    def _end(self, update: Update) -> None:
-        self._forget(update.id)
-        self._count_end(update.finish_reason)
-        self._news.append(update)
+    def _end(self, output: EngineCoreOutput) -> None:
+        self._forget(output.id)
+        self._count_end(output.finish_reason)
+        self._news.append(output)
 
     def _forget(self, id: str) -> None:
         self._matchers.pop(id, None)
@@ -144,19 +155,21 @@ class EngineCore:
     def _count_end(self, reason: str | None) -> None:
         self._stats.finished[str(reason)] = self._stats.finished.get(str(reason), 0) + 1
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[EngineCoreOutput]:
         """Start the next step and finish the one before it; news of the latter's requests."""
         if self._compiling:
             self._take_compiled()
-        plan = self._scheduler.next()
-        started = self._start(plan) if plan is not None else None
+        output = self._scheduler.next()
+        started = self._start(output) if output is not None else None
         news, self._news = self._news, []
         if self._in_flight is not None:
             result = self._in_flight.frame.wait()
             self._measure(self._in_flight)
             news += self._commit(self._in_flight, result)
-        if started is not None and started.batch.full:
-            self._sample(started)
+        if started is not None:
+            if started.batch.full:
+                self._sample(started)
+            after_step(self._executor, started.output)
         self._in_flight = started
         return news
 
@@ -171,22 +184,24 @@ class EngineCore:
                     self._matchers[id] = future.result().matcher()
                     self._scheduler.add(request)
                 except ConfigError as mistake:
-                    self._end(Update(id, [], "error", error=str(mistake)))
+                    self._end(EngineCoreOutput(id, [], "error", error=str(mistake)))
 
-    def _start(self, plan: Plan) -> _InFlight:
+    def _start(self, output: SchedulerOutput) -> _InFlight:
         begun = time.monotonic()
-        for sequence in plan.admitted:
-            id, request = sequence.request.id, sequence.request
-            sequence.scheduled = sequence.scheduled or begun
+        requests = self._scheduler.requests
+        for state in output.admitted:
+            id, request = state.request.id, state.request
+            state.scheduled = state.scheduled or begun
             several = any(len(words) > 1 for words in request.bad_words)
-            if self._table.admit(sequence, always_masked=id in self._matchers or several):
+            if self._table.admit(state, always_masked=id in self._matchers or several):
                 bias = request.params.logit_bias or {}
-                self._executor.write_slot(sequence.slot, self._table.states(request.prompt, sequence.output, bias))
-        if plan.copies:
-            self._executor.copy_blocks(plan.copies)
-        batch = self._table.stage(plan, self._scheduler, bool(self._processors))
+                self._executor.write_slot(state.slot, self._table.states(request.prompt, state.output, bias))
+            if self._processors or self._table.must_be_seen(state.slot):
+                requests.verifiable[state.slot] = False
+        before_step(self._executor, output)
+        batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
         self._stats.steps += 1
-        return _InFlight(plan, batch, self._executor.start(batch.step, "full" if batch.full else "plain"), begun)
+        return _InFlight(output, batch, self._executor.start(batch.step, "full" if batch.full else "plain"), begun)
 
     def _measure(self, step: _InFlight) -> None:
         """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
@@ -200,43 +215,42 @@ class EngineCore:
         self._ended = now
 
     def _sample(self, started: _InFlight) -> None:
-        plan, rows = started.plan, started.batch.rows
+        output, rows = started.output, started.batch.rows
         mask = np.full((len(rows.masked), self._table.words), -1, dtype=np.int32) if len(rows.masked) else None
         for i, row in enumerate(rows.masked):
-            sequence = plan.sequences[rows.entry[row]]
-            if sequence.finish_reason is not None or mask is None:
+            state = output.requests[rows.entry[row]]
+            if state.finish_reason is not None or mask is None:
                 continue  # it ended with the step before; this row is not looked at
-            if sequence.request.id in self._matchers and not self._allow(sequence, mask[i]):
+            if state.request.id in self._matchers and not self._allow(state, mask[i]):
                 continue
-            self._table.mask_row(mask[i], int(rows.slot[row]), sequence, int(rows.draw[row]))
+            self._table.mask_row(mask[i], int(rows.slot[row]), state, int(rows.sample_index[row]))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.frame, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
 
-    def _allow(self, sequence: Running, row: np.ndarray) -> bool:
+    def _allow(self, state: RequestState, row: np.ndarray) -> bool:
         """Write what a request's grammar allows next; a grammar that fails ends the request."""
         from graphllm.engine.grammar import GrammarError
 
         try:
-            self._matchers[sequence.request.id].allow(row)
+            self._matchers[state.request.id].allow(row)
         except GrammarError as problem:
             message = f"structured_outputs: {problem}"
-            self._scheduler.fail(sequence, message)
-            self._end(Update(sequence.request.id, [], "error", error=message))
+            self._scheduler.fail(state, message)
+            self._end(EngineCoreOutput(state.request.id, [], "error", error=message))
             return False
         return True
 
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
-        params = started.plan.sequences[rows.entry[row]].request.params
-        return (params.logprobs if rows.draw[row] >= 0 else params.prompt_logprobs) == -1
+        params = started.output.requests[rows.entry[row]].request.params
+        return (params.logprobs if rows.sample_index[row] >= 0 else params.prompt_logprobs) == -1
 
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
             return None
-        sequences = [started.plan.sequences[e] for e in started.batch.rows.entry]
+        states = [started.output.requests[e] for e in started.batch.rows.entry]
         told = [
-            Row(s.request.id, s.request.prompt, list(s.output), dict(s.request.params.extra_args or {}))
-            for s in sequences
+            Row(s.request.id, s.request.prompt, list(s.output), dict(s.request.params.extra_args or {})) for s in states
         ]
 
         def edit(logits: torch.Tensor) -> None:
@@ -245,63 +259,69 @@ class EngineCore:
 
         return edit
 
-    def _commit(self, step: _InFlight, result: StepResult) -> list[Update]:
+    def _commit(self, step: _InFlight, result: StepResult) -> list[EngineCoreOutput]:
         scores = self._scores(step, result) if step.batch.full else {}
-        committed = self._scheduler.commit(step.plan, result.tokens)
-        news = [Update(s.request.id, tokens) for s, tokens in zip(committed.sequences, committed.tokens, strict=True)]
+        kept = result.outputs["kept"] if step.output.query_len > 1 else None
+        committed = self._scheduler.commit(step.output, result.tokens, kept)
+        news = [
+            EngineCoreOutput(s.request.id, tokens)
+            for s, tokens in zip(committed.requests, committed.tokens, strict=True)
+        ]
         for i in range(len(news)) if step.batch.full else committed.events:
-            self._complete(news[i], committed.sequences[i], scores)
+            self._complete(news[i], committed.requests[i], scores)
         self._stats.generated_tokens += sum(map(len, committed.tokens))
         return news
 
-    def _complete(self, update: Update, sequence: Running, scores: dict[str, list[Ranked]]) -> None:
-        """What an update holds beside its tokens: log-probabilities, the prompt's figures with the first, the end."""
-        request = sequence.request
+    def _complete(
+        self, output: EngineCoreOutput, state: RequestState, scores: dict[str, list[PositionLogprobs]]
+    ) -> None:
+        """What an output holds beside its tokens: log-probabilities, the prompt's figures with the first, the end."""
+        request = state.request
         if request.params.logprobs is not None:
-            update.logprobs = scores.get(update.id, [])[: len(update.tokens)]
-        if request.id in self._matchers and sequence.finish_reason in (None, "length"):
-            self._advance(sequence, update.tokens)
-        if len(sequence.output) == len(update.tokens):
-            update.cached, update.scheduled = sequence.cached_tokens, sequence.scheduled
-            update.prompt_logprobs = self._scored.pop(request.id, None)
+            output.logprobs = scores.get(output.id, [])[: len(output.tokens)]
+        if request.id in self._matchers and state.finish_reason in (None, "length"):
+            self._advance(state, output.tokens)
+        if len(state.output) == len(output.tokens):
+            output.cached, output.scheduled = state.cached_tokens, state.scheduled
+            output.prompt_logprobs = self._scored.pop(request.id, None)
             self._stats.prompt_tokens += len(request.prompt)
-            self._stats.cached_tokens += sequence.cached_tokens
-        if sequence.finish_reason is not None:
-            update.finish_reason, update.stop_reason = sequence.finish_reason, sequence.stop_reason
-            update.error = sequence.error
-            if sequence.finish_reason == "error" and update.error is None:
-                update.error = _NO_TOKEN
-            self._count_end(update.finish_reason)
+            self._stats.cached_tokens += state.cached_tokens
+        if state.finish_reason is not None:
+            output.finish_reason, output.stop_reason = state.finish_reason, state.stop_reason
+            output.error = state.error
+            if state.finish_reason == "error" and output.error is None:
+                output.error = _NO_TOKEN
+            self._count_end(output.finish_reason)
             self._forget(request.id)
 
-    def _advance(self, sequence: Running, tokens: Sequence[int]) -> None:
+    def _advance(self, state: RequestState, tokens: Sequence[int]) -> None:
         """Tell a request's grammar its new tokens; one that cannot go on ends the request."""
         from graphllm.engine.grammar import GrammarError
 
         try:
-            matcher = self._matchers[sequence.request.id]
+            matcher = self._matchers[state.request.id]
             for token in tokens:
                 matcher.advance(token)
             if matcher.finished:
-                self._scheduler.end(sequence, "stop")
+                self._scheduler.end(state, "stop")
         except GrammarError as problem:
-            self._scheduler.fail(sequence, f"structured_outputs: {problem}")
+            self._scheduler.fail(state, f"structured_outputs: {problem}")
 
-    def _scores(self, step: _InFlight, result: StepResult) -> dict[str, list[Ranked]]:
+    def _scores(self, step: _InFlight, result: StepResult) -> dict[str, list[PositionLogprobs]]:
         """Log-probabilities of the step's sampled tokens by request; those inside prompts are put aside."""
-        found: dict[str, list[Ranked]] = {}
+        found: dict[str, list[PositionLogprobs]] = {}
         rows = step.batch.rows
         scores = result.outputs.get("scores")
         if scores is None:
             return found
         for row in np.flatnonzero(rows.wanted >= 0):
-            sequence = step.plan.sequences[rows.entry[row]]
-            if sequence.finish_reason is not None:
+            state = step.output.requests[rows.entry[row]]
+            if state.finish_reason is not None:
                 continue
-            inside = rows.draw[row] < 0
+            inside = rows.sample_index[row] < 0
             token = int(step.batch.step.arrays["target"][row]) if inside else int(result.tokens[row])
             ranked = _ranked(token, scores[row], int(rows.wanted[row]), result.whole.get(int(row)))
-            (self._scored if inside else found).setdefault(sequence.request.id, []).append(ranked)
+            (self._scored if inside else found).setdefault(state.request.id, []).append(ranked)
         return found
 
     def stats(self) -> CoreStats:
@@ -315,8 +335,20 @@ class EngineCore:
         return copy.deepcopy(stats)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached pages; False, and nothing done, while requests hold some."""
-        return self._pool.reset_cache()
+        """Forget all that is cached; False, and nothing done, while requests hold some."""
+        done = self._scheduler.cache.reset()
+        if done:
+            self._scheduler.items.reset()
+        return done
+
+    def export_cache(self, request: EngineRequest) -> list[CacheEntry]:
+        """What the cache has of a request's prompt: blocks up to its last block boundary, and the snapshot there."""
+        return export_prefix(self._executor, self._scheduler.cache, request)
+
+    def import_cache(self, entries: Sequence[CacheEntry]) -> int:
+        """Have requests find what another core exported, one with the same artifact and ``cache_secret``; how many of
+        the entries were new. Raises ConfigError."""
+        return import_prefix(self._executor, self._scheduler.cache, entries)
 
     def close(self) -> None:
         """Finish the step in flight and stop the threads."""
@@ -327,12 +359,12 @@ class EngineCore:
         self._executor.close()
 
 
-def _ranked(token: int, scores: np.ndarray, wanted: int, whole: np.ndarray | None) -> Ranked:
+def _ranked(token: int, scores: np.ndarray, wanted: int, whole: np.ndarray | None) -> PositionLogprobs:
     """One row of `token_logprobs`, with the whole vocabulary in order when that was wanted."""
     logprob, rank = float(scores[0]), int(scores[1])
     if whole is not None:
         order = np.argsort(-whole, kind="stable")
-        return Ranked(token, logprob, rank, order.tolist(), whole[order].tolist())
+        return PositionLogprobs(token, logprob, rank, order.tolist(), whole[order].tolist())
     k = (len(scores) - 2) // 2
     values, ids = scores[2 : 2 + wanted], scores[2 + k : 2 + k + wanted]
-    return Ranked(token, logprob, rank, ids.astype(np.int32).tolist(), values.tolist())
+    return PositionLogprobs(token, logprob, rank, ids.astype(np.int32).tolist(), values.tolist())

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Update
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
 
 
 class DeathCause(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +72,7 @@ class Ready(msgspec.Struct, tag=True):
 class Updates(msgspec.Struct, tag=True):
     """News of one step."""
 
-    updates: list[Update]
+    updates: list[EngineCoreOutput]
 
 
 class Rejected(msgspec.Struct, tag=True):

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RequestOutputKind
 from graphllm.engine.processor import ParsedRequest
-from graphllm.engine.request import Ranked, Update
+from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
 from graphllm.engine.text import Detokenizer, Tokenizer
 
 _CONTEXT = 6  # prompt tokens that are decoded ahead of the output: enough to know whether it begins with a space
@@ -119,7 +119,7 @@ class OutputProcessor:
         parts = [part.id for request in gone for part in request.parsed.requests]
         return [id for id in parts if self._streams.pop(id, None) is not None]
 
-    def process(self, updates: Sequence[Update]) -> Processed:
+    def process(self, updates: Sequence[EngineCoreOutput]) -> Processed:
         """The outputs that a step's updates make, one for each request, in the order of the updates. Updates of
         requests that are done or unknown are ignored."""
         now = self._clock()
@@ -174,7 +174,7 @@ class OutputProcessor:
             request.cached,
         )
 
-    def _position(self, ranked: Ranked) -> Position:
+    def _position(self, ranked: PositionLogprobs) -> Position:
         piece = self._pieces.__getitem__
         own = Logprob(ranked.logprob, ranked.rank, piece(ranked.token))
         ranks = range(1, len(ranked.top_ids) + 1)
@@ -244,7 +244,7 @@ class _Stream:
         self.error: str | None = None
         self.news = False
 
-    def take(self, update: Update) -> int:
+    def take(self, update: EngineCoreOutput) -> int:
         """Add an update's tokens; how many of them count, which is fewer when a stop string comes before the last."""
         tokens, p = update.tokens, self.params
         self.news = True

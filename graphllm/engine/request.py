@@ -1,4 +1,4 @@
-"""What crosses between the front (text, HTTP) and the engine core (token ids): requests in, updates out.
+"""What crosses between the front (text, HTTP) and the engine core (token ids): requests in, outputs of steps out.
 
 Plain data that msgspec writes to a socket; in one process the same objects are passed directly.
 """
@@ -21,13 +21,31 @@ STEP_SECONDS = (
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
+class Item(msgspec.Struct, frozen=True, kw_only=True):
+    """An input that an encoder graph turns into ``length`` rows, such as an image.
+
+    content_hash: hex; equal ones have equal rows, which are kept and shared. position: of the first prompt token that
+    the rows stand in for; -1 where every token sees them (cross-attention). data: the bytes of the encoder's input, an
+    array of that dtype (numpy's name) and shape.
+    """
+
+    content_hash: str
+    position: int
+    length: int
+    data: bytes = b""
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate; a user's request with ``n`` completions becomes n of these.
 
-    prompt: token ids, at least one. stop_ids: tokens that end it. limit: output tokens at most. seed: of its random
-    draws. priority: lower goes first. cache_salt: only requests with the same salt share prefix-cache pages. fork_of:
-    id of the sibling with the same prompt that computes it ("" for none). bad_words: token sequences that must not
-    appear. arrival: seconds, `time.monotonic` of the machine.
+    prompt: token ids, at least one. stop_ids: tokens that end it. limit: output tokens at most; 0 ends it with its
+    prompt computed and no token. seed: of its random draws. priority: lower goes first. cache_salt: only requests with
+    the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
+    for none). bad_words: token sequences that must not appear. arrival: seconds, `time.monotonic` of the machine.
+    adapter_id: entry of the adapters' tables, 0 for none. adapter: what tells its adapter from others in every process,
+    such as a hash of its weights; the prefix cache goes by it. items: encoded inputs.
     """
 
     id: str
@@ -41,9 +59,12 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     fork_of: str = ""
     bad_words: list[list[int]] = []
     arrival: float = 0.0
+    adapter_id: int = 0
+    adapter: str = ""
+    items: list[Item] = []
 
 
-class Ranked(msgspec.Struct, array_like=True):
+class PositionLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before temperature, penalties and masks).
 
     rank: 1 for the likeliest. top_ids, top_logprobs: the likeliest tokens, best first, as many as were asked for.
@@ -56,7 +77,7 @@ class Ranked(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class Update(msgspec.Struct, omit_defaults=True):
+class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     """News of one sequence from one step.
 
     tokens: the new ones. finish_reason: "stop", "length", "abort" or "error" with its last update. stop_reason: the
@@ -71,10 +92,19 @@ class Update(msgspec.Struct, omit_defaults=True):
     finish_reason: str | None = None
     stop_reason: int | None = None
     error: str | None = None
-    logprobs: list[Ranked] | None = None
-    prompt_logprobs: list[Ranked] | None = None
+    logprobs: list[PositionLogprobs] | None = None
+    prompt_logprobs: list[PositionLogprobs] | None = None
     cached: int = 0
     scheduled: float = 0.0
+
+
+class CacheEntry(msgspec.Struct, frozen=True):
+    """One block or snapshot of an exported prefix. group: cache group of the block, -1 for a snapshot of recurrent
+    states. digest: of all that it depends on (`graphllm.engine.digests`). data: as the executor gave it."""
+
+    group: int
+    digest: bytes
+    data: bytes
 
 
 class CoreInfo(msgspec.Struct, frozen=True):
@@ -140,8 +170,8 @@ class CoreStats(msgspec.Struct):
     """Gauges and counters of a core; counters only grow.
 
     started: `time.monotonic` of the core's beginning; tells it from one that it replaces. steps: steps launched.
-    kv_usage: share of the pages that running requests hold. prefix_queries, prefix_hits: prompt tokens looked up in and
-    found in the prefix cache. free_blocks: pages nobody holds (cached ones included). prompt_tokens, cached_tokens: of
+    kv_usage: share of the blocks that running requests hold. prefix_queries, prefix_hits: prompt tokens looked up and
+    found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
     the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
     buckets: by the name of the bucket.
     """
@@ -175,7 +205,7 @@ class Core(Protocol):
     def kernels_done(self) -> int: ...
     def add(self, request: EngineRequest) -> None: ...
     def abort(self, ids: Iterable[str]) -> None: ...
-    def step(self) -> list[Update]: ...
+    def step(self) -> list[EngineCoreOutput]: ...
     def stats(self) -> CoreStats: ...
     def reset_prefix_cache(self) -> bool: ...
     def close(self) -> None: ...

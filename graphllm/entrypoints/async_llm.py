@@ -15,7 +15,7 @@ from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
-from graphllm.engine.request import CoreInfo, CoreStats, Update
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput
 from graphllm.engine.scheduler import QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
@@ -247,7 +247,7 @@ class AsyncLLM:
         for stream in self._streams.values():
             stream.fail(EngineDeadError(cause))
 
-    def _deliver(self, updates: Sequence[Update]) -> None:
+    def _deliver(self, updates: Sequence[EngineCoreOutput]) -> None:
         outputs, aborts = self._outputs.process(updates)
         for output in outputs:
             self._streams[output.request_id].put(output)

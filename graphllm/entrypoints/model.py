@@ -52,6 +52,8 @@ def resolve_model(
     checkpoint's defaults, and ``base`` what holds where it has none. Raises ConfigError, before anything is built where
     that is possible.
     """
+    if (args.tensor_parallel_size or 1) != 1:
+        raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
     source = open_source(args.model, args.load_format)
     defaults = SamplingParams.from_fields(sampling or {}, SamplingParams.from_checkpoint(source.folder, base))
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_folder(source.folder)

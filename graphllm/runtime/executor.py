@@ -28,7 +28,6 @@ from graphllm.runtime.states import States
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
 
 _WARM_PROMPT = 128  # tokens
-_VERSION = "state.version"  # which version of recurrent states is valid, by slot
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -75,7 +74,7 @@ class StepHandle:
 
 
 class Executor:
-    """Runs the programs of one artifact.
+    """Runs the programs of one artifact, in this process.
 
     folder: the artifact, already verified. weights: finished parameters by name. num_blocks: of the paged cache; block
     0 is never written by a request. threads: of a CPU's kernels, None for torch's choice. cache: memory of those blocks
@@ -125,8 +124,8 @@ class Executor:
         self._main = next(iter(self._graphs.values()))
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(Staging.buffers)]
-        self._jobs: list[Job | None] = [None] * Staging.buffers
-        self._turn = 0
+
+    device_drafts = False  # whether sequences that have sampled a token have drafts in slot states
 
     def _open_kernels(self, folder: Path) -> Kernels:
         if isinstance(self._stream, CudaStream):
@@ -138,11 +137,8 @@ class Executor:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`
         must follow."""
         graph = self._main
-        size, index = graph.pick(step), self._turn
+        size, index = graph.pick(step), graph.next_buffer()
         symbols = size.symbols
-        self._turn = (index + 1) % Staging.buffers
-        if (before := self._jobs[index]) is not None:
-            before.result()
         graph.staging.fill(index, step, symbols)
         bound = graph.bound(program, size)
         handle = StepHandle(step, index, size, bound)
@@ -156,8 +152,27 @@ class Executor:
             bound.run()
             self._download(handle, copied)
 
-        handle.job = self._jobs[index] = self._stream.submit(work)
+        handle.job = graph.jobs[index] = self._stream.submit(work)
         return handle
+
+    def encode(self, data: np.ndarray, length: int, start: int) -> None:
+        """Run the encoder graph on an item's data, in order with the steps; it writes ``length`` rows of the item
+        states from ``start`` on. data: what the graph's inputs with the provider "item" take, a row for each token."""
+        graph = next(g for g in self._graphs.values() if g.task == "encode")
+        T = len(data)
+        given = {name: data for name, spec in graph.inputs.items() if spec.provider == "item"}
+        rows = {"item_rows": np.arange(start, start + length, dtype=np.int32)}
+        step = ragged([[0] * T], [0])
+        step = StepInput(T, 1, 1, 0, {**step.arrays, **given, **rows})
+        size, index = graph.pick(step), graph.next_buffer()
+        graph.staging.fill(index, step, size.symbols)
+        bound = graph.bound("encode", size)
+
+        def work() -> None:
+            graph.staging.upload(index, size.symbols)
+            bound.run()
+
+        graph.jobs[index] = self._stream.submit(work)
 
     def sample(
         self,
@@ -191,7 +206,7 @@ class Executor:
                 handle.whole[row] = torch.log_softmax(logits, dim=-1)
             self._download(handle, copied)
 
-        handle.job = self._jobs[handle.buffer_index] = self._stream.submit(work)
+        handle.job = graph.jobs[handle.buffer_index] = self._stream.submit(work)
 
     def _download(self, handle: StepHandle, wanted: Mapping[str, str]) -> None:
         """Copy results, each with a row for each of T, S or R, to the host, in the order of the current stream."""
@@ -249,8 +264,7 @@ class Executor:
 
     def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent states (slot, snapshot), in order with the steps."""
-        versions = self.states.tensors.get(_VERSION)
-        self._stream.submit(lambda: self.states.save_snapshots(pairs, versions))
+        self._stream.submit(lambda: self.states.save_snapshots(pairs))
 
     def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy snapshots (snapshot, slot) into slots, in order with the steps."""

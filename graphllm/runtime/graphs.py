@@ -18,6 +18,7 @@ from graphllm.runtime.binding import Bound, bind
 from graphllm.runtime.kernels import Kernels, Launch
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import Staging, StepInput
+from graphllm.runtime.stream import Job
 
 _BOUND_KEPT = 128
 
@@ -43,6 +44,8 @@ class GraphPrograms:
         limits = [b.limits(max_num_seqs) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
         self.staging = Staging(list(self.inputs.values()), self.most, arena.device)
+        self.jobs: list[Job | None] = [None] * Staging.buffers  # that read each staging buffer
+        self._turn = 0
         self._bundles: dict[str, Any] = {}
         self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
         self._bound: OrderedDict[tuple[str, Size], BoundProgram] = OrderedDict()
@@ -55,6 +58,13 @@ class GraphPrograms:
         return padding.pick(
             self.buckets, step.tokens, step.sequences, step.rows, step.query_len, self._max_num_seqs, exact
         )
+
+    def next_buffer(self) -> int:
+        """A staging buffer that nothing reads any more."""
+        index, self._turn = self._turn, (self._turn + 1) % Staging.buffers
+        if (before := self.jobs[index]) is not None:
+            before.result()
+        return index
 
     def host_results(self, program: str) -> dict[str, str]:
         """The results that every run of a program copies to the host, and whether they have a row for each of T, S or

@@ -44,6 +44,7 @@ class States:
             name: self._block_view(p) if p.axis == "block" else self.zeros((counts[p.axis], *p.shape), p.dtype)
             for name, p in places.items()
         }
+        self._version = self.tensors.get("state.version")  # of recurrent states, by slot: which one is valid
         self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
         self._snapshots = [self.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
 
@@ -105,21 +106,22 @@ class States:
 
     def reset_slots(self, slots: Sequence[int]) -> None:
         """Zero the recurrent states of slots."""
-        for tensor in self._recurrent:
+        for tensor in [*self._recurrent, *([] if self._version is None else [self._version])]:
             for slot in slots:
                 tensor[slot].zero_()
 
-    def save_snapshots(self, pairs: Sequence[tuple[int, int]], versions: Tensor | None) -> None:
-        """Copy recurrent states (slot, snapshot), at the version that is valid. versions [slots]: which that is, None
-        where there is one only."""
+    def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent states (slot, snapshot), at the version that is valid."""
         for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
             for slot, snapshot in pairs:
                 entry = tensor[slot]
-                valid = entry[0] if versions is None else entry.index_select(0, versions[slot].view(1).long())[0]
+                version = self._version
+                valid = entry[0] if version is None else entry.index_select(0, version[slot].view(1).long())[0]
                 kept[snapshot].copy_(valid)
 
     def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy snapshots (snapshot, slot) into slots, as their first version."""
+        self.reset_slots([slot for _, slot in pairs])
         for tensor, kept in zip(self._recurrent, self._snapshots, strict=True):
             for snapshot, slot in pairs:
                 tensor[slot, 0].copy_(kept[snapshot])

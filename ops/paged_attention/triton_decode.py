@@ -370,10 +370,10 @@ def is_decode(site: CallSite) -> bool:
 
 
 def decode_configs(site: CallSite) -> list[Config]:
-    """The plan for the bucket's largest batch, and those for a fourth and four times as many sequences."""
+    """The plan for the bucket's largest batch, and that for a fourth as many sequences."""
     cache, table = site.args["kv_cache"], site.args["block_table"]
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
-    sizes = (site.bucket.hi, max(1, site.bucket.hi // 4), 4 * site.bucket.hi)
+    sizes = (site.bucket.hi, max(1, site.bucket.hi // 4))
     found: dict[tuple[int, ...], Config] = {}
     for S in sizes:
         plan = plan_splits(S, H, K, table.shape[1] * P, cache.dtype, E)

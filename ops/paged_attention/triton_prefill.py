@@ -270,7 +270,7 @@ def prefill_configs(site: CallSite) -> list[Config]:
     elif E > 128:
         tiles = [(128, 32, 8, 2), (64, 32, 4, 2)]
     else:
-        tiles = [(128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3)]
+        tiles = [(128, 64, 8, 3), (128, 128, 8, 2)]
     return [
         {"block_m": max(block_m, power_of_2(G)), "block_n": block_n, "warps": warps, "stages": stages}
         for block_m, block_n, warps, stages in tiles

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from graphllm.ops.paged_attention.op import paged_attention
 
-_CONTEXT = 4096  # the longest context of a decoding sequence
+_CONTEXT = (
+    512  # the longest context of a decoding sequence: short ones tell plans apart, long ones are bound by reading
+)
 _TOKENS = 1 << 17  # twice the tokens in all contexts of a large batch
 
 

@@ -11,7 +11,7 @@ from graphllm import artifact
 from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import EngineRequest, Ranked, Update
+from graphllm.engine.request import EngineCoreOutput, EngineRequest, PositionLogprobs
 from graphllm.entrypoints.core import load_core
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
@@ -26,10 +26,10 @@ class Result:
     stop_reason: int | None = None
     error: str | None = None
     cached: int = 0
-    logprobs: list[Ranked] = field(default_factory=list)
-    prompt_logprobs: list[Ranked] | None = None
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs] | None = None
 
-    def take(self, update: Update) -> None:
+    def take(self, update: EngineCoreOutput) -> None:
         assert self.finish_reason is None, "news of a request that is done"
         self.tokens += update.tokens
         self.finish_reason, self.stop_reason, self.error = update.finish_reason, update.stop_reason, update.error

@@ -1,8 +1,10 @@
 """A simulated model and device under the scheduler, driven as the engine core drives the real ones.
 
-The cache is a dict from (page, offset) to what is written there: a hash of the salt and of all token ids up to that
-position. So every step can check that each position a sequence sees leads to exactly its own past, whatever was shared,
-copied, evicted or rolled back. The next token is a function of that hash, so what a request gets alone is known.
+The cache is a dict from (block, offset) to what is written there: a hash of the salt, adapter and items and of all
+token ids up to that position. So every step can check that each position a sequence sees leads to exactly its own past,
+whatever was shared, copied, evicted or rolled back. A recurrent state, by slot, is the hash of all that it has taken
+in, and a snapshot is a copy of it. The next token is a function of that hash, so what a request gets alone is known.
+Drafts are accepted on the device, which corrects what the host counted too high.
 """
 
 from __future__ import annotations
@@ -16,9 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from graphllm.config.sampling import SamplingParams
-from graphllm.engine.pool import BlockPool
-from graphllm.engine.request import EngineRequest
-from graphllm.engine.scheduler import Commit, Plan, Scheduler, SchedulerLimits, Sequence
+from graphllm.engine.cache_manager import Exported
+from graphllm.engine.request import EngineRequest, Item
+from graphllm.engine.request_table import RequestState
+from graphllm.engine.results import Commit
+from graphllm.engine.scheduler import Scheduler
+from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
+from graphllm.program.schema import CacheGroup, CacheLayout
 
 VOCAB = 4  # sampled tokens are below
 ERROR = -1
@@ -26,7 +32,7 @@ ERROR = -1
 
 @dataclass(frozen=True)
 class Entry:
-    """A plan's entry."""
+    """An entry of a scheduler's output."""
 
     id: str
     start: int
@@ -45,14 +51,42 @@ class Request(NamedTuple):
     reason: str
 
 
+class _Flight(NamedTuple):
+    """A step whose result the host has not taken. num_kept: of each entry, where it verifies."""
+
+    output: SchedulerOutput
+    ids: list[str]
+    tokens: np.ndarray
+    num_kept: np.ndarray | None
+
+
+class Content(NamedTuple):
+    """An exported block or snapshot, and what is in it."""
+
+    entry: Exported
+    content: Any
+
+
 def extend(before: int, token: int) -> int:
     """Hash of a token and all before it."""
     return hash((before, token))
 
 
-def beginning(salt: str) -> int:
-    """Hash of nothing."""
-    return zlib.crc32(salt.encode())
+def beginning(request: EngineRequest) -> int:
+    """Hash of nothing. Items that stand in the prompt count with their position (see `seen`)."""
+    everywhere = [i.content_hash for i in request.items if i.position < 0]
+    return zlib.crc32(repr((request.cache_salt, request.adapter_id, everywhere)).encode())
+
+
+def seen(request: EngineRequest, tokens: List[int]) -> list[int]:
+    """What the model sees at each position: the token, or the item's row in its place."""
+    found = list(tokens)
+    for item in request.items:
+        if item.position >= 0:
+            for i in range(item.length):
+                if item.position + i < len(found):
+                    found[item.position + i] = zlib.crc32(f"{item.content_hash} {i}".encode())
+    return found
 
 
 def sample(seed: int, past: int) -> int:
@@ -62,8 +96,8 @@ def sample(seed: int, past: int) -> int:
 
 def continuation(request: EngineRequest, known: List[int], count: int) -> list[int]:
     """The next tokens of a sequence, whatever would end it."""
-    past = beginning(request.cache_salt)
-    for token in known:
+    past = beginning(request)
+    for token in seen(request, known):
         past = extend(past, token)
     tokens: list[int] = []
     for _ in range(count):
@@ -74,6 +108,8 @@ def continuation(request: EngineRequest, known: List[int], count: int) -> list[i
 
 def alone(request: EngineRequest, error_at: int = -1) -> tuple[list[int], str]:
     """The tokens of a request and why it ends. error_at: output index at which no token can be chosen."""
+    if not request.limit:
+        return [], "stop"
     tokens: list[int] = []
     for i, token in enumerate(continuation(request, request.prompt, request.limit)):
         if i == error_at:
@@ -87,29 +123,52 @@ def alone(request: EngineRequest, error_at: int = -1) -> tuple[list[int], str]:
 def request(id: str, prompt: List[int], limit: int = 4, **fields: Any) -> EngineRequest:
     """A request. scored: with prompt_logprobs. unread: with skip_reading_prefix_cache."""
     scored, unread = fields.pop("scored", False), fields.pop("unread", None)
-    params = SamplingParams(max_tokens=limit, prompt_logprobs=1 if scored else None, skip_reading_prefix_cache=unread)
+    params = SamplingParams(
+        max_tokens=max(limit, 1), prompt_logprobs=1 if scored else None, skip_reading_prefix_cache=unread
+    )
     given: dict[str, Any] = {"stop_ids": [], "seed": 0} | fields
     return EngineRequest(id=id, prompt=list(prompt), params=params, limit=limit, **given)
 
 
-class Simulation:
-    """A scheduler with its pool and a device. Each step checks what must hold, whatever the requests."""
+def layout(windows: List[int], num_blocks: int, block_sizes: List[int], **fields: Any) -> CacheLayout:
+    """Groups with those windows (0: none) and block sizes."""
+    groups = [
+        CacheGroup("window" if window else "full", window, size)
+        for window, size in zip(windows, block_sizes, strict=True)
+    ]
+    return CacheLayout(tuple(groups), num_blocks, **fields)
 
-    def __init__(self, limits: SchedulerLimits, pages: int, windows: tuple[int, ...] = (0,), caching: bool = True):
+
+class Simulation:
+    """A scheduler and a device. Each step checks what must hold, whatever the requests."""
+
+    def __init__(
+        self, limits: SchedulerLimits, pages: int, windows: tuple[int, ...] = (0,), caching: bool = True,
+        block_sizes: tuple[int, ...] | None = None, **fields: Any,
+    ) -> None:  # fmt: skip
+        """block_sizes: of the groups, by default all that of the limits. fields: of the layout."""
         self.limits, self.windows = limits, windows
-        self.pool = BlockPool(pages, caching, secret=b"s")
-        self.scheduler = Scheduler(limits, self.pool, windows)
+        self.block_sizes = block_sizes or (limits.block_size,) * len(windows)
+        self.layout = layout(windows, pages, self.block_sizes, **fields)
+        self.scheduler = Scheduler(limits, self.layout, caching, secret="s")
+        self.pool = self.scheduler.cache.pool
         self.requests: dict[str, Request] = {}
         self.output: dict[str, list[int]] = {}
         self.reason: dict[str, str] = {}
-        self.alive: dict[str, Sequence] = {}  # as the plans name them
+        self.alive: dict[str, RequestState] = {}  # as the outputs name them
         self.scored: dict[str, list[int]] = {}  # prompt positions, as planned
-        self.cached: dict[str, int] = {}  # first position computed after the latest admission
-        self.copied: list[tuple[int, int]] = []  # pages, since the beginning
-        self._computed: dict[str, int] = {}
+        self.copied: list[tuple[int, int]] = []  # blocks, since the beginning
+        self.encoded: list[str] = []  # items, since the beginning
+        self.verified: list[tuple[int, int]] = []  # query_len and tokens kept, of each verified sequence
+        self.right = 0  # device drafts: so many of the first are right
+        self._computed: dict[str, int] = {}  # on the device
+        self._known: dict[str, list[int]] = {}  # on the device: all tokens, sampled ones included
+        self._unsure: dict[str, int] = {}  # by how much the host counts too high
         self._cache: dict[tuple[int, int], tuple[int, int]] = {}
-        self._last = [0] * limits.max_num_seqs  # on the device, by slot
-        self._in_flight: tuple[Plan, list[str], np.ndarray, dict[int, list[int]]] | None = None
+        self._states: dict[int, int] = {}  # recurrent, by slot
+        self._snapshots: dict[int, int] = {}
+        self._rows: dict[int, tuple[str, int]] = {}  # of encoded items: content and index
+        self._in_flight: _Flight | None = None
 
     def add(self, wire: EngineRequest, error_at: int = -1) -> EngineRequest:
         """Queue a request."""
@@ -128,18 +187,18 @@ class Simulation:
 
     def step(self) -> list[Entry]:
         """One turn of the loop: plan and start a step, then take the result of the one before."""
-        streams = self._streams()
+        streams = self.decoding()
         preemptions = self.scheduler.preemptions
-        plan = self.scheduler.next()
-        assert plan is None or not plan.admitted or self.scheduler.preemptions == preemptions
-        self._check_streams(streams, plan)
-        started = None if plan is None else self._start(plan)
-        entries = [] if plan is None else _entries(plan)
-        self.check()
+        output = self.scheduler.next()
+        assert output is None or not output.admitted or self.scheduler.preemptions == preemptions
+        self._check_streams(streams, output)
+        started = None if output is None else self._start(output)
+        entries = [] if output is None else _entries(output)
+        self.check(output)
         if self._in_flight is not None:
-            plan_before, ids, tokens, accepted = self._in_flight
-            self._take(self.scheduler.commit(plan_before, tokens, accepted), plan_before, ids, tokens, accepted)
-            self.check()
+            flight = self._in_flight
+            self._take(self.scheduler.commit(flight.output, flight.tokens, flight.num_kept), flight)
+            self.check(output)
         self._in_flight = started
         return entries
 
@@ -157,160 +216,244 @@ class Simulation:
         return self.scheduler.unfinished > 0 or self._in_flight is not None
 
     def past(self, id: str) -> list[int]:
-        """A request's tokens, the one in flight included."""
-        known, slot = [*self.requests[id].wire.prompt, *self.output[id]], self.alive[id].slot
-        return [*known, self._last[slot]] if slot >= 0 and self.scheduler.inflight[slot] else known
-
-    def verifying(self, id: str) -> bool:
-        """Whether drafts of a request are in flight."""
-        sequence = self.alive[id]
-        return sequence.slot >= 0 and bool(sequence.drafts) and self._computed[id] >= len(self.past(id))
+        """A request's tokens, those in flight included."""
+        if id in self.alive and self.alive[id].slot >= 0:
+            return list(self._known[id])
+        return [*self.requests[id].wire.prompt, *self.output[id]]
 
     def decoding(self) -> list[str]:
-        """Running requests with one token to compute, and drafts, in order."""
-        running = sorted(s for id, s in self.alive.items() if s.slot >= 0 and id not in self.reason)
-        return [s.request.id for s in running if self._computed[s.request.id] == len(self.past(s.request.id)) - 1]
+        """Running requests with a token to sample, in order; those may not be held up."""
+        t, found = self.scheduler.requests, []
+        for state in sorted(s for id, s in self.alive.items() if s.slot >= 0 and id not in self.reason):
+            id, wire, counted = state.request.id, state.request, int(t.num_in_flight[state.slot])
+            ahead = self._computed[id] == len(self._known[id]) - 1
+            if ahead and t.num_tokens[state.slot] + counted < len(wire.prompt) + wire.limit:
+                found.append(id)
+        return found
 
-    def _streams(self) -> dict[str, int]:
-        """Tokens that each running request with a token to sample asks for; those may not be held up."""
-        wanted = {}
-        for id in self.decoding():
-            sequence, wire = self.alive[id], self.requests[id].wire
-            waits = bool(sequence.drafts) and self.scheduler.inflight[sequence.slot] > 0
-            if not waits and len(self.past(id)) < len(wire.prompt) + wire.limit:
-                wanted[id] = 1 + len(sequence.drafts)
-        return wanted
+    def export(self, wire: EngineRequest) -> list[Content]:
+        """What the cache has of a request's prompt."""
+        found = []
+        for entry in self.scheduler.cache.export(wire):
+            if entry.group < 0:
+                found.append(Content(entry, self._snapshots[entry.number]))
+                continue
+            size = self.block_sizes[entry.group]
+            found.append(Content(entry, [self._cache[entry.number, o] for o in range(size)]))
+        return found
 
-    def _check_streams(self, wanted: dict[str, int], plan: Plan | None) -> None:
-        planned = [] if plan is None else [s.request.id for s in plan.sequences]
+    def adopt(self, contents: List[Content]) -> int:
+        """Bring exported contents in; how many there was no need or room for."""
+        cache, made = self.scheduler.cache, []
+        for (group, digest, _), content in contents:
+            number = cache.adopt(group, digest)
+            if number < 0:
+                continue
+            made.append((group, number))
+            if group < 0:
+                self._snapshots[number] = content
+            else:
+                self._cache |= {(number, offset): value for offset, value in enumerate(content)}
+        for group, number in reversed(made):
+            cache.settle(group, number)
+        self.check()
+        return len(contents) - len(made)
+
+    def _check_streams(self, wanted: list[str], output: SchedulerOutput | None) -> None:
+        planned = [] if output is None else [s.request.id for s in output.requests]
         room = min(self.limits.max_num_batched_tokens, self.limits.max_num_rows)
-        for id, tokens in wanted.items():
+        for id in wanted:
             if self.alive[id].slot >= 0:  # not preempted
-                room -= tokens
+                room -= 1
                 assert id in planned or room < 0, "a stream is held up"
 
-    def _start(self, plan: Plan) -> tuple[Plan, list[str], np.ndarray, dict[int, list[int]]]:
+    def _start(self, output: SchedulerOutput) -> _Flight:
         """What the device does with a step; checks that it may."""
-        limits, page = self.limits, self.limits.block_size
-        n = len(plan.sequences)
-        assert n == len(set(plan.slots.tolist())) > 0
-        assert [s.slot for s in plan.sequences] == plan.slots.tolist()
-        assert 0 < plan.counts.sum() <= limits.max_num_batched_tokens
-        assert plan.rows.sum() <= limits.max_num_rows
+        limits, n, q = self.limits, len(output.requests), output.query_len
+        assert n == len(set(output.slots.tolist())) > 0
+        assert [s.slot for s in output.requests] == output.slots.tolist()
+        assert 0 < output.counts.sum() <= limits.max_num_batched_tokens
+        assert output.rows.sum() <= limits.max_num_rows
         assert self.scheduler.running <= limits.max_num_seqs
-        self.copied += plan.copies
-        for source, target in plan.copies:
+        assert q == 1 or (q in self.layout.query_lens and (output.counts == q).all() and (output.rows == q).all())
+        self._before(output)
+        hashes = []
+        starts = []
+        for i, (state, entry) in enumerate(zip(output.requests, _entries(output), strict=True)):
+            id = state.request.id
+            assert id not in self.reason, "a request that ended is planned"
+            unsure = self._unsure.get(id, 0)
+            assert unsure == 0 or (output.pending is not None and output.pending[i])
+            start = entry.start - unsure
+            starts.append(start)
+            assert start == self._computed[id]
+            known = self._known[id]
+            assert entry.fed == (start >= len(state.request.prompt) + len(self.output[id]))
+            assert entry.count > 0
+            assert start + entry.count <= len(known) + q - 1
+            assert entry.samples == (start + entry.count == len(known) + q - 1)
+            if q > 1:
+                assert start == len(known) - 1 >= len(state.request.prompt)
+            if entry.samples and state.request.limit:
+                most = len(state.request.prompt) + state.request.limit
+                assert entry.start + entry.count < min(most, self.limits.max_len)
+            threshold = limits.long_prefill_token_threshold
+            if threshold and q == 1:
+                assert entry.count <= threshold
+            drafts = self._drafts(output, i)
+            hashes.append(_hashes(state.request, known + drafts))
+            self._check_past(output, i, hashes[i], start, start)
+            self._check_items(state, start, start + entry.count)
+            self._score(entry, state, q)
+        for i, state in enumerate(output.requests):
+            start, end = starts[i], starts[i] + int(output.counts[i])
+            for g, size in enumerate(self.block_sizes):
+                for position in range(start, end):
+                    at = int(output.tables[g][state.slot, position // size])
+                    assert at
+                    assert self.pool.exclusive(at), "writes a block that others see"
+                    self._cache[at, position % size] = (g, hashes[i][position])
+            if self.layout.recurrent:
+                past = hashes[i][start - 1] if start else beginning(state.request)
+                assert self._states.get(state.slot) == past, "a recurrent state of something else"
+        for i in range(n):
+            self._check_past(output, i, hashes[i], starts[i], starts[i] + int(output.counts[i]))
+        flight = self._sample(output, starts)
+        for i, state in enumerate(output.requests):
+            if self.layout.recurrent:
+                computed = self._computed[state.request.id]
+                self._states[state.slot] = hashes[i][computed - 1]
+        for slot, snapshot in output.snapshot_saves:
+            assert self.scheduler.cache.snapshots is not None
+            assert self.scheduler.cache.snapshots.pool.exclusive(snapshot + 1), "writes a snapshot that others see"
+            self._snapshots[snapshot] = self._states[slot]
+        return flight
+
+    def _before(self, output: SchedulerOutput) -> None:
+        """Copies, resets, loads, encodes, and requests that enter."""
+        limits = self.limits
+        self.copied += output.copies
+        for source, target in output.copies:
             assert source != target
-            for offset in range(page):
+            for offset in range(max(self.block_sizes)):
                 if (source, offset) in self._cache:
                     self._cache[target, offset] = self._cache[source, offset]
                 else:
                     self._cache.pop((target, offset), None)
-        pasts, hashes = [], []
-        for i, (sequence, entry) in enumerate(zip(plan.sequences, _entries(plan), strict=True)):
-            id = sequence.request.id
-            assert id not in self.reason, "a request that ended is planned"
-            if sequence in plan.admitted:
-                self._computed[id] = self.cached[id] = entry.start
-                self.alive[id] = sequence
-            assert entry.start == self._computed[id]
-            past = [*sequence.request.prompt, *self.output[id]]
-            if entry.fed:
-                past.append(self._last[sequence.slot])
-                assert (entry.start, entry.count) == (len(past) - 1, 1)
-            past += sequence.drafts
-            assert entry.count > 0
-            assert entry.start + entry.count <= len(past)
-            assert entry.samples == (entry.start + entry.count == len(past))
-            if entry.samples:
-                assert len(past) - len(sequence.drafts) - len(sequence.request.prompt) < sequence.request.limit
-            threshold = limits.long_prefill_token_threshold
-            if threshold:
-                assert entry.count <= max(threshold, 1 + len(sequence.drafts))
-            self._computed[id] += entry.count
-            pasts.append(past)
-            hashes.append(_hashes(sequence.request.cache_salt, past))
-            self._check_past(plan, i, hashes[i], entry.start)
-            self._score(entry, sequence)
-        for i, sequence in enumerate(plan.sequences):
-            start, end = int(plan.starts[i]), int(plan.starts[i] + plan.counts[i])
-            for g in range(len(self.windows)):
-                for position in range(start, end):
-                    at = int(plan.tables[g, sequence.slot, position // page])
-                    assert at
-                    assert self.pool.exclusive(at), "writes a page that others see"
-                    self._cache[at, position % page] = (g, hashes[i][position])
-        for i in range(n):
-            self._check_past(plan, i, hashes[i], int(plan.starts[i] + plan.counts[i]))
-        return self._sample(plan, pasts)
+        for state, start in zip(output.requests, output.starts.tolist(), strict=True):
+            if state in output.admitted:
+                id = state.request.id
+                self.alive[id] = state
+                self._computed[id], self._unsure[id] = start, 0
+                self._known[id] = [*state.request.prompt, *self.output[id]]
+                assert limits.max_len >= len(self._known[id])
+                if self.layout.recurrent:
+                    assert (state.slot in output.resets) == (start == 0)
+                    assert (state.slot in [s for _, s in output.snapshot_loads]) == (start > 0)
+                    self._states[state.slot] = beginning(state.request)
+        for snapshot, slot in output.snapshot_loads:
+            self._states[slot] = self._snapshots[snapshot]
+        for item, start in output.encodes:
+            assert 0 <= start <= self.layout.item_tokens - item.length
+            self.encoded.append(item.content_hash)
+            self._rows |= {start + i: (item.content_hash, i) for i in range(item.length)}
 
-    def _check_past(self, plan: Plan, i: int, hashes: list[int], end: int) -> None:
+    def _check_items(self, state: RequestState, start: int, end: int) -> None:
+        """The rows that stand in for tokens of this chunk, or that all see, are those of the item."""
+        for item, first in zip(state.request.items, state.item_starts, strict=True):
+            positions = range(item.position, item.position + item.length)
+            for i in range(item.length):
+                if item.position < 0 or start <= positions[i] < end:
+                    assert first >= 0
+                    assert self._rows.get(first + i) == (item.content_hash, i), "rows of another item"
+
+    def _check_past(self, output: SchedulerOutput, i: int, hashes: list[int], start: int, end: int) -> None:
         """What the entry's first position sees, up to ``end``, is there; what lies behind its window was given back."""
-        page, slot, start = self.limits.block_size, int(plan.slots[i]), int(plan.starts[i])
-        for g, window in enumerate(self.windows):
+        slot, id = int(output.slots[i]), output.requests[i].request.id
+        for g, (window, size) in enumerate(zip(self.windows, self.block_sizes, strict=True)):
             first = max(0, start - window + 1) if window else 0
             for position in range(first, end):
-                at = int(plan.tables[g, slot, position // page])
-                assert at, f"group {g}: position {position} of {plan.sequences[i].request.id} has no page"
-                assert self._cache.get((at, position % page)) == (g, hashes[position]), (
-                    f"group {g}: position {position} of {plan.sequences[i].request.id} leads to something else"
+                at = int(output.tables[g][slot, position // size])
+                assert at, f"group {g}: position {position} of {id} has no block"
+                assert self._cache.get((at, position % size)) == (g, hashes[position]), (
+                    f"group {g}: position {position} of {id} leads to something else"
                 )
-            assert not plan.tables[g, slot, : first // page].any(), "holds pages behind the window"
+            if output.pending is None or not output.pending[i]:
+                assert not output.tables[g][slot, : first // size].any(), "holds blocks behind the window"
 
-    def _score(self, entry: Entry, sequence: Sequence) -> None:
-        """Rows are the sampled one, one for each draft, and prompt positions to be scored."""
-        end, prompt = entry.start + entry.count, sequence.request.prompt
-        sampled = (1 + len(sequence.drafts)) if entry.samples else 0
+    def _score(self, entry: Entry, state: RequestState, query_len: int) -> None:
+        """Rows are the sampled ones, and prompt positions to be scored."""
+        end, prompt = entry.start + entry.count, state.request.prompt
+        sampled = query_len if entry.samples else 0
         positions = list(range(end - entry.rows, end - sampled))
-        if sequence.request.params.prompt_logprobs is None:
+        if state.request.params.prompt_logprobs is None:
             assert not positions
             return
         assert all(entry.start <= p < len(prompt) - 1 for p in positions)
         self.scored.setdefault(entry.id, []).extend(positions)
 
-    def _sample(self, plan: Plan, pasts: list[list[int]]) -> tuple[Plan, list[str], np.ndarray, dict[int, list[int]]]:
-        tokens = np.full(int(plan.rows.sum()), VOCAB + 1, dtype=np.int32)  # scores have no token
-        accepted = {}
-        ends = np.cumsum(plan.rows)
-        for i, sequence in enumerate(plan.sequences):
-            if not plan.samples[i]:
-                continue
-            wire, drafts = sequence.request, sequence.drafts
-            before = len(pasts[i]) - len(drafts)
-            true = continuation(wire, pasts[i][:before], len(drafts) + 1)
-            error = self.requests[wire.id].error_at - (before - len(wire.prompt))
-            if 0 <= error < len(true):
-                true[error] = ERROR
-            if drafts:
-                kept = next((j for j, d in enumerate(drafts) if d != true[j]), len(drafts))
-                accepted[i] = true[: kept + 1]
-                continue
-            tokens[ends[i] - 1] = self._last[sequence.slot] = true[0]
-        return plan, [s.request.id for s in plan.sequences], tokens, accepted
+    def _drafts(self, output: SchedulerOutput, i: int) -> list[int]:
+        """What an entry verifies: the host's drafts, or those on the device."""
+        if output.drafts is not None:
+            return [int(d) for d in output.drafts[i]]
+        wire, count = output.requests[i].request, output.query_len - 1
+        drafts = continuation(wire, self._known[wire.id], count)
+        right = (self.right + i) % (count + 1)
+        return [t if j < right else (t + 1) % VOCAB for j, t in enumerate(drafts)]
 
-    def _take(
-        self, commit: Commit, plan: Plan, ids: list[str], tokens: np.ndarray, accepted: dict[int, list[int]]
-    ) -> None:
+    def _sample(self, output: SchedulerOutput, starts: list[int]) -> _Flight:
+        tokens = np.full(int(output.rows.sum()), VOCAB + 1, dtype=np.int32)  # scores have no token
+        num_kept = np.ones(len(starts), dtype=np.int32)
+        ends, q = np.cumsum(output.rows), output.query_len
+        for i, state in enumerate(output.requests):
+            wire, id = state.request, state.request.id
+            self._computed[id] = starts[i] + int(output.counts[i])
+            self._unsure[id] = self._unsure.get(id, 0)
+            if not output.samples[i]:
+                continue
+            known, drafts = self._known[id], self._drafts(output, i)
+            # Draws behind a wrong draft are of another past; any token stands for them.
+            drawn = continuation(wire, known, q)
+            error = self.requests[id].error_at - (len(known) - len(wire.prompt))
+            if 0 <= error < q:
+                drawn[error] = ERROR
+            kept = next((j for j, d in enumerate(drafts) if d != drawn[j]), len(drafts)) + 1
+            num_kept[i] = kept
+            tokens[ends[i] - q : ends[i]] = drawn
+            known += drawn[:kept]
+            self._computed[id] -= q - kept
+            self._unsure[id] += q - kept
+            if q > 1:
+                self.verified.append((q, kept))
+        return _Flight(output, [s.request.id for s in output.requests], tokens, num_kept if q > 1 else None)
+
+    def _take(self, commit: Commit, flight: _Flight) -> None:
         """Compare news with what each request gets alone."""
-        assert len({id(s) for s in commit.sequences}) == len(commit.sequences)
-        ends = np.cumsum(plan.rows)
-        for sequence, new in zip(commit.sequences, commit.tokens, strict=True):
-            name = sequence.request.id
-            assert name in ids
+        assert len({id(s) for s in commit.requests}) == len(commit.requests)
+        ends, q = np.cumsum(flight.output.rows), flight.output.query_len
+        told = {s.request.id for s in commit.requests}
+        for i, name in enumerate(flight.ids):
+            if flight.num_kept is not None and name in told:
+                self._unsure[name] -= q - int(flight.num_kept[i])
+        for place, (state, new) in enumerate(zip(commit.requests, commit.tokens, strict=True)):
+            name = state.request.id
+            assert name in flight.ids
             assert name not in self.reason, "news of a request that ended"
+            began = not self.output[name]
             self.output[name] += new
-            assert sequence.output == self.output[name]
+            assert state.output == self.output[name]
             known = self.requests[name]
             assert self.output[name] == known.expected[: len(self.output[name])]
-            i = ids.index(name)
-            newest = accepted[i][-1] if i in accepted else tokens[ends[i] - 1]
-            if i in accepted:
-                self._computed[name] = len(sequence.request.prompt) + len(self.output[name]) - 1
-            done = len(self.output[name]) == len(known.expected) and (known.reason != "error" or newest == ERROR)
-            assert sequence.finish_reason == (known.reason if done else None)
+            i = flight.ids.index(name)
+            kept = 1 if flight.num_kept is None else int(flight.num_kept[i])
+            given = flight.tokens[ends[i] - q : ends[i] - q + kept].tolist()
+            done = len(self.output[name]) == len(known.expected) and (known.reason != "error" or ERROR in given)
+            assert state.finish_reason == (known.reason if done else None)
+            assert (place in commit.events) == (done or began)
             if done:
                 self.reason[name] = known.reason
-                assert sequence.stop_reason == (known.expected[-1] if known.reason == "stop" else None)
+                stopped = known.reason == "stop" and known.wire.limit
+                assert state.stop_reason == (known.expected[-1] if stopped else None)
                 self._check_scored(known.wire)
 
     def _check_scored(self, wire: EngineRequest) -> None:
@@ -319,10 +462,13 @@ class Simulation:
         if wire.params.prompt_logprobs is not None:
             assert scored == every or (wire.fork_of and not scored)
 
-    def check(self) -> None:
-        """References are those of the page lists, and every other page is free."""
+    def check(self, planned: SchedulerOutput | None = None) -> None:
+        """References are those of the block tables, and every other block is free; so for snapshots and items.
+        planned: the step that was started last."""
         scheduler, pool = self.scheduler, self.pool
-        counted: Counter[int] = Counter(scheduler.tables[scheduler.tables > 0].tolist())
+        counted: Counter[int] = Counter()
+        for table in scheduler.cache.tables:
+            counted.update(table[table > 0].tolist())
         assert {p: r for p, r in enumerate(pool.references) if r} == dict(counted)
         assert pool.free_blocks + len(counted) == len(pool.references) - 1
         assert scheduler.unfinished == len(self.requests) - len(self.reason)
@@ -330,19 +476,30 @@ class Simulation:
         used = {s.slot for s in self.alive.values() if s.slot >= 0}
         assert len(used) == scheduler.running
         for slot in set(range(self.limits.max_num_seqs)) - used:
-            assert not scheduler.tables[:, slot].any()
+            assert not any(table[slot].any() for table in scheduler.cache.tables)
+        held = {i.content_hash: i.length for s in self.alive.values() if s.slot >= 0
+                for i, first in zip(s.request.items, s.item_starts, strict=True) if first >= 0}  # fmt: skip
+        assert scheduler.items.held_rows == sum(held.values())
+        if not self.unfinished and planned is None and scheduler.cache.snapshots:
+            snapshots = scheduler.cache.snapshots.pool
+            assert snapshots.free_blocks == len(snapshots.references) - 1
 
 
-def _entries(plan: Plan) -> list[Entry]:
-    columns = (plan.starts, plan.counts, plan.rows, plan.samples, plan.fed)
-    ids = [s.request.id for s in plan.sequences]
+def _entries(output: SchedulerOutput) -> list[Entry]:
+    columns = (output.starts, output.counts, output.rows, output.samples, output.fed)
+    ids = [s.request.id for s in output.requests]
     return [Entry(*row) for row in zip(ids, *(c.tolist() for c in columns), strict=True)]
 
 
-def _hashes(salt: str, tokens: List[int]) -> list[int]:
+def _hashes(wire: EngineRequest, tokens: List[int]) -> list[int]:
     """Of every position and all before it."""
-    found, past = [], beginning(salt)
-    for token in tokens:
+    found, past = [], beginning(wire)
+    for token in seen(wire, tokens):
         past = extend(past, token)
         found.append(past)
     return found
+
+
+def item(content: str, position: int, length: int) -> Item:
+    """An encoded input."""
+    return Item(content_hash=content, position=position, length=length)

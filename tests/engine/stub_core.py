@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from graphllm.config import ConfigError
-from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Ranked, Update
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, PositionLogprobs
 
 
 def info(vocab: int, **changes: int) -> CoreInfo:
@@ -41,7 +41,7 @@ class StubCore:
         self._logprobs = None if logits is None else log_softmax(logits)
         self._waiting: list[EngineRequest] = []
         self._running: dict[str, tuple[EngineRequest, list[int]]] = {}
-        self._news: list[Update] = []
+        self._news: list[EngineCoreOutput] = []
         self.failing: dict[int, BaseException] = {}
         self.refused: set[str] = set()
         self.steps, self.closed, self.kernels_done = 0, False, 0
@@ -64,10 +64,10 @@ class StubCore:
             if waiting or id in self._running:
                 self._waiting = [r for r in self._waiting if r.id != id]
                 self._running.pop(id, None)
-                self._news.append(Update(id, [], "abort"))
+                self._news.append(EngineCoreOutput(id, [], "abort"))
                 self.aborted.append(id)
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[EngineCoreOutput]:
         self.steps += 1
         if self.steps in self.failing:
             raise self.failing[self.steps]
@@ -89,8 +89,8 @@ class StubCore:
     def close(self) -> None:
         self.closed = True
 
-    def _advance(self, request: EngineRequest, output: list[int]) -> Update:
-        p, update = request.params, Update(request.id, [])
+    def _advance(self, request: EngineRequest, output: list[int]) -> EngineCoreOutput:
+        p, update = request.params, EngineCoreOutput(request.id, [])
         if not output and p.prompt_logprobs is not None:
             known = request.prompt
             update.prompt_logprobs = [
@@ -130,8 +130,8 @@ class StubCore:
         assert self._logprobs is not None, "a script without logits has no log-probabilities"
         return self._logprobs[known[-2] if len(known) > 1 else 0, known[-1]]
 
-    def _ranked(self, known: list[int], token: int, count: int) -> Ranked:
+    def _ranked(self, known: list[int], token: int, count: int) -> PositionLogprobs:
         scores = self._scores(known)
         order = np.argsort(-scores, kind="stable")[: len(scores) if count == -1 else count]
         rank = int((scores > scores[token]).sum()) + 1
-        return Ranked(token, float(scores[token]), rank, order.tolist(), scores[order].tolist())
+        return PositionLogprobs(token, float(scores[token]), rank, order.tolist(), scores[order].tolist())

@@ -15,7 +15,7 @@ from graphllm.config import ConfigError
 from graphllm.config.sampling import BeamSearchParams
 from graphllm.engine.beam import BeamSearch, BeamSearchSequence
 from graphllm.engine.outputs import Logprob
-from graphllm.engine.request import Update
+from graphllm.engine.request import EngineCoreOutput
 from graphllm.entrypoints.llm import LLM
 
 Found = list[tuple[list[int], float]]
@@ -185,9 +185,9 @@ def test_mistakes() -> None:
 def test_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     core = StubCore(info(12), table(12, 0))
 
-    def failing(request: Any, output: list[int]) -> Update:
+    def failing(request: Any, output: list[int]) -> EngineCoreOutput:
         del core._running[request.id]
-        return Update(request.id, [], "error", error="logits are NaN")
+        return EngineCoreOutput(request.id, [], "error", error="logits are NaN")
 
     monkeypatch.setattr(core, "_advance", failing)
     with pytest.raises(RuntimeError, match="a step ended with error: logits are NaN"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,7 +11,10 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from graphllm.engine.pool import BlockPool
+from graphllm.config.sampling import SamplingParams
+from graphllm.engine.block_pool import BlockPool
+from graphllm.engine.digests import PrefixHasher
+from graphllm.engine.request import EngineRequest, Item
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -136,31 +140,50 @@ def test_a_duplicate_takes_over_when_the_first_is_gone() -> None:
     assert pool.find(0, b"x") == second
 
 
-def _ids(*ids: int) -> bytes:
-    return np.array(ids, dtype=np.int32).tobytes()
+def _digests(hasher: PrefixHasher, tokens: list[int], **fields: Any) -> list[bytes]:
+    """Of a prompt, computed in one go and block by block."""
+    request = EngineRequest(id="", prompt=tokens, params=SamplingParams(), stop_ids=[], limit=1, seed=0, **fields)
+    once: list[bytes] = []
+    hasher.extend(request, once, tokens)
+    chain: list[bytes] = []
+    for at in range(0, len(tokens), hasher.block_size):
+        hasher.extend(request, chain, tokens[at : at + hasher.block_size])
+    assert once == chain
+    return chain
 
 
-def test_digests_tell_apart_everything_that_pages_depend_on() -> None:
-    """Tokens, their order, all tokens before, the salt, the secret; nothing else."""
-    pool, same, other = BlockPool(2, True, b"secret"), BlockPool(9, True, b"secret"), BlockPool(2, True, b"Secret")
-    first = pool.digest(b"", _ids(1, 2))
-    second = pool.digest(first, _ids(3, 4))
-    salted = pool.digest(b"", _ids(1, 2), "salt")
+def test_digests_tell_apart_everything_that_blocks_depend_on() -> None:
+    """Tokens, their order, all tokens before, salt, adapter, items and where they stand, block size, secret; nothing
+    else."""
+    one, same, other = PrefixHasher(2, "secret"), PrefixHasher(2, "secret"), PrefixHasher(2, "Secret")
+    tokens = [1, 2, 3, 4]
+
+    def item(content: str, position: int) -> dict[str, list[Item]]:
+        return {"items": [Item(content_hash=content, position=position, length=1)]}
+
     digests = [
-        first, second, salted, pool.digest(salted, _ids(3, 4)), pool.digest(b"", _ids(2, 1)),
-        pool.digest(b"", _ids(3, 4)), pool.digest(b"", _ids(1, 2), "other"), pool.digest(b"", _ids(1, 2, 3, 4)),
-        pool.digest(pool.digest(b"", _ids(1, 5)), _ids(3, 4)), other.digest(b"", _ids(1, 2)),
-        other.digest(b"", _ids(1, 2), "salt"), pool.digest(b"", _ids(1, 2 << 8)),
+        *_digests(one, tokens), *_digests(one, tokens, cache_salt="salt"), *_digests(one, [2, 1]),
+        *_digests(one, [3, 4]), *_digests(one, [1, 2], cache_salt="other"), *_digests(one, [1, 5, 3, 4]),
+        *_digests(PrefixHasher(4, "secret"), tokens), *_digests(PrefixHasher(2, "secret", [("full", 0, 2)]), tokens),
+        *_digests(other, tokens), *_digests(other, tokens, cache_salt="salt"), *_digests(one, [1, 2 << 8]),
+        *_digests(one, tokens, adapter_id=1), *_digests(one, tokens, adapter_id=2),
+        *_digests(one, tokens, adapter_id=1, adapter="x"), *_digests(one, tokens, cache_salt="x"),
+        *_digests(one, tokens, **item("a", -1)), *_digests(one, tokens, **item("b", -1)),
+        *_digests(one, tokens, **item("a", 0)), *_digests(one, tokens, **item("a", 1)),
+        *_digests(one, tokens, **item("b", 1)), _digests(one, tokens, **item("a", 2))[1],
     ]  # fmt: skip
     assert len(set(digests)) == len(digests)
-    assert same.digest(same.digest(b"", _ids(1, 2)), _ids(3, 4)) == second
+    assert _digests(same, tokens) == _digests(one, tokens)
+    assert _digests(one, tokens, **item("a", 2))[0] == _digests(one, tokens)[0]
+    named = [_digests(one, tokens, adapter_id=i, adapter="x") for i in (1, 2)]
+    assert named[0] == named[1]
     assert all(len(d) >= 32 for d in digests)
 
 
 def test_digests_cannot_be_computed_without_the_secret() -> None:
-    """Two pools that were given none differ, and neither is a plain hash of what everybody knows."""
-    one, two = BlockPool(2, True), BlockPool(2, True)
-    assert one.digest(b"", _ids(1, 2)) != two.digest(b"", _ids(1, 2))
-    assert one.digest(b"", _ids(1, 2)) not in {
-        hashlib.sha256(before + _ids(1, 2)).digest() for before in (b"", hashlib.sha256(b"").digest())
-    }
+    """Two hashers that were given none differ, and neither is a plain hash of what everybody knows."""
+    one, two = PrefixHasher(2), PrefixHasher(2)
+    first = _digests(one, [1, 2])[0]
+    assert first != _digests(two, [1, 2])[0]
+    ids = np.array([1, 2], dtype=np.int32).tobytes()
+    assert first not in {hashlib.sha256(before + ids).digest() for before in (b"", hashlib.sha256(b"").digest())}

@@ -301,6 +301,19 @@ def test_salts_do_not_share_pages(opened: Open) -> None:
     assert [finish(off, [request("x", prompt)])["x"].cached for _ in range(2)] == [0, 0]
 
 
+def test_a_prefix_is_exported_and_imported(opened: Open, model: LlamaForCausalLM) -> None:
+    """Another core goes on with the same text and computes the last chunk only."""
+    first, second = (opened(cache_secret="s") for _ in range(2))
+    prompt = _prompts(1, seed=3)[0] + [9] * 30
+    text = finish(first, [request("x", prompt)])["x"].tokens
+    whole = request("x", prompt + text[:12], replace(GREEDY, max_tokens=12))
+    entries = first.export_cache(whole)
+    assert second.import_cache(entries) == len(entries) == (len(whole.prompt) - 1) // 8
+    found = finish(second, [whole])["x"]
+    assert (found.tokens, found.cached) == (text[12:], 8 * len(entries))
+    assert found.tokens == _greedy(model, whole.prompt, 12)
+
+
 def test_nan_logits_end_the_request_with_an_error(opened: Open, checkpoint: Path, tmp_path: Path) -> None:
     """A broken checkpoint: no invented text, no dead engine."""
     from graphllm.compile.pipeline import compile_model
@@ -544,8 +557,8 @@ def test_empty_step(opened: Open) -> None:
 
 def test_result_harness_is_strict() -> None:
     """News after the end would go unnoticed otherwise."""
-    from graphllm.engine.request import Update
+    from graphllm.engine.request import EngineCoreOutput
 
     result = Result(finish_reason="stop")
     with pytest.raises(AssertionError):
-        result.take(Update("x", [1]))
+        result.take(EngineCoreOutput("x", [1]))

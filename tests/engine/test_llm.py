@@ -288,7 +288,8 @@ def test_pooling_is_reserved(llm: LLM, name: str) -> None:
     ("arguments", "error", "message"),
     [
         ({"model": "/nowhere"}, ConfigError, "model: /nowhere is not a folder"),
-        ({"tensor_parallel_size": 2}, TypeError, "tensor_parallel_size"),
+        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size is 2: an engine runs on one device; use 1"),
+        ({"no_such_option": 2}, TypeError, "no_such_option"),
         ({"artifact": "/nowhere", "target": "cpu"}, ConfigError, "/nowhere"),
     ],
 )

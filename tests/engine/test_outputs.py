@@ -19,7 +19,7 @@ from graphllm.config import ConfigError
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import CompletionOutput, Logprob, OutputProcessor, RequestOutput
 from graphllm.engine.processor import Processor
-from graphllm.engine.request import Ranked, Update
+from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
 from graphllm.engine.text import Tokenizer
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
@@ -53,20 +53,20 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def updates(tokens: list[int], sizes: Iterable[int] = (), end: str = "length", id: str = "r") -> list[Update]:
+def updates(tokens: list[int], sizes: Iterable[int] = (), end: str = "length", id: str = "r") -> list[EngineCoreOutput]:
     """One of each size, then of one token each; the last one ends it."""
     found, at = [], 0
     for size in [*sizes, *([1] * len(tokens))]:
         if at < len(tokens):
-            found.append(Update(id, tokens[at : at + size]))
+            found.append(EngineCoreOutput(id, tokens[at : at + size]))
             at += size
     if not found:
-        found.append(Update(id, []))
+        found.append(EngineCoreOutput(id, []))
     found[-1].finish_reason = end
     return found
 
 
-def run(outputs: OutputProcessor, news: list[Update]) -> tuple[list[RequestOutput], list[str]]:
+def run(outputs: OutputProcessor, news: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[str]]:
     """Outputs and aborts, one update a step."""
     found: list[RequestOutput] = []
     aborts: list[str] = []
@@ -273,7 +273,9 @@ def test_held_text_comes_with_the_end(start: Any, tokenizer: Tokenizer) -> None:
     found, _ = run(start(stop="STOP", output_kind=DELTA), updates(ids))
     assert "".join(o.outputs[0].text for o in found) == "see ST"
     assert "ST" not in "".join(o.outputs[0].text for o in found[:-1])
-    ended, _ = run(start(stop="STOP"), [*updates(ids)[:-1], Update("r", ids[-1:]), Update("r", [], "abort")])
+    ended, _ = run(
+        start(stop="STOP"), [*updates(ids)[:-1], EngineCoreOutput("r", ids[-1:]), EngineCoreOutput("r", [], "abort")]
+    )
     assert (only(ended).text, only(ended).finish_reason) == ("see ST", "abort")
 
 
@@ -281,11 +283,14 @@ def test_held_text_comes_with_the_end(start: Any, tokenizer: Tokenizer) -> None:
 def test_errors(start: Any, tokenizer: Tokenizer, kind: RequestOutputKind) -> None:
     outputs = start(output_kind=kind)
     a = ids_of(tokenizer, "a")
-    found, aborts = run(outputs, [Update("r", a), Update("r", [], "error", error="no token"), Update("r", a)])
+    found, aborts = run(
+        outputs,
+        [EngineCoreOutput("r", a), EngineCoreOutput("r", [], "error", error="no token"), EngineCoreOutput("r", a)],
+    )
     assert found[-1].finished
     assert (only(found).finish_reason, only(found).error, aborts) == ("error", "no token", [])
     assert "".join(o.outputs[0].text for o in found[-2:] if kind is not CUMULATIVE or o.finished) == "a"
-    assert outputs.process([Update("r", a)]) == ([], [])
+    assert outputs.process([EngineCoreOutput("r", a)]) == ([], [])
 
 
 # --- requests
@@ -296,9 +301,9 @@ def test_completions_are_one_request(start: Any, tokenizer: Tokenizer, kind: Req
     outputs = start(n=3, output_kind=kind, stop="b")
     a, b, c = (ids_of(tokenizer, s)[0] for s in "abc")
     steps = [
-        [Update("1_r", [a]), Update("0_r", [b])],
-        [Update("2_r", [c], "length"), Update("1_r", [c])],
-        [Update("0_r", [], "abort"), Update("1_r", [a], "length")],
+        [EngineCoreOutput("1_r", [a]), EngineCoreOutput("0_r", [b])],
+        [EngineCoreOutput("2_r", [c], "length"), EngineCoreOutput("1_r", [c])],
+        [EngineCoreOutput("0_r", [], "abort"), EngineCoreOutput("1_r", [a], "length")],
     ]
     found = [outputs.process(step) for step in steps]
     assert [p.aborts for p in found] == [["0_r"], [], []]
@@ -326,7 +331,7 @@ def test_several_requests_in_a_step(start: Any, tokenizer: Tokenizer) -> None:
     add(outputs, tokenizer, "y", output_kind=FINAL_ONLY)
     add(outputs, tokenizer, "z")
     a = ids_of(tokenizer, "a")
-    processed = outputs.process([Update(id, a) for id in ("z", "unknown", "y", "x")])
+    processed = outputs.process([EngineCoreOutput(id, a) for id in ("z", "unknown", "y", "x")])
     assert [(o.request_id, o.outputs[0].text) for o in processed.outputs] == [("z", "a"), ("x", "a")]
     assert processed.outputs[0].prompt == PROMPT
     assert processed.outputs[0].prompt_token_ids == tokenizer.encode(PROMPT)
@@ -336,7 +341,7 @@ def test_several_requests_in_a_step(start: Any, tokenizer: Tokenizer) -> None:
 def test_outputs_do_not_change_later(start: Any, tokenizer: Tokenizer) -> None:
     outputs = start(logprobs=0)
     a = ids_of(tokenizer, "a")
-    news = Update("r", a, logprobs=[Ranked(a[0], -1.0, 1, [], [])])
+    news = EngineCoreOutput("r", a, logprobs=[PositionLogprobs(a[0], -1.0, 1, [], [])])
     first = outputs.process([news]).outputs[0].outputs[0]
     outputs.process([news])
     assert (first.text, first.token_ids, len(first.logprobs or [])) == ("a", a, 1)
@@ -345,9 +350,9 @@ def test_outputs_do_not_change_later(start: Any, tokenizer: Tokenizer) -> None:
 def test_abort(start: Any, tokenizer: Tokenizer) -> None:
     outputs = start("x", n=2)
     add(outputs, tokenizer, "y")
-    outputs.process([Update("0_x", [5], "length")])
+    outputs.process([EngineCoreOutput("0_x", [5], "length")])
     assert outputs.abort(["x", "unknown", "x"]) == ["1_x"]
-    assert outputs.process([Update("1_x", [5]), Update("1_x", [], "abort")]) == ([], [])
+    assert outputs.process([EngineCoreOutput("1_x", [5]), EngineCoreOutput("1_x", [], "abort")]) == ([], [])
     assert outputs.unfinished == 1
     add(outputs, tokenizer, "x")  # the name is free again
 
@@ -367,11 +372,11 @@ def test_metrics(tokenizer: Tokenizer) -> None:
     outputs.add(parsed)
     seen = []
     for update in (
-        Update("0_r", []), Update("0_r", [5], cached=3, scheduled=10.5),
-        Update("1_r", [5], "length", cached=9, scheduled=10.75),
+        EngineCoreOutput("0_r", []), EngineCoreOutput("0_r", [5], cached=3, scheduled=10.5),
+        EngineCoreOutput("1_r", [5], "length", cached=9, scheduled=10.75),
     ):  # fmt: skip
         seen += outputs.process([update]).outputs
-    seen += outputs.process([Update("0_r", [], "abort")]).outputs
+    seen += outputs.process([EngineCoreOutput("0_r", [], "abort")]).outputs
     m = seen[-1].metrics
     assert (m.arrival_time, m.first_token_time, m.last_token_time, m.finished_time) == (
         parsed.requests[0].arrival, 11.0, 12.0, 13.0,
@@ -387,11 +392,11 @@ def test_metrics(tokenizer: Tokenizer) -> None:
 def test_logprobs(start: Any, tokenizer: Tokenizer, kind: RequestOutputKind) -> None:
     outputs = start(logprobs=2, prompt_logprobs=1, output_kind=kind)
     a, b, c = (ids_of(tokenizer, s)[0] for s in "abc")
-    one = [Ranked(a, -3.0, 7, [b, c], [-0.5, -1.0])]
-    two = [Ranked(b, -0.25, 1, [b, c], [-0.25, -4.0]), Ranked(c, -1.0, 2, [a, c], [-0.5, -1.0])]
+    one = [PositionLogprobs(a, -3.0, 7, [b, c], [-0.5, -1.0])]
+    two = [PositionLogprobs(b, -0.25, 1, [b, c], [-0.25, -4.0]), PositionLogprobs(c, -1.0, 2, [a, c], [-0.5, -1.0])]
     news = [
-        Update("r", [a], logprobs=one, prompt_logprobs=[Ranked(BOS, -2.0, 2, [b], [-1.0])]),
-        Update("r", [b, c], "length", logprobs=two),
+        EngineCoreOutput("r", [a], logprobs=one, prompt_logprobs=[PositionLogprobs(BOS, -2.0, 2, [b], [-1.0])]),
+        EngineCoreOutput("r", [b, c], "length", logprobs=two),
     ]
     found, _ = run(outputs, news)
     first = {a: Logprob(-3.0, 7, "a"), b: Logprob(-0.5, 1, "b"), c: Logprob(-1.0, 2, "c")}
@@ -412,7 +417,10 @@ def test_logprobs(start: Any, tokenizer: Tokenizer, kind: RequestOutputKind) -> 
 
 def test_rank_among_equals(start: Any, tokenizer: Tokenizer) -> None:
     """Tokens of the same log-probability have places one after another, and the sampled one the rank it came with."""
-    found, _ = run(start(logprobs=2), [Update("r", [7], "length", logprobs=[Ranked(7, -1.0, 1, [6, 7], [-1.0, -1.0])])])
+    found, _ = run(
+        start(logprobs=2),
+        [EngineCoreOutput("r", [7], "length", logprobs=[PositionLogprobs(7, -1.0, 1, [6, 7], [-1.0, -1.0])])],
+    )
     (position,) = only(found).logprobs or []
     assert [(token, p.rank) for token, p in position.items()] == [(7, 1), (6, 1)]
 
@@ -424,8 +432,8 @@ def test_no_logprobs_unless_asked_for(start: Any, tokenizer: Tokenizer) -> None:
 
 def test_logprobs_end_with_the_stop_string(start: Any, tokenizer: Tokenizer) -> None:
     ids = ids_of(tokenizer, "q b z")
-    ranked = [Ranked(i, -math.log(n + 2), 1, [i], [-math.log(n + 2)]) for n, i in enumerate(ids)]
-    found, _ = run(start(logprobs=1, stop="b"), [Update("r", ids, logprobs=ranked)])
+    ranked = [PositionLogprobs(i, -math.log(n + 2), 1, [i], [-math.log(n + 2)]) for n, i in enumerate(ids)]
+    found, _ = run(start(logprobs=1, stop="b"), [EngineCoreOutput("r", ids, logprobs=ranked)])
     kept = only(found)
     assert tokenizer.decode(kept.token_ids) == "q b"
     assert [list(p) for p in kept.logprobs or []] == [[i] for i in kept.token_ids]
@@ -440,7 +448,9 @@ def test_token_ids_only(start: Any, kind: RequestOutputKind) -> None:
     none = OutputProcessor(None)
     add(none, None, "r", output_kind=kind, logprobs=1)
     for outputs in (start(detokenize=False, output_kind=kind, logprobs=1), none):
-        found, _ = run(outputs, [Update("r", [5, 6], "length", logprobs=[Ranked(5, -1.0, 1, [5], [-1.0])] * 2)])
+        found, _ = run(
+            outputs, [EngineCoreOutput("r", [5, 6], "length", logprobs=[PositionLogprobs(5, -1.0, 1, [5], [-1.0])] * 2)]
+        )
         assert (only(found).text, only(found).token_ids) == ("", [5, 6])
         assert [o.prompt for o in found] == [None if outputs is none else PROMPT]
 

@@ -26,7 +26,7 @@ from graphllm.engine import messages
 from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
 from graphllm.engine.process import run_core
-from graphllm.engine.request import CoreInfo, CoreStats, EngineRequest, Update
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.engine.scheduler import QueueFullError
 
 COMMAND = (sys.executable, __file__)
@@ -59,7 +59,7 @@ class StubCore:
         self.info = CoreInfo(96, VOCAB, 64, 64, 8, 100, 800, 20, 1024, "stub")
         self._step, self._fail_at, self._hang_at, self._queue, self._closed = step, fail_at, hang_at, queue, closed
         self._live: dict[str, tuple[EngineRequest, int]] = {}
-        self._news: list[Update] = []
+        self._news: list[EngineCoreOutput] = []
         self._steps = self.kernels_done = 0
         self._kernels = kernels
 
@@ -77,9 +77,9 @@ class StubCore:
     def abort(self, ids: Iterable[str]) -> None:
         for id in ids:
             if self._live.pop(id, None):
-                self._news.append(Update(id, [], "abort"))
+                self._news.append(EngineCoreOutput(id, [], "abort"))
 
-    def step(self) -> list[Update]:
+    def step(self) -> list[EngineCoreOutput]:
         self._steps += 1
         if self._steps == self._fail_at:
             raise ZeroDivisionError("the stub fails as told")
@@ -94,7 +94,9 @@ class StubCore:
         for id, (request, done) in list(self._live.items()):
             last = done + 1 == request.limit
             news.append(
-                Update(id, [(sum(request.prompt) * 31 + request.seed + done * 7) % VOCAB], "length" if last else None)
+                EngineCoreOutput(
+                    id, [(sum(request.prompt) * 31 + request.seed + done * 7) % VOCAB], "length" if last else None
+                )
             )
             self._live[id] = (request, done + 1)
             if last:

@@ -6,17 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from simulation import VOCAB, Entry, Simulation, alone, continuation, request
+from simulation import VOCAB, Entry, Simulation, alone, continuation, item, layout, request
 
 from graphllm.config import ConfigError
-from graphllm.engine.pool import BlockPool
-from graphllm.engine.scheduler import QueueFullError, Scheduler, SchedulerLimits
+from graphllm.engine.scheduler import QueueFullError, Scheduler
+from graphllm.engine.scheduler_output import SchedulerLimits
 
 LIMITS = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_num_rows=16, max_len=64, block_size=4)
 
 
-def simulation(pages: int = 100, windows: tuple[int, ...] = (0,), caching: bool = True, **limits: Any) -> Simulation:
-    return Simulation(LIMITS._replace(**limits), pages, windows, caching)
+def simulation(pages: int = 100, windows: tuple[int, ...] = (0,), caching: bool = True, **fields: Any) -> Simulation:
+    """fields: of the limits and of the simulation."""
+    limits = {name: fields.pop(name) for name in LIMITS._fields if name in fields}
+    return Simulation(LIMITS._replace(**limits), pages, windows, caching, **fields)
 
 
 def prompt(length: int, first: int = 0) -> list[int]:
@@ -183,7 +185,7 @@ def test_no_step_is_spent_behind_the_limit(limit: int) -> None:
 
 def test_max_len_is_a_limit_too() -> None:
     """Though the front does not let such a request through."""
-    scheduler = Scheduler(LIMITS._replace(max_len=8), BlockPool(20, True))
+    scheduler = Scheduler(LIMITS._replace(max_len=8), layout((0,), 20, (4,)))
     scheduler.add(request("a", prompt(5), 30))
     count = 0
     while (plan := scheduler.next()) is not None:
@@ -210,7 +212,7 @@ def test_an_aborted_request_leaves_nothing() -> None:
 
 
 def test_an_id_may_come_again_while_its_last_step_is_in_flight() -> None:
-    scheduler = Scheduler(LIMITS._replace(max_num_seqs=1), BlockPool(20, True))
+    scheduler = Scheduler(LIMITS._replace(max_num_seqs=1), layout((0,), 20, (4,)))
     scheduler.add(request("a", [1, 2, 3]))
     first = scheduler.next()
     assert first is not None
@@ -218,7 +220,7 @@ def test_an_id_may_come_again_while_its_last_step_is_in_flight() -> None:
     scheduler.add(request("a", [4, 5]))
     second = scheduler.next()
     assert second is not None
-    assert scheduler.commit(first, np.array([7], dtype=np.int32)).sequences == []
+    assert scheduler.commit(first, np.array([7], dtype=np.int32)).requests == []
     assert scheduler.commit(second, np.array([8], dtype=np.int32)).tokens == [[8]]
 
 
@@ -365,7 +367,7 @@ def test_pages_of_a_running_request_are_shared() -> None:
     sim.step()
     sim.add(request("b", prompt(10), 30, seed=1))
     assert brief(sim.step()) == [("a", 11, 1), ("b", 8, 2)]
-    tables = sim.scheduler.tables[0, [sim.alive[i].slot for i in "ab"]]
+    tables = sim.scheduler.cache.tables[0][[sim.alive[i].slot for i in "ab"]]
     assert (tables[0, :2] == tables[1, :2]).all()
     assert tables[0, 2] != tables[1, 2]
     assert [sim.pool.references[p] for p in tables[0, :3]] == [2, 2, 1]
@@ -433,7 +435,7 @@ def test_pages_behind_the_window_are_given_back(windows: tuple[int, ...]) -> Non
     sim.add(request("a", prompt(19), 30))
     while sim.unfinished:
         for entry in sim.step():
-            tables = sim.scheduler.tables[:, sim.alive["a"].slot]
+            tables = [t[sim.alive["a"].slot] for t in sim.scheduler.cache.tables]
             for table, window in zip(tables, windows, strict=True):
                 first = max(0, entry.start - window + 1) // 2 if window else 0
                 assert not table[:first].any()
@@ -458,7 +460,7 @@ def test_siblings_share_their_prompt(length: int, caching: bool) -> None:
     plans = [sim.step(), sim.step()]
     assert brief(plans[0]) == [("0", 0, length)]
     assert brief(plans[1]) == [("0", length, 1), ("1", length - 1, 1), ("2", length - 1, 1)]
-    tables = sim.scheduler.tables[0, [sim.alive[i].slot for i in "012"]]
+    tables = sim.scheduler.cache.tables[0][[sim.alive[i].slot for i in "012"]]
     last = (length - 1) // 4
     assert (tables[:, :last] == tables[0, :last]).all()
     assert len(set(tables[:, last])) == 3
@@ -592,62 +594,88 @@ def test_a_sibling_that_scores_goes_on_alone() -> None:
     assert sim.scored["1"] == list(range(11))
 
 
-# Drafts
+# Verification
 
 
 def _drafting(sim: Simulation, limit: int = 20, length: int = 5, **fields: Any) -> list[int]:
-    """A request "a" with three known tokens and none in flight; the tokens to come."""
+    """A request "a" with two known tokens and one in flight; the tokens behind the known ones."""
     wire = sim.add(request("a", prompt(length), limit, **fields))
     sim.step()
     sim.step()
     sim.step()
-    true = continuation(wire, sim.past("a"), 12)
-    sim.scheduler.propose(sim.alive["a"], [VOCAB + 5])
-    assert sim.step() == []  # waits for the one in flight
-    assert len(sim.output["a"]) == 3
-    return true
+    assert len(sim.output["a"]) == 2
+    return continuation(wire, [*wire.prompt, *sim.output["a"]], 12)
 
 
 @pytest.mark.parametrize("right", [0, 1, 3, 4])
 def test_drafts_are_kept_as_far_as_they_are_right(right: int) -> None:
-    sim = simulation()
+    """The first of those expected is in flight. The next step is planned before it is known what is kept."""
+    sim = simulation(query_lens=(5,))
     true = _drafting(sim)
-    drafts = [*true[:right], *[VOCAB + 1] * (4 - right)]
-    sim.scheduler.propose(sim.alive["a"], drafts)
-    assert sim.step() == [Entry("a", 7, 5, 5, True, False)]
-    assert sim.step() == []  # its next token is not known
-    assert sim.output["a"][3:] == true[: right + 1]
-    assert brief(sim.step()) == [("a", 8 + right, 1)]
+    sim.scheduler.propose(sim.alive["a"], [*true[: right + 1], *[VOCAB + 1] * (4 - right)])
+    assert sim.step() == [Entry("a", 7, 5, 5, True, True)]
+    assert sim.step() == [Entry("a", 12, 1, 1, True, True)]
+    assert sim.output["a"][3:] == true[1 : right + 2]
+    assert sim.verified == [(5, right + 1)]
+    assert brief(sim.step()) == [("a", 9 + right, 1)]
     sim.run()
+
+
+def test_drafts_that_are_known_to_be_wrong_are_not_verified() -> None:
+    sim = simulation(query_lens=(2, 3, 4))
+    _drafting(sim)
+    sim.scheduler.propose(sim.alive["a"], [VOCAB + 1] * 4)
+    assert brief(sim.step()) == [("a", 7, 4)]
+    assert brief(sim.step()) == [("a", 11, 1)]
+    assert sim.alive["a"].drafts == []
+    sim.run()
+    assert sim.verified == [(4, 1)]
 
 
 def test_other_requests_go_on_beside_drafts() -> None:
-    sim = simulation()
-    sim.add(request("b", prompt(5, 1), 20))
-    true = []
-    wire = sim.add(request("a", prompt(5), 20))
-    for i in range(12):
-        if i in (3, 5, 8):
-            true = continuation(wire, sim.past("a"), 2)
-            sim.scheduler.propose(sim.alive["a"], true)
+    """Those without drafts are padded. Beside a prompt all have one token, and drafts wait."""
+    sim = simulation(query_lens=(3,))
+    for i, id in enumerate("ab"):
+        sim.add(request(id, prompt(5, i), 20))
+    for i in range(9):
+        if i in (3, 6):
+            wire = sim.requests["a"].wire
+            sim.scheduler.propose(sim.alive["a"], continuation(wire, [*wire.prompt, *sim.output["a"]], 3))
+        if i == 6:
+            sim.add(request("c", prompt(5, 2), 4))
         entries = sim.step()
-        assert ("b", 1 if i else 5) in [(e.id, e.count) for e in entries]
-    assert true
+        assert ("b", 5 if i == 0 else 3 if i in (3, 7) else 1) in [(e.id, e.count) for e in entries]
+    assert sim.verified[0] == (3, 3)
     sim.run()
 
 
+@pytest.mark.parametrize("right", [0, 1, 2, 3])
+@pytest.mark.parametrize("windows", [(0,), (0, 6)])
+def test_drafts_on_the_device(windows: tuple[int, ...], right: int) -> None:
+    """Every step verifies, and is planned while the one before may still reject; the last tokens come singly."""
+    sim = simulation(windows=windows, query_lens=(4,), device_drafts=True, max_num_rows=99, max_num_batched_tokens=99)
+    sim.right = right
+    for i, id in enumerate("abc"):
+        sim.add(request(id, prompt(5, i), 30, seed=i))
+    plans = sim.run()
+    assert len([p for p in plans if p and {e.count for e in p} == {4}]) > 4
+    assert all(len(sim.output[id]) == 30 for id in "abc")
+    assert len({kept for _, kept in sim.verified}) > 1
+
+
 @pytest.mark.parametrize("right", [1, 3, 5])
-def test_drafts_of_another_page_leave_no_wrong_page_behind(right: int) -> None:
-    """Rejected drafts fill a page that nobody may find; the pages are used again by what follows."""
-    sim = simulation(pages=8)
+def test_drafts_of_another_block_leave_no_wrong_block_behind(right: int) -> None:
+    """Rejected drafts fill a block that nobody may find; the blocks are used again by what follows."""
+    sim = simulation(pages=8, query_lens=(7,))
     true = _drafting(sim, 14)
-    sim.scheduler.propose(sim.alive["a"], [*true[:right], *[VOCAB + 1] * (6 - right)])
+    sim.scheduler.propose(sim.alive["a"], [*true[: right + 1], *[VOCAB + 1] * (6 - right)])
     assert brief(sim.step()) == [("a", 7, 7)]
-    held = int((sim.scheduler.tables > 0).sum())
+    tables = sim.scheduler.cache.tables[0]
+    held = int((tables > 0).sum())
     assert held == 4  # up to position 13
-    while (sim.scheduler.tables > 0).any():
+    while (tables > 0).any():
         sim.step()
-        assert int((sim.scheduler.tables > 0).sum()) in (0, 4, 5)
+        assert int((tables > 0).sum()) in (0, 4, 5)
     assert _cached(sim, "b", [*prompt(5), *sim.output["a"]], limit=1) == 16
 
 
@@ -656,7 +684,7 @@ def test_a_stop_token_among_kept_drafts() -> None:
         s for s in range(1000)
         if (t := continuation(request("x", prompt(5), seed=s), prompt(5), 6)).count(3) == 1 and t[4] == 3
     )  # fmt: skip
-    sim = simulation()
+    sim = simulation(query_lens=(4,))
     true = _drafting(sim, seed=seed, stop_ids=[3])
     sim.scheduler.propose(sim.alive["a"], true[:4])
     sim.step()
@@ -668,7 +696,7 @@ def test_a_stop_token_among_kept_drafts() -> None:
 @pytest.mark.parametrize("limit", [5, 6, 8])
 def test_drafts_end_at_the_limit(limit: int) -> None:
     """Those behind it are not computed: 1 of the output is sampled at any rate."""
-    sim = simulation(max_len=5 + limit)
+    sim = simulation(max_len=5 + limit, query_lens=(2, 3, 4, 5, 6, 7, 8, 9))
     true = _drafting(sim, limit)
     sim.scheduler.propose(sim.alive["a"], true[:9])
     assert brief(sim.step()) == [("a", 7, limit - 3)]
@@ -676,52 +704,172 @@ def test_drafts_end_at_the_limit(limit: int) -> None:
     assert (len(sim.output["a"]), sim.reason["a"]) == (limit, "length")
 
 
+def test_no_room_for_a_compiled_length() -> None:
+    sim = simulation(query_lens=(8,))
+    true = _drafting(sim, 8)
+    sim.scheduler.propose(sim.alive["a"], true[:6])
+    plans = sim.run()
+    assert {count for _, count in computed(plans, "a")} == {1}
+
+
 def test_an_error_among_kept_drafts() -> None:
-    sim = simulation()
+    sim = simulation(query_lens=(4,))
     wire = sim.add(request("a", prompt(5), 20), error_at=5)
     for _ in range(3):
         sim.step()
-    sim.scheduler.propose(sim.alive["a"], [])
-    true = continuation(wire, sim.past("a"), 4)
-    sim.scheduler.propose(sim.alive["a"], true)
+    sim.scheduler.propose(sim.alive["a"], continuation(wire, [*wire.prompt, *sim.output["a"]], 4))
     sim.run()
     assert (len(sim.output["a"]), sim.reason["a"]) == (5, "error")
 
 
-def test_drafts_are_no_more_than_a_step_takes() -> None:
-    for sim in (simulation(max_num_batched_tokens=4), simulation(max_num_rows=4)):
-        sim.add(request("a", prompt(3), 20))
-        for _ in range(3):
-            sim.step()
-        sim.scheduler.propose(sim.alive["a"], [1] * 9)
-        sim.step()
-        assert [e.count for e in sim.step()] == [4]
-        sim.run()
-
-
 @pytest.mark.parametrize("limits", [{"max_num_batched_tokens": 6}, {"max_num_rows": 6}])
-def test_drafts_of_several_requests_share_a_step(limits: dict[str, Any]) -> None:
-    """Those that are too many wait for the next one."""
-    sim = simulation(**limits)
+def test_drafts_are_no_more_than_a_step_takes(limits: dict[str, Any]) -> None:
+    sim = simulation(**limits, query_lens=(2, 3, 4, 8))
     for i, id in enumerate("ab"):
         sim.add(request(id, prompt(3, i), 20))
-    sim.step()
-    sim.step()
+    for _ in range(3):
+        sim.step()
     for id in "ab":
-        sim.scheduler.propose(sim.alive[id], continuation(sim.requests[id].wire, sim.past(id), 3))
-    sim.step()
-    assert [brief(sim.step()), brief(sim.step())] == [[("a", 4, 4)], [("b", 4, 4)]]
+        wire = sim.requests[id].wire
+        sim.scheduler.propose(sim.alive[id], continuation(wire, [*wire.prompt, *sim.output[id]], 4))
+    assert [e.count for e in sim.step()] == [3, 3]
     sim.run()
+    assert sim.verified == [(3, 3)] * 2
 
 
-def test_drafts_for_what_waits_or_is_computed_again_are_dropped() -> None:
-    sim = simulation(max_num_batched_tokens=4)
-    sim.add(request("a", prompt(10), 6))
+def test_one_whose_tokens_must_be_seen_has_no_drafts() -> None:
+    sim = simulation(query_lens=(4,), device_drafts=True)
+    sim.add(request("a", prompt(3), 20))
     sim.step()
-    sim.scheduler.propose(sim.alive["a"], [1, 2])
-    assert sim.alive["a"].drafts == []
+    sim.scheduler.requests.verifiable[sim.alive["a"].slot] = False
+    sim.run()
+    assert sim.verified == []
+
+
+# Groups of unlike block sizes, and none
+
+
+@pytest.mark.parametrize("windows", [(0, 0), (0, 6), (5, 0)])
+def test_hits_end_at_the_largest_block(windows: tuple[int, ...]) -> None:
+    sim = simulation(windows=windows, block_sizes=(4, 16))
+    assert _cached(sim, "a", prompt(40)) == 0
+    assert _cached(sim, "b", prompt(40)) == 32
+    assert _cached(sim, "c", prompt(32)) == 16
+    assert [t.shape[1] for t in sim.scheduler.cache.tables] == [16, 4]
+
+
+def test_a_model_without_block_states() -> None:
+    sim = simulation(pages=0, windows=())
+    for i in range(6):
+        sim.add(request(f"{i}", prompt(9), i))
+    sim.run()
+    assert sim.reason["0"] == "stop"
+    assert sim.output["0"] == []
+    assert [len(sim.output[f"{i}"]) for i in range(1, 6)] == [1, 2, 3, 4, 5]
+
+
+# Recurrent states
+
+
+@pytest.mark.parametrize("windows", [(), (0,), (6,)])
+def test_snapshots(windows: tuple[int, ...]) -> None:
+    """A chunk ends at the last boundary before the prompt's end, and a hit where there is a snapshot."""
+    sim = simulation(windows=windows, recurrent=True, num_snapshots=3)
+    sim.add(request("a", prompt(14)))
     plans = sim.run()
-    assert computed(plans, "a")[:2] == [(4, 4), (8, 2)]
+    assert computed(plans, "a")[:2] == [(0, 12), (12, 2)]
+    assert _cached(sim, "b", prompt(14)) == 12
+    assert _cached(sim, "c", prompt(11)) == 0  # there is no snapshot at 8 before it
+    assert _cached(sim, "d", prompt(10)) == 8
+    assert _cached(sim, "e", [*prompt(14), 5, 6, 7, 8]) == 12
+
+
+def test_snapshots_at_intervals() -> None:
+    """Also behind what was generated. The least recently used one is overwritten."""
+    sim = simulation(recurrent=True, num_snapshots=9, snapshot_interval=7)  # every 8
+    sim.add(request("a", prompt(13), 20))
+    plans = sim.run()
+    assert computed(plans, "a")[:3] == [(0, 8), (8, 4), (12, 1)]
+    text = [*prompt(13), *sim.output["a"]]
+    assert [_cached(sim, f"{n}", text[:n], limit=1) for n in (13, 12, 17, 25, 33)] == [12, 8, 16, 24, 32]
+    for i in range(9):
+        _cached(sim, f"x{i}", prompt(5, i + 1), limit=1)
+    assert _cached(sim, "again", text[:13], limit=1) == 0
+
+
+def test_siblings_of_a_recurrent_model_resume_at_a_snapshot() -> None:
+    sim = simulation(recurrent=True, num_snapshots=3)
+    _siblings(sim, 3, prompt(10))
+    plans = sim.run()
+    assert [computed(plans, id)[0] for id in "012"] == [(0, 8), (8, 2), (8, 2)]
+    sim = simulation(recurrent=True, num_snapshots=0)
+    _siblings(sim, 3, prompt(10))
+    plans = sim.run()
+    assert [computed(plans, id)[0][0] for id in "012"] == [0, 0, 0]
+
+
+# Adapters and items
+
+
+def test_adapters() -> None:
+    sim = simulation(max_adapters=2)
+    found = [_cached(sim, f"{i}", prompt(9), adapter_id=a) for i, a in enumerate([0, 1, 2, 1, 0])]
+    assert found == [0, 0, 0, 8, 8]
+    with pytest.raises(ConfigError, match="adapter_id is 3; this artifact has room for 2 adapters"):
+        sim.scheduler.add(request("x", prompt(9), adapter_id=3))
+
+
+def test_items_are_encoded_once() -> None:
+    """By content; where the prefix cache has what stands behind them, not at all. Another image is another prefix."""
+    sim = simulation(item_tokens=10)
+    for i, content in enumerate("aabac"):
+        found = _cached(sim, f"{i}", prompt(13), items=[item(content, 2, 5)])
+        assert found == [0, 12, 0, 12, 0][i]
+    assert sim.encoded == ["a", "b", "c"]
+    assert _cached(sim, "other", [7, *prompt(12)], items=[item("b", 3, 5)]) == 0
+    assert _cached(sim, "seen by all", prompt(13), items=[item("b", -1, 5)]) == 0
+    assert sim.encoded == ["a", "b", "c"]
+    assert _cached(sim, "evicted", [8, *prompt(12)], items=[item("a", 3, 5)]) == 0
+    assert sim.encoded == ["a", "b", "c", "a"]
+
+
+def test_a_request_waits_for_room_for_its_items() -> None:
+    sim = simulation(item_tokens=10)
+    sim.add(request("a", prompt(9), 6, items=[item("a", 0, 3), item("b", 4, 3)]))
+    sim.add(request("b", prompt(9, 1), 6, items=[item("c", 0, 5)]))
+    plans = sim.run()
+    ends = max(i for i, p in enumerate(plans) if "a" in [e.id for e in p])
+    assert min(i for i, p in enumerate(plans) if "b" in [e.id for e in p]) > ends
+    with pytest.raises(ConfigError, match="its encoded inputs have 11 rows, more than the 10"):
+        sim.scheduler.add(request("x", prompt(20), items=[item("c", 0, 11)]))
+
+
+def test_items_that_are_kept_do_not_stay_in_the_way() -> None:
+    """The first item is there, in the middle of the rows, and leaves no room on either side for the second."""
+    sim = simulation(item_tokens=8)
+    _cached(sim, "a", prompt(9), items=[item("a", 0, 3), item("b", 3, 3)])
+    _cached(sim, "b", prompt(9, 1), items=[item("b", 0, 3), item("c", 3, 5)])
+    assert sim.encoded == ["a", "b", "b", "c"]
+
+
+# Export and import
+
+
+@pytest.mark.parametrize("windows", [(0,), (0, 6), ()])
+@pytest.mark.parametrize("recurrent", [True, False])
+def test_an_exported_prefix_is_found_elsewhere(windows: tuple[int, ...], recurrent: bool) -> None:
+    """The second one computes the last chunk only, and its text is that of one that computes all."""
+    fields = {"windows": windows, "recurrent": recurrent, "num_snapshots": 4 if recurrent else 0}
+    first, second = simulation(**fields), simulation(**fields)
+    first.add(request("a", prompt(21), 6))
+    first.run()
+    text = [*prompt(21), *first.output["a"]][:22]
+    contents = first.export(request("x", text))
+    expected = 20 if windows or recurrent else 0
+    assert bool(contents) == bool(expected)
+    assert second.adopt(contents) == 0
+    assert second.adopt(contents) == len(contents)
+    assert _cached(second, "b", text) == expected
 
 
 def test_the_simulation_notices() -> None:
@@ -731,7 +879,8 @@ def test_the_simulation_notices() -> None:
     sim.add(request("b", prompt(10, 1), 20))
     sim.step()
     slots = [sim.alive[i].slot for i in "ab"]
-    sim.scheduler.tables[0, slots[1], 1] = sim.scheduler.tables[0, slots[0], 1]
+    table = sim.scheduler.cache.tables[0]
+    table[slots[1], 1] = table[slots[0], 1]
     with pytest.raises(AssertionError):
         sim.step()
     assert alone(request("a", prompt(10), 20))[1] == "length"

@@ -35,7 +35,7 @@ def _compile(checkpoint: Path, folder: Path) -> None:
 
     source = open_source(checkpoint)
     wanted = EngineArgs(
-        target="cuda", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, block_size=8
+        target="cuda", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, block_size=16
     )
     compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
 

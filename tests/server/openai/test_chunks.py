@@ -20,7 +20,7 @@ from stub_core import info
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.processor import Processor
-from graphllm.engine.request import EngineRequest, Ranked, Update
+from graphllm.engine.request import EngineCoreOutput, EngineRequest, PositionLogprobs
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
 from graphllm.server.chat.replies import ReplyFormat
@@ -66,7 +66,7 @@ def _outputs(
         parsed = processor.make(prompt, params, str(number))
         outputs.add(parsed)
         requests += parsed.requests
-    steps: dict[int, list[Update]] = {}
+    steps: dict[int, list[EngineCoreOutput]] = {}
     for request, answer, begin in zip(requests, answers, accumulate(a.late for a in answers), strict=True):
         for step, update in zip(count(begin), _updates(request, answer, tokenizer)):
             steps.setdefault(step, []).append(update)
@@ -75,13 +75,13 @@ def _outputs(
     return [(int(output.request_id), output) for output in found]
 
 
-def _updates(request: EngineRequest, answer: Said, tokenizer: Tokenizer) -> Iterator[Update]:
+def _updates(request: EngineRequest, answer: Said, tokenizer: Tokenizer) -> Iterator[EngineCoreOutput]:
     params, prompt = request.params, request.prompt
     tokens = tokenizer.encode(answer.text) + [byte_tokenizer.EOS] * answer.ended or [byte_tokenizer.END]
     places = list(accumulate(answer.sizes, initial=0))
     for i, begin in enumerate(places):
         end = places[i + 1] if i + 1 < len(places) else len(tokens)
-        update = Update(request.id, tokens[begin:end])
+        update = EngineCoreOutput(request.id, tokens[begin:end])
         if params.logprobs is not None:
             update.logprobs = [_ranked(token, params.logprobs) for token in update.tokens]
         if not i:
@@ -95,8 +95,8 @@ def _updates(request: EngineRequest, answer: Said, tokenizer: Tokenizer) -> Iter
         yield update
 
 
-def _ranked(token: int, top: int) -> Ranked:
-    return Ranked(token, -3.5 - token, top + 1, [(token + i) % 300 for i in range(1, top + 1)], [-0.25] * top)
+def _ranked(token: int, top: int) -> PositionLogprobs:
+    return PositionLogprobs(token, -3.5 - token, top + 1, [(token + i) % 300 for i in range(1, top + 1)], [-0.25] * top)
 
 
 def _chunks(call: Call, answers: Sequence[Said], tokenizer: Tokenizer) -> list[dict[str, Any]]:

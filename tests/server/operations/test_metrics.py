@@ -27,8 +27,8 @@ from graphllm.engine.request import (
     BucketStats,
     CoreStats,
     Distribution,
+    EngineCoreOutput,
     EngineRequest,
-    Update,
 )
 from graphllm.entrypoints.async_llm import merge
 from graphllm.server.operations.metrics import Metrics
@@ -231,7 +231,7 @@ def outputs_of(params: SamplingParams, timeline: Timeline, scheduled: float = 1.
             reason = "length" if last[index] == (at, i) else None
             first = {} if index in begun else {"cached": 2, "scheduled": scheduled + index / 64}
             begun.add(index)
-            updates.append(Update(ids[index], [9] * count, reason, **first))
+            updates.append(EngineCoreOutput(ids[index], [9] * count, reason, **first))
         yield from processor.process(updates).outputs
 
 

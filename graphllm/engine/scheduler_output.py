@@ -1,0 +1,67 @@
+"""What the scheduler is given, its limits, and what it says of each step."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from graphllm.engine.request import Item
+from graphllm.engine.request_table import RequestState
+
+
+class SchedulerLimits(NamedTuple):
+    """max_num_rows: sampled rows of one step. max_len: tokens of a sequence. block_size: see `CacheManager`. policy:
+    "fcfs" or "priority".
+
+    long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
+    `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device.
+    """
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_num_rows: int
+    max_len: int
+    block_size: int
+    max_num_queued_reqs: int | None = None
+    policy: str = "fcfs"
+    long_prefill_token_threshold: int = 0
+    snapshot_interval: int = 0
+    device_drafts: bool = False
+
+
+class SchedulerOutput(NamedTuple):
+    """A step's work, an entry for each of n requests, those with one token first.
+
+    starts, counts [n] int32: first position and number of the tokens to compute. rows [n] int32: how many of the last
+    of them are sampled from or scored. samples [n] bool: whether the last row gives the sequence's next token. fed [n]
+    bool: the first token is still in flight and is taken from the device. epochs [n]: tell at `commit` whether the
+    slot is still the request's. tables: block tables of all slots, for each cache group [slots, blocks].
+
+    query_len: above 1 the step verifies: each entry has so many tokens, its newest and drafts [n, query_len - 1] int32,
+    None where they lie on the device. pending [n] bool, or None: starts, positions and lengths are upper bounds, to be
+    lowered on the device by the drafts that the step in flight rejects.
+
+    To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
+    snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
+    admitted: requests new in their slot.
+    """
+
+    requests: list[RequestState]
+    slots: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    rows: np.ndarray
+    samples: np.ndarray
+    fed: np.ndarray
+    epochs: np.ndarray
+    tables: tuple[np.ndarray, ...]
+    query_len: int
+    drafts: np.ndarray | None
+    pending: np.ndarray | None
+    copies: list[tuple[int, int]]
+    resets: list[int]
+    snapshot_loads: list[tuple[int, int]]
+    encodes: list[tuple[Item, int]]
+    snapshot_saves: list[tuple[int, int]]
+    admitted: list[RequestState]

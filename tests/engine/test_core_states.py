@@ -1,0 +1,146 @@
+"""The engine core over an executor that only records: what it is told around steps, and what verification gives."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from harness import finish, request
+from simulation import item
+
+from graphllm.config import Bucket, ConfigError, SchedulerConfig
+from graphllm.config.sampling import SamplingParams
+from graphllm.engine.core import EngineCore
+from graphllm.program.schema import CacheGroup, CacheLayout
+from graphllm.runtime.executor import StepResult
+from graphllm.runtime.padding import Size
+from graphllm.runtime.staging import StepInput
+
+LAYOUT = CacheLayout((CacheGroup("full", 0, 4),), 40, recurrent=True, num_snapshots=4, item_tokens=8, query_lens=(3,))
+
+
+class Recorder:
+    """An executor whose tokens count up from 100 in each slot; of three verified ones it keeps two. log: its calls."""
+
+    def __init__(self, layout: CacheLayout = LAYOUT) -> None:
+        self.layout = layout
+        self.max_num_seqs, self.max_rows, self.max_num_batched_tokens = 4, 12, 32
+        self.vocab, self.max_logprobs, self.max_logit_bias = 500, 20, 16
+        self.buckets, self.device = [Bucket("mixed", 1, 32)], SimpleNamespace(type="cpu")
+        self.shareable = self.device_drafts = True
+        self.log: list[tuple[Any, ...]] = []
+        self.blocks: dict[int, bytes] = {}
+        self.snapshots: dict[int, bytes] = {}
+        self.newest = [99] * 4
+
+    def start(self, step: StepInput, program: str) -> Any:
+        q, slots, given = max(1, step.query_len), step.arrays["row_slots"], step.arrays
+        pending = given["pending"].astype(bool) if "pending" in given and given["pending"].any() else None
+        self.log.append(("step", q, given["token_ids"].tolist(), given["positions"].tolist(), pending))
+        tokens = np.zeros(len(slots), dtype=np.int32)
+        for row, slot in enumerate(slots.tolist()):
+            tokens[row] = self.newest[slot] + 1 + row % q
+        for slot in set(slots.tolist()):
+            self.newest[slot] += 1 if q == 1 else 2
+        kept = np.full(step.sequences, min(q, 2), dtype=np.int32)
+        result = StepResult({"tokens": tokens, "kept": kept}, {}, None)
+        return SimpleNamespace(wait=lambda: result, size=Size(self.buckets[0], 32, 4, 4))
+
+    def encode(self, data: np.ndarray, length: int, start: int) -> None:
+        self.log.append(("encode", data.tolist(), length, start))
+
+    def read_blocks(self, blocks: list[int]) -> list[bytes]:
+        return [b"block %d" % b for b in blocks]
+
+    def write_blocks(self, blocks: list[int], data: list[bytes]) -> None:
+        self.blocks |= dict(zip(blocks, data, strict=True))
+
+    def read_snapshots(self, snapshots: list[int]) -> list[bytes]:
+        return [b"snapshot %d" % s for s in snapshots]
+
+    def write_snapshots(self, snapshots: list[int], data: list[bytes]) -> None:
+        self.snapshots |= dict(zip(snapshots, data, strict=True))
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("copy_blocks", "reset_slots", "load_snapshots", "save_snapshots", "sample"):
+            raise AttributeError(name)
+        return lambda *given: self.log.append((name, *given))
+
+
+def _core(executor: Recorder, **options: Any) -> EngineCore:
+    return EngineCore(executor, 64, SchedulerConfig(cache_secret="s", **options))  # type: ignore[arg-type]
+
+
+def _params(count: int, **fields: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **fields)
+
+
+def test_states_around_steps() -> None:
+    """Zeroed or loaded before a request's first step, saved after the one that ends at the last boundary."""
+    executor = Recorder()
+    core = _core(executor)
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    image = msgspec.structs.replace(item("a", 0, 3), data=rows.tobytes(), dtype="float32", shape=rows.shape)
+    wanted = [request(i, range(10), _params(1), items=[image]) for i in "xy"]
+    for one in wanted:
+        finish(core, [one])
+    names = [(name, *given) if name != "step" else (name, given[1]) for name, *given in executor.log]
+    assert names == [
+        ("reset_slots", [0]), ("encode", rows.tolist(), 3, 0), ("step", list(range(8))), ("save_snapshots", [(0, 0)]),
+        ("step", [8, 9]),
+        ("load_snapshots", [(0, 0)]), ("step", [8, 9]),
+    ]  # fmt: skip
+    core.close()
+
+
+def test_verified_tokens() -> None:
+    """Each step but the first verifies, on the device's drafts; the host learns a step later what was kept."""
+    executor = Recorder(LAYOUT._replace(recurrent=False))
+    core = _core(executor)
+    found = finish(core, [request("x", [1, 2, 3], _params(9))])["x"]
+    assert found.tokens == list(range(100, 109))
+    steps = [given for name, *given in executor.log if name == "step"]
+    assert [s[0] for s in steps[:3]] == [1, 3, 3]
+    assert [s[1] for s in steps[:3]] == [[1, 2, 3], [-1, -1, -1], [-1, -1, -1]]
+    assert [s[2] for s in steps[:3]] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert [None if s[3] is None else s[3].tolist() for s in steps[:3]] == [None, None, [True]]
+    core.close()
+
+
+@pytest.mark.parametrize(
+    "fields", [{"logprobs": 1}, {"min_tokens": 3, "stop_token_ids": (7,)}, {"presence_penalty": 1}]
+)
+def test_what_the_host_must_see_is_not_verified(fields: dict[str, Any]) -> None:
+    executor = Recorder(LAYOUT._replace(recurrent=False))
+    executor.write_slot = lambda *given: None  # type: ignore[attr-defined]
+    core = _core(executor)
+    core.add(request("x", [1, 2, 3], _params(6, **fields)))
+    while core.unfinished:
+        core.step()
+    assert {given[0] for name, *given in executor.log if name == "step"} == {1}
+    core.close()
+
+
+def test_a_prefix_goes_to_another_core() -> None:
+    first, second = Recorder(), Recorder()
+    cores = [_core(first), _core(second)]
+    one = request("x", range(10), _params(1))
+    finish(cores[0], [one])
+    entries = cores[0].export_cache(one)
+    assert [(e.group, e.data.split()[0]) for e in entries] == [(0, b"block"), (0, b"block"), (-1, b"snapshot")]
+    assert cores[1].import_cache(entries) == 3
+    assert cores[1].import_cache(entries) == 0
+    assert [*second.blocks.values(), *second.snapshots.values()] == [e.data for e in entries]
+    assert finish(cores[1], [one])["x"].cached == 8
+    assert cores[1].reset_prefix_cache()
+    assert cores[1].export_cache(one) == []
+    with pytest.raises(ConfigError, match="there is no cache group 1 here"):
+        cores[1].import_cache([entries[0].__class__(1, b"", b"")])
+    for core in cores:
+        core.close()
