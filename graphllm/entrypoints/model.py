@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from graphllm.config import CoreConfig, EngineArgs
+from graphllm.config import ConfigError, CoreConfig, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
 from graphllm.engine.options import LogitsProcessor
