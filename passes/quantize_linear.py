@@ -21,8 +21,8 @@ from graphllm.weights.simplify import as_stored
 @register_pass(numerics="changes")
 def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Turn `linear` into the op that reads an encoding where the weight is a matrix of the checkpoint that nothing else
-    of the unit reads. A weight tied to another one, such as a head's to the embedding, gets an
-    encoded copy of its own."""
+    of the unit reads. A weight tied to another one, such as a head's to the embedding, gets an encoded copy of its own.
+    """
     notes = []
     for weight in unit.graph.find_nodes(op="placeholder"):
         calls = [_arguments(user, weight) for user in weight.users]

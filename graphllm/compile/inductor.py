@@ -90,9 +90,8 @@ def cubins(source: str, inputs: Sequence[torch.Tensor], names: Mapping[str, str]
     """Compile the Triton kernels of a generated module by running it once on real inputs.
 
     Returns for each name: cubin (bytes), symbol, shared (bytes), warps, early (whether it may start while the kernel
-    before it runs, because it waits for that one itself), names (of the arguments of ``.run``), args
-    (their
-    kinds; None for what the kernel was specialized on), prefix and grid (integer expressions over the names).
+    before it runs, because it waits for that one itself), names (of the arguments of ``.run``), args (their kinds; None
+    for what the kernel was specialized on), prefix and grid (integer expressions over the names).
     """
     with inductor_config.patch(settings("cuda")), torch.no_grad():
         module = PyCodeCache.load(source)

@@ -1,8 +1,8 @@
 """Link each graph's units into whole programs, cut them at boundary ops, and keep each distinct piece once.
 
 Layers are copied, not traced again, so this costs milliseconds at any depth. Cutting the linked graph at attention
-makes the
-repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer edge.
+makes the repeated piece "rest of layer i, start of layer i+1": norms and residuals meet inside it, across the layer
+edge.
 """
 
 from __future__ import annotations

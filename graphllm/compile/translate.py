@@ -1,10 +1,8 @@
 """Take generated wrapper source apart: straight-line Python in, a list of plain instructions out.
 
 Inductor's wrapper for one piece allocates buffers, calls kernels and returns. Each statement becomes one instruction
-of the
-piece format (docs/artifact.md); a statement this file does not know is an error at compile time, never a surprise
-later.
-Allocation is left to the linker of the runtime, so frees and reuse hints are dropped.
+of the piece format (docs/artifact.md); a statement this file does not know is an error at compile time, never a
+surprise later. Allocation is left to the linker of the program, so frees and reuse hints are dropped.
 """
 
 from __future__ import annotations

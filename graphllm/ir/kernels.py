@@ -1,8 +1,7 @@
 """How an implementation calls a hand-written kernel so that both plain execution and the compiler see it.
 
 `CKernel` is a C++ function with a plain C ABI; `launch_triton` starts a Triton kernel. Under a tracer both leave one
-node
-in the graph, which the packager turns into a direct call: no dispatcher, no Python wrapper at serve time.
+node in the graph, which the packager turns into a direct call: no dispatcher, no Python wrapper at serve time.
 """
 
 from __future__ import annotations
