@@ -15,7 +15,7 @@ from graphllm.config import CompileConfig
 from graphllm.config.sampling import sampling_columns
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ops.accept_drafts import accept_drafts
-from graphllm.ops.adjust_logits import adjust_logits
+from graphllm.ops.process_logits import process_logits
 from graphllm.ops.record_tokens import record_tokens
 from graphllm.ops.resolve_drafts import resolve_drafts
 from graphllm.ops.sample import sample
@@ -169,4 +169,6 @@ def _process(v: Values) -> tuple[Tensor]:
     rows = ("row_slots", "mask_row", "mask", "bias_count")
     penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     state = ("counts", "bias_token", "bias_value")
-    return (adjust_logits(v["logits"], *(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state)),)
+    return (
+        process_logits(v["logits"], *(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state)),
+    )

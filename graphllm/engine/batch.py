@@ -16,7 +16,7 @@ from graphllm.runtime.staging import StepInput
 
 _FULL = -1  # all bits set
 _INT32 = 2**31 - 1
-IN_PROMPT = 1 << 30  # flag of `adjust_logits` in the counts
+IN_PROMPT = 1 << 30  # flag of `process_logits` in the counts
 _NO_SLOTS = np.array([-1], dtype=np.int32)  # equal to those of no step
 
 

@@ -22,7 +22,7 @@ def record_tokens(
     the last slot, the scrap one that padding rows share. last_token_N [N] int32: becomes the token, 0 for nothing;
     which one in the scrap slot is unspecified. counted_S [S] int32: where positive, and there is a token, counts_NV
     [N, V] int32 grows by one at it; 0 in rows of the scrap slot. Bit 30 of a count is a flag that stays, see
-    `adjust_logits`.
+    `process_logits`.
     Returns a copy of tokens_S, contiguous.
     """
     slot, token = slot_S.long(), tokens_S.clamp(min=0)

@@ -62,7 +62,7 @@ def _case(
             "top_p_S": make.tensor(top_p, torch.float32),
             "min_p_S": make.tensor(min_p, torch.float32),
             "seed_S": make.integers(-(2**62), 2**62, S, dtype=torch.int64),
-            "draw_S": make.integers(0, 4096, S),
+            "sample_index_S": make.integers(0, 4096, S),
         }
 
     tolerance = {"float32": 0.0, "bfloat16": 0.0} if allowed else {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}

@@ -182,8 +182,9 @@ class Row {
   }
 
   // The winner of the race among tokens with off >= low.
-  i64 draw(float low, std::int64_t seed, std::int32_t draw) const {
-    const std::uint32_t key = mix(std::uint32_t(draw) ^ mix(std::uint32_t(seed) ^ mix(std::uint32_t(seed >> 32))));
+  i64 draw(float low, std::int64_t seed, std::int32_t sample_index) const {
+    const std::uint32_t low_half = std::uint32_t(seed), high_half = std::uint32_t(seed >> 32);
+    const std::uint32_t key = mix(std::uint32_t(sample_index) ^ mix(low_half ^ mix(high_half)));
     Bits token;
     for (i64 i = 0; i < kRegLanes; i++) token[i] = std::uint32_t(i);
     auto numbers = [&](i64 i) { return uniform(mix((token + std::uint32_t(i)) * 0x9E3779B9u + key)); };
@@ -274,7 +275,7 @@ struct Args {
   const std::int32_t* top_k;
   const float *top_p, *min_p;
   const std::int64_t* seed;
-  const std::int32_t* draw;
+  const std::int32_t* sample_index;
   std::int32_t* out;
   i64 S, V, stride;
 };
@@ -301,7 +302,7 @@ void sample(const Args<T>& a) {
       i64 token = top.value > kNothing ? top.index : -1;
       if (a.temperature[s] > 0 && std::fabs(top.value) <= std::numeric_limits<float>::max()) {
         const Row<T> row(a.logits + s * a.stride, a.V, a.temperature[s], top);
-        token = row.draw(row.lowest(a.top_k[s], a.top_p[s], a.min_p[s]), a.seed[s], a.draw[s]);
+        token = row.draw(row.lowest(a.top_k[s], a.top_p[s], a.min_p[s]), a.seed[s], a.sample_index[s]);
       }
       a.out[s] = std::int32_t(token);
     }
@@ -312,14 +313,14 @@ void sample(const Args<T>& a) {
 }  // namespace graphllm
 
 #define GRAPHLLM_SAMPLE(name, T)                                                                                    \
-  extern "C" void name(const void* logits, const void* temperature, const void* top_k, const void* top_p,          \
-                       const void* min_p, const void* seed, const void* draw, void* out, std::int64_t S,            \
-                       std::int64_t V, std::int64_t stride) {                                                       \
+  extern "C" void name(const void* logits, const void* temperature, const void* top_k, const void* top_p,           \
+                       const void* min_p, const void* seed, const void* sample_index, void* out,                    \
+                       std::int64_t S, std::int64_t V, std::int64_t stride) {                                       \
     using namespace graphllm;                                                                                       \
     sample<T>({static_cast<const T*>(logits), static_cast<const float*>(temperature),                               \
                static_cast<const std::int32_t*>(top_k), static_cast<const float*>(top_p),                           \
                static_cast<const float*>(min_p), static_cast<const std::int64_t*>(seed),                            \
-               static_cast<const std::int32_t*>(draw), static_cast<std::int32_t*>(out), S, V, stride});             \
+               static_cast<const std::int32_t*>(sample_index), static_cast<std::int32_t*>(out), S, V, stride});     \
   }
 
 GRAPHLLM_SAMPLE(graphllm_sample_f32, f32)

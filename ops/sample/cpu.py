@@ -12,8 +12,8 @@ from graphllm.ir.op import CallSite
 from graphllm.ops.sample.op import sample
 
 _SCHEMA = (
-    "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed, Tensor draw,"
-    " Tensor(a!) out, SymInt S, SymInt V, SymInt stride) -> ()"
+    "(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor seed,"
+    " Tensor sample_index, Tensor(a!) out, SymInt S, SymInt V, SymInt stride) -> ()"
 )
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _kernels = {
@@ -26,7 +26,7 @@ _PARAMETERS = {
     "top_p_S": torch.float32,
     "min_p_S": torch.float32,
     "seed_S": torch.int64,
-    "draw_S": torch.int32,
+    "sample_index_S": torch.int32,
 }
 
 
@@ -47,12 +47,12 @@ def cpu_sample(
     top_p_S: Tensor,
     min_p_S: Tensor,
     seed_S: Tensor,
-    draw_S: Tensor,
+    sample_index_S: Tensor,
 ) -> Tensor:
     """Parallel over rows, and over the vocabulary for the maximum of few rows. Never sorts."""
     S, V = logits_SV.shape
     out_S = logits_SV.new_empty(S, dtype=torch.int32)
     _kernels[logits_SV.dtype](
-        logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, draw_S, out_S, S, V, logits_SV.stride(0)
+        logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S, out_S, S, V, logits_SV.stride(0)
     )
     return out_S

@@ -17,13 +17,13 @@ def _mix32(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def uniform_bits(seed_S: Tensor, draw_S: Tensor, width: int) -> Tensor:
+def uniform_bits(seed_S: Tensor, sample_index_S: Tensor, width: int) -> Tensor:
     """[S, width] int64 in [0, 2^32): the counter-based random bits of `sample` for token ids 0..width-1.
 
-    bits = mix(token * 0x9E3779B9 + mix(draw ^ mix(low32(seed) ^ mix(high32(seed))))), all modulo 2^32.
+    bits = mix(token * 0x9E3779B9 + mix(sample_index ^ mix(low32(seed) ^ mix(high32(seed))))), all modulo 2^32.
     """
     key = _mix32((seed_S & 0xFFFFFFFF) ^ _mix32((seed_S >> 32) & 0xFFFFFFFF))
-    key = _mix32((draw_S & 0xFFFFFFFF) ^ key)
+    key = _mix32((sample_index_S & 0xFFFFFFFF) ^ key)
     token = torch.arange(width, device=seed_S.device, dtype=torch.int64)
     return _mix32((token * 0x9E3779B9 + key[:, None]) & 0xFFFFFFFF)
 
@@ -40,7 +40,7 @@ def sample(
     top_p_S: Tensor,
     min_p_S: Tensor,
     seed_S: Tensor,
-    draw_S: Tensor,
+    sample_index_S: Tensor,
 ) -> Tensor:
     """One token id per row: greedy, or a random draw after temperature, min-p, top-k and top-p, in this order.
 
@@ -48,9 +48,9 @@ def sample(
     among equal maxima), else logits are divided by it. min_p_S [S] float32: drop tokens less likely than min_p times
     the most likely; 0 is off. top_k_S [S] int32: keep the k largest logits, ties with the k-th kept; 0 is off. top_p_S
     [S] float32: of what is left, keep the most likely tokens until their (renormalized) mass reaches p, ties with the
-    last kept; 1 is off. seed_S [S] int64 and draw_S [S] int32: the random bits are a pure function of (seed, draw,
-    token), see `uniform_bits`, so a sequence's draws do not depend on the batch; the winner is the argmin of
-    -log1p(-u) / probability with u = (bits + 0.5) / 2^32, at most 1 - 2^-24 (an exponential race). NaN logits are
+    last kept; 1 is off. seed_S [S] int64 and sample_index_S [S] int32: the random bits are a pure function of (seed,
+    sample_index, token), see `uniform_bits`, so a sequence's draws do not depend on the batch; the winner is the argmin
+    of -log1p(-u) / probability with u = (bits + 0.5) / 2^32, at most 1 - 2^-24 (an exponential race). NaN logits are
     treated as -inf, and a token of -inf is never chosen. Returns [S] int32: -1 for a row without any other token,
     greedy or drawn. Source: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Gumbel-max in its exponential
     form.
@@ -72,7 +72,7 @@ def sample(
     last = descending.masked_fill(~inside, float("inf")).min(dim=-1, keepdim=True).values
     kept = kept.masked_fill(kept < last, dropped)
     # Below 1, where the race is still finite: else a row's only token could tie with those of -inf.
-    u = ((uniform_bits(seed_S, draw_S, V).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    u = ((uniform_bits(seed_S, sample_index_S, V).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     race = kept - torch.log(-torch.log1p(-u))
     drawn = torch.argmax(race, dim=-1)
     return torch.where(possible, torch.where(temperature_S > 0, drawn, greedy), -1).to(torch.int32)

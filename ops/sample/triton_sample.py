@@ -39,9 +39,9 @@ def _mix32(x):
 
 
 @triton.jit
-def _row_bits(seed, draw):
+def _row_bits(seed, sample_index):
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
-    return _mix32(draw.to(tl.uint32) ^ _mix32(low ^ _mix32(high)))
+    return _mix32(sample_index.to(tl.uint32) ^ _mix32(low ^ _mix32(high)))
 
 
 @triton.jit
@@ -114,7 +114,7 @@ def _scan_kernel(
     top_p_ptr,
     min_p_ptr,
     seed_ptr,
-    draw_ptr,
+    sample_index_ptr,
     chunk_top_ptr,  # [S, C] largest logit of the chunk
     chunk_score_ptr,  # [S, C] best race value, or sum of exp(scaled - the chunk's largest) for rows with top-p alone
     chunk_id_ptr,  # [S, C] token of the largest logit, or the race's winner
@@ -163,7 +163,7 @@ def _scan_kernel(
                 score = tl.sum(mass, axis=0)
         if not (by_k | by_p | by_min):
             scaled_top = tl.div_rn(top_logit, temperature)
-            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(draw_ptr + s))
+            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
             score = float("-inf")
             for tile in range(lo, hi):
                 x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
@@ -312,7 +312,7 @@ def _finish_kernel(
     top_p_ptr,
     min_p_ptr,
     seed_ptr,
-    draw_ptr,
+    sample_index_ptr,
     chunk_top_ptr,
     chunk_score_ptr,
     chunk_id_ptr,
@@ -349,7 +349,7 @@ def _finish_kernel(
         else:
             lane = tl.arange(0, BLOCK)
             row_ptr = logits_ptr + s.to(tl.int64) * ROW
-            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(draw_ptr + s))
+            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
             mass = tl.sum(chunk_score * tl.exp(lower), axis=0)
             # The cut, in logits: at or below the threshold of every filter that is on.
             off_cut = tl.log(tl.where(by_min, min_p, 1.0))
@@ -422,7 +422,7 @@ def triton_sample(
     top_p_S: Tensor,
     min_p_S: Tensor,
     seed_S: Tensor,
-    draw_S: Tensor,
+    sample_index_S: Tensor,
 ) -> Tensor:
     """Two launches, whatever the rows ask for."""
     S, V = logits_SV.shape
@@ -432,7 +432,7 @@ def triton_sample(
         return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]
 
     out_S = scratch(S, dtype=torch.int32)
-    row = (logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, draw_S)
+    row = (logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S)
     found = (scratch(S, chunks), scratch(S, chunks), scratch(S, chunks, dtype=torch.int32), scratch(S, _GROUPS))
     candidates = scratch(S, _DEPTH, _BLOCK, dtype=logits_SV.dtype)
     tiles = scratch(S, _DEPTH, _BLOCK, dtype=torch.int16)

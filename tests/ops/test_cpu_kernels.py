@@ -26,14 +26,14 @@ from graphllm.config import Bucket, Target
 from graphllm.cpp import compiler_command
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import CallSite
-from graphllm.ops.adjust_logits import adjust_logits
-from graphllm.ops.adjust_logits.cpu import cpu_adjust_logits
 from graphllm.ops.fused_linear import fused_linear
 from graphllm.ops.fused_linear.cpu import gated_linear
 from graphllm.ops.linear import linear
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.paged_attention import paged_attention
 from graphllm.ops.paged_attention.cpu import cpu_paged_attention
+from graphllm.ops.process_logits import process_logits
+from graphllm.ops.process_logits.cpu import cpu_process_logits
 from graphllm.ops.record_tokens.cpu import cpu_record_tokens
 from graphllm.ops.sample import sample
 from graphllm.ops.sample.cpu import cpu_sample
@@ -42,7 +42,7 @@ from graphllm.ops.token_logprobs import token_logprobs
 from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
-TYPED = ("paged_attention", "sample", "adjust_logits", "token_logprobs")
+TYPED = ("paged_attention", "sample", "process_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_linear_gated", "graphllm_record_tokens"),
     *(f"graphllm_{op}_{t}" for op in TYPED for t in ("f32", "bf16")),
@@ -281,7 +281,7 @@ def _requests(rows: list[Request], V: int, spread: float, dtype: torch.dtype) ->
         "logits_SV": (torch.randn(S, V + 3) * spread).to(dtype)[:, :V],
         "temperature_S": temperature.float(), "top_k_S": top_k.int(), "top_p_S": top_p.float(),
         "min_p_S": min_p.float(), "seed_S": torch.randint(-(2**62), 2**62, (S,)),
-        "draw_S": torch.randint(0, 4096, (S,), dtype=torch.int32),
+        "sample_index_S": torch.randint(0, 4096, (S,), dtype=torch.int32),
     }  # fmt: skip
 
 
@@ -374,7 +374,7 @@ def test_sample_with_the_largest_random_number(level: str) -> None:
     assert uniform_bits(seed, draw, 500)[0, 499] == 2**32 - 1
     logits = torch.full((1, 500), -torch.inf)
     logits[0, 499] = 1.0
-    args = _requests([ROWS[1]], 500, 1.0, torch.float32) | {"logits_SV": logits, "seed_S": seed, "draw_S": draw}
+    args = _requests([ROWS[1]], 500, 1.0, torch.float32) | {"logits_SV": logits, "seed_S": seed, "sample_index_S": draw}
     assert sample(**args).tolist() == [499]
     assert cpu_sample(**args).tolist() == [499]
 
@@ -411,7 +411,7 @@ def test_random_numbers_of_sample(name: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(found, expected)
 
 
-# ---- adjust_logits
+# ---- process_logits
 
 
 def _adjustments(S: int, V: int, dtype: torch.dtype, on: bool) -> dict[str, torch.Tensor]:
@@ -434,22 +434,22 @@ def _adjustments(S: int, V: int, dtype: torch.dtype, on: bool) -> dict[str, torc
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("V", [5, 31, 32, 4096, 4097, 9003, 40000])
-def test_adjust_logits_any_size(level: str, threads: int, V: int, dtype: torch.dtype) -> None:
+def test_process_logits_any_size(level: str, threads: int, V: int, dtype: torch.dtype) -> None:
     torch.manual_seed(V)
     args = _adjustments(7, V, dtype, True)
     args["logits_SV"][:, ::5] = torch.nan
     args["logits_SV"][:, 1::7] = -torch.inf
-    exact = adjust_logits(**{n: t.double() if t.is_floating_point() else t for n, t in args.items()})
-    torch.testing.assert_close(cpu_adjust_logits(**args).double(), exact, rtol=1e-6, atol=2e-6, equal_nan=True)
+    exact = process_logits(**{n: t.double() if t.is_floating_point() else t for n, t in args.items()})
+    torch.testing.assert_close(cpu_process_logits(**args).double(), exact, rtol=1e-6, atol=2e-6, equal_nan=True)
 
 
-def test_adjust_logits_leaves_alone_what_is_off(level: str, threads: int) -> None:
+def test_process_logits_leaves_alone_what_is_off(level: str, threads: int) -> None:
     """Rows with everything off are copied bit by bit, and neither the mask nor the state is read: slot and lists are
     outside of anything that could be read."""
     args = _adjustments(6, 5000, torch.float32, False)
     args["logits_SV"][:, 3] = torch.nan
     args["slot_S"].fill_(2**31 - 1)
-    assert torch.equal(cpu_adjust_logits(**args).view(torch.int32), args["logits_SV"].contiguous().view(torch.int32))
+    assert torch.equal(cpu_process_logits(**args).view(torch.int32), args["logits_SV"].contiguous().view(torch.int32))
 
 
 # ---- token_logprobs
@@ -520,7 +520,7 @@ def test_kernels_trace_to_one_call() -> None:
         scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
         last, counts = changed[1].clone(), changed[8].clone()
         recorded = cpu_record_tokens(tokens, changed[1], changed[2], last, counts)
-        return streaming_linear(t[0], t[1]), attended, cpu_adjust_logits(*changed), scores, recorded
+        return streaming_linear(t[0], t[1]), attended, cpu_process_logits(*changed), scores, recorded
 
     inputs = (x, weight, q, k, cache, table, starts, lengths, *args.values(), *adjustments.values())
     graph = make_fx(all_of_them, tracing_mode="symbolic")(*inputs)

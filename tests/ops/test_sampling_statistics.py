@@ -78,7 +78,7 @@ def _args(logits: np.ndarray, filters: Filters, seed: torch.Tensor, draw: torch.
         "top_p_S": torch.full((S,), filters.top_p),
         "min_p_S": torch.full((S,), filters.min_p),
         "seed_S": seed,
-        "draw_S": draw.to(torch.int32),
+        "sample_index_S": draw.to(torch.int32),
     }
 
 

@@ -1,4 +1,4 @@
-"""Triton kernel for adjust_logits: one program for each tile of a row, which reads only what the row has on."""
+"""Triton kernel for process_logits: one program for each tile of a row, which reads only what the row has on."""
 
 # mypy: allow-untyped-defs
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
-from graphllm.ops.adjust_logits.op import adjust_logits
+from graphllm.ops.process_logits.op import process_logits
 
 _BLOCK = 2048  # tokens of a tile, whole words of the mask
 _LIST = 256  # entries of a list of biases read at a time
@@ -99,8 +99,8 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@adjust_logits.impl("triton_adjust_logits", device="cuda", supports=_supports)
-def triton_adjust_logits(
+@process_logits.impl("triton_process_logits", device="cuda", supports=_supports)
+def triton_process_logits(
     logits_SV: Tensor,
     slot_S: Tensor,
     mask_row_S: Tensor,

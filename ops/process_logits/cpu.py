@@ -1,4 +1,4 @@
-"""adjust_logits on the CPU: one pass over the vocabulary, in chunks that stay in the cache."""
+"""process_logits on the CPU: one pass over the vocabulary, in chunks that stay in the cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
-from graphllm.ops.adjust_logits.op import adjust_logits
+from graphllm.ops.process_logits.op import process_logits
 
 _SCHEMA = (
     "(Tensor logits, Tensor slot, Tensor mask_row, Tensor mask, Tensor bias_count, Tensor repetition, Tensor frequency,"
@@ -18,8 +18,8 @@ _SCHEMA = (
 )
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _kernels = {
-    torch.float32: CKernel("graphllm_adjust_logits_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_adjust_logits_bf16", _SCHEMA, _SOURCE),
+    torch.float32: CKernel("graphllm_process_logits_f32", _SCHEMA, _SOURCE),
+    torch.bfloat16: CKernel("graphllm_process_logits_bf16", _SCHEMA, _SOURCE),
 }
 _INTS = ("slot_S", "mask_row_S", "mask_SW", "bias_count_S", "counts_NV", "bias_token_NB")
 _FLOATS = ("repetition_S", "frequency_S", "presence_S", "bias_value_NB")
@@ -35,8 +35,8 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@adjust_logits.impl("cpu", device="cpu", supports=_supports)
-def cpu_adjust_logits(
+@process_logits.impl("cpu", device="cpu", supports=_supports)
+def cpu_process_logits(
     logits_SV: Tensor,
     slot_S: Tensor,
     mask_row_S: Tensor,

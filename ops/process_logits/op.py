@@ -1,4 +1,4 @@
-"""adjust_logits: what a request asks to change in its logits before a token is sampled."""
+"""process_logits: what a request asks to change in its logits before a token is sampled."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _cost(logits_SV: Tensor) -> Cost:
 
 
 @op(boundary=True, cost=_cost)
-def adjust_logits(
+def process_logits(
     logits_SV: Tensor,
     slot_S: Tensor,
     mask_row_S: Tensor,
@@ -64,6 +64,6 @@ def adjust_logits(
     return x_SV - presence_S.to(dtype)[:, None] * (times_SV > 0)
 
 
-@adjust_logits.fake  # the reference is long, and this is needed for every bucket
+@process_logits.fake  # the reference is long, and this is needed for every bucket
 def _(logits_SV: Tensor) -> Tensor:
     return logits_SV.new_empty(logits_SV.shape, dtype=torch.promote_types(logits_SV.dtype, torch.float32))

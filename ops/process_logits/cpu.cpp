@@ -1,4 +1,4 @@
-// adjust_logits: mask, bias and penalties on a row of logits, a chunk of the vocabulary at a time.
+// process_logits: mask, bias and penalties on a row of logits, a chunk of the vocabulary at a time.
 #include <limits>
 
 #include "cpu_threads.h"
@@ -77,7 +77,7 @@ void adjust(const Args<T>& a) {
 }  // namespace
 }  // namespace graphllm
 
-#define GRAPHLLM_ADJUST_LOGITS(name, T)                                                                             \
+#define GRAPHLLM_PROCESS_LOGITS(name, T)                                                                             \
   extern "C" void name(const void* logits, const void* slot, const void* mask_row, const void* mask,               \
                        const void* bias_count, const void* repetition, const void* frequency, const void* presence, \
                        const void* counts, const void* bias_token, const void* bias_value, void* out,               \
@@ -92,5 +92,5 @@ void adjust(const Args<T>& a) {
                token_stride, value_stride});                                                                        \
   }
 
-GRAPHLLM_ADJUST_LOGITS(graphllm_adjust_logits_f32, f32)
-GRAPHLLM_ADJUST_LOGITS(graphllm_adjust_logits_bf16, bf16)
+GRAPHLLM_PROCESS_LOGITS(graphllm_process_logits_f32, f32)
+GRAPHLLM_PROCESS_LOGITS(graphllm_process_logits_bf16, bf16)
