@@ -31,11 +31,6 @@ FLOORS = (
 )
 APART = ({"passes", "model_defs"}, {"compile", "runtime"})  # side by side: neither imports the other
 
-# What is still the other way round, and why; to be emptied.
-KNOWN = {
-    ("ops/quant_linear/cases.py", "weights"): "cases draw packed weights by the rules of the formats",
-}
-
 
 def _height(name: str) -> int:
     return next(i for i, floor in enumerate(FLOORS) if name in floor)
@@ -74,7 +69,7 @@ def test_arrows_only_go_down() -> None:
         for other in _imported(file):
             if other != own and ({own, other} in APART or _height(other) > _height(own)):
                 wrong.add((name, other))
-    assert wrong == set(KNOWN)
+    assert wrong == set()
 
 
 def test_the_page_on_architecture_has_these_floors() -> None:
