@@ -39,7 +39,7 @@ def inspect(folder: Path, json: bool) -> None:
     )
     console.print(
         f"limits    {compiled['max_model_len']} tokens of context, {compiled['max_num_seqs']} sequences and "
-        f"{compiled['max_num_batched_tokens']} tokens a step, pages of {compiled['block_size']}"
+        f"{compiled['max_num_batched_tokens']} tokens a step, blocks of {compiled['block_size']}"
     )
     pieces = Table(
         "piece", *(f"{b['kind']} {b['lo']}..{b['hi']}" for b in compiled["buckets"]), title="pieces and kernels"

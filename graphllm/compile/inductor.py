@@ -44,7 +44,7 @@ def settings(device: str, one_token: bool = False) -> dict[str, Any]:
         "alignment_asserts": False,
         "scalar_asserts": False,
         "nan_asserts": False,
-        "assert_indirect_indexing": False,  # token and page ids come from the scheduler
+        "assert_indirect_indexing": False,  # token and block ids come from the scheduler
         "implicit_fallbacks": True,
         "comment_origin": False,
     }

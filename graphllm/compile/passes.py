@@ -16,7 +16,7 @@ from graphllm.rewrite import Pass, registered_passes
 
 
 class Pipeline(NamedTuple):
-    """units: passes over one unit at a time (embed, one layer of each kind, head, sampling), which may edit the weight
+    """units: passes over one unit at a time (embed, one layer of each type, head, sampling), which may edit the weight
     plan. pieces: passes over one linked piece at one bucket's sizes, when weights and the cuts between pieces are
     settled."""
 

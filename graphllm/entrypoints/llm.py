@@ -147,7 +147,7 @@ class LLM:
         return self._defaults
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the cached pages of earlier prompts."""
+        """Forget the cached blocks of earlier prompts."""
         return self._core.reset_prefix_cache()
 
     def encode(self, *_: Any, **__: Any) -> NoReturn:

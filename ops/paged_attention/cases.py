@@ -26,7 +26,7 @@ def _case(
     sequences: Sequence[tuple[int, int]],
     heads: tuple[int, int, int] = (4, 2, 64),
     *,
-    page: int = 16,
+    block_size: int = 16,
     window: int = 0,
     softcap: float = 0.0,
     fused: bool = False,
@@ -48,20 +48,20 @@ def _case(
             q, k, v = (x.unflatten(1, (-1, E)) for x in qkv.split([H * E, K * E, K * E], dim=1))
         else:
             q, k, v = make.normal(T, H, E), make.normal(T, K, E), make.normal(T, K, E)
-        pages = [-(-length // page) for _, length in sequences]
-        total, columns = sum(pages) + 2, max(1, *pages) + 1
+        blocks = [-(-length // block_size) for _, length in sequences]
+        total, columns = sum(blocks) + 2, max(1, *blocks) + 1
         order = torch.randperm(total, generator=make.generator, device=make.generator.device).to(torch.int32).cpu()
-        # Unused entries point at a page that nobody owns.
+        # Unused entries point at a block that nobody owns.
         table = torch.full((S, columns), int(order[-1]), dtype=torch.int32)
         used = 0
-        for s, n in enumerate(pages):
+        for s, n in enumerate(blocks):
             table[s, :n] = order[used : used + n]
             used += n
         starts = [0]
         for n, _ in sequences:
             starts.append(starts[-1] + n)
         return {
-            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": make.normal(total, 2, K, page, E),
+            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": make.normal(total, 2, K, block_size, E),
             "block_table": table.to(make.device), "query_start_loc": make.tensor(starts, torch.int32),
             "seq_lens": make.tensor([length for _, length in sequences], torch.int32),
             "scale": E**-0.5, "window": window, "softcap": softcap,
@@ -85,12 +85,12 @@ CASES = (
     _case("decode_window", [(1, 1), (1, 20), (1, 200), (1, 129)], window=20),
     _case("decode_window_one", [(1, 33), (1, 64)], window=1),
     _case("decode_softcap", [(1, 120), (1, 7)], softcap=2.0),
-    _case("decode_page32_fused", [(1, 31), (1, 32), (1, 33), (1, 150)], (8, 1, 128), page=32, fused=True),
-    _case("decode_page128_head96", [(1, 127), (1, 128), (1, 300)], (4, 4, 96), page=128),
+    _case("decode_block32_fused", [(1, 31), (1, 32), (1, 33), (1, 150)], (8, 1, 128), block_size=32, fused=True),
+    _case("decode_block128_head96", [(1, 127), (1, 128), (1, 300)], (4, 4, 96), block_size=128),
     _case("decode_nothing", [(0, 0)]),
     _case("decode_two_heads", [(1, 1), (0, 0), (1, 2100), (1, 33)], (8, 4, 32), most=256, fused=True),
     _case("decode_four_heads", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, fused=True),
-    _case("decode_four_heads_group4", [(1, 130), (1, 1), (1, 65)], (32, 8, 16), most=256, page=64),
+    _case("decode_four_heads_group4", [(1, 130), (1, 1), (1, 65)], (32, 8, 16), most=256, block_size=64),
     _case("decode_four_heads_window", [(1, 90), (1, 17)], (4, 4, 32), most=512, window=20),
     _case("prompt_one_token", [(1, 1), (2, 2)]),
     _case("prompt", [(70, 70)], fused=True),
@@ -101,11 +101,11 @@ CASES = (
     _case("mixed_group7", [(41, 41), (1, 65), (3, 66)], (14, 2, 64)),
     _case("mixed_mha_head80", [(35, 50), (1, 20)], (2, 2, 80)),
     _case("mixed_group8_head128", [(35, 50), (1, 20)], (8, 1, 128)),
-    _case("mixed_head16", [(35, 50), (1, 20)], (2, 1, 16), page=32),
+    _case("mixed_head16", [(35, 50), (1, 20)], (2, 1, 16), block_size=32),
     _case("mixed_window", [(90, 200), (1, 70), (50, 50)], window=33),
     _case("mixed_window_wide", [(40, 300), (1, 170)], (2, 1, 32), window=150),
     _case("mixed_softcap_window", [(40, 70), (1, 70)], softcap=3.0, window=18),
-    _case("mixed_page128", [(150, 150), (1, 129)], (2, 1, 32), page=128),
+    _case("mixed_block128", [(150, 150), (1, 129)], (2, 1, 32), block_size=128),
     *(_case(f"decode_8b_b{S}_ctx{n}", [(1, n)] * S, _8B, size="real") for S in (1, 32, 128) for n in (512, 4096)),
     *(_case(f"decode_06b_b{S}_ctx{n}", [(1, n)] * S, _06B, size="real") for S in (1, 64, 256) for n in (384, 2048)),
     _case("decode_8b_b128_uneven", [(1, 64 + 31 * i) for i in range(128)], _8B, size="real"),

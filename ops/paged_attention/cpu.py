@@ -14,7 +14,7 @@ from graphllm.ops.paged_attention.op import paged_attention
 _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens,"
     " Tensor(b!) out, SymInt T, SymInt S, SymInt H, SymInt K, SymInt E, SymInt P, SymInt q_token, SymInt q_head,"
-    " SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt cache_page, SymInt cache_kind,"
+    " SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt cache_block, SymInt cache_kind,"
     " SymInt cache_head, SymInt cache_slot, SymInt table_stride, float scale, SymInt window, float softcap) -> ()"
 )
 _SOURCE = Path(__file__).with_name("cpu.cpp")

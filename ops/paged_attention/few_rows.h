@@ -1,6 +1,6 @@
 // Attention of up to eight query rows over one key/value head, as in decode: the time is that of reading the cache.
 //
-// Keys and values are used as they lie, a piece of 16 tokens of a page at a time. Scores have tokens as lanes, so that the
+// Keys and values are used as they lie, a piece of 16 tokens of a block at a time. Scores have tokens as lanes, so that the
 // softmax of seven rows costs seven vectors for 16 tokens. With every step the next lines of the pieces that are wanted
 // later are asked for, in the order of their addresses: without that half of the reading speed is lost, and what is asked
 // for in the order of use, by columns, costs a tenth.
@@ -17,7 +17,7 @@ namespace graphllm {
 namespace {
 
 constexpr i64 kFewBlock = 8;  // query rows a block
-constexpr i64 kPiece = 16;    // tokens that lie in one page
+constexpr i64 kPiece = 16;    // tokens that lie in one block of the cache
 
 // Which tokens a row sees: positions (oldest, newest].
 struct Span {

@@ -67,12 +67,12 @@ def paged_attention(
         if a == b:
             continue
         positions = torch.arange(length - (b - a), length, device=q_THE.device)
-        page = block_table[s, positions // P].long()
-        kv_cache[page, 0, :, positions % P] = k_TKE[a:b]
-        kv_cache[page, 1, :, positions % P] = v_TKE[a:b]
-        pages = block_table[s, : -(-length // P)].long()
+        block = block_table[s, positions // P].long()
+        kv_cache[block, 0, :, positions % P] = k_TKE[a:b]
+        kv_cache[block, 1, :, positions % P] = v_TKE[a:b]
+        blocks = block_table[s, : -(-length // P)].long()
         keys, values = (
-            kv_cache[pages, i]
+            kv_cache[blocks, i]
             .transpose(1, 2)
             .reshape(-1, K, E)[:length]
             .to(accumulate)

@@ -34,11 +34,11 @@ def tile_tokens(BLOCK_N: tl.constexpr, HEADS: tl.constexpr):
 
 
 @triton.jit
-def tile_pages(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr = 1):
-    """The page of each column of a tile, 0 from position end on.
+def tile_blocks(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr, HEADS: tl.constexpr = 1):
+    """The cache block of each column of a tile, 0 from position end on.
 
-    Loops read the next tile's pages one iteration ahead: Triton's pipeliner then keeps several tiles of keys in flight,
-    while keys that depend on a load of the same iteration would be fetched one tile at a time.
+    Loops read the next tile's block ids one iteration ahead: Triton's pipeliner then keeps several tiles of keys in
+    flight, while keys that depend on a load of the same iteration would be fetched one tile at a time.
     """
     TOKENS: tl.constexpr = BLOCK_N // HEADS
     n = tile_tokens(BLOCK_N, HEADS)
@@ -51,7 +51,7 @@ def tile_pages(table_row, tile, end, P: tl.constexpr, BLOCK_N: tl.constexpr, HEA
 
 @triton.jit
 def tile_slots(
-    page, tile, CACHE_PAGE: tl.constexpr, CACHE_POS: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
+    cache_block, tile, CACHE_BLOCK: tl.constexpr, CACHE_POS: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
     CACHE_HEAD: tl.constexpr = 0, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
     """Offsets of a tile's columns in the cache, from that of its first head."""
@@ -59,7 +59,7 @@ def tile_slots(
     n = tile_tokens(BLOCK_N, HEADS)
     if P > TOKENS:
         n = (tile * TOKENS) % P + n
-    slots = page.to(tl.int64) * CACHE_PAGE + (n % P) * CACHE_POS
+    slots = cache_block.to(tl.int64) * CACHE_BLOCK + (n % P) * CACHE_POS
     if HEADS > 1:
         slots += (tl.arange(0, BLOCK_N) // TOKENS) * CACHE_HEAD
     return slots

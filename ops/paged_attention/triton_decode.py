@@ -38,7 +38,7 @@ from graphllm.ops.paged_attention.triton_common import (
     rotate,
     score_constants,
     soft_cap,
-    tile_pages,
+    tile_blocks,
     tile_slots,
     tile_tokens,
 )
@@ -111,7 +111,7 @@ def _split_kernel(
     K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr,
     V_HEAD: tl.constexpr,
-    CACHE_PAGE: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_HEAD: tl.constexpr,
     CACHE_POS: tl.constexpr,
@@ -158,13 +158,13 @@ def _split_kernel(
     last = length - 1
     table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
     head_ptr = cache_ptr + group * HEADS * CACHE_HEAD
-    page = tile_pages(table_row, lo, last, P, BLOCK_N, HEADS)
-    last_page = tl.load(table_row + last // P).to(tl.int64)
+    cache_block = tile_blocks(table_row, lo, last, P, BLOCK_N, HEADS)
+    last_block = tl.load(table_row + last // P).to(tl.int64)
     q_weight, q_other_weight = load_norm(q_norm_ptr, E, E_PAD, F, NORM)
     k_weight, k_other_weight = load_norm(k_norm_ptr, E, E_PAD, F, NORM)
     if not EMULATED:
         if lo < hi:  # the first tile is on its way while the queries are still being made; more would delay it
-            slot = head_ptr + tile_slots(page, lo, CACHE_PAGE, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
+            slot = head_ptr + tile_slots(cache_block, lo, CACHE_BLOCK, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
             line = slot[:, None] + (tl.arange(0, LINES) * 64)[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
@@ -202,7 +202,7 @@ def _split_kernel(
         if WRITE:
             own_e = e < tl.where(own, E, 0)
             own_r = in_r & (r % G == 0)[:, None]
-            slot = head_ptr + last_page * CACHE_PAGE + (last % P) * CACHE_POS + (r // G)[:, None] * CACHE_HEAD
+            slot = head_ptr + last_block * CACHE_BLOCK + (last % P) * CACHE_POS + (r // G)[:, None] * CACHE_HEAD
             tl.store(slot + e[None, :], k_new, mask=own_r & own_e[None, :])
             tl.store(slot + e[None, :] + CACHE_KV, v_new, mask=own_r & own_e[None, :])
 
@@ -220,7 +220,7 @@ def _split_kernel(
             seen = at < last
             if WINDOW > 0:
                 seen = seen & (at >= start)
-            columns = tile_slots(page, tile, CACHE_PAGE, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
+            columns = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
             slots = head_ptr + columns[:, None] + e[None, :]
             if E_PAD == E:
                 inside = seen[:, None]
@@ -228,7 +228,7 @@ def _split_kernel(
                 inside = seen[:, None] & in_e[None, :]
             keys = tl.load(slots, mask=inside, other=0.0)
             values = tl.load(slots + CACHE_KV, mask=inside, other=0.0)
-            page = tile_pages(table_row, tile + 1, last, P, BLOCK_N, HEADS)
+            cache_block = tile_blocks(table_row, tile + 1, last, P, BLOCK_N, HEADS)
             scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
             if LOG2E_CAP > 0:
                 scores = soft_cap(scores, LOG2E_CAP, SCALE)
@@ -319,7 +319,7 @@ def launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         block_table, query_start_loc, seq_lens, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_PAGE=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
+        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, G=H // K, HEADS=heads,
         GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,

@@ -1,4 +1,4 @@
-"""Triton kernels for ragged batches of prefill and decode: store keys and values, then flash attention over the pages.
+"""Triton kernels for ragged batches of prefill and decode: store keys and values, then flash attention over the blocks.
 
 A program of the flash kernel serves one block of query tokens of one sequence for one KV head, the query heads of that
 KV head packed into the tile's rows. The grid has room for one partly filled block per sequence; a program finds its
@@ -27,7 +27,7 @@ from graphllm.ops.paged_attention.triton_common import (
     rotary_arguments,
     score_constants,
     soft_cap,
-    tile_pages,
+    tile_blocks,
     tile_slots,
 )
 from graphllm.ops.paged_attention.triton_decode import Config, launch_decode, plan_splits
@@ -51,7 +51,7 @@ def _write_kernel(
     K_HEAD: tl.constexpr,
     V_ROW: tl.constexpr,
     V_HEAD: tl.constexpr,
-    CACHE_PAGE: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_HEAD: tl.constexpr,
     CACHE_POS: tl.constexpr,
@@ -77,7 +77,7 @@ def _write_kernel(
         s += tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
     owned = s < S  # rows beyond the last sequence are padding
     position = tl.load(seq_len_ptr + s, mask=owned, other=0) - tl.load(query_start_ptr + 1 + s, mask=owned, other=0) + t
-    page = tl.load(table_ptr + s.to(tl.int64) * TABLE_ROW + position // P, mask=owned, other=0).to(tl.int64)
+    cache_block = tl.load(table_ptr + s.to(tl.int64) * TABLE_ROW + position // P, mask=owned, other=0).to(tl.int64)
     e = tl.arange(0, E_PAD)
     row = t.to(tl.int64)[:, None]
     inside = owned[:, None] & (e < E)[None, :]
@@ -86,7 +86,8 @@ def _write_kernel(
     k_row = k_ptr + row * K_ROW + head * K_HEAD
     keys = load_rotated(k_row, row, owned[:, None], k_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
     values = tl.load(v_ptr + row * V_ROW + head * V_HEAD + e[None, :], mask=inside)
-    slots = cache_ptr + (page * CACHE_PAGE + (position % P) * CACHE_POS)[:, None] + (head * CACHE_HEAD + e)[None, :]
+    token = cache_block * CACHE_BLOCK + (position % P) * CACHE_POS
+    slots = cache_ptr + token[:, None] + (head * CACHE_HEAD + e)[None, :]
     tl.store(slots, keys, mask=inside)
     tl.store(slots + CACHE_KV, values, mask=inside)
 
@@ -103,7 +104,7 @@ def _attend_tiles(
     end,
     lo,
     hi,
-    CACHE_PAGE: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_POS: tl.constexpr,
     SCALE: tl.constexpr,
@@ -118,11 +119,11 @@ def _attend_tiles(
 ):
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, E_PAD)
-    page = tile_pages(table_row, lo, end, P, BLOCK_N)
+    cache_block = tile_blocks(table_row, lo, end, P, BLOCK_N)
     for tile in range(lo, hi):
         at = tile * BLOCK_N + n
-        slots = head_ptr + tile_slots(page, tile, CACHE_PAGE, CACHE_POS, P, BLOCK_N)[:, None] + e[None, :]
-        page = tile_pages(table_row, tile + 1, end, P, BLOCK_N)
+        slots = head_ptr + tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)[:, None] + e[None, :]
+        cache_block = tile_blocks(table_row, tile + 1, end, P, BLOCK_N)
         if MASKED:
             inside = (at < end)[:, None] & (e < E)[None, :]
             keys = tl.load(slots, mask=inside, other=0.0)
@@ -178,7 +179,7 @@ def _flash_kernel(
     S,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
-    CACHE_PAGE: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_HEAD: tl.constexpr,
     CACHE_POS: tl.constexpr,
@@ -245,16 +246,16 @@ def _flash_kernel(
             inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
             acc, top, total = _attend_tiles(
                 acc, top, total, q, head_ptr, table_row, position, end, first, inner,
-                CACHE_PAGE, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+                CACHE_BLOCK, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
             )  # fmt: skip
             first = inner
         acc, top, total = _attend_tiles(
             acc, top, total, q, head_ptr, table_row, position, end, first, full,
-            CACHE_PAGE, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, EMULATED,
+            CACHE_BLOCK, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         acc, top, total = _attend_tiles(
             acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile,
-            CACHE_PAGE, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+            CACHE_BLOCK, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         acc = acc / total[:, None]
         out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
@@ -307,7 +308,7 @@ def triton_prefill(
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     G, S = H // K, seq_lens.shape[0]
     cache = {
-        "CACHE_PAGE": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
+        "CACHE_BLOCK": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
         "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E), "P": P,
         "BLOCK_S": 128, "EMULATED": triton.knobs.runtime.interpret,
     }  # fmt: skip

@@ -73,7 +73,7 @@ OF_CORE = (
         "requests_waiting", "gauge", "Sequences in the queue.", "num_requests_waiting", core=lambda s: {(): s.waiting}
     ),
     Family(
-        "kv_cache_usage_ratio", "gauge", "Share of the KV cache's pages that running sequences hold, 0 to 1.",
+        "kv_cache_usage_ratio", "gauge", "Share of the KV cache's blocks that running sequences hold, 0 to 1.",
         "kv_cache_usage_perc", core=lambda s: {(): s.kv_usage},
     ),
     Family(
@@ -85,7 +85,7 @@ OF_CORE = (
         core=lambda s: {(): s.prefix_hits},
     ),
     Family(
-        "preemptions", "counter", "Sequences that lost their pages and were computed again.", "num_preemptions",
+        "preemptions", "counter", "Sequences that lost their blocks and were computed again.", "num_preemptions",
         core=lambda s: {(): s.preemptions},
     ),
     Family(
