@@ -69,7 +69,6 @@ class Graph:
     x_TD, ctx) -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each
     sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. inputs: beside those of
     every graph; one of an equal name takes its place. buckets: the sizes it is compiled for, None for the config's.
-    checkpoint: which of several checkpoints its parameters are in, "" for the main one.
     """
 
     layer_types: Callable[[Any], tuple[str, ...]]

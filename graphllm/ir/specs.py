@@ -20,7 +20,7 @@ Retention = Literal["full", "window", "last", "none"]
 class InputSpec:
     """An array of one step.
 
-    shape: over T, S and R. provider: the registered name of what fills it on the host, by default its own name.
+    shape: over T, S and R. provider: the name of what fills it on the host, by default its own.
     neutral: the value of padding entries, where padding does not repeat the last one. ragged: of its rows and columns
     only the beginnings are filled. late: it is filled once logits are known. shareable: whether cached states of a
     prefix stay valid whatever this input holds for what follows the prefix.

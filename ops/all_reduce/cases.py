@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from graphllm.config import Bucket
-from graphllm.ir.testing.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
 _REASON = "one rank's sum is its own numbers"
