@@ -112,11 +112,16 @@ class Workers:
         self, piece: Mapping[str, Any], bucket: Bucket, choices: Mapping[str, Choice]
     ) -> concurrent.futures.Future[Built]:
         """What `Backend.build` makes, later."""
-        return self._threads.submit(lambda: self._run(Build(dict(piece), bucket, dict(choices))).built)  # type: ignore[arg-type, return-value]
+        return self._threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
 
     def works(self, candidate: Candidate) -> concurrent.futures.Future[bool]:
         """Whether it can be built, later."""
         return self._threads.submit(lambda: self._run(candidate).works)
+
+    def _built(self, job: Build) -> Built:
+        built = self._run(job).built
+        assert built is not None
+        return built
 
     def _run(self, job: Build | Candidate) -> Done:
         """Have an idle process do a job. Raises what it raised: ConfigError, else BuildError."""
