@@ -7,6 +7,7 @@ cross its pipes as msgpack, each behind its length.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import queue
 import struct
@@ -99,14 +100,14 @@ class Workers:
         for process in self._processes:
             if kind is not None:
                 process.kill()
-            elif process.stdin is not None:
-                process.stdin.close()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
+                process.stdin.close()
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    pipe.close()
+            process.stdout.close()
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, choices: Mapping[str, Choice]
