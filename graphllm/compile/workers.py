@@ -98,14 +98,14 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
         for process in self._processes:
+            assert process.stdin is not None
             if kind is not None:
                 process.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            assert process.stdin is not None
-            assert process.stdout is not None
             with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
                 process.stdin.close()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            assert process.stdout is not None
             process.wait()
             process.stdout.close()
 
