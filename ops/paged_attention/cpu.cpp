@@ -75,9 +75,9 @@ class Batch {
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
   bool decode() const { return most_ <= 1; }
-  i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in a page
+  i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in a block of the cache
 
-  // Where the context of a token at `position` begins: at a multiple of 16, so that 16 tokens never straddle two pages of
+  // Where the context of a token at `position` begins: at a multiple of 16, so that 16 tokens never straddle two blocks of
   // such a size.
   i64 first_seen(i64 position) const {
     return a_.window > 0 ? std::max(i64(0), position - a_.window + 1) / 16 * 16 : 0;
@@ -182,21 +182,21 @@ void attend(const Args<T>& a) {
 }  // namespace
 }  // namespace graphllm
 
-#define GRAPHLLM_PAGED_ATTENTION(name, T)                                                                            \
-  extern "C" void name(const void* q, const void* k, const void* v, void* cache, const void* table,                 \
-                       const void* starts, const void* lengths, void* out, std::int64_t tokens, std::int64_t S,      \
-                       std::int64_t H, std::int64_t K, std::int64_t E, std::int64_t P, std::int64_t q_token,         \
-                       std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,         \
-                       std::int64_t v_head, std::int64_t cache_page, std::int64_t cache_kind,                        \
-                       std::int64_t cache_head, std::int64_t cache_slot, std::int64_t table_stride, double scale,    \
-                       std::int64_t window, double softcap) {                                                        \
-    using graphllm::T;                                                                                               \
-    graphllm::attend<T>({static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),               \
-                         static_cast<T*>(cache), static_cast<const std::int32_t*>(table),                            \
-                         static_cast<const std::int32_t*>(starts), static_cast<const std::int32_t*>(lengths),        \
-                         static_cast<T*>(out), tokens, S, H, K, E, P, q_token, q_head, k_token, k_head, v_token,     \
-                         v_head, cache_page, cache_kind, cache_head, cache_slot, table_stride, float(scale), window, \
-                         float(softcap)});                                                                           \
+#define GRAPHLLM_PAGED_ATTENTION(name, T)                                                                             \
+  extern "C" void name(const void* q, const void* k, const void* v, void* cache, const void* table,                   \
+                       const void* starts, const void* lengths, void* out, std::int64_t tokens, std::int64_t S,       \
+                       std::int64_t H, std::int64_t K, std::int64_t E, std::int64_t P, std::int64_t q_token,          \
+                       std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,          \
+                       std::int64_t v_head, std::int64_t cache_block, std::int64_t cache_kind,                        \
+                       std::int64_t cache_head, std::int64_t cache_slot, std::int64_t table_stride, double scale,     \
+                       std::int64_t window, double softcap) {                                                         \
+    using graphllm::T;                                                                                                \
+    graphllm::attend<T>({static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),                \
+                         static_cast<T*>(cache), static_cast<const std::int32_t*>(table),                             \
+                         static_cast<const std::int32_t*>(starts), static_cast<const std::int32_t*>(lengths),         \
+                         static_cast<T*>(out), tokens, S, H, K, E, P, q_token, q_head, k_token, k_head, v_token,      \
+                         v_head, cache_block, cache_kind, cache_head, cache_slot, table_stride, float(scale), window, \
+                         float(softcap)});                                                                            \
   }
 
 GRAPHLLM_PAGED_ATTENTION(graphllm_paged_attention_f32, f32)

@@ -1,6 +1,6 @@
 // Attention of up to eight query rows over one key/value head, as in decode: the time is that of reading the cache.
 //
-// Keys and values are used as they lie, a piece of 16 tokens of a page at a time. Scores have tokens as lanes, so that the
+// Keys and values are used as they lie, a piece of 16 tokens of a block at a time. Scores have tokens as lanes, so that the
 // softmax of seven rows costs seven vectors for 16 tokens. With every step the next lines of the pieces that are wanted
 // later are asked for, in the order of their addresses: without that half of the reading speed is lost, and what is asked
 // for in the order of use, by columns, costs a tenth.
@@ -16,8 +16,8 @@
 namespace graphllm {
 namespace {
 
-constexpr i64 kFewBlock = 8;  // query rows a block
-constexpr i64 kPiece = 16;    // tokens that lie in one page
+constexpr i64 kFewGroup = 8;  // query rows a group
+constexpr i64 kPiece = 16;    // tokens that lie in one block of the cache
 
 // Which tokens a row sees: positions (oldest, newest].
 struct Span {
@@ -27,8 +27,8 @@ struct Span {
 // State of a row: largest score, broadcast; sums of weights by lane; then E weighted sums of values.
 inline i64 few_state_size(i64 E) { return 2 + E / kLanes; }
 
-// So many rows as whole blocks.
-inline i64 few_padded(i64 rows) { return ceil_div(rows, kFewBlock) * kFewBlock; }
+// So many rows as whole groups.
+inline i64 few_padded(i64 rows) { return ceil_div(rows, kFewGroup) * kFewGroup; }
 
 #ifdef GRAPHLLM_AVX512
 inline Reg load_reg(const float* from) { return (Reg)load16(from); }

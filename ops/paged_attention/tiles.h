@@ -24,18 +24,18 @@ struct Args {
   T* out;
   i64 T_, S, H, K, E, P;
   i64 q_token, q_head, k_token, k_head, v_token, v_head;
-  i64 cache_page, cache_kind, cache_head, cache_slot, table_stride;
+  i64 cache_block, cache_kind, cache_head, cache_slot, table_stride;
   float scale;
   i64 window;
   float softcap;
 
   // Where the keys of `count` tokens from position `from` lie; values are cache_kind elements further.
   void locate(i64 s, i64 head, i64 from, i64 count, T** rows) const {
-    const std::int32_t* page = table + s * table_stride + from / P;
+    const std::int32_t* block = table + s * table_stride + from / P;
     i64 slot = from % P;
     for (i64 j = 0; j < count; j++) {
-      rows[j] = cache + *page * cache_page + head * cache_head + slot * cache_slot;
-      if (++slot == P) slot = 0, page++;
+      rows[j] = cache + *block * cache_block + head * cache_head + slot * cache_slot;
+      if (++slot == P) slot = 0, block++;
     }
   }
   // Put row t, at `position` of sequence s, into the cache for one head.
@@ -155,8 +155,8 @@ struct Pairs {
     }
   }
 
-  // Keys are used in place where 16 tokens are a piece of a page and rows are whole; otherwise they are gathered. What a
-  // page holds after the last token is masked later, whatever it is.
+  // Keys are used in place where 16 tokens are a piece of a block and rows are whole; otherwise they are gathered. What a
+  // block holds after the last token is masked later, whatever it is.
   static Keys keys(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
     Keys out;
     const bool in_place = a.P % 16 == 0 && a.E % 32 == 0;
