@@ -117,10 +117,16 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, dump=tmp_path / "dump")
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     files = sorted(p.name for p in (tmp_path / "dump").iterdir())
+    files.remove("weights.txt")
+    weights = (tmp_path / "dump" / "weights.txt").read_text()
+    assert (place / "graph" / "weights.txt").read_text() == weights
+    assert [line.split()[0] for line in weights.splitlines()] == [
+        e.name for e in WeightPlan.from_json((place / "weights.json").read_text())
+    ]
     units = ("adjust", "embed", "feed", "head", "layer.global", "logprobs", "sample", "sample_adjusted")
     assert [f for f in files if not f.startswith("piece.")] == [
         f"{stage}.{unit}.txt"
-        for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-fuse_attention")
+        for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-shard", "04-fuse_attention")
         for unit in units
     ]
     assert sum(f.startswith("piece.") for f in files) == 8
@@ -198,7 +204,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
         (name, unit)
-        for name in ("canonicalize", "quantize_linear", "fuse_attention")
+        for name in ("canonicalize", "quantize_linear", "shard", "fuse_attention")
         for unit in ("feed", "embed", "layer.global", "head", "sample", "adjust", "sample_adjusted", "logprobs")
     ] + [("select_early", "layer.global + head mixed-2-32")]
     assert list(manifest["seconds"]) == [
