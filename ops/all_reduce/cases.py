@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from graphllm.ir.cases import Case, Maker
+from graphllm.ir.testing import Case, Maker
 
 from graphllm.config import Bucket
 
