@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from graphllm.ir.testing import Case, Maker
-
 from graphllm.config import Bucket
+from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 0.0, "bfloat16": 0.0, "float16": 0.0}
 _REASON = "one rank's sum is its own numbers"
