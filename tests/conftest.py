@@ -37,11 +37,11 @@ LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, 
 
 # What takes more than ten seconds when the suite runs, the longest first.
 LONGEST = (
-    "tests/ops/test_cpu_kernels.py",
-    "tests/models/test_parity.py",
     "tests/server/test_trouble.py",
-    "tests/engine/test_process.py",
     "tests/ops/test_ops.py:paged_attention",
+    "tests/models/test_parity.py",
+    "tests/ops/test_cpu_kernels.py",
+    "tests/engine/test_process.py",
     "tests/server/test_fuzz.py",
     "tests/engine/test_embedded_engine.py",
     "tests/ops/test_ops.py:sample",

@@ -80,7 +80,7 @@ def test_a_setting_is_in_the_key_unless_it_says_why_not() -> None:
     }
     assert len(keys) == 2
     for name, d in definitions(EngineConfig).items():
-        outside = d.path != ("compilation",)
+        outside = d.path[0] != "compilation"
         assert d.not_key is None or len(d.not_key) > 10, name
         assert not outside or d.not_key, f"{name}: what compiled programs depend on stands in CompileConfig"
 
@@ -89,6 +89,31 @@ def test_settings_reach_their_groups() -> None:
     found = assemble(Config, {"model": "m", "target": Target("cpu", ()), "fold_norms": True, "max_num_queued_reqs": 4})
     assert (found.model.model, found.compilation.fold_norms, found.scheduler.max_num_queued_reqs) == ("m", True, 4)
     assert found.load.artifact == "build"
+
+
+def test_groups_within_groups() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Spread:
+        rank_count: int = setting(1, help="Processes that share the work.")
+
+    @dataclasses.dataclass(frozen=True)
+    class Nested(SchedulerConfig):
+        spread: Spread = Spread()
+
+    Nested.__annotations__["spread"] = Spread
+    assert definitions(Nested)["rank_count"].path == ("spread",)
+    assert assemble(Nested, {"rank_count": 3, "scheduling_policy": "priority"}) == Nested(
+        scheduling_policy="priority", spread=Spread(3)
+    )
+
+
+def test_a_field_is_a_setting() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Forgotten(SchedulerConfig):
+        plain: int = 1
+
+    with pytest.raises(TypeError, match=r"Forgotten\.plain is no setting: define it by graphllm\.config\.setting"):
+        definitions(Forgotten)
 
 
 def test_a_name_has_one_definition() -> None:

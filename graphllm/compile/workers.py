@@ -98,26 +98,31 @@ class Workers:
 
     def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
         for process in self._processes:
+            assert process.stdin is not None
             if kind is not None:
                 process.kill()
-            elif process.stdin is not None:
-                _close(process.stdin)
+            with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
+                process.stdin.close()
         self._threads.shutdown(cancel_futures=True)
         for process in self._processes:
+            assert process.stdout is not None
             process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe is not None:
-                    _close(pipe)
+            process.stdout.close()
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, choices: Mapping[str, ImplChoice]
     ) -> concurrent.futures.Future[Built]:
         """What `Backend.build` makes, later."""
-        return self._threads.submit(lambda: self._run(Build(dict(piece), bucket, dict(choices))).built)  # type: ignore[arg-type, return-value]
+        return self._threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
 
     def works(self, candidate: Candidate) -> concurrent.futures.Future[bool]:
         """Whether it can be built, later."""
         return self._threads.submit(lambda: self._run(candidate).works)
+
+    def _built(self, job: Build) -> Built:
+        built = self._run(job).built
+        assert built is not None
+        return built
 
     def _run(self, job: Build | Candidate) -> Done:
         """Have an idle process do a job. Raises what it raised: ConfigError, else BuildError."""
@@ -138,12 +143,6 @@ class Workers:
         if answer.kind == "config":
             raise ConfigError(answer.message)
         raise BuildError(answer.message if answer.kind == "build" else f"{answer.message}\n{answer.trace}")
-
-
-def _close(pipe: IO[bytes]) -> None:
-    """Also where the process has died with a job half written."""
-    with contextlib.suppress(BrokenPipeError):
-        pipe.close()
 
 
 def _start() -> subprocess.Popen[bytes]:

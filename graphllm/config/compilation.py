@@ -19,7 +19,7 @@ class Target:
     """The machine an artifact is compiled for.
 
     device: "cpu" or "cuda". arch: "sm_90" on CUDA, the sorted instruction-set flags the kernels may use on a CPU.
-    name: the product name, for people. cores: what the kernels' parallel regions were planned for.
+    name: the product name, for people.
     """
 
     device: Literal["cpu", "cuda"]

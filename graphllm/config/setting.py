@@ -129,6 +129,8 @@ def definitions(config: type, path: tuple[str, ...] = ()) -> dict[str, Definitio
             inner = {f.name: Definition(path, f.name, kind, f.default, facts, f.metadata.get("not_key"))}
         elif dataclasses.is_dataclass(kind):
             inner = definitions(typing.cast(type, kind), (*path, f.name))
+        else:
+            raise TypeError(f"{config.__name__}.{f.name} is no setting: define it by graphllm.config.setting")
         if twice := sorted({*found} & {*inner}):
             raise TypeError(f"{config.__name__}: {', '.join(twice)} is defined twice")
         found |= inner

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import functools
 import gc
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -153,11 +154,14 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple
 
 def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> None:
     """Raise ConfigError where a user asks for what the artifact at ``folder`` was not compiled for."""
-    has = {**compiled, "target": compiled["target"]["device"]}
+    compiled = {**compiled, "target": compiled["target"]["device"]}
     for name, d in definitions(CompileConfig).items():
         said = getattr(args, name)
-        if d.not_key is None and said != d.unsaid and has[name] != plain(said):
+        if d.not_key is not None or said == d.unsaid:
+            continue
+        has = functools.reduce(operator.getitem, (*d.path, name), compiled)
+        if has != plain(said):
             raise ConfigError(
-                f"{name} is {said}: the artifact {folder} was compiled with {has[name]}; leave the option out, or "
-                "compile again with it"
+                f"{name} is {said}: the artifact {folder} was compiled with {has}; leave the option out, or compile "
+                "again with it"
             )

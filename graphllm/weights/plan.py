@@ -26,6 +26,7 @@ from graphllm.weights.expr import (
     Read,
     Reshape,
     Slice,
+    Stack,
     Tie,
     Values,
     from_plain,
@@ -209,8 +210,20 @@ def _of_sources(name: str, w: Weight, layer: int | None) -> Expr:
         else:
             part = Read(source, shape)
         parts.append(Permute(part, (1, 0)) if w.transpose else part)
-    whole = parts[0] if len(parts) == 1 else Concat(tuple(parts))
-    return whole if lead == 1 else Reshape(whole, w.shape)
+    return parts[0] if len(parts) == 1 else _merged(parts, w.shape, lead)
+
+
+def _merged(parts: list[Expr], shape: tuple[int, ...], lead: int) -> Expr:
+    """Parts whose rows run over the leading dimensions of a shape. Where each entry of dimension 0, an expert, has as
+    many parts as any other, they are stacked: slices then come down to the reads."""
+    if lead == 1:
+        return Concat(tuple(parts))
+    each = len(parts) // shape[0]
+    if lead == 2 and len(parts) == each * shape[0]:
+        experts = [parts[i : i + each] for i in range(0, len(parts), each)]
+        if all(sum(p.shape[0] for p in expert) == shape[1] for expert in experts):
+            return Stack(tuple(e[0] if each == 1 else Concat(tuple(e)) for e in experts))
+    return Reshape(Concat(tuple(parts)), shape)
 
 
 def decoded(encoding: str, sources: tuple[str, ...], matrix: tuple[int, int]) -> Decode:

@@ -75,7 +75,7 @@ class Batch {
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
   bool decode() const { return most_ <= 1; }
-  i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in one block of the cache
+  i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in a block of the cache
 
   // Where the context of a token at `position` begins: at a multiple of 16, so that 16 tokens never straddle two blocks of
   // such a size.

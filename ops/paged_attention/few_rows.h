@@ -16,7 +16,7 @@
 namespace graphllm {
 namespace {
 
-constexpr i64 kFewBlock = 8;  // query rows a block
+constexpr i64 kFewGroup = 8;  // query rows a group
 constexpr i64 kPiece = 16;    // tokens that lie in one block of the cache
 
 // Which tokens a row sees: positions (oldest, newest].
@@ -27,8 +27,8 @@ struct Span {
 // State of a row: largest score, broadcast; sums of weights by lane; then E weighted sums of values.
 inline i64 few_state_size(i64 E) { return 2 + E / kLanes; }
 
-// So many rows as whole blocks.
-inline i64 few_padded(i64 rows) { return ceil_div(rows, kFewBlock) * kFewBlock; }
+// So many rows as whole groups.
+inline i64 few_padded(i64 rows) { return ceil_div(rows, kFewGroup) * kFewGroup; }
 
 #ifdef GRAPHLLM_AVX512
 inline Reg load_reg(const float* from) { return (Reg)load16(from); }

@@ -31,11 +31,11 @@ struct Args {
 
   // Where the keys of `count` tokens from position `from` lie; values are cache_kind elements further.
   void locate(i64 s, i64 head, i64 from, i64 count, T** rows) const {
-    const std::int32_t* entry = table + s * table_stride + from / P;
+    const std::int32_t* block = table + s * table_stride + from / P;
     i64 slot = from % P;
     for (i64 j = 0; j < count; j++) {
-      rows[j] = cache + *entry * cache_block + head * cache_head + slot * cache_slot;
-      if (++slot == P) slot = 0, entry++;
+      rows[j] = cache + *block * cache_block + head * cache_head + slot * cache_slot;
+      if (++slot == P) slot = 0, block++;
     }
   }
   // Put row t, at `position` of sequence s, into the cache for one head.

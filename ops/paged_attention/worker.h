@@ -183,7 +183,7 @@ class Worker {
       spans[r].newest = std::int32_t(item.position + std::min(r, count - 1) / group_);
       spans[r].oldest = a_.window > 0 ? spans[r].newest - std::int32_t(a_.window) : -1;
     }
-    const Steps steps = steps_of(std::min(kFewBlock, count));
+    const Steps steps = steps_of(std::min(kFewGroup, count));
     const i64 ahead = std::max(i64(1), kAheadBytes / (kPiece * a_.E * i64(sizeof(T))));
     static thread_local Scratch lists;
     const T** order = lists.get<const T*>(4 * heads * (kChunk / kPiece) + ahead);
@@ -197,10 +197,10 @@ class Worker {
       for (i64 from = j; from < end; from += kPiece, at += 2 * heads) {
         const bool whole = from + kPiece <= spans[0].newest + 1 && spans[padded - 1].oldest < from;
         const i64 used = std::min(kPiece, end - from);
-        for (i64 r = 0; r < heads * padded; r += kFewBlock)
+        for (i64 r = 0; r < heads * padded; r += kFewGroup)
           steps.weigh(*this, at[r / padded], at[r / padded + ahead], query_ + r * a_.E, from,
                       whole ? nullptr : spans + r % padded, weights_ + r * kPiece, states_ + r * size);
-        for (i64 r = 0; r < heads * padded; r += kFewBlock)
+        for (i64 r = 0; r < heads * padded; r += kFewGroup)
           steps.accumulate(at[heads + r / padded], at[heads + r / padded + ahead], a_.cache_slot, used,
                            weights_ + r * kPiece, a_.E, states_ + r * size);
       }
@@ -277,8 +277,8 @@ class Worker {
     }
   }
 
-  // Ask for a chunk's blocks: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes a
-  // function that only prefetches for one without effect and drops the call.
+  // Ask for a chunk's blocks of the cache: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes
+  // a function that only prefetches for one without effect and drops the call.
   __attribute__((always_inline)) void prefetch(const Item& item, i64 from, T** places) const {
     const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(T));
     a_.locate(item.s, item.head, from, count, places);

@@ -107,10 +107,16 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     config = replace(CONFIG, dump=tmp_path / "dump")
     place = compile_model(source.config, source.tensors, config, tmp_path / "artifact")
     files = sorted(p.name for p in (tmp_path / "dump").iterdir())
+    files.remove("weights.txt")
+    weights = (tmp_path / "dump" / "weights.txt").read_text()
+    assert (place / "graph" / "weights.txt").read_text() == weights
+    assert [line.split()[0] for line in weights.splitlines()] == [
+        e.name for e in WeightPlan.from_json((place / "weights.json").read_text())
+    ]
     units = (
         "embed", "head", "layer.full", "logprobs", "process_logits", "resolve_token_ids", "sample", "sample_adjusted"
     )  # fmt: skip
-    assert [f for f in files if not f.startswith(("piece.", "weights.txt"))] == [
+    assert [f for f in files if not f.startswith("piece.")] == [
         f"{stage}.{unit}.txt"
         for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-shard", "04-fuse_attention")
         for unit in units

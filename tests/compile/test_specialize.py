@@ -172,7 +172,7 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
 def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: CompileConfig, bucket: int) -> None:
     """Every token lies in a block of its own sequence, the step is full, and copies do not share a cache."""
     pieces = [p.json for p in linked.pieces.values() if p.label == "rope_attention"]
-    (site,) = tune.tunables(pieces, dataclasses.replace(config, buckets=(config.buckets[bucket],))).values()
+    (site,) = tune.tunables([(piece, config.buckets[bucket]) for piece in pieces], config).values()
     args, other = tune.inputs_of(site, 2, "cpu")
     T, S = site.sizes["T"], site.sizes["S"]
     starts, lengths, table = (args[n].tolist() for n in ("query_start_loc", "seq_lens", "block_table"))
@@ -202,13 +202,13 @@ def test_what_was_found_is_kept(
     monkeypatch.setattr(tune, "build_candidate", lambda site, choice: choice.impl != "cublas")
     monkeypatch.setattr(tune, "measure", measure)
     monkeypatch.setattr(tune, "fingerprint", lambda config: "here")
-    pieces = [p.json for p in linked.pieces.values()]
-    few = dataclasses.replace(config, buckets=config.buckets[1:2])
+    pieces = [(p.json, bucket) for bucket in config.buckets for p in linked.pieces.values()]
+    few = [(piece, bucket) for piece, bucket in pieces if bucket == config.buckets[1]]
     told: list[tuple[int, int]] = []
-    first = tune.tune(pieces, few, None, lambda done, total: told.append((done, total)), tmp_path)
-    assert len(measured) == len(first) == len(tune.tunables(pieces, few))
+    first = tune.tune(few, config, None, lambda done, total: told.append((done, total)), tmp_path)
+    assert len(measured) == len(first) == len(tune.tunables(few, config))
     assert told == [(i, len(told)) for i in range(sum(len(s.candidates) for s in measured))]
-    assert tune.tune(pieces, few, None, lambda done, total: None, tmp_path) == first
+    assert tune.tune(few, config, None, lambda done, total: None, tmp_path) == first
     assert len(measured) == len(first)
     more = tune.tune(pieces, config, None, lambda done, total: None, tmp_path)
     assert len(measured) == len(more) > len(first)

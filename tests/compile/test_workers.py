@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import graphllm
 from graphllm.compile.backends import Built
 from graphllm.compile.objects import BuildError
 from graphllm.compile.workers import Build, Candidate, Done, Workers
@@ -41,7 +43,8 @@ def test_a_script_needs_no_main_guard(checkpoint: Path, tmp_path: Path) -> None:
     for jobs in (1, 2):
         place = tmp_path / f"artifact{jobs}"
         command = [sys.executable, str(script), str(checkpoint), str(place), str(jobs)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        environment = {**os.environ, "PYTHONPATH": str(Path(graphllm.__file__).parents[1])}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
         assert (done.returncode, done.stderr) == (0, "once\n")
         made[jobs] = {f.name: f.read_bytes() for f in (place / "pieces").iterdir()}
         made[jobs]["program"] = (place / "program.json").read_bytes()

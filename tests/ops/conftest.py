@@ -24,9 +24,13 @@ def compiled_for(
 
     @contextlib.contextmanager
     def bound(kernels: Sequence[CKernel], flags: Sequence[str]) -> Iterator[Path]:
-        sources = sorted({k.source for k in kernels})
-        output = tmp_path_factory.mktemp("kernels") / "kernels.so"
-        subprocess.run([*compiler_command(sources, output), *flags], check=True)  # the last -march counts
+        folder = tmp_path_factory.mktemp("kernels")
+        objects = {folder / f"{source.parent.name}.o": source for source in {k.source for k in kernels}}
+        for made, source in objects.items():
+            command = compiler_command([source], made, link=False)
+            subprocess.run([*command, *flags], check=True)  # the last -march counts
+        output = folder / "kernels.so"
+        subprocess.run(compiler_command(sorted(objects), output), check=True)
         library = ctypes.CDLL(str(output))
         before = [k._function for k in kernels]
         for k in kernels:

@@ -96,7 +96,7 @@ def test_transposed_slices_and_stacked_experts() -> None:
     t, s, e = (entry.expr for entry in plan)
     assert t == Concat((Permute(Read(("a",), (4, 2)), (1, 0)), Permute(Read(("b",), (4, 4)), (1, 0))))
     assert s == Slice(Read(("c",), (ANY, 4)), 0, 2, 5)
-    assert e == Reshape(Concat(tuple(Read((n,), (3, 5)) for n in ("g0", "u0", "g1", "u1"))), (2, 6, 5))
+    assert e == Stack(tuple(Concat((Read((f"g{i}",), (3, 5)), Read((f"u{i}",), (3, 5)))) for i in range(2)))
 
 
 @pytest.mark.parametrize(
