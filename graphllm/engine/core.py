@@ -50,7 +50,7 @@ class _InFlight(NamedTuple):
 
     output: SchedulerOutput
     batch: Batch
-    frame: StepHandle
+    handle: StepHandle
     begun: float
 
 
@@ -163,7 +163,7 @@ class EngineCore:
         started = self._start(output) if output is not None else None
         news, self._news = self._news, []
         if self._in_flight is not None:
-            result = self._in_flight.frame.wait()
+            result = self._in_flight.handle.wait()
             self._measure(self._in_flight)
             news += self._commit(self._in_flight, result)
         if started is not None:
@@ -207,10 +207,10 @@ class EngineCore:
         """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
         later than its own start: the host had both in flight until then."""
         now = time.monotonic()
-        bucket, tokens = self._stats.buckets[step.frame.size.bucket.name], step.batch.step.tokens
+        bucket, tokens = self._stats.buckets[step.handle.size.bucket.name], step.batch.step.tokens
         bucket.seconds.observe(now - max(step.begun, self._ended))
         bucket.tokens += tokens
-        bucket.padding += step.frame.size.T - tokens
+        bucket.padding += step.handle.size.T - tokens
         self._stats.step_tokens.observe(tokens)
         self._ended = now
 
@@ -225,7 +225,7 @@ class EngineCore:
                 continue
             self._table.mask_row(mask[i], int(rows.slot[row]), state, int(rows.sample_index[row]))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
-        self._executor.sample(started.frame, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
+        self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
 
     def _allow(self, state: RequestState, row: np.ndarray) -> bool:
         """Write what a request's grammar allows next; a grammar that fails ends the request."""
@@ -353,7 +353,7 @@ class EngineCore:
     def close(self) -> None:
         """Finish the step in flight and stop the threads."""
         if self._in_flight is not None:
-            self._in_flight.frame.wait()
+            self._in_flight.handle.wait()
             self._in_flight = None
         self._compiler.shutdown(cancel_futures=True)
         self._executor.close()

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 Dim = int | str
-SYMBOLS = ("T", "S", "R")  # of every graph: tokens, sequences and sampled rows of one step
 BLOCK_TOKENS = "P"  # in the shape of a block state: the tokens of one block
 
 Axis = Literal["block", "slot", "item", "adapter", "token"]
@@ -20,10 +19,10 @@ Retention = Literal["full", "window", "last", "none"]
 class InputSpec:
     """An array of one step.
 
-    shape: over T, S and R. provider: the name of what fills it on the host, by default its own.
-    neutral: the value of padding entries, where padding does not repeat the last one. ragged: of its rows and columns
-    only the beginnings are filled. late: it is filled once logits are known. shareable: whether cached states of a
-    prefix stay valid whatever this input holds for what follows the prefix.
+    shape: over T, S and R (tokens, sequences and sampled rows of the step). provider: the name of what fills it on the
+    host, by default its own. neutral: the value of padding entries, where padding does not repeat the last one.
+    ragged: of its rows and columns only the beginnings are filled. late: it is filled once logits are known. shareable:
+    whether cached states of a prefix stay valid whatever this input holds for what follows the prefix.
     """
 
     name: str
@@ -65,11 +64,6 @@ class OutputSpec:
     shape: tuple[Dim, ...]
     dtype: str
     host: bool = False
-
-
-def provider_of(spec: InputSpec) -> str:
-    """The name of what fills an input."""
-    return spec.provider or spec.name
 
 
 def plain(spec: Any) -> dict[str, Any]:

@@ -5,22 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from importlib.metadata import entry_points
 from typing import Any
 
 from graphllm.config import ConfigError
 
 GROUP = "graphllm.externs"
-_OURS: dict[str, str] = {}  # "module:function" by name
 
 
 @cache
 def routine(name: str) -> Callable[..., Any]:
     """The function of that name. Raises ConfigError where no package offers it."""
-    if name in _OURS:
-        module, _, attribute = _OURS[name].partition(":")
-        return getattr(import_module(module), attribute)
     for entry in entry_points(group=GROUP, name=name):
         return entry.load()
     raise ConfigError(f"the artifact calls the extern routine {name!r}, which no installed package offers; install it")

@@ -45,7 +45,7 @@ class GraphPrograms:
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
         self.staging = Staging(list(self.inputs.values()), self.most, arena.device)
         self.jobs: list[Job | None] = [None] * Staging.buffers  # that read each staging buffer
-        self._turn = 0
+        self._buffer_index = 0
         self._bundles: dict[str, Any] = {}
         self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
         self._bound: OrderedDict[tuple[str, Size], BoundProgram] = OrderedDict()
@@ -61,7 +61,7 @@ class GraphPrograms:
 
     def next_buffer(self) -> int:
         """A staging buffer that nothing reads any more."""
-        index, self._turn = self._turn, (self._turn + 1) % Staging.buffers
+        index, self._buffer_index = self._buffer_index, (self._buffer_index + 1) % Staging.buffers
         if (before := self.jobs[index]) is not None:
             before.result()
         return index
