@@ -95,7 +95,7 @@ def test_inspect(cli: Any, compiled_artifact: Path, monkeypatch: pytest.MonkeyPa
     for part in (
         artifact.key_of(manifest["factors"])[:16], "cpu: ", f"graphllm {__version__}", "torch ",
         "LlamaForCausalLM, float32",
-        "96 tokens of context, 4 sequences and 32 tokens a step, pages of 8", "decode 2..4", "mixed 2..32",
+        "96 tokens of context, 4 sequences and 32 tokens a step, blocks of 8", "decode 2..4", "mixed 2..32",
         "paged_attention: cpu", "swiglu: compiled by Inductor", "canonicalize",
         f"{manifest['memory']['arena']:,}", f"{manifest['memory']['block']:,}",
         f"{len(manifest['files'])} files",
