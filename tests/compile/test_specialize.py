@@ -143,9 +143,8 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     linear, attention = {"fused_linear", "linear_add_norm"}, {"rope_attention"}
     assert {s.op for s in sites.values()} == linear | attention
     found = {key: {c.impl for c in s.candidates} for key, s in sites.items() if s.op in attention}
-    assert len(found) == len(config.buckets) - 1  # for one sequence of short contexts there is nothing to choose
-    for key, impls in found.items():
-        assert impls == ({"triton_prefill"} if " mixed-" in key else {"triton_decode"})
+    assert list(found.values()) == [{"triton_prefill"}]  # in decode there is nothing to choose among
+    assert all(" mixed-" in key for key in found)
     ones = [s for key, s in sites.items() if " decode-1 " in key and s.op in linear]
     assert len(ones) == 5  # qkv, o, gate and up, down, head
     assert all({c.impl for c in s.candidates} == {"triton_row", "cublas", "triton_tile"} for s in ones)
@@ -168,11 +167,10 @@ def test_sites_to_tune(linked: Linked, config: CompileConfig, tmp_path: Path) ->
     assert [f.name for f in file.parent.iterdir()] == ["tuned.json"]
 
 
-@pytest.mark.parametrize("bucket", [1, 2, -1])
-def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: CompileConfig, bucket: int) -> None:
+def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: CompileConfig) -> None:
     """Every token lies in a block of its own sequence, the step is full, and copies do not share a cache."""
     pieces = [p.json for p in linked.pieces.values() if p.label == "rope_attention"]
-    (site,) = tune.tunables([(piece, config.buckets[bucket]) for piece in pieces], config).values()
+    (site,) = tune.tunables([(piece, config.buckets[-1]) for piece in pieces], config).values()
     args, other = tune.inputs_of(site, 2, "cpu")
     T, S = site.sizes["T"], site.sizes["S"]
     starts, lengths, table = (args[n].tolist() for n in ("query_start_loc", "seq_lens", "block_table"))

@@ -49,6 +49,12 @@ def opened(eager_artifact: Path, checkpoint: Path) -> Iterator[Open]:
         core.close()
 
 
+@pytest.fixture
+def block_size() -> int:
+    """Tokens a block in `eager_artifact`."""
+    return 8
+
+
 @pytest.fixture(scope="module")
 def model(checkpoint: Path) -> LlamaForCausalLM:
     return LlamaForCausalLM.from_pretrained(checkpoint).eval()
@@ -73,7 +79,7 @@ def _logits(model: Any, tokens: list[int]) -> np.ndarray:
     return model(torch.tensor([tokens])).logits[0, -1].double().numpy()
 
 
-def test_greedy_is_what_transformers_gives(opened: Open, model: LlamaForCausalLM) -> None:
+def test_greedy_is_what_transformers_gives(opened: Open, model: LlamaForCausalLM, block_size: int) -> None:
     """More requests than fit in a step, prompts longer than a step's budget: batched, chunked, then from the cache."""
     core = opened(pages=200)
     prompts = _prompts(13)
@@ -82,11 +88,11 @@ def test_greedy_is_what_transformers_gives(opened: Open, model: LlamaForCausalLM
         for i, prompt in enumerate(prompts):
             assert found[str(i)].tokens == _greedy(model, prompt)
             assert found[str(i)].finish_reason == "length"
-            assert found[str(i)].cached == (0 if turn == 0 else (len(prompt) - 1) // 8 * 8)
+            assert found[str(i)].cached == (0 if turn == 0 else (len(prompt) - 1) // block_size * block_size)
 
 
-def test_preempted_requests_lose_nothing(opened: Open, model: LlamaForCausalLM) -> None:
-    core = opened(pages=14)  # 13 pages of 8 tokens: one request of full length and a little
+def test_preempted_requests_lose_nothing(opened: Open, model: LlamaForCausalLM, block_size: int) -> None:
+    core = opened(pages=1 + 104 // block_size)  # one request of full length, 96 tokens, and at most a little
     prompts = _prompts(9, seed=1, longest=40)
     found = finish(core, [request(str(i), p, replace(GREEDY, max_tokens=40)) for i, p in enumerate(prompts)])
     assert core.stats().preemptions > 3

@@ -1,4 +1,4 @@
-"""The engine core on the GPU: captured graphs, tokens fed on the device, sampling kernels, copies of pages."""
+"""The engine core on the GPU: captured graphs, tokens fed on the device, sampling kernels, copies of blocks."""
 
 from __future__ import annotations
 
@@ -38,6 +38,12 @@ def _compile(checkpoint: Path, folder: Path) -> None:
         target="cuda", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, block_size=16
     )
     compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
+
+
+@pytest.fixture
+def block_size() -> int:
+    """The least that the GPU's attention kernels take."""
+    return 16
 
 
 @pytest.fixture(scope="session")
