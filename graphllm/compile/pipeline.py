@@ -303,7 +303,14 @@ def write_program(
         used = {i for program in linked.programs[number].values() for call in program.calls for i in call.inputs}
         read |= used
         inputs = {n: s for n, s in layout.inputs[number].items() if f"step.{n}" in used}
-        shareable &= all(s.shareable for s in inputs.values())
+        # An input that is only resolved, into a value that nothing reads, decides nothing.
+        read_by_units = {
+            label
+            for unit in graph.units.values()
+            for node in unit.graph.find_nodes(op="placeholder")
+            if (label := node.meta["label"]) not in unit.outputs
+        }
+        shareable &= all(s.shareable for n, s in inputs.items() if f"step.{n}" in read_by_units)
         described.append(
             {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
              "buckets": [asdict(b) for b in buckets], "programs": programs}
@@ -332,6 +339,7 @@ def write_program(
         "arena by bucket": arenas,
         "zeroed": zeroed,
         "state": sum(place_bytes(p, counts[p.axis]) for p in states.values() if p.axis != "block"),
+        "snapshot": sum(place_bytes(p, 1) // p.shape[0] for p in states.values() if p.retention == "last"),
         "block": blocks.bytes_per_block,
         "cache bytes a token": sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),
         "blocks of a sequence": sum(-(-config.max_model_len // g.block_size) for g in blocks.groups),

@@ -92,7 +92,7 @@ def beginning(versions: int) -> Stage:
     """What comes before the model's own units."""
     if versions == 1:
         return Stage("resolve_token_ids", lambda v: (_resolve(v),), ("step.token_ids",))
-    made = ("token_ids", "drafts", "positions", "context_lens", "seq_lens", "state_versions")
+    made = ("token_ids", "drafts", "positions", "context_lens", "seq_lens", "state_versions", "sample_index")
     outputs = tuple(n if n == "drafts" else f"step.{n}" for n in made)
     return Stage("resolve_drafts", _resolve_drafts, outputs)
 
@@ -145,7 +145,12 @@ def _resolve_drafts(v: Values) -> tuple[Tensor, ...]:
     )
     states = ("last_token", "drafts", "rejected")
     resolved = resolve_drafts(*(v[f"step.{n}"] for n in inputs), *(v[f"state.{n}"] for n in states))
-    return (*resolved, torch.index_select(v["state.version"], 0, v["step.slots"]))
+    versions_S = torch.index_select(v["state.version"], 0, v["step.slots"])
+    # Positions in the output decide the random numbers, and shrink by what was rejected, too.
+    rejected_S = torch.index_select(v["state.rejected"], 0, v["step.slots"])
+    back_S = torch.where(v["step.pending"] > 0, rejected_S, 0)
+    sequence_R = torch.index_select(v["step.sequence_ids"], 0, v["step.logits_indices"])
+    return (*resolved, versions_S, v["step.sample_index"] - torch.index_select(back_S, 0, sequence_R))
 
 
 def _sample(v: Values, logits: str) -> Tensor:

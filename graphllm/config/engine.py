@@ -67,6 +67,13 @@ class CacheConfig:
         key=_LOADING,
     )
     gpu_memory_utilization: float = setting(0.9, help="Share of the GPU's memory to use.", key=_LOADING)
+    snapshot_memory_bytes: int | None = setting(
+        None,
+        parse=functools.partial(parse_bytes, "snapshot_memory_bytes"),
+        help="Memory of copies of recurrent states, for prompts that begin alike; default: four copies for every "
+        "sequence, at most an eighth of the cache's memory.",
+        key=_LOADING,
+    )
 
 
 @dataclass(frozen=True)

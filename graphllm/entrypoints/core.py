@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
-from graphllm.entrypoints.memory import cache_blocks, cache_memory
+from graphllm.entrypoints.memory import CacheCounts, cache_counts, cpu_cache_memory
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.weights import baked
@@ -36,7 +36,10 @@ def load_core(
     """
     clock = _Phases(phases)
     manifest = artifact.verify(Path(config.load.artifact))
-    cache = cache_memory(Path(config.load.artifact), manifest, config.cache)
+    counts = cache = None
+    if manifest["factors"]["compile"]["target"]["device"] == "cpu":
+        counts = cache_counts(manifest, config.cache)
+        cache = cpu_cache_memory(Path(config.load.artifact), counts)
     clock("artifact")
     import torch
 
@@ -45,12 +48,13 @@ def load_core(
     clock("import torch")
     threads = config.load.threads or torch.get_num_threads()
     with alone():
-        return _load(config, manifest, cache, processors, threads, clock)
+        return _load(config, manifest, counts, cache, processors, threads, clock)
 
 
 def _load(
     config: CoreConfig,
     manifest: Mapping[str, Any],
+    counts: CacheCounts | None,
     cache: CacheMemory | None,
     processors: Sequence[LogitsProcessor],
     threads: int,
@@ -87,8 +91,8 @@ def _load(
     if device == "cuda":
         torch.cuda.synchronize()
     clock("weights")
-    blocks = cache.blocks if cache else cache_blocks(manifest, config.cache)
-    executor = Executor(place, manifest, weights, blocks, threads, cache)
+    counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
+    executor = Executor(place, manifest, weights, counts.blocks, threads, cache, counts.snapshots)
     grammars = None
     if (source.folder / "tokenizer.json").is_file():
         grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(config.stop_ids))

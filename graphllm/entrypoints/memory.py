@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphllm.config import CacheConfig, ConfigError
 from graphllm.runtime.cpu_cache_memory import CacheMemory
@@ -21,16 +21,21 @@ def gpu_bytes(memory: Mapping[str, int], blocks: int) -> int:
     return parts + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
 
 
-def cache_memory(place: Path, manifest: Mapping[str, Any], cache: CacheConfig) -> CacheMemory | None:
+class CacheCounts(NamedTuple):
+    """blocks: of the paged cache, with the null block, which is no request's. snapshots: of recurrent states."""
+
+    blocks: int
+    snapshots: int
+
+
+def cpu_cache_memory(place: Path, counts: CacheCounts) -> CacheMemory:
     """A CPU's paged cache, whose memory comes while torch is imported."""
-    if manifest["factors"]["compile"]["target"]["device"] != "cpu":
-        return None
     described = json.loads((place / "program.json").read_text())["blocks"]
-    return CacheMemory(described["tensors"], cache_blocks(manifest, cache), described["bytes"])
+    return CacheMemory(described["tensors"], counts.blocks, described["bytes"])
 
 
-def cache_blocks(manifest: Mapping[str, Any], cache: CacheConfig) -> int:
-    """Blocks of the cache, with the null block, which is no request's; on a GPU, of what the weights have left."""
+def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts:
+    """What memory allows; on a GPU, of what the weights have left. Raises ConfigError where that is not enough."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     size, most = cache.kv_cache_memory_bytes, None
     if size is None and compiled["target"]["device"] == "cuda":
@@ -42,13 +47,22 @@ def cache_blocks(manifest: Mapping[str, Any], cache: CacheConfig) -> int:
         size = max(0, _available_memory() - memory["weights"]) // 4
         # A full batch of the longest sequences, and room for the prefix cache.
         most = 4 * memory["blocks of a sequence"] * compiled["max_num_seqs"] + 1
+    snapshots = 0
+    if memory["snapshot"]:
+        given = cache.snapshot_memory_bytes
+        usual = min(4 * compiled["max_num_seqs"], size // 8 // memory["snapshot"])
+        snapshots = usual if given is None else given // memory["snapshot"]
+        if cache.kv_cache_memory_bytes is None:
+            size -= snapshots * memory["snapshot"]
+    if not memory["block"]:
+        return CacheCounts(2, snapshots)
     blocks = size // memory["block"]
     if blocks < 2:
         raise ConfigError(
             f"kv cache: {size / 1e6:.1f} MB left for it, it needs {2 * memory['block'] / 1e6:.1f} MB at least; "
             "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
         )
-    return int(blocks if most is None else min(blocks, most))
+    return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
 
 
 def _available_memory() -> int:

@@ -33,3 +33,8 @@ class CacheLayout(NamedTuple):
     item_tokens: int = 0
     max_adapters: int = 0
     query_lens: tuple[int, ...] = ()
+
+    @property
+    def block_size(self) -> int:
+        """Tokens by which beginnings are told apart: those of the smallest group's blocks, 16 where there are none."""
+        return min((g.block_size for g in self.groups), default=16)
