@@ -26,11 +26,15 @@ from graphllm.runtime.staging import StepInput
 COUNT = 24
 
 
-def _compile(folder: Path, place: Path) -> Path:
-    wanted = EngineArgs(
+@pytest.fixture(scope="module")
+def engine_args() -> EngineArgs:
+    return EngineArgs(
         target="cpu", backend="eager", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32,
         block_size=8, num_speculative_tokens=3,
     )  # fmt: skip
+
+
+def _compile(folder: Path, place: Path, wanted: EngineArgs) -> Path:
     source = open_source(folder)
     return compile_model(source.config, source.tensors, compile_config(source.config, wanted), place)
 
@@ -64,8 +68,9 @@ def _run(
 
 
 @pytest.fixture(scope="module")
-def llama(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
-    core = open_core(checkpoint, _compile(checkpoint, tmp_path_factory.mktemp("llama") / "artifact"), pages=100)
+def llama(checkpoint: Path, engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineCore]:
+    place = _compile(checkpoint, tmp_path_factory.mktemp("llama") / "artifact", engine_args)
+    core = open_core(checkpoint, place, pages=100)
     yield core
     core.close()
 
@@ -100,7 +105,7 @@ def test_sampled_tokens_are_the_same_with_drafts(llama: EngineCore) -> None:
 
 
 @pytest.fixture(scope="module")
-def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], EngineCore]]:
+def unlike(engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], EngineCore]]:
     import unlike_layers as family
 
     from graphllm.ir import model
@@ -109,7 +114,7 @@ def unlike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], En
     folder = tmp_path_factory.mktemp("unlike")
     (folder / "config.json").write_text(json.dumps(family.HF))
     save_file(family.checkpoint(), folder / "model.safetensors")
-    place = _compile(folder, folder / "artifact")
+    place = _compile(folder, folder / "artifact", engine_args)
     cores = []
 
     def open_one() -> EngineCore:
