@@ -73,18 +73,20 @@ class Shapes:
         self.device = torch.device(device)
         self.mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
         if bucket and bucket.kind == "decode":
+            q = bucket.query_len
             S: Any = bucket.lo if bucket.static else self._symbol(bucket.hi)
-            tokens = bucket.query_len * S if bucket.query_len > 1 else S
-            self.symbols = {"T": tokens, "S": S, "R": tokens}
+            # Not as q * S: a piece may have inputs of that size and none of S, which the size could not be read from.
+            T = S if q == 1 else q * bucket.lo if bucket.static else self._symbol(q * bucket.hi)
+            self.symbols = {"T": T, "S": S, "R": T}
         elif bucket and bucket.static:
             few = 1 if bucket.lo == 1 else 0
             self.symbols = {"T": bucket.lo, "S": few or self._symbol(3), "R": few or self._symbol(3)}
         else:
             hint = bucket.hi if bucket else 37
             self.symbols = {"T": self._symbol(hint), "S": self._symbol(min(hint, 5)), "R": self._symbol(min(hint, 3))}
-        # Where sizes are equal, the first of them names them all; a multiple of another one has no name of its own.
-        named = {n: v.node.expr for n, v in self.symbols.items() if isinstance(v, torch.SymInt)}
-        self.names = {str(e): n for n, e in reversed(named.items()) if e.is_symbol}
+        # Where sizes are equal, the first of them names them all.
+        named = {n: str(v.node.expr) for n, v in self.symbols.items() if isinstance(v, torch.SymInt)}
+        self.names = {symbol: n for n, symbol in reversed(named.items())}
 
     def _symbol(self, hint: int) -> torch.SymInt:
         context: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC])

@@ -7,6 +7,7 @@ import json
 import random
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,19 @@ def test_sampled_tokens_are_the_same_with_drafts(llama: EngineCore) -> None:
     alone, lengths = _run(llama, prompts, [[]] * len(prompts), 1.0, params)
     assert max(lengths) == 1
     found, lengths = _run(llama, prompts, alone, 0.8, params)
+    assert found == alone
+    assert 4 in lengths
+
+
+@pytest.mark.slow
+def test_compiled_verification(checkpoint: Path, engine_args: EngineArgs, tmp_path: Path) -> None:
+    place = _compile(checkpoint, tmp_path / "artifact", replace(engine_args, backend="inductor"))
+    core, prompts = open_core(checkpoint, place, pages=100), _prompts(311, 1)
+    alone, lengths = _run(core, prompts, [[]] * len(prompts), 1.0)
+    assert max(lengths) == 1
+    core.reset_prefix_cache()
+    found, lengths = _run(core, prompts, alone, 0.8)
+    core.close()
     assert found == alone
     assert 4 in lengths
 
