@@ -119,7 +119,7 @@ def test_compiled_verification(checkpoint: Path, engine_args: EngineArgs, tmp_pa
 
 
 @pytest.fixture(scope="module")
-def unlike(engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], EngineCore]]:
+def unlike(engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineCore]]:
     import unlike_layers as family
 
     from graphllm.ir import model
@@ -131,8 +131,8 @@ def unlike(engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) ->
     place = _compile(folder, folder / "artifact", engine_args)
     cores = []
 
-    def open_one() -> EngineCore:
-        cores.append(open_core(folder, place, pages=60))
+    def open_one(**options: Any) -> EngineCore:
+        cores.append(open_core(folder, place, pages=60, **options))
         return cores[-1]
 
     yield open_one
@@ -144,7 +144,7 @@ def unlike(engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
-def test_unlike_states_are_rolled_back(unlike: Callable[[], EngineCore], right: float) -> None:
+def test_unlike_states_are_rolled_back(unlike: Callable[..., EngineCore], right: float) -> None:
     """Two recurrent states of unlike dtypes, int8 latents with scales and a window, whatever the drafts are."""
     import unlike_layers as family
 
@@ -155,7 +155,7 @@ def test_unlike_states_are_rolled_back(unlike: Callable[[], EngineCore], right: 
     assert 4 in lengths
 
 
-def test_a_prefix_of_unlike_states_is_found_again(unlike: Callable[[], EngineCore]) -> None:
+def test_a_prefix_of_unlike_states_is_found_again(unlike: Callable[..., EngineCore]) -> None:
     """A second prompt that begins as the first goes on from its blocks and a snapshot of its recurrent states."""
     import unlike_layers as family
 
@@ -167,7 +167,22 @@ def test_a_prefix_of_unlike_states_is_found_again(unlike: Callable[[], EngineCor
         assert found.cached == (64 if turn else 0)
 
 
-def test_unlike_states_share_one_pool(unlike: Callable[[], EngineCore]) -> None:
+def test_unlike_states_go_to_another_engine(unlike: Callable[..., EngineCore]) -> None:
+    """Blocks and the snapshot of a sequence, under digests that both know; the second computes only what is behind."""
+    import unlike_layers as family
+
+    first, second = unlike(cache_secret="s"), unlike(cache_secret="s")
+    wanted = request("0", [1 + i % 90 for i in range(66)])
+    expected = family.greedy(family.checkpoint(), wanted.prompt, COUNT)
+    assert finish(first, [wanted])["0"].tokens == expected
+    entries = first.export_cache(wanted)
+    assert {e.group for e in entries} == {0, 1, -1}
+    assert second.import_cache(entries) == len(entries)
+    found = finish(second, [wanted])["0"]
+    assert (found.tokens, found.cached) == (expected, 64)
+
+
+def test_unlike_states_share_one_pool(unlike: Callable[..., EngineCore]) -> None:
     """Blocks of unlike layers take equal bytes, so that one pool serves all; prompts in chunks, without drafts."""
     import unlike_layers as family
 
