@@ -263,6 +263,17 @@ def build_pieces(
     return {job: done[job] for job in wanted}
 
 
+def values_read(graph: TracedGraph) -> set[str]:
+    """The values that a graph's units read, but for those that one only resolves: where nothing reads the resolved
+    form, the input decides nothing."""
+    return {
+        label
+        for unit in graph.units.values()
+        for node in unit.graph.find_nodes(op="placeholder")
+        if (label := node.meta["label"]) not in unit.outputs
+    }
+
+
 def write_program(
     folder: Path,
     graphs: list[TracedGraph],
@@ -303,14 +314,8 @@ def write_program(
         used = {i for program in linked.programs[number].values() for call in program.calls for i in call.inputs}
         read |= used
         inputs = {n: s for n, s in layout.inputs[number].items() if f"step.{n}" in used}
-        # An input that is only resolved, into a value that nothing reads, decides nothing.
-        read_by_units = {
-            label
-            for unit in graph.units.values()
-            for node in unit.graph.find_nodes(op="placeholder")
-            if (label := node.meta["label"]) not in unit.outputs
-        }
-        shareable &= all(s.shareable for n, s in inputs.items() if f"step.{n}" in read_by_units)
+        deciding = values_read(graph)
+        shareable &= all(s.shareable for n, s in inputs.items() if f"step.{n}" in deciding)
         described.append(
             {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
              "buckets": [asdict(b) for b in buckets], "programs": programs}

@@ -146,11 +146,9 @@ def _resolve_drafts(v: Values) -> tuple[Tensor, ...]:
     states = ("last_token", "drafts", "rejected")
     resolved = resolve_drafts(*(v[f"step.{n}"] for n in inputs), *(v[f"state.{n}"] for n in states))
     versions_S = torch.index_select(v["state.version"], 0, v["step.slots"])
-    # Positions in the output decide the random numbers, and shrink by what was rejected, too.
-    rejected_S = torch.index_select(v["state.rejected"], 0, v["step.slots"])
-    back_S = torch.where(v["step.pending"] > 0, rejected_S, 0)
-    sequence_R = torch.index_select(v["step.sequence_ids"], 0, v["step.logits_indices"])
-    return (*resolved, versions_S, v["step.sample_index"] - torch.index_select(back_S, 0, sequence_R))
+    # A row's place in the output, which decides its random numbers, moves as the position of its token has.
+    moved_T = resolved[2] - v["step.positions"]
+    return (*resolved, versions_S, v["step.sample_index"] + torch.index_select(moved_T, 0, v["step.logits_indices"]))
 
 
 def _sample(v: Values, logits: str) -> Tensor:

@@ -31,7 +31,7 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     automatic: dict[str, Any] = {
         "target": target,
         "dtype": "bfloat16" if cuda and stored == "float32" else stored,
-        "buckets": default_buckets(target, max_num_seqs, max_num_batched_tokens, args.num_speculative_tokens or 0),
+        "buckets": default_buckets(target, max_num_seqs, max_num_batched_tokens, args.num_speculative_tokens),
         "max_model_len": text.get("max_position_embeddings") or text.get("n_positions") or 2048,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,

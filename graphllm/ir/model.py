@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
+from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 _models: dict[str, Model] = {}
@@ -80,7 +80,6 @@ class Graph:
     head: Callable[[Any, SimpleNamespace, Tensor, ForwardContext], Any]
     states: Callable[[Any, str], tuple[StateSpec, ...]] = _no_specs
     inputs: Callable[[Any], tuple[InputSpec, ...]] = _no_specs
-    outputs: Callable[[Any], tuple[OutputSpec, ...]] = _no_specs
     buckets: Callable[[Any], tuple[Bucket, ...] | None] = lambda c: None
     task: Task = "generate"
     name: str = ""
@@ -106,11 +105,6 @@ class Model:
     graphs: tuple[Graph, ...]
     states: Callable[[Any], tuple[StateSpec, ...]] = _no_specs
     shardable: tuple[str, ...] = ()
-
-    @property
-    def main(self) -> Graph:
-        """The graph that serves requests."""
-        return self.graphs[0]
 
     def local(self, c: Any, degree: int) -> Any:
         """The Config of one of ``degree`` tensor-parallel ranks: its shares of heads and feed-forward width. Raises

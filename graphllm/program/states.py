@@ -8,7 +8,7 @@ the configured block size; the others have the largest power-of-two multiple of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
@@ -136,11 +136,6 @@ def place_from(plain: Sequence[Any]) -> StatePlace:
     """A place that was written as JSON."""
     axis, dtype, shape, stride, retention, tensor, offset = plain
     return StatePlace(axis, dtype, tuple(shape), tuple(stride), retention, tensor, offset)
-
-
-def entries(place: StatePlace, counts: Mapping[str, int]) -> int:
-    """The length of a state's first dimension, by its axis."""
-    return counts[place.axis]
 
 
 def place_bytes(place: StatePlace, count: int) -> int:

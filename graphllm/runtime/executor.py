@@ -123,6 +123,7 @@ class Executor:
         }
         self._main = next(iter(self._graphs.values()))
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
+        self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(Staging.buffers)]
 
     device_drafts = False  # whether sequences that have sampled a token have drafts in slot states
@@ -143,7 +144,7 @@ class Executor:
         bound = graph.bound(program, size)
         handle = StepHandle(step, index, size, bound)
         copied = graph.host_results(program) if len(bound.parts) == 1 else {}
-        tables = (v for n, v in step.arrays.items() if n.startswith("block_table"))
+        tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
 
         def work() -> None:

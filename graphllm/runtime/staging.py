@@ -175,8 +175,9 @@ class Staging:
 
 
 def ragged(new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[np.ndarray] = ()) -> StepInput:
-    """A batch without requests, for tests and benchmarks: sequence s, of which ``done[s]`` tokens are computed, runs
-    the tokens ``new[s]``, and the last of them is sampled from. tables: block tables [S, n] of each cache group."""
+    """A batch without requests, for encoders, warm-up, tests and benchmarks: sequence s, of which ``done[s]`` tokens
+    are computed, runs the tokens ``new[s]``, and the last of them is sampled from. tables: block tables [S, n] of each
+    cache group."""
     counts = np.array([len(n) for n in new], dtype=np.int32)
     ends, starts = np.cumsum(counts, dtype=np.int32), np.array(done, dtype=np.int32)
     T = int(ends[-1])

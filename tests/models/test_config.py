@@ -93,11 +93,11 @@ def test_published_files_mean_what_transformers_reads(name: str) -> None:
     assert (D, H, K, theirs.vocab_size) == (c.D, c.H, c.K, c.V)
     assert getattr(theirs, "head_dim", D // H) == c.E
     assert c.tied == theirs.tie_word_embeddings
-    assert len(model.main.layer_types(c)) == theirs.num_hidden_layers
+    assert len(model.graphs[0].layer_types(c)) == theirs.num_hidden_layers
     assert c.max_len == max(theirs.max_position_embeddings, 131072 if "yarn" in name else 0)
     if hasattr(theirs, "layer_types"):
-        assert list(model.main.layer_types(c)) == [t.removesuffix("_attention") for t in theirs.layer_types]
-    if (getattr(theirs, "sliding_window", None) or 0) and "sliding" in model.main.layer_types(c):
+        assert list(model.graphs[0].layer_types(c)) == [t.removesuffix("_attention") for t in theirs.layer_types]
+    if (getattr(theirs, "sliding_window", None) or 0) and "sliding" in model.graphs[0].layer_types(c):
         assert c.window == theirs.sliding_window
     assert hash(c) is not None
     assert key_fields(c)["D"] == D
