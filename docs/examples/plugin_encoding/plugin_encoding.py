@@ -80,16 +80,17 @@ def stored(weights: dict[str, Weight]) -> dict[str, Weight]:
 
 
 llama = all_models()["LlamaForCausalLM"]
+decoder = llama.graphs[0]
 register_model(
     replace(
         llama,
         architectures=("BlockInt8LlamaForCausalLM",),
         graphs=(
             replace(
-                llama.main,
-                embed_weights=lambda c: stored(llama.main.embed_weights(c)),
-                layer_weights=lambda c, layer_type: stored(llama.main.layer_weights(c, layer_type)),
-                head_weights=lambda c: stored(llama.main.head_weights(c)),
+                decoder,
+                embed_weights=lambda c: stored(decoder.embed_weights(c)),
+                layer_weights=lambda c, layer_type: stored(decoder.layer_weights(c, layer_type)),
+                head_weights=lambda c: stored(decoder.head_weights(c)),
             ),
         ),
     )
