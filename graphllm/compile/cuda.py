@@ -34,7 +34,8 @@ class Cuda:
         names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}
         examples = [example(s, sizes) for s in input_specs(piece)]
         kernels, blobs = {}, {}
-        for name, made in inductor.cubins(generated.source, examples, names).items():
+        hidden = [sizes[name] for name in generated.hidden]
+        for name, made in inductor.cubins(generated.source, [*examples, *hidden], names).items():
             cubin = made.pop("cubin")
             file = f"{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
             blobs[file] = cubin

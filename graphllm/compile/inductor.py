@@ -7,6 +7,7 @@ Inductor is used as a code generator. What it generates is taken apart by `trans
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,22 @@ def settings(device: str, one_token: bool = False) -> dict[str, Any]:
     }
 
 
+def hidden_sizes(inputs: Sequence[torch.Tensor], shapes: Shapes) -> list[str]:
+    """The sizes, of T, S and R, that dimensions of the inputs are made of and that none of them is: S of [S + 1]."""
+    dims = [d for t in inputs for d in shapes.spec(t).shape if isinstance(d, str)]
+    found = {name for d in dims for name in re.findall(r"[TSR]\b", d)}
+    return sorted(found - set(dims))
+
+
 def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes: Shapes) -> str:
-    """The Python source Inductor makes for the graph, without compiling any kernel in it."""
+    """The Python source Inductor makes for the graph, without compiling any kernel in it. What it takes behind the
+    inputs are the `hidden_sizes`."""
     fake = shapes.mode
+    hidden = [shapes.symbols[name] for name in hidden_sizes(inputs, shapes)]
+    with graph.graph.inserting_before(next(n for n in graph.graph.nodes if n.op != "placeholder")):
+        for i, size in enumerate(hidden):
+            graph.graph.placeholder(f"hidden_{i}").meta["val"] = size
+    inputs = [*inputs, *hidden]
     with (
         inductor_config.patch(settings(shapes.device.type, one_token=str(shapes.symbols["T"]) == "1")),
         tracing(TracingContext(fake)),
@@ -86,13 +100,16 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
     return code if isinstance(code, str) else code.value
 
 
-def cubins(source: str, inputs: Sequence[torch.Tensor], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Compile the Triton kernels of a generated module by running it once on real inputs.
+def cubins(source: str, inputs: Sequence[torch.Tensor | int], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Compile the Triton kernels of a generated module by running it once on real inputs, tensors and hidden sizes.
 
     Returns for each name: cubin (bytes), symbol, shared (bytes), warps, early (whether it may start while the kernel
     before it runs, because it waits for that one itself), names (of the arguments of ``.run``), args (their kinds; None
-    for what the kernel was specialized on), prefix and grid (integer expressions over the names).
+    for what the kernel was specialized on), prefix and grid (integer expressions over the names). A module without any
+    is not run: what it calls may need other processes.
     """
+    if not names:
+        return {}
     with inductor_config.patch(settings("cuda")), torch.no_grad():
         module = PyCodeCache.load(source)
         module.call(list(inputs))

@@ -7,6 +7,7 @@ edge.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -14,13 +15,15 @@ import torch
 
 from graphllm.compile import trace
 from graphllm.compile.trace import Layout, TracedGraph
+from graphllm.compile.variants import optional_inputs, without
 from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
 from graphllm.ir.op import op_of
+from graphllm.program.schema import NEUTRAL
 from graphllm.rewrite import Unit, results_of
 
 
 class Piece(NamedTuple):
-    """A graph that is compiled once for each bucket. id: content hash. boundary: holds exactly one boundary op."""
+    """A graph that is compiled once for each bucket. id: content hash. boundary: it is one boundary op."""
 
     id: str
     graph: torch.fx.Graph
@@ -47,10 +50,12 @@ class Program(NamedTuple):
 
 
 class Linked(NamedTuple):
-    """The whole model: its distinct pieces by id, and each graph's programs by name."""
+    """The whole model: its distinct pieces by id, and each graph's programs by name. optional: of each graph, the
+    inputs without which its programs are there a second time, with `NEUTRAL` behind their names."""
 
     pieces: dict[str, Piece]
     programs: list[dict[str, Program]]
+    optional: list[list[str]]
 
     def pieces_of(self, graph: int) -> list[Piece]:
         """The distinct pieces of a graph's programs."""
@@ -61,11 +66,20 @@ class Linked(NamedTuple):
 def link(graphs: Sequence[TracedGraph], layout: Layout) -> Linked:
     """Chain the units of every program and cut at boundaries."""
     pieces: dict[str, Piece] = {}
-    programs = [
-        {name: _Chain(graph, layout, number).program(program, pieces) for name, program in graph.programs.items()}
-        for number, graph in enumerate(graphs)
-    ]
-    return Linked(pieces, programs)
+    programs: list[dict[str, Program]] = []
+    optional = [optional_inputs(graph.units.values()) for graph in graphs]
+    for number, graph in enumerate(graphs):
+        forms = {"": graph}
+        if left_out := optional[number]:
+            forms[NEUTRAL] = graph._replace(units={n: without(u, left_out) for n, u in graph.units.items()})
+        programs.append(
+            {
+                name + form: _Chain(of_form, layout, number).program(program, pieces)
+                for form, of_form in forms.items()
+                for name, program in graph.programs.items()
+            }
+        )
+    return Linked(pieces, programs, optional)
 
 
 class _Chain:
@@ -122,11 +136,13 @@ def _cut(
     pieces: dict[str, Piece],
 ) -> Program:
     segments: list[list[tuple[str, torch.fx.Node]]] = [[]]
+    placed: set[torch.fx.Node] = set()
     for unit, node in body:
-        op = op_of(node.target)
-        if op is not None and op.boundary:
-            segments += [[(unit, node)], []]
-        else:
+        if _is_boundary(node):
+            parts = [n for n in node.users if n.target is operator.getitem]  # of several results
+            segments += [[(unit, n) for n in (node, *parts)], []]
+            placed.update(parts)
+        elif node not in placed:
             segments[-1].append((unit, node))
     segments = [s for s in segments if s]
 
@@ -151,6 +167,11 @@ def _cut(
     return Program(calls, parts, tuple(results))
 
 
+def _is_boundary(node: torch.fx.Node) -> bool:
+    op = op_of(node.target)
+    return op is not None and op.boundary
+
+
 def _is_size(node: torch.fx.Node) -> bool:
     return isinstance(node.meta["val"], (int, torch.SymInt))
 
@@ -172,7 +193,7 @@ def _piece(
     copy_nodes(nodes, graph, env)
     result = graph.output(tuple(env[n] for n in outputs))
     result.meta["val"] = tuple(n.meta["val"] for n in outputs)
-    boundary = len(nodes) == 1 and (op := op_of(nodes[0].target)) is not None and op.boundary
+    boundary = _is_boundary(nodes[0])
     data = to_json(graph, shapes)
     label = nodes[0].target._schema.name.split("::")[1] if boundary else units  # type: ignore[union-attr]
     return Piece(digest(data)[:16], graph, data, boundary, label), inputs

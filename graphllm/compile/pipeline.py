@@ -32,6 +32,7 @@ from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.ir.specs import plain
 from graphllm.machine import compiler_version
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.program.schema import NEUTRAL
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, Unit
 from graphllm.weights.plan import WeightPlan, make_plan
@@ -308,7 +309,7 @@ def write_program(
                 "calls": [[call.piece, list(call.inputs), list(call.outputs)] for call in program.calls],
                 "parts": program.parts,
                 "results": program.results,
-                "host": {o.name: o.shape[0] for o in graph.programs[name].results if o.host},
+                "host": {o.name: o.shape[0] for o in graph.programs[name.removesuffix(NEUTRAL)].results if o.host},
                 "memory": plans,
             }
         used = {i for program in linked.programs[number].values() for call in program.calls for i in call.inputs}
@@ -318,21 +319,15 @@ def write_program(
         shareable &= all(s.shareable for n, s in inputs.items() if f"step.{n}" in deciding)
         described.append(
             {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
-             "buckets": [asdict(b) for b in buckets], "programs": programs}
+             "buckets": [asdict(b) for b in buckets], "optional": linked.optional[number], "programs": programs}
         )  # fmt: skip
     states = {n: place for n, place in layout.states.items() if n in read}
     blocks = layout.blocks
-    counts = {
-        "slot": config.max_num_seqs + 1,
-        "token": config.max_num_batched_tokens,
-        "item": config.item_tokens,
-        "adapter": config.max_adapters + 1,
-    }
     description = {
         "graphs": described,
         "states": states,
         "blocks": {"groups": blocks.groups, "tensors": blocks.tensors, "bytes": blocks.block_bytes},
-        "entries": counts,
+        "entries": layout.entries,
         "shareable": shareable,
         "vocab": c.V,
     }
@@ -343,7 +338,7 @@ def write_program(
         "arena": max(arenas.values()),
         "arena by bucket": arenas,
         "zeroed": zeroed,
-        "state": sum(place_bytes(p, counts[p.axis]) for p in states.values() if p.axis != "block"),
+        "state": sum(place_bytes(p, layout.entries[p.axis]) for p in states.values() if p.axis != "block"),
         "snapshot": sum(place_bytes(p, 1) // p.shape[0] for p in states.values() if p.retention == "last"),
         "block": blocks.bytes_per_block,
         "cache bytes a token": sum(blocks.bytes_per_block // g.block_size for g in blocks.groups),

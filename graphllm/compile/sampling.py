@@ -5,7 +5,7 @@ Their inputs and states are declared here as those of models are; the ops say wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -88,13 +88,14 @@ OUTPUTS = (
 )
 
 
-def beginning(versions: int) -> Stage:
-    """What comes before the model's own units."""
+def beginning(versions: int, declared: Iterable[InputSpec]) -> Stage:
+    """What comes before the model's own units. declared: the inputs of the graph."""
     if versions == 1:
         return Stage("resolve_token_ids", lambda v: (_resolve(v),), ("step.token_ids",))
     made = ("token_ids", "drafts", "positions", "context_lens", "seq_lens", "state_versions", "sample_index")
-    outputs = tuple(n if n == "drafts" else f"step.{n}" for n in made)
-    return Stage("resolve_drafts", _resolve_drafts, outputs)
+    counting = tuple(s.name for s in declared if s.counts)
+    outputs = tuple(n if n == "drafts" else f"step.{n}" for n in (*made, *counting))
+    return Stage("resolve_drafts", lambda v: _resolve_drafts(v, counting), outputs)
 
 
 def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...]]:
@@ -132,7 +133,7 @@ def _resolve(v: Values) -> Tensor:
     return torch.where(ids_T < 0, last_T, ids_T)
 
 
-def _resolve_drafts(v: Values) -> tuple[Tensor, ...]:
+def _resolve_drafts(v: Values, counting: Iterable[str]) -> tuple[Tensor, ...]:
     inputs = (
         "token_ids",
         "positions",
@@ -148,7 +149,8 @@ def _resolve_drafts(v: Values) -> tuple[Tensor, ...]:
     versions_S = torch.index_select(v["state.version"], 0, v["step.slots"])
     # A row's place in the output, which decides its random numbers, moves as the position of its token has.
     moved_T = resolved[2] - v["step.positions"]
-    return (*resolved, versions_S, v["step.sample_index"] + torch.index_select(moved_T, 0, v["step.logits_indices"]))
+    index_R = v["step.sample_index"] + torch.index_select(moved_T, 0, v["step.logits_indices"])
+    return (*resolved, versions_S, index_R, *(v[f"step.{n}"] + moved_T for n in counting))
 
 
 def _sample(v: Values, logits: str) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile import sampling
-from graphllm.config import CompileConfig
+from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
@@ -21,21 +21,23 @@ from graphllm.ir.weight import Weight
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
 from graphllm.rewrite import Unit, results_of
 
-# Any number of entries does: no piece depends on it. It is larger than 1, else it would be mistaken for a broadcast.
-_ENTRIES = 64
+# How many blocks there are is known when the artifact is loaded, and no piece depends on it. It is larger than 1, else
+# it would be mistaken for a broadcast.
+_BLOCKS = 64
 
 
 class Layout(NamedTuple):
     """Everything a model's graphs read and leave, planned before they are traced.
 
     blocks: the pool of block states, over the layers of all graphs in their order. states: where each one lies, by its
-    name in programs. layers: for each graph, the states of each layer by the layer's own names for them. inputs: of
+    name in programs. entries: how many there are of each axis but "block". layers: for each graph, the states of each layer by the layer's own names for them. inputs: of
     each graph, by name. versions: of recurrent states, one for each token of a verification step. groups: the cache
     group of each graph's layers, 0 for those without one.
     """
 
     blocks: BlockPlan
     states: dict[str, StatePlace]
+    entries: dict[str, int]
     layers: list[list[dict[str, str]]]
     inputs: list[dict[str, InputSpec]]
     versions: int
@@ -110,11 +112,23 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     states |= {f"state.{s.name}": own_place(s, versions) for s in own}
     inputs = []
     for graph in model.graphs:
-        specs = base_inputs(config, blocks.groups) | {s.name: s for s in graph.inputs(c)}
+        specs = base_inputs(config, blocks.groups) | {s.name: _with_provider(s) for s in graph.inputs(c)}
         if graph.task == "generate":
             specs |= {s.name: s for s in sampling.inputs(config, c.V)}
         inputs.append(specs)
-    return Layout(blocks, states, names, inputs, versions, groups)
+    entries = {
+        "slot": config.max_num_seqs + 1,
+        "token": config.max_num_batched_tokens,
+        "item": config.item_tokens + 1,
+        "adapter": config.max_adapters + 1,
+    }
+    return Layout(blocks, states, entries, names, inputs, versions, groups)
+
+
+def _with_provider(spec: InputSpec) -> InputSpec:
+    if not spec.provider:
+        raise ConfigError(f"the model's input {spec.name!r} has no provider: give the name of what fills it")
+    return spec
 
 
 def _typed(state: StateSpec, config: CompileConfig) -> StateSpec:
@@ -136,7 +150,7 @@ class _Tracer:
         self._shapes = shapes
         self._inputs = {f"step.{n}": _input(s) for n, s in layout.inputs[number].items()}
         layer_states = {name for graph in layout.layers for layer in graph for name in layer.values()}
-        self._states = {n: _state(p) for n, p in layout.states.items() if n not in layer_states}
+        self._states = {n: self.state(p) for n, p in layout.states.items() if n not in layer_states}
         self.units: dict[str, Unit] = {}
 
     def graph(self) -> TracedGraph:
@@ -146,7 +160,7 @@ class _Tracer:
         begin: tuple[str, ...] = ("embed",)
         resolved: dict[str, TensorSpec] = {}
         if generates:
-            resolve = sampling.beginning(self._layout.versions)
+            resolve = sampling.beginning(self._layout.versions, self._layout.inputs[self._number].values())
             begin = (resolve.name, "embed")
             unit = self.trace(resolve.name, {}, resolve.run, resolve.outputs)
             resolved = dict(zip(unit.outputs, output_specs(unit), strict=True))
@@ -185,7 +199,7 @@ class _Tracer:
         of each layer in their place."""
         graph, c = self._graph, self._c
         own = self._layout.layers[self._number][layers[0]]
-        states = {f"state.{n}": _state(self._layout.states[name]) for n, name in own.items()}
+        states = {f"state.{n}": self.state(self._layout.states[name]) for n, name in own.items()}
         extra = self.weights(graph.layer_weights(c, layer_type)) | carried | states
         if self._layout.blocks.groups:
             group = self._layout.groups[self._number][layers[0]]
@@ -195,6 +209,9 @@ class _Tracer:
             return (graph.layer(c, layer_type, _weights(v), v["x"], self.context(v)),)
 
         self.trace(f"layer.{layer_type}", extra, run, layers=layers)
+
+    def state(self, place: StatePlace) -> TensorSpec:
+        return TensorSpec(place.dtype, (self._layout.entries.get(place.axis, _BLOCKS), *place.shape), place.stride)
 
     def weights(self, declared: Mapping[str, Weight]) -> dict[str, TensorSpec]:
         dtypes = {"model": self._config.dtype, "float32": "float32"}
@@ -245,6 +262,8 @@ def trace_unit(
     graph = traced.graph
     for node, label in zip(list(graph.find_nodes(op="placeholder")), names, strict=True):
         node.meta["label"] = label
+    for node in graph.nodes:
+        node.meta.setdefault("val", None)  # of an op that only writes
     eliminate_dead(graph)
     unit = Unit(name, graph, (), shapes, layers=layers)
     shared = tuple(f"shared.{i}" for i in range(len(results_of(unit)) - len(outputs)))
@@ -258,10 +277,6 @@ def output_specs(unit: Unit) -> list[TensorSpec]:
 
 def _input(spec: InputSpec) -> TensorSpec:
     return TensorSpec.contiguous(spec.dtype, *spec.shape)
-
-
-def _state(place: StatePlace) -> TensorSpec:
-    return TensorSpec(place.dtype, (_ENTRIES, *place.shape), place.stride)
 
 
 def _flat(result: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graphllm.ir.externs import EXTERN_NAMESPACE
 from graphllm.ir.graph import Shapes, TensorSpec, evaluate, target_of
 from graphllm.ir.kernels import C_NAMESPACE, c_kernel
 
@@ -65,6 +66,7 @@ class _Translator:
         self.specs: dict[str, TensorSpec] = {}
         self.ints: dict[str, str] = {}
         self.groups: dict[str, list[str]] = {}
+        self.sizes: list[str] = []
         self.count = 0
 
     def run(self, body: list[ast.stmt]) -> Bundle:
@@ -78,8 +80,9 @@ class _Translator:
                 self.statement(inner)
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple):
             names = [ast.unparse(t) for t in node.targets[0].elts]
-            self.bundle.inputs = names
-            self.specs = {n: self.shapes.spec(t) for n, t in zip(names, self.inputs, strict=True)}
+            # Behind the tensors are sizes, whose names `Shapes.names` already knows.
+            self.bundle.inputs, self.sizes = names[: len(self.inputs)], names[len(self.inputs) :]
+            self.specs = {n: self.shapes.spec(t) for n, t in zip(self.bundle.inputs, self.inputs, strict=True)}
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             self.assign(node.targets[0].id, node.value)
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
@@ -91,7 +94,7 @@ class _Translator:
 
     def assign(self, name: str, value: ast.expr) -> None:
         text = ast.unparse(value)
-        if text.endswith((".size()", ".stride()")) or "get_raw_stream" in text:
+        if text.endswith((".size()", ".stride()")) or "get_raw_stream" in text or text in self.sizes:
             return
         if isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name):
             base = value.value.id
@@ -220,10 +223,9 @@ class _Translator:
             kernel = c_kernel(rest.split(".")[0])
             abi = ["ptr" if "Tensor" in t else "f64" if t == "float" else "i64" for t in kernel.argument_types]
             self.bundle.kernels[kernel.symbol] = {"args": abi, "c": kernel.symbol}
-            values = [
-                [*next(iter(v.items()))] if isinstance(v, dict) else ["i", v] if isinstance(v, int) else v for v in args
-            ]
-            self.bundle.code.append(["kernel", kernel.symbol, values])
+            self.bundle.code.append(["kernel", kernel.symbol, _arguments(args)])
+        elif namespace == EXTERN_NAMESPACE:
+            self.bundle.code.append(["extern", rest.split(".")[0], _arguments(args)])
         elif "out" in kwargs:
             self.bundle.code.append(["op", target, args, kwargs])
         else:
@@ -271,6 +273,11 @@ class _Translator:
         if isinstance(node, ast.UnaryOp):
             return ast.literal_eval(node)
         return {"i": self.integer(node)}
+
+
+def _arguments(args: list[Any]) -> list[Any]:
+    """Arguments of an operator as those of a kernel."""
+    return [[*next(iter(v.items()))] if isinstance(v, dict) else ["i", v] if isinstance(v, int) else v for v in args]
 
 
 class _Substitute(ast.NodeTransformer):

@@ -10,15 +10,18 @@ from __future__ import annotations
 import concurrent.futures
 import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
 import numpy as np
 
 from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable
-from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix
+from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
 from graphllm.engine.options import LogitsProcessor, Row
+from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
     BucketStats,
     CacheEntry,
@@ -79,10 +82,13 @@ class EngineCore:
             snapshot_interval=options.snapshot_interval,
             device_drafts=executor.device_drafts,
         )
+        if processors and executor.task != "generate":
+            raise ConfigError("logits_processors: the model has no logits; leave them out")
         caching = options.enable_prefix_caching and executor.shareable
         self._scheduler = Scheduler(limits, executor.layout, caching, options.cache_secret)
         self._pool = self._scheduler.cache.pool
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab)
+        self._providers = find_providers(executor.inputs.values())
         self._in_flight: _InFlight | None = None
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(1, "graphllm-grammars")
@@ -120,6 +126,10 @@ class EngineCore:
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ConfigError, QueueFullError when the queue is."""
+        if self._executor.task == "pool":
+            if request.limit:
+                raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
+            request = msgspec.structs.replace(request, params=SamplingParams())
         if request.id in self._compiling:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
         if request.params.structured_outputs is None:
@@ -195,13 +205,19 @@ class EngineCore:
             several = any(len(words) > 1 for words in request.bad_words)
             if self._table.admit(state, always_masked=id in self._matchers or several):
                 bias = request.params.logit_bias or {}
-                self._executor.write_slot(state.slot, self._table.states(request.prompt, state.output, bias))
+                self._executor.write_entry(state.slot, self._table.states(request.prompt, state.output, bias))
             if self._processors or self._table.must_be_seen(state.slot):
                 requests.verifiable[state.slot] = False
         before_step(self._executor, output)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
+        if self._providers:
+            arrays = batch.step.arrays
+            arrays = {**arrays, **provide(self._providers, output, requests, arrays)}
+            batch = batch._replace(step=batch.step._replace(arrays=arrays))
         self._stats.steps += 1
-        return _InFlight(output, batch, self._executor.start(batch.step, "full" if batch.full else "plain"), begun)
+        task = self._executor.task
+        program = task if task != "generate" else "full" if batch.full else "plain"
+        return _InFlight(output, batch, self._executor.start(batch.step, program), begun)
 
     def _measure(self, step: _InFlight) -> None:
         """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
@@ -262,11 +278,17 @@ class EngineCore:
     def _commit(self, step: _InFlight, result: StepResult) -> list[EngineCoreOutput]:
         scores = self._scores(step, result) if step.batch.full else {}
         kept = result.outputs["kept"] if step.output.query_len > 1 else None
-        committed = self._scheduler.commit(step.output, result.tokens, kept)
+        pooled = result.outputs.get("pooled")
+        tokens = result.tokens if pooled is None else np.zeros(len(pooled), dtype=np.int32)  # never given
+        committed = self._scheduler.commit(step.output, tokens, kept)
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)
         ]
+        if pooled is not None:
+            ends = dict(zip((s.request.id for s in step.output.requests), np.cumsum(step.output.rows), strict=True))
+            for output in news:
+                output.pooled = pooled[ends[output.id] - 1].astype(np.float32).tobytes()
         for i in range(len(news)) if step.batch.full else committed.events:
             self._complete(news[i], committed.requests[i], scores)
         self._stats.generated_tokens += sum(map(len, committed.tokens))
@@ -340,6 +362,11 @@ class EngineCore:
         if done:
             self._scheduler.items.reset()
         return done
+
+    def write_adapter(self, adapter_id: int, values: Mapping[str, np.ndarray]) -> None:
+        """Have the requests that come with that id read these tables; see `device_states.write_adapter`. Running ones
+        read them from their next step on. Raises ConfigError."""
+        write_adapter(self._executor, adapter_id, self._executor.layout.max_adapters, values)
 
     def export_cache(self, request: EngineRequest) -> list[CacheEntry]:
         """What the cache has of a request's prompt: blocks up to its last block boundary, and the snapshot there."""

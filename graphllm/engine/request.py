@@ -84,7 +84,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     token of stop_ids that ended it, None for an end-of-sequence token. error: what went wrong, for people. logprobs:
     one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
     cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
-    planned, with the first update that a step made; 0 in the others.
+    planned, with the first update that a step made; 0 in the others. pooled: float32 numbers, of a model that gives a
+    vector.
     """
 
     id: str
@@ -96,6 +97,7 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     prompt_logprobs: list[PositionLogprobs] | None = None
     cached: int = 0
     scheduled: float = 0.0
+    pooled: bytes = b""
 
 
 class CacheEntry(msgspec.Struct, frozen=True):

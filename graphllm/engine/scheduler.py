@@ -89,6 +89,12 @@ class Scheduler:
                 f"more than the {self.capacity} that the cache holds; shorten it, lower max_tokens, or give the cache "
                 "more memory"
             )
+        if self._layout.stateless and len(request.prompt) > self._limits.max_num_batched_tokens:
+            raise ConfigError(
+                f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
+                f"which has at most {self._limits.max_num_batched_tokens}; shorten it, or compile with a larger "
+                "--max-num-batched-tokens"
+            )
         if not 0 <= request.adapter_id <= self._layout.max_adapters:
             raise ConfigError(
                 f"request {request.id}: adapter_id is {request.adapter_id}; this artifact has room for "
@@ -264,7 +270,7 @@ class Scheduler:
             count = min(count, self._limits.long_prefill_token_threshold)
         while count and self._rows_of(state, slot, count) > rows:
             count -= min(count, max(1, self._rows_of(state, slot, count) - rows))
-        return count
+        return 0 if self._layout.stateless and start + count < known else count
 
     def _with_blocks(self, decode: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The decoding slots, in order, that have the blocks for their next tokens; others were preempted. decode,

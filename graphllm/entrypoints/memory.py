@@ -28,9 +28,11 @@ class CacheCounts(NamedTuple):
     snapshots: int
 
 
-def cpu_cache_memory(place: Path, counts: CacheCounts) -> CacheMemory:
-    """A CPU's paged cache, whose memory comes while torch is imported."""
+def cpu_cache_memory(place: Path, counts: CacheCounts) -> CacheMemory | None:
+    """A CPU's paged cache, whose memory comes while torch is imported; None for a model without one."""
     described = json.loads((place / "program.json").read_text())["blocks"]
+    if not described["tensors"]:
+        return None
     return CacheMemory(described["tensors"], counts.blocks, described["bytes"])
 
 

@@ -1,5 +1,6 @@
 """The intermediate representation: registered ops, weights as data, the contracts of models and passes."""
 
+from graphllm.ir.externs import Extern
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model, register_model, select_rows
 from graphllm.ir.op import CallSite, Cost, Impl, Op, nbytes, op
@@ -7,6 +8,7 @@ from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 __all__ = [
-    "AttentionMetadata", "CKernel", "CallSite", "Cost", "ForwardContext", "Graph", "Impl", "InputSpec", "Model", "Op",
-    "OutputSpec", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model", "select_rows", "zeroed",
+    "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "Graph", "Impl", "InputSpec", "Model",
+    "Op", "OutputSpec", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model", "select_rows",
+    "zeroed",
 ]  # fmt: skip

@@ -68,7 +68,7 @@ class Graph:
     type; block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w,
     x_TD, ctx) -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each
     sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. inputs: beside those of
-    every graph; one of an equal name takes its place. buckets: the sizes it is compiled for, None for the config's.
+    every graph, each with a provider. buckets: the sizes it is compiled for, None for the config's.
     """
 
     layer_types: Callable[[Any], tuple[str, ...]]

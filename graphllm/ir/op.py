@@ -93,6 +93,7 @@ class Op:
     collective: bool
     cost: Callable[..., Cost]
     rowwise: bool = False
+    neutral: tuple[str, str] | None = None
     impls: dict[str, Impl] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -223,19 +224,21 @@ def op(
     mutates: tuple[str, ...] = (),
     collective: bool = False,
     rowwise: bool = False,
+    neutral: tuple[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Declare an op; the decorated function's signature is the schema and its body the specification.
 
     boundary: a graph may be cut here (attention, collectives). mutates: the tensor parameters written in place.
     rowwise: the result's row t depends on row t of the arguments that have a row for each token, and on all of the
-    others. cost: bytes and flops from the op's own arguments, those that it names, for rooflines. Raises ValueError
+    others. neutral: two arguments; where the first is an input that is neutral throughout a step, the result is the
+    second, and such steps run a program without the op. cost: bytes and flops from the op's own arguments, those that it names, for rooflines. Raises ValueError
     when the name is taken.
     """
 
     def register(fn: Callable[..., Any]) -> Op:
         if fn.__name__ in _ops:
             raise ValueError(f"an op named {fn.__name__!r} is already registered; op names are global, choose another")
-        made = Op(fn.__name__, fn, boundary, mutates, collective, cost, rowwise)
+        made = Op(fn.__name__, fn, boundary, mutates, collective, cost, rowwise, neutral)
         _ops[fn.__name__] = made
         return made
 

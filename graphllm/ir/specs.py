@@ -20,9 +20,11 @@ class InputSpec:
     """An array of one step.
 
     shape: over T, S and R (tokens, sequences and sampled rows of the step). provider: the name of what fills it on the
-    host, by default its own. neutral: the value of padding entries, where padding does not repeat the last one.
-    ragged: of its rows and columns only the beginnings are filled. late: it is filled once logits are known. shareable:
-    whether cached states of a prefix stay valid whatever this input holds for what follows the prefix.
+    host (`graphllm.engine.providers`); inputs of every graph have none. neutral: the value of padding entries, where
+    padding does not repeat the last one. ragged: of its rows and columns only the beginnings are filled. late: it is
+    filled once logits are known. shareable: whether cached states of a prefix stay valid whatever this input holds for
+    what follows the prefix. counts: its last dimension is T and it grows by one with each output token, so that what a
+    verification step rejects is taken off on the device.
     """
 
     name: str
@@ -34,6 +36,7 @@ class InputSpec:
     ragged: bool = False
     late: bool = False
     shareable: bool = True
+    counts: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,8 @@ class StateSpec:
     """Memory that outlives a step.
 
     axis: what indexes its first dimension, which ``shape`` leaves out: "block" (block ids; ``shape`` holds "P", the
-    tokens of a block), "slot" (one entry for each running sequence and a scrap one), "item" (rows of encoded inputs),
-    "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step). dtype: a torch
+    tokens of a block), "slot" (one entry for each running sequence and a scrap one), "item" (rows of encoded inputs
+    and a scrap one), "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step). dtype: a torch
     dtype's name, or "model" for the artifact's. retention: what of a sequence it keeps; "full" and "window" (of so many
     tokens) for blocks, "last" for recurrent slot states, which are zeroed when a sequence enters, rolled back with
     rejected tokens and copied to snapshots; "none" for what only programs and host use between them.

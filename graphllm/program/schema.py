@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 
+NEUTRAL = ".neutral"  # behind a program's name: the one for steps in which optional inputs are neutral throughout
+
+
 class CacheGroup(NamedTuple):
     """Layers whose block states share block tables.
 
@@ -33,6 +36,11 @@ class CacheLayout(NamedTuple):
     item_tokens: int = 0
     max_adapters: int = 0
     query_lens: tuple[int, ...] = ()
+
+    @property
+    def stateless(self) -> bool:
+        """Whether nothing is kept of a sequence between steps, so that its prompt is computed in one."""
+        return not self.groups and not self.recurrent
 
     @property
     def block_size(self) -> int:

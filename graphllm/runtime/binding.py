@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.expr import value
+from graphllm.ir.externs import routine
 from graphllm.program.linking import LinkedProgram, MemoryPlan, Place
 from graphllm.program.states import ITEMSIZE
-from graphllm.runtime.externs import routine
 from graphllm.runtime.kernels import Kernels, Launch
 
 

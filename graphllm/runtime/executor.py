@@ -105,7 +105,7 @@ class Executor:
             num_blocks,
             self.states.recurrent,
             num_snapshots,
-            program["entries"]["item"],
+            program["entries"]["item"] - 1,
             program["entries"]["adapter"] - 1,
             tuple(sorted({b["query_len"] for b in compiled["buckets"]} - {1})),
         )
@@ -123,6 +123,7 @@ class Executor:
         }
         self._main = next(iter(self._graphs.values()))
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
+        self.inputs, self.adapters = self._main.inputs, self.states.adapters
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(Staging.buffers)]
 
@@ -141,7 +142,7 @@ class Executor:
         size, index = graph.pick(step), graph.next_buffer()
         symbols = size.symbols
         graph.staging.fill(index, step, symbols)
-        bound = graph.bound(program, size)
+        bound = graph.bound(graph.variant(program, step), size)
         handle = StepHandle(step, index, size, bound)
         copied = graph.host_results(program) if len(bound.parts) == 1 else {}
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
@@ -242,16 +243,19 @@ class Executor:
                 rows = {"logits_indices": np.arange(count, dtype=np.int32)}
                 step = StepInput(count, sequences, count, bucket.query_len, {**step.arrays, **rows})
             self.run(step)
+            if optional := self._main.optional:
+                given = {n: np.zeros((1,) * len(self._main.inputs[n].shape), np.int32) for n in optional}
+                self.run(step._replace(arrays={**step.arrays, **given}))
 
-    def write_slot(self, slot: int, values: Mapping[str, np.ndarray]) -> None:
-        """Write the beginnings of a slot's states, by name, in order with the steps."""
+    def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
+        """Write the beginnings of a slot's or an adapter's states, by name, in order with the steps."""
         given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in values.items()}
         if self.device.type == "cuda":  # from other memory a copy would wait for the steps before it
             given = {name: tensor.pin_memory() for name, tensor in given.items()}
 
         def work() -> None:
             for name, tensor in given.items():
-                self.states.tensors[f"state.{name}"][slot, : len(tensor)].copy_(tensor, non_blocking=True)
+                self.states.tensors[f"state.{name}"][entry, : len(tensor)].copy_(tensor, non_blocking=True)
 
         self._stream.submit(work)
 

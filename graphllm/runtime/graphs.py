@@ -13,6 +13,7 @@ import torch
 from graphllm.config import Bucket, ConfigError
 from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
+from graphllm.program.schema import NEUTRAL
 from graphllm.runtime import padding
 from graphllm.runtime.binding import Bound, bind
 from graphllm.runtime.kernels import Kernels, Launch
@@ -39,6 +40,7 @@ class GraphPrograms:
         self.name, self.task = described["name"], described["task"]
         self.buckets = [Bucket(**b) for b in described["buckets"]]
         self.inputs = {n: InputSpec(**spec) for n, spec in described["inputs"].items()}
+        self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
         self._outside, self._arena, self._kernels, self._max_num_seqs = outside, arena, kernels, max_num_seqs
         limits = [b.limits(max_num_seqs) for b in self.buckets]
@@ -58,6 +60,12 @@ class GraphPrograms:
         return padding.pick(
             self.buckets, step.tokens, step.sequences, step.rows, step.query_len, self._max_num_seqs, exact
         )
+
+    def variant(self, program: str, step: StepInput) -> str:
+        """The program of that name for a batch: without what only optional inputs are for when it has none of them."""
+        if not self.optional or any(name in step.arrays for name in self.optional):
+            return program
+        return program + NEUTRAL
 
     def next_buffer(self) -> int:
         """A staging buffer that nothing reads any more."""

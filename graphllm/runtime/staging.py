@@ -73,7 +73,7 @@ class Staging:
         self._layouts: dict[tuple[int, ...], _Layout] = {}
         self._views: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
         most = self._layout(limits)
-        size = max((f.offset + f.bytes for f in most.fields.values()), default=1)
+        size = max((f.offset + -(-f.bytes // _ALIGN) * _ALIGN for f in most.fields.values()), default=1)
         pin = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self.buffers)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)

@@ -44,6 +44,7 @@ class States:
             name: self._block_view(p) if p.axis == "block" else self.zeros((counts[p.axis], *p.shape), p.dtype)
             for name, p in places.items()
         }
+        self.adapters = {n.removeprefix("state."): p.shape for n, p in places.items() if p.axis == "adapter"}
         self._version = self.tensors.get("state.version")  # of recurrent states, by slot: which one is valid
         self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
         self._snapshots = [self.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]

@@ -31,6 +31,7 @@ class Recorder:
         self.vocab, self.max_logprobs, self.max_logit_bias = 500, 20, 16
         self.buckets, self.device = [Bucket("mixed", 1, 32)], SimpleNamespace(type="cpu")
         self.shareable = self.device_drafts = True
+        self.task, self.inputs = "generate", {}
         self.log: list[tuple[Any, ...]] = []
         self.blocks: dict[int, bytes] = {}
         self.snapshots: dict[int, bytes] = {}
@@ -118,7 +119,7 @@ def test_verified_tokens() -> None:
 )
 def test_what_the_host_must_see_is_not_verified(fields: dict[str, Any]) -> None:
     executor = Recorder(LAYOUT._replace(recurrent=False))
-    executor.write_slot = lambda *given: None  # type: ignore[attr-defined]
+    executor.write_entry = lambda *given: None  # type: ignore[attr-defined]
     core = _core(executor)
     core.add(request("x", [1, 2, 3], _params(6, **fields)))
     while core.unfinished:

@@ -1,0 +1,50 @@
+"""Program variants: units without the ops that change nothing in a step whose optional inputs are neutral throughout,
+such as one in which no request has an adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from graphllm.ir.graph import eliminate_dead
+from graphllm.ir.op import op_of
+from graphllm.rewrite import Unit
+
+_INPUT = "step."
+
+
+def optional_inputs(units: Iterable[Unit]) -> list[str]:
+    """The inputs that are read by nothing but ops which change nothing where they are neutral."""
+    optional: dict[str, bool] = {}
+    for unit in units:
+        for node in unit.graph.find_nodes(op="placeholder"):
+            label = node.meta["label"]
+            if label.startswith(_INPUT) and node.users:
+                skipped = all(_skippable(user)[0] is node for user in node.users)
+                optional[label] = optional.get(label, True) and skipped
+    return [label.removeprefix(_INPUT) for label, is_optional in optional.items() if is_optional]
+
+
+def without(unit: Unit, inputs: Iterable[str]) -> Unit:
+    """A copy of a unit for steps in which these inputs are neutral."""
+    labels = {_INPUT + name for name in inputs}
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(unit.graph, {}))
+    for node in list(graph.nodes):
+        given, kept = _skippable(node)
+        if given is not None and given.meta.get("label") in labels:
+            node.replace_all_uses_with(kept)
+    eliminate_dead(graph)
+    return unit._replace(graph=graph)
+
+
+def _skippable(node: Node) -> tuple[Node | None, Any]:
+    """Of a call that changes nothing where an argument is neutral: that argument, and what the result then is."""
+    op = op_of(node.target)
+    if op is None or op.neutral is None:
+        return None, None
+    given, kept = (op.bind(node.args, node.kwargs)[name] for name in op.neutral)
+    return given, kept

@@ -1,0 +1,240 @@
+"""An outside package's models, which ask of the contracts what no family of graphllm does: each feature alone, and in
+pairs, in every way in which requests run, against a plain torch loop."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from graphllm.compile.pipeline import compile_model
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.engine.core import EngineCore
+from graphllm.engine.request import EngineRequest, Item
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
+from graphllm.ir.registry import load_models, load_ops
+from graphllm.weights import encodings
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
+import expected  # noqa: E402
+from harness import GREEDY, finish, open_core, request  # noqa: E402
+
+FEATURES = ("recurrent", "latent", "window", "cross", "image", "axes", "adapter", "extern", "encoded")
+COUNT, SEQS = 12, 3
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def site() -> Iterator[None]:
+    """The package, installed; what it registers is forgotten afterwards."""
+    load_ops()
+    load_models()
+    encodings.encoding_of("int8")
+    with pytest.MonkeyPatch.context() as patch:
+        for of, name in (("ir.model", "_models"), ("ir.op", "_ops"), ("weights.encodings", "_encodings")):
+            registry = importlib.import_module(f"graphllm.{of}")
+            patch.setattr(registry, name, dict(getattr(registry, name)))
+        patch.syspath_prepend(Path(__file__).parent / "site")
+        patch.syspath_prepend(Path(__file__).parents[2] / "docs" / "examples" / "plugin_encoding")
+        yield
+    for name in [n for n in sys.modules if n.split(".")[0] in ("strange", "plugin_encoding")]:
+        del sys.modules[name]
+
+
+class Strange:
+    """A checkpoint with some features, and what it is to give."""
+
+    def __init__(self, features: Sequence[str], folder: Path, seed: int = 5) -> None:
+        self.features, self.folder = tuple(features), folder
+        self.weights = expected.weights(features, seed)
+        items = {"cross", "image"} & set(features)
+        architecture = "StrangeEncodedForCausalLM" if items else "StrangeForCausalLM"
+        stored = dict(self.weights)
+        if "encoded" in features:
+            plugin = importlib.import_module("plugin_encoding")
+            for name in [n for n in stored if n == "out" or n.startswith("layers.")]:
+                parts = plugin.encode(stored[name])
+                self.weights[name] = plugin.decode(parts, *stored[name].shape)
+                stored |= {name: parts["values"], f"{name}_scale": parts["scales"]}
+        folder.mkdir()
+        config = {"architectures": [architecture], "features": list(features), "max_position_embeddings": 96}
+        (folder / "config.json").write_text(json.dumps(config))
+        save_file(stored, folder / "model.safetensors")
+        rng = torch.Generator().manual_seed(seed)
+        count = len(expected.layers(features))
+        self.tables = [{i: torch.randn(expected.D, generator=rng) for i in range(count)} for _ in range(2)]
+
+    def core(self, backend: str = "eager", pages: int = 150, **options: Any) -> EngineCore:
+        place = self.folder / f"artifact.{backend}"
+        if not place.exists():
+            args = EngineArgs(
+                target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
+                max_num_batched_tokens=32, block_size=16 if DEVICE == "cuda" else 8, num_speculative_tokens=2,
+                item_tokens=24, max_adapters=2, tune=False,
+            )  # fmt: skip
+            source = open_source(self.folder)
+            compile_model(source.config, source.tensors, compile_config(source.config, args), place)
+        core = open_core(self.folder, place, pages, **options)
+        if "adapter" in self.features:
+            for number, tables in enumerate(self.tables):
+                core.write_adapter(number + 1, {f"layers.{i}.table": t.numpy() for i, t in tables.items()})
+        return core
+
+    def request(self, id: str, length: int, rng: random.Random) -> tuple[EngineRequest, list[int]]:
+        """One with random tokens, items and adapter as the features have them, and the tokens that it should get."""
+        prompt, items, seen, fields = [rng.randrange(1, 90) for _ in range(length)], [], [], {}
+        for feature, at in (("cross", -1), ("image", rng.randint(0, 4))):
+            # Few different ones, so that their rows are found again and given up.
+            number = rng.randrange(5)
+            if feature in self.features and length > 10 and number < 4:
+                patches = torch.randn(3 + number, expected.PATCH, generator=torch.Generator().manual_seed(number))
+                items.append(
+                    Item(
+                        content_hash=f"{number}", position=at, length=len(patches), data=patches.numpy().tobytes(),
+                        dtype="float32", shape=tuple(patches.shape),
+                    )
+                )  # fmt: skip
+                seen.append(expected.Seen(patches, at))
+        adapter = rng.randrange(3) if "adapter" in self.features else 0
+        if adapter:
+            fields = {"adapter_id": adapter, "adapter": f"adapter {adapter}"}
+        tables = self.tables[adapter - 1] if adapter else None
+        given = expected.greedy(self.features, self.weights, prompt, COUNT, seen, tables)
+        return request(id, prompt, GREEDY, limit=COUNT, items=items, **fields), given
+
+    def many(self, count: int, seed: int) -> list[tuple[EngineRequest, list[int]]]:
+        rng = random.Random(seed)
+        return [self.request(str(i), rng.choice([1, 7, 22, 41, 66]), rng) for i in range(count)]
+
+
+def _check(core: EngineCore, wanted: list[tuple[EngineRequest, list[int]]], right: float = -1) -> dict[str, Any]:
+    """Run requests at once. right: how likely a draft is right, negative for none. What each got beside its tokens."""
+    rng = random.Random(0)
+
+    def propose(number: int) -> None:
+        for state in core._scheduler.requests.by_slot if right >= 0 else ():
+            if state is not None:
+                known = len(state.output)
+                tokens = dict((r.id, t) for r, t in wanted)[state.request.id][known:]
+                core._scheduler.propose(state, [t if rng.random() < right else (t + 1) % 90 for t in tokens])
+
+    found = finish(core, [r for r, _ in wanted], propose)
+    assert {id: r.tokens for id, r in found.items()} == {r.id: tokens for r, tokens in wanted}
+    return found
+
+
+def _every_way(strange: Strange, backend: str) -> None:
+    """Alone; batched, in chunks, in slots used again; found in the prefix cache; with drafts; with too few blocks."""
+    core, wanted = strange.core(backend), strange.many(7, 1)
+    _check(core, wanted[:1])
+    _check(core, wanted[1:])
+    again = _check(core, wanted, right=0.7)
+    assert any(r.cached for r in again.values())
+    core.close()
+    core = strange.core(backend, pages=_few(core))
+    _check(core, strange.many(6, 2), right=0.5)
+    assert core.stats().preemptions
+    core.close()
+
+
+def _few(core: EngineCore) -> int:
+    """Blocks for one of the longest sequences and a bit more, with the null one."""
+    groups = core._executor.layout.groups
+    return 3 + sum(-(-80 // g.block_size) for g in groups)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_alone(feature: str, tmp_path: Path) -> None:
+    _every_way(Strange([feature], tmp_path / "model"), "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", list(itertools.combinations(FEATURES, 2)), ids="-".join)
+def test_pairs(pair: tuple[str, str], tmp_path: Path) -> None:
+    _every_way(Strange(pair, tmp_path / "model"), "eager")
+
+
+def test_all_together_compiled(tmp_path: Path) -> None:
+    _every_way(Strange(FEATURES, tmp_path / "model"), "inductor")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_alone_compiled(feature: str, tmp_path: Path) -> None:
+    _every_way(Strange([feature], tmp_path / "model"), "inductor")
+
+
+def test_programs_without_adapters(tmp_path: Path) -> None:
+    """A step in which nobody has an adapter, or an image, runs a program that reads no table."""
+    strange = Strange(["adapter", "image"], tmp_path / "model")
+    core = strange.core()
+    ran: list[str] = []
+    bound = core._executor._main.bound
+    core._executor._main.bound = lambda name, size: (ran.append(name), bound(name, size))[1]  # type: ignore[method-assign]
+    prompt = [5, 6, 7]
+    tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT)
+    _check(core, [(request("a", prompt, GREEDY, limit=COUNT), tokens)])
+    assert set(ran) == {"plain.neutral"}
+    program = json.loads((strange.folder / "artifact.eager" / "program.json").read_text())["graphs"][0]
+    assert program["optional"] == ["item_rows", "adapter_ids"]
+    read = {n for calls in program["programs"]["plain.neutral"]["calls"] for n in calls[1]}
+    assert not [n for n in read if n.endswith(".table") or n in ("step.adapter_ids", "state.memory")]
+    ran.clear()
+    tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT, (), strange.tables[1])
+    _check(core, [(request("b", prompt, GREEDY, limit=COUNT, adapter_id=2, adapter="2"), tokens)])
+    assert set(ran) == {"plain"}
+    core.write_adapter(2, {"layers.1.table": np.ones(8, np.float32)})
+    tables = {0: torch.zeros(1), 1: torch.cat([torch.ones(8), torch.zeros(24)])}
+    tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT, (), tables)
+    _check(core, [(request("c", prompt, GREEDY, limit=COUNT, adapter_id=2, adapter="other"), tokens)])
+    for id, values, told in (
+        (3, {}, "adapter_id is 3: this artifact has room for 2 adapters"),
+        (1, {"layers.7.table": np.ones(8)}, "has a table 'layers.7.table'; the model's are layers.0.table, layers.1."),
+        (1, {"layers.0.table": np.ones(33)}, r"has shape \(33,\); there is room for \(32,\)"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            core.write_adapter(id, values)
+    core.close()
+
+
+def test_pooled(tmp_path: Path) -> None:
+    """Vectors of prompts, without causality, cache or token; one that no step can hold is refused."""
+    w, rng = expected.weights(()), random.Random(3)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"architectures": ["StrangePooler"], "max_position_embeddings": 96}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({n: w[n] for n in ("embed", "layers.0.mix", "layers.1.mix")}, folder / "model.safetensors")
+    source = open_source(folder)
+    for backend in ("eager", "inductor"):
+        args = EngineArgs(
+            target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
+            max_num_batched_tokens=32, tune=False,
+        )  # fmt: skip
+        place = compile_model(source.config, source.tensors, compile_config(source.config, args), folder / backend)
+        core = open_core(folder, place)
+        prompts = [[rng.randrange(1, 90) for _ in range(rng.randint(1, 32))] for _ in range(9)]
+        found = {}
+        for i, prompt in enumerate(prompts):
+            core.add(request(str(i), prompt, GREEDY, limit=0))
+        while core.unfinished:
+            for news in core.step():
+                assert (news.tokens, news.finish_reason) == ([], "stop")
+                found[news.id] = torch.from_numpy(np.frombuffer(news.pooled, np.float32).copy())
+        for i, prompt in enumerate(prompts):
+            torch.testing.assert_close(found[str(i)], expected.pooled(w, prompt), rtol=1e-4, atol=1e-4)
+        for length, limit, told in ((33, 0, "33 prompt tokens; this model computes a prompt in one step"), (3, 1, "limit is 1")):
+            with pytest.raises(ConfigError, match=told):
+                core.add(request("long", [1] * length, GREEDY, limit=limit))
+        core.close()
