@@ -150,7 +150,8 @@ def _resolve_drafts(v: Values, counting: Iterable[str]) -> tuple[Tensor, ...]:
     # A row's place in the output, which decides its random numbers, moves as the position of its token has.
     moved_T = resolved[2] - v["step.positions"]
     index_R = v["step.sample_index"] + torch.index_select(moved_T, 0, v["step.logits_indices"])
-    return (*resolved, versions_S, index_R, *(v[f"step.{n}"] + moved_T for n in counting))
+    counts = ((v[f"step.{n}"] + moved_T).clamp(min=0) for n in counting)  # of padding, too, no less than zero
+    return (*resolved, versions_S, index_R, *counts)
 
 
 def _sample(v: Values, logits: str) -> Tensor:

@@ -22,7 +22,8 @@ Task = Literal["generate", "pool", "encode"]
 class AttentionMetadata(NamedTuple):
     """Where each sequence's tokens and their blocks are, in the argument order of `paged_attention` behind the cache.
 
-    block_table [S, B] int32: block ids of the layer's cache group. query_start_loc [S+1] int32: sequence s owns rows
+    block_table [S, B] int32: block ids of the layer's cache group; entries behind seq_lens, and what blocks hold behind
+    it, may be anything. query_start_loc [S+1] int32: sequence s owns rows
     query_start_loc[s]:query_start_loc[s+1]. seq_lens [S] int32: tokens of the sequence including this step's.
     """
 

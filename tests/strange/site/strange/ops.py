@@ -57,9 +57,11 @@ def strange_latent(
     largest = x_TD.float().abs().amax(-1).clamp(min=1e-6) / 127
     latent.index_put_((block, place), (x_TD.float() / largest[:, None]).round().to(torch.int8))
     scale.index_put_((block, place), largest)
-    blocks = block_table.long()
+    first = P * torch.arange(block_table.shape[1], device=x_TD.device)
+    blocks = torch.where(first < seq_lens[:, None], block_table, 0).long()  # entries behind a sequence are anything
     kept = (latent[blocks].float() * scale[blocks][..., None]).flatten(1, 2)[s]
     past = torch.arange(kept.shape[1], device=x_TD.device) <= at[:, None]
+    kept = torch.where(past[..., None], kept, 0.0)  # behind a sequence's tokens may lie anything, and 0 * NaN is NaN
     scores = (x_TD.float()[:, None] * kept).sum(-1).masked_fill(~past, float("-inf"))
     out = (torch.softmax(scores, -1)[..., None] * kept[..., : D - NARROW]).sum(1)
     return torch.nn.functional.pad(out, (0, NARROW)).to(x_TD.dtype)
