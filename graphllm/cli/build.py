@@ -50,7 +50,7 @@ def compile_progress(quiet: bool = False) -> Iterator[BuildProgress]:
 def build(args: EngineArgs, output: Path | None, bake: bool = False) -> None:
     """Compile and say where the artifact is, what it took and what memory it needs."""
     started = time.perf_counter()
-    source = open_source(args.model, args.load_format)
+    source = open_source(args.model, args.load_format, args.speculative_model)
     config = compile_config(source.config, args)
     with compile_progress() as progress, build_errors():
         place, manifest = find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)

@@ -97,6 +97,8 @@ class _Chain:
             if name == "layers":
                 for i, layer_type in enumerate(self._graph.layer_types):
                     self.add(self._graph.units[f"layer.{layer_type}"], f"{self._prefix}layers.{i}", i)
+                    if behind := self._graph.behind.get(i):
+                        self.add(self._graph.units[behind], self._prefix + behind, None)
             else:
                 self.add(self._graph.units[name], self._prefix + name, None)
         begins = {self._graph.units[unit].name: part for unit, part in program.parts.items()}
@@ -139,9 +141,9 @@ def _cut(
     placed: set[torch.fx.Node] = set()
     for unit, node in body:
         if _is_boundary(node):
-            parts = [n for n in node.users if n.target is operator.getitem]  # of several results
-            segments += [[(unit, n) for n in (node, *parts)], []]
-            placed.update(parts)
+            several = [n for n in node.users if n.target is operator.getitem]
+            segments += [[(unit, n) for n in (node, *several)], []]
+            placed.update(several)
         elif node not in placed:
             segments[-1].append((unit, node))
     segments = [s for s in segments if s]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
+from graphllm.compile.drafting import DRAFT, joined
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
@@ -74,7 +75,16 @@ def open_backend(config: CompileConfig, objects: Objects | None) -> Backend:
 
 
 def find_model(model_config: Mapping[str, Any]) -> Model:
-    """The family that serves a ``config.json``. Raises ConfigError with the list of known architectures."""
+    """The family that serves a ``config.json``, with the draft graph of the one that is in its field "draft". Raises
+    ConfigError with the list of known architectures."""
+    model = _family(model_config)
+    if (drafts := model_config.get(DRAFT)) is None:
+        return model
+    drafter = _family(drafts)
+    return joined(model, drafter, drafter.config(drafts), model.config(model_config).V)
+
+
+def _family(model_config: Mapping[str, Any]) -> Model:
     names = model_config.get("architectures") or []
     known = load_models()
     for name in names:

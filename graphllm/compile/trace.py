@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile import sampling
+from graphllm.compile import drafting, sampling
+from graphllm.compile.sampling import Stage
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
-from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model
+from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
@@ -30,9 +31,9 @@ class Layout(NamedTuple):
     """Everything a model's graphs read and leave, planned before they are traced.
 
     blocks: the pool of block states, over the layers of all graphs in their order. states: where each one lies, by its
-    name in programs. entries: how many there are of each axis but "block". layers: for each graph, the states of each layer by the layer's own names for them. inputs: of
-    each graph, by name. versions: of recurrent states, one for each token of a verification step. groups: the cache
-    group of each graph's layers, 0 for those without one.
+    name in programs. entries: how many there are of each axis but "block". layers: for each graph, the states of each
+    layer by the layer's own names for them. inputs: of each graph, by name. versions: of recurrent states, one for each
+    token of a verification step. groups: the cache group of each graph's layers, 0 for those without one.
     """
 
     blocks: BlockPlan
@@ -56,12 +57,14 @@ class Program(NamedTuple):
 
 
 class TracedGraph(NamedTuple):
-    """A graph's units by their short names ("embed", "layer.<type>", "head" ...) and its programs."""
+    """A graph's units by their short names ("embed", "layer.<type>", "head" ...) and its programs. behind: units that
+    follow a layer, by its index."""
 
     graph: Graph
     units: dict[str, Unit]
     programs: dict[str, Program]
     layer_types: tuple[str, ...]
+    behind: dict[int, str]
 
 
 def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, InputSpec]:
@@ -109,16 +112,22 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     own = [*(_typed(s, config) for s in model.states(c))]
     if any(graph.task == "generate" for graph in model.graphs):
         own += sampling.states(config, c.V, versions)
+    for graph in model.graphs:
+        if graph.task == "draft" and versions == 1:
+            raise ConfigError("num_speculative_tokens is 0: say how many tokens the draft model is to guess")
+        own += [_typed(s, config) for s in drafting.states(graph, c)] if graph.task == "draft" else []
     states |= {f"state.{s.name}": own_place(s, versions) for s in own}
     inputs = []
     for graph in model.graphs:
         specs = base_inputs(config, blocks.groups) | {s.name: _with_provider(s) for s in graph.inputs(c)}
         if graph.task == "generate":
             specs |= {s.name: s for s in sampling.inputs(config, c.V)}
+        elif graph.task == "draft":
+            specs |= {s.name: s for s in drafting.INPUTS}
         inputs.append(specs)
     entries = {
         "slot": config.max_num_seqs + 1,
-        "token": config.max_num_batched_tokens,
+        "token": max(b.limits(config.max_num_seqs)["T"] for b in config.buckets),
         "item": config.item_tokens + 1,
         "adapter": config.max_adapters + 1,
     }
@@ -139,7 +148,11 @@ def trace_model(model: Model, c: Any, config: CompileConfig, layout: Layout) -> 
     """The units of every graph, each in program order: what resolves token ids, embed, each layer type once, head, and
     the units of its programs behind it."""
     shapes = Shapes(config.target.device)
-    return [_Tracer(graph, c, config, layout, i, shapes).graph() for i, graph in enumerate(model.graphs)]
+    hidden = next((graph.hidden(c) for graph in model.graphs if graph.task == "draft"), None)
+    return [
+        _Tracer(graph, c, config, layout, i, shapes).graph(hidden if graph.task == "generate" else None)
+        for i, graph in enumerate(model.graphs)
+    ]
 
 
 class _Tracer:
@@ -153,17 +166,15 @@ class _Tracer:
         self._states = {n: self.state(p) for n, p in layout.states.items() if n not in layer_states}
         self.units: dict[str, Unit] = {}
 
-    def graph(self) -> TracedGraph:
-        graph, c, config = self._graph, self._c, self._config
+    def graph(self, hidden: Hidden | None) -> TracedGraph:
+        """hidden: what a draft graph reads of this one."""
+        graph, c = self._graph, self._c
         layer_types = graph.layer_types(c)
-        generates = graph.task == "generate"
-        begin: tuple[str, ...] = ("embed",)
+        around = self.stages(hidden is not None)
         resolved: dict[str, TensorSpec] = {}
-        if generates:
-            resolve = sampling.beginning(self._layout.versions, self._layout.inputs[self._number].values())
-            begin = (resolve.name, "embed")
-            unit = self.trace(resolve.name, {}, resolve.run, resolve.outputs)
-            resolved = dict(zip(unit.outputs, output_specs(unit), strict=True))
+        for stage in dict.fromkeys(stage for before, _ in around.values() for stage in before):
+            unit = self.trace(stage.name, {}, stage.run, stage.outputs)
+            resolved |= zip(unit.outputs, output_specs(unit), strict=True)
             self._inputs |= {n: spec for n, spec in resolved.items() if n.startswith("step.")}
         embed = self.trace(
             "embed", self.weights(graph.embed_weights(c)), lambda v: _flat(graph.embed(c, _weights(v), self.context(v)))
@@ -171,28 +182,43 @@ class _Tracer:
         carried = dict(zip(embed.outputs, output_specs(embed), strict=True))
         for layer_type in dict.fromkeys(layer_types):
             self.layer(layer_type, tuple(i for i, t in enumerate(layer_types) if t == layer_type), carried)
-        tails = sampling.programs(config, self._layout.versions) if generates else {graph.task: ()}
+        behind: dict[int, str] = {}
+        if hidden is not None:
+            keep = drafting.KEEP_HIDDEN
+            behind[range(len(layer_types))[hidden.layer]] = keep.name
+            self.trace(keep.name, carried, keep.run, keep.outputs)
         results = {"generate": sampling.OUTPUTS, "pool": (OutputSpec("pooled", ("R", "D"), "model", host=True),)}
         made = results.get(graph.task, ())
-        names = {"generate": ("logits",), "pool": ("pooled",)}.get(graph.task, ())
+        names = {"generate": ("logits",), "draft": ("logits",), "pool": ("pooled",)}.get(graph.task, ())
         head = self.trace(
             "head",
             self.weights(graph.head_weights(c)) | carried,
             lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v))),
             names,
         )
-        values = resolved | dict(zip(head.outputs, output_specs(head), strict=True))
-        for stage in (t for program in tails.values() for t in program):
+        values = carried | resolved | dict(zip(head.outputs, output_specs(head), strict=True))
+        for stage in dict.fromkeys(stage for _, after in around.values() for stage in after):
             unit = self.trace(stage.name, values, stage.run, stage.outputs)
             values |= zip(unit.outputs, output_specs(unit), strict=True)
         programs = {}
-        for name, program in tails.items():
-            order = (*begin, "layers", "head", *(t.name for t in program))
-            made_here = {*names, *(n for t in program for n in t.outputs)}
+        for name, (before, after) in around.items():
+            order = (*(s.name for s in before), "embed", "layers", "head", *(s.name for s in after))
+            made_here = {*names, *(n for s in after for n in s.outputs)}
             programs[name] = Program(
-                order, {t.name: t.part for t in program if t.part}, tuple(o for o in made if o.name in made_here)
+                order, {s.name: s.part for s in after if s.part}, tuple(o for o in made if o.name in made_here)
             )
-        return TracedGraph(graph, self.units, programs, layer_types)
+        return TracedGraph(graph, self.units, programs, layer_types, behind)
+
+    def stages(self, drafted: bool) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
+        """By program, what comes before the graph's own units and behind them. drafted: a draft graph follows."""
+        task, config, layout = self._graph.task, self._config, self._layout
+        if task == "draft":
+            return {name: ((before,), (after,)) for name, (before, after) in drafting.programs(config).items()}
+        if task != "generate":
+            return {task: ((), ())}
+        resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values())
+        before = (resolve, drafting.KEEP_IDS) if drafted else (resolve,)
+        return {name: (before, after) for name, after in sampling.programs(config, layout.versions).items()}
 
     def layer(self, layer_type: str, layers: tuple[int, ...], carried: dict[str, TensorSpec]) -> None:
         """One layer of a type, traced with the states and the block table of the first such layer: linking puts those

@@ -26,6 +26,12 @@ class ModelConfig:
         help="Folder of a Hugging Face checkpoint.",
         key="what its config.json and its tensors say is in the key",
     )
+    speculative_model: str | None = setting(
+        None,
+        written=str | Path | None,
+        help="Folder of a draft model, which guesses num_speculative_tokens tokens for each step to verify.",
+        key="what its config.json and its tensors say is in the key",
+    )
     skip_tokenizer_init: bool = setting(False, cli=False, help="Token ids in and out; no text.", key=_LOADING)
     seed: int | None = setting(0, help="Of requests without one; None: they differ each time.", key=_RUNNING)
     logits_processors: tuple[str, ...] = setting(

@@ -19,7 +19,8 @@ class DeviceStates(Protocol):
     steps. An executor is never asked for states that its layout does not have. adapters: the shape of one entry of each
     state of axis "adapter", by name."""
 
-    adapters: Mapping[str, tuple[int, ...]]
+    @property
+    def adapters(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
         """Write the beginnings of a slot's or an adapter's states, by name."""
@@ -71,15 +72,17 @@ def after_step(states: DeviceStates, output: SchedulerOutput) -> None:
 
 
 def write_adapter(states: DeviceStates, adapter_id: int, count: int, values: Mapping[str, np.ndarray]) -> None:
-    """Fill an entry of the adapters' tables, of which there are ``count`` beside the neutral one: each table is zero but
-    for what ``values`` has of it, the beginning of its entry. Raises ConfigError, and nothing is done, for what no table
-    can hold."""
+    """Fill an entry of the adapters' tables, of which there are ``count`` beside the neutral one: each table is zero
+    but for what ``values`` has of it, the beginning of its entry. Raises ConfigError, and nothing is done, for what no
+    table can hold."""
     if not 1 <= adapter_id <= count:
         raise ConfigError(f"adapter_id is {adapter_id}: this artifact has room for {count} adapters, numbered from 1")
     entries = {name: np.zeros(shape, dtype=np.float32) for name, shape in states.adapters.items()}
     for name, given in values.items():
         if name not in entries:
-            raise ConfigError(f"adapter {adapter_id} has a table {name!r}; the model's are {', '.join(sorted(entries))}")
+            raise ConfigError(
+                f"adapter {adapter_id} has a table {name!r}; the model's are {', '.join(sorted(entries))}"
+            )
         room = entries[name].shape
         if len(given.shape) != len(room) or any(n > most for n, most in zip(given.shape, room, strict=True)):
             raise ConfigError(f"adapter {adapter_id}: table {name!r} has shape {given.shape}; there is room for {room}")

@@ -89,6 +89,18 @@ def _item_rows(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
     return rows
 
 
+def _next_tokens(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
+    """[S]: the known token behind the last one of the step, -1 where that one is sampled."""
+    ends = step.starts + step.counts
+    inside = np.flatnonzero(ends < step.table.num_tokens[step.slots])
+    if not len(inside):
+        return None
+    tokens = np.full(len(ends), -1, dtype=np.int32)
+    for i in inside.tolist():
+        tokens[i] = step.requests[i].tokens(int(ends[i]), int(ends[i]) + 1)[0]
+    return tokens
+
+
 def _seen(step: StepRequests) -> list[tuple[int, int]]:
     """First row and length of the item that all tokens of a request see, (0, 0) without one."""
     found = []
@@ -113,4 +125,5 @@ _OWN: Mapping[str, Provider] = {
     "item_rows": _item_rows,
     "item_start": _item_start,
     "item_length": _item_length,
+    "next_tokens": _next_tokens,
 }

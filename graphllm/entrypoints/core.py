@@ -71,7 +71,7 @@ def _load(
     from graphllm.weights.random import random_weights
 
     place = Path(config.load.artifact)
-    source = open_source(config.model.model, config.load.load_format)
+    source = open_source(config.model.model, config.load.load_format, config.model.speculative_model)
     named = [_named(name) for name in config.model.logits_processors]
     compiled = manifest["factors"]["compile"]
     if compiled["tensor_parallel_size"] != 1:

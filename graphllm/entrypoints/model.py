@@ -54,13 +54,14 @@ def resolve_model(
     """
     if (args.tensor_parallel_size or 1) != 1:
         raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
-    source = open_source(args.model, args.load_format)
+    source = open_source(args.model, args.load_format, args.speculative_model)
     defaults = SamplingParams.from_fields(sampling or {}, SamplingParams.from_checkpoint(source.folder, base))
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_folder(source.folder)
     place, device = take_artifact(source, args, progress or log_progress())
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
     resolved = {
         "model": str(source.folder),
+        "speculative_model": None if args.speculative_model is None else str(args.speculative_model),
         "artifact": str(place),
         "threads": kernel_threads(args.threads, device),
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),

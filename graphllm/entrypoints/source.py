@@ -30,13 +30,16 @@ class Source:
         return fingerprint(self.checkpoint) if self.checkpoint else "random weights"
 
 
-def open_source(folder: str | Path | None, load_format: str = "auto") -> Source:
+def open_source(folder: str | Path | None, load_format: str = "auto", draft: str | Path | None = None) -> Source:
     """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
-    be random numbers.
+    be random numbers. draft: the folder of a draft model, which joins it: its config.json as the field "draft", its
+    tensors with "draft:" before their names.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
     """
+    if draft is not None:
+        return _joined(open_source(folder, load_format), open_source(draft, load_format))
     if folder is None:
         from graphllm.embedded import MODEL_DIR
 
@@ -63,3 +66,11 @@ def open_source(folder: str | Path | None, load_format: str = "auto") -> Source:
         if has_weights(folder):
             raise
         return Source(folder, config, None, absent)
+
+
+def _joined(source: Source, draft: Source) -> Source:
+    config, absent = {**source.config, "draft": draft.config}, source.absent or draft.absent
+    if source.checkpoint is None or draft.checkpoint is None:
+        return Source(source.folder, config, None, absent)
+    named = {f"draft:{name}": tensor for name, tensor in draft.checkpoint.tensors.items()}
+    return Source(source.folder, config, Checkpoint(source.folder, {**source.checkpoint.tensors, **named}), absent)

@@ -8,7 +8,7 @@ from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 __all__ = [
-    "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "Graph", "Impl", "InputSpec", "Model",
-    "Op", "OutputSpec", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model", "select_rows",
-    "zeroed",
+    "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "Graph", "Impl", "InputSpec",
+    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model",
+    "select_rows", "zeroed",
 ]  # fmt: skip

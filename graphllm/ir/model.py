@@ -16,7 +16,7 @@ from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 _models: dict[str, Model] = {}
-Task = Literal["generate", "pool", "encode"]
+Task = Literal["generate", "pool", "encode", "draft"]
 
 
 class AttentionMetadata(NamedTuple):
@@ -49,6 +49,13 @@ class ForwardContext(NamedTuple):
     shared: tuple[Tensor, ...] = ()
 
 
+class Hidden(NamedTuple):
+    """The hidden state that a draft graph reads: that behind a layer of the main graph, of so many numbers."""
+
+    layer: int
+    size: int
+
+
 class ModelConfig(Protocol):
     """What every family's Config offers; the rest is the family's own."""
 
@@ -60,6 +67,10 @@ def _no_specs(*_: Any) -> tuple[Any, ...]:
     return ()
 
 
+def _nothing_hidden(c: Any) -> Hidden:
+    raise ValueError("a draft graph must say which hidden state it reads")
+
+
 @dataclass(frozen=True)
 class Graph:
     """One graph of a family: a decoder, an encoder, a draft head.
@@ -68,8 +79,10 @@ class Graph:
     differ in their parameters only. *_weights: the parameters of each unit as data. states: those of a layer, by its
     type; block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w,
     x_TD, ctx) -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each
-    sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. inputs: beside those of
-    every graph, each with a provider. buckets: the sizes it is compiled for, None for the config's.
+    sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. A graph of the task "draft"
+    guesses next tokens of another family: embed finds the main graph's or its own `Hidden` state of each token as
+    ctx.inputs.hidden, head makes logits of the rows logits_indices [S]. inputs: beside those of every graph, each with
+    a provider. buckets: the sizes it is compiled for, None for the config's. hidden: of a draft graph.
     """
 
     layer_types: Callable[[Any], tuple[str, ...]]
@@ -82,6 +95,7 @@ class Graph:
     states: Callable[[Any, str], tuple[StateSpec, ...]] = _no_specs
     inputs: Callable[[Any], tuple[InputSpec, ...]] = _no_specs
     buckets: Callable[[Any], tuple[Bucket, ...] | None] = lambda c: None
+    hidden: Callable[[Any], Hidden] = _nothing_hidden
     task: Task = "generate"
     name: str = ""
 

@@ -231,8 +231,8 @@ def op(
     boundary: a graph may be cut here (attention, collectives). mutates: the tensor parameters written in place.
     rowwise: the result's row t depends on row t of the arguments that have a row for each token, and on all of the
     others. neutral: two arguments; where the first is an input that is neutral throughout a step, the result is the
-    second, and such steps run a program without the op. cost: bytes and flops from the op's own arguments, those that it names, for rooflines. Raises ValueError
-    when the name is taken.
+    second, and such steps run a program without the op. cost: bytes and flops from the op's own arguments, those that
+    it names, for rooflines. Raises ValueError when the name is taken.
     """
 
     def register(fn: Callable[..., Any]) -> Op:

@@ -45,10 +45,10 @@ class StateSpec:
 
     axis: what indexes its first dimension, which ``shape`` leaves out: "block" (block ids; ``shape`` holds "P", the
     tokens of a block), "slot" (one entry for each running sequence and a scrap one), "item" (rows of encoded inputs
-    and a scrap one), "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step). dtype: a torch
-    dtype's name, or "model" for the artifact's. retention: what of a sequence it keeps; "full" and "window" (of so many
-    tokens) for blocks, "last" for recurrent slot states, which are zeroed when a sequence enters, rolled back with
-    rejected tokens and copied to snapshots; "none" for what only programs and host use between them.
+    and a scrap one), "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step).
+    dtype: a torch dtype's name, or "model" for the artifact's. retention: what of a sequence it keeps; "full" and
+    "window" (of so many tokens) for blocks, "last" for recurrent slot states, which are zeroed when a sequence enters,
+    rolled back with rejected tokens and copied to snapshots; "none" for what only programs and host use between them.
     """
 
     name: str

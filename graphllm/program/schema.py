@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-
 NEUTRAL = ".neutral"  # behind a program's name: the one for steps in which optional inputs are neutral throughout
 
 

@@ -20,14 +20,16 @@ from graphllm.config import ConfigError
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.cpu_cache_memory import CacheMemory
+from graphllm.runtime.drafting import DraftRuns, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.padding import Size
-from graphllm.runtime.staging import Staging, StepInput, ragged
+from graphllm.runtime.staging import StepInput, ragged
 from graphllm.runtime.states import States
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
 
 _WARM_PROMPT = 128  # tokens
+_IN_FLIGHT = 2  # steps that are prepared before the first of them has ended
 
 Hook = Callable[[torch.Tensor], None]
 
@@ -58,6 +60,7 @@ class StepHandle:
         self.rows, self.counts = step.rows, {"T": step.tokens, "S": step.sequences, "R": step.rows}
         self.buffer_index, self.size, self.program = buffer_index, size, program
         self.job: Job | None = None
+        self.drafts: DraftRuns | None = None
         self.outputs: dict[str, np.ndarray] = {}
         self.whole: dict[int, torch.Tensor] = {}
 
@@ -118,16 +121,26 @@ class Executor:
         arena = self.states.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
         self._arena = arena
         self._graphs = {
-            g["name"]: GraphPrograms(folder, g, outside, arena, self._kernels, self.max_num_seqs)
+            # A step prepares two runs of a draft graph.
+            g["name"]: GraphPrograms(
+                folder,
+                g,
+                outside,
+                arena,
+                self._kernels,
+                self.max_num_seqs,
+                _IN_FLIGHT * (2 if g["task"] == "draft" else 1),
+            )
             for g in program["graphs"]
         }
         self._main = next(iter(self._graphs.values()))
+        self._drafter = next((g for g in self._graphs.values() if g.task == "draft"), None)
+        self.device_drafts = self._drafter is not None
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
-        self.inputs, self.adapters = self._main.inputs, self.states.adapters
+        self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
+        self.adapters = self.states.adapters
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
-        self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(Staging.buffers)]
-
-    device_drafts = False  # whether sequences that have sampled a token have drafts in slot states
+        self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(_IN_FLIGHT)]
 
     def _open_kernels(self, folder: Path) -> Kernels:
         if isinstance(self._stream, CudaStream):
@@ -144,7 +157,10 @@ class Executor:
         graph.staging.fill(index, step, symbols)
         bound = graph.bound(graph.variant(program, step), size)
         handle = StepHandle(step, index, size, bound)
-        copied = graph.host_results(program) if len(bound.parts) == 1 else {}
+        whole = len(bound.parts) == 1
+        copied = graph.host_results(program) if whole else {}
+        if self._drafter is not None:
+            handle.drafts = prepare_drafts(self._drafter, step, self.layout.query_lens[-1] - 1)
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
 
@@ -153,9 +169,16 @@ class Executor:
             graph.staging.upload(index, symbols)
             bound.run()
             self._download(handle, copied)
+            if whole and handle.drafts is not None:
+                handle.drafts.run()
 
-        handle.job = graph.jobs[index] = self._stream.submit(work)
+        self._submit(handle, work)
         return handle
+
+    def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
+        handle.job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+        if handle.drafts is not None:
+            handle.drafts.belong_to(handle.job)
 
     def encode(self, data: np.ndarray, length: int, start: int) -> None:
         """Run the encoder graph on an item's data, in order with the steps; it writes ``length`` rows of the item
@@ -207,8 +230,10 @@ class Executor:
                 logits = torch.nan_to_num(bound.results["logits"][row].float(), nan=-math.inf)
                 handle.whole[row] = torch.log_softmax(logits, dim=-1)
             self._download(handle, copied)
+            if handle.drafts is not None:
+                handle.drafts.run()
 
-        handle.job = graph.jobs[handle.buffer_index] = self._stream.submit(work)
+        self._submit(handle, work)
 
     def _download(self, handle: StepHandle, wanted: Mapping[str, str]) -> None:
         """Copy results, each with a row for each of T, S or R, to the host, in the order of the current stream."""

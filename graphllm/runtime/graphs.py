@@ -26,7 +26,7 @@ _BOUND_KEPT = 128
 
 class GraphPrograms:
     """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
-    max_num_seqs: sequences of a step."""
+    max_num_seqs: sequences of a step. steps_in_flight: runs that may be prepared before the first of them has ended."""
 
     def __init__(
         self,
@@ -36,6 +36,7 @@ class GraphPrograms:
         arena: torch.Tensor,
         kernels: Kernels,
         max_num_seqs: int,
+        steps_in_flight: int = 2,
     ) -> None:
         self.name, self.task = described["name"], described["task"]
         self.buckets = [Bucket(**b) for b in described["buckets"]]
@@ -45,8 +46,8 @@ class GraphPrograms:
         self._outside, self._arena, self._kernels, self._max_num_seqs = outside, arena, kernels, max_num_seqs
         limits = [b.limits(max_num_seqs) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
-        self.staging = Staging(list(self.inputs.values()), self.most, arena.device)
-        self.jobs: list[Job | None] = [None] * Staging.buffers  # that read each staging buffer
+        self.staging = Staging(list(self.inputs.values()), self.most, arena.device, steps_in_flight)
+        self.jobs: list[Job | None] = [None] * steps_in_flight  # that read each staging buffer
         self._buffer_index = 0
         self._bundles: dict[str, Any] = {}
         self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
@@ -69,7 +70,7 @@ class GraphPrograms:
 
     def next_buffer(self) -> int:
         """A staging buffer that nothing reads any more."""
-        index, self._buffer_index = self._buffer_index, (self._buffer_index + 1) % Staging.buffers
+        index, self._buffer_index = self._buffer_index, (self._buffer_index + 1) % len(self.jobs)
         if (before := self.jobs[index]) is not None:
             before.result()
         return index

@@ -1,7 +1,7 @@
 """Staging: a step's arrays in one buffer, written on the host, copied to the device at once and read there in place.
 
-What there is, is what the graph's inputs say. Two host buffers take turns, so that one step can be written while the
-copy of the one before it is still to come. Large tables of which a batch fills a part are copied only so far.
+What there is, is what the graph's inputs say. Host buffers take turns, so that one step can be written while the copy
+of the one before it is still to come. Large tables of which a batch fills a part are copied only so far.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class _Layout(NamedTuple):
 class Staging:
     """The inputs of one graph.
 
-    specs: in any order. limits: the largest T, S and R. ``buffers`` on the host, numbered from 0.
+    specs: in any order. limits: the largest T, S and R. buffers: how many on the host, numbered from 0.
     """
 
-    buffers = 2
-
-    def __init__(self, specs: list[InputSpec], limits: Mapping[str, int], device: torch.device) -> None:
+    def __init__(
+        self, specs: list[InputSpec], limits: Mapping[str, int], device: torch.device, buffers: int = 2
+    ) -> None:
         self._specs = sorted(specs, key=lambda s: (s.late, s.ragged))
         self._ragged = [s.name for s in self._specs if s.ragged]
         self._extended = {s.name for s in self._specs if s.padding == "last"}
@@ -75,11 +75,11 @@ class Staging:
         most = self._layout(limits)
         size = max((f.offset + -(-f.bytes // _ALIGN) * _ALIGN for f in most.fields.values()), default=1)
         pin = device.type == "cuda"
-        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self.buffers)]
+        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(buffers)]
         self._device = torch.zeros(size, dtype=torch.uint8, device=device)
         self._host_bytes = [t.numpy().data for t in self._host]
         self._device_bytes = None if pin else self._device.numpy().data
-        self._filled: list[dict[str, tuple[int, int]]] = [{}] * self.buffers  # rows and columns of ragged inputs
+        self._filled: list[dict[str, tuple[int, int]]] = [{}] * buffers  # rows and columns of ragged inputs
         largest = max((most.fields[name].bytes for name in self._ragged), default=0)
         self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
 

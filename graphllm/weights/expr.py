@@ -265,6 +265,13 @@ def parts_of(expr: Expr) -> tuple[Expr, ...]:
     return tuple(found)
 
 
+def renamed(expr: Expr, name: Callable[[str], str]) -> Expr:
+    """The expression with other names of the checkpoint tensors that it reads."""
+    if isinstance(expr, Read):
+        return dataclasses.replace(expr, sources=tuple(map(name, expr.sources)))
+    return map_parts(expr, lambda part: renamed(part, name))
+
+
 def map_parts(expr: Expr, fn: Callable[[Expr], Expr]) -> Expr:
     """The expression with ``fn`` of everything that is directly under it."""
     changed: dict[str, Any] = {}

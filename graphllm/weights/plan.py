@@ -30,7 +30,7 @@ from graphllm.weights.expr import (
     Tie,
     Values,
     from_plain,
-    map_parts,
+    renamed,
     to_plain,
 )
 
@@ -169,7 +169,7 @@ def _entry(name: str, w: Weight, model_dtype: str, layer: int | None) -> Entry:
     elif w.value is not None:
         expr = Values(tuple(float(v) for v in w.value), w.shape)
     elif w.expr is not None:
-        expr = _of_layer(cast(Expr, w.expr), layer)
+        expr = renamed(cast(Expr, w.expr), lambda source: _fill_layer(source, layer))
     else:
         expr = _of_sources(name, w, layer)
     try:
@@ -241,13 +241,6 @@ def _leading_dims(name: str, w: Weight) -> int:
         if math.prod(w.shape[:lead]) == sum(w.segments):
             return lead
     raise ValueError(f"{name}: segments {w.segments} do not add up to the rows of {w.shape}")
-
-
-def _of_layer(expr: Expr, layer: int | None) -> Expr:
-    """The expression with the layer's index in the names that it reads."""
-    if isinstance(expr, Read):
-        return dataclasses.replace(expr, sources=tuple(_fill_layer(n, layer) for n in expr.sources))
-    return map_parts(expr, lambda part: _of_layer(part, layer))
 
 
 def _fill_layer(name: str, layer: int | None) -> str:

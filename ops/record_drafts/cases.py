@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 
@@ -12,8 +14,6 @@ def _case(S: int, K: int, place: int, D: int = 16, last_position: int = 90) -> C
     N = S + 3
 
     def inputs(make: Maker) -> dict[str, Any]:
-        import torch
-
         order = torch.randperm(N - 1, generator=make.generator, device=make.generator.device)[:S]
         return {
             "tokens_S": make.integers(0, 99, S), "positions_S": make.integers(0, 99, S), "hidden_SD": make.normal(S, D),
@@ -28,4 +28,4 @@ def _case(S: int, K: int, place: int, D: int = 16, last_position: int = 90) -> C
     return Case(f"S{S}_K{K}_place{place}", inputs, tolerance, "numbers are copied", bucket)
 
 
-CASES = (_case(1, 1, 0), _case(4, 3, 1), _case(5, 3, 4), _case(3, 2, 1, 8, 10))
+CASES = (_case(1, 1, 0), _case(4, 3, 1), _case(5, 3, 4), _case(3, 2, 1, 8, 10), _case(0, 3, 0))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
@@ -29,9 +28,9 @@ def record_drafts(
     """Write one draft for each of the slots slots_S [S], which differ but for the last one, the scrap one of padding.
 
     tokens_S [S] int32 goes to drafts_NK [N, K] at places_S [S], at most K - 1. What drafts the next one is remembered:
-    count_N [N], the place behind; token_N [N]; position_N [N], that of the token, which is one behind positions_S [S]
-    and at most last_position; hidden_ND [N, D], of the row that the token comes from. In the scrap slot all are
-    unspecified.
+    count_N [N], the place behind; token_N [N]; position_N [N], where the row of the next run stands, one behind
+    positions_S [S] and at most last_position; hidden_ND [N, D], of the row that the token comes from. In the scrap slot
+    all are unspecified.
     """
     slots, places = slots_S.long(), places_S.long().clamp(max=drafts_NK.shape[1] - 1)
     drafts_NK.index_put_((slots, places), tokens_S)

@@ -19,4 +19,4 @@ def _case(T: int, N: int, D: int) -> Case:
     return Case(f"T{T}_N{N}_D{D}", inputs, tolerance, "numbers are copied", bucket)
 
 
-CASES = (_case(1, 8, 32), _case(7, 7, 48), _case(5, 64, 0))
+CASES = (_case(1, 8, 32), _case(7, 7, 48), _case(5, 64, 0), _case(0, 8, 32))

@@ -44,9 +44,10 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
     """A core of that artifact with so many pages, the null page among them."""
     processors = options.pop("processors", ())
     stop_ids = options.pop("stop_ids", ())
+    draft = options.pop("draft", None)
     manifest = artifact.verify(place)
     config = CoreConfig(
-        ModelConfig(str(folder)),
+        ModelConfig(str(folder), speculative_model=draft and str(draft)),
         LoadConfig(str(place)),
         CacheConfig(kv_cache_memory_bytes=pages * manifest["memory"]["block"]),
         SchedulerConfig(**options),

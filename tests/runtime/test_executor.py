@@ -222,7 +222,7 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
         mask = rng.integers(-(2**31), 2**31, (data.draw(st.integers(0, len(counts))), 3)).astype(np.int32)
         T = data.draw(st.integers(sum(counts), 32))
         S, R = data.draw(st.integers(len(counts), 5)), data.draw(st.integers(len(counts), 6))
-        sizes, index = {"T": T, "S": S, "R": R}, turn % Staging.buffers
+        sizes, index = {"T": T, "S": S, "R": R}, turn % 2
         staging.fill(index, step, sizes)
         staging.fill_late(index, "mask", mask, sizes)
         staging.upload(index, sizes)

@@ -57,9 +57,10 @@ def encoded(w: Mapping[str, Tensor], patches: Tensor) -> Tensor:
 
 def logits(
     features: Sequence[str], w: Mapping[str, Tensor], tokens: Sequence[int], prompt: int, items: Sequence[Seen] = (),
-    tables: Mapping[int, Tensor] | None = None,
+    tables: Mapping[int, Tensor] | None = None, middle: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Those behind the last token. prompt: how many of the tokens are the prompt. tables: of the request's adapter."""
+    """Those behind the last token. prompt: how many of the tokens are the prompt. tables: of the request's adapter.
+    middle: gets the hidden states behind each layer."""
     n = len(tokens)
     at = torch.arange(n)
     x = w["embed"][list(tokens)].clone()
@@ -96,7 +97,22 @@ def logits(
         else:
             seen = past & (at[None, :] > at[:, None] - WINDOW) if kind == "window" else past
             x = x + _softmax(h @ h.T, seen) @ h
+        if middle is not None:
+            middle.append(x)
     return w["out"] @ x[-1]
+
+
+def drafts(w: Mapping[str, Tensor], tokens: Sequence[int], hidden: Tensor, count: int) -> list[int]:
+    """What the draft head guesses behind tokens, of all but the last of which it has a hidden state of the model."""
+    ids, rows = list(tokens[1:]), hidden
+    for _ in range(count):
+        n = len(ids)
+        x = torch.cat([w["embed"][ids], rows], -1) @ w["join"].T
+        h = _normed(x, w["layers.0.mix"])
+        x = x + _softmax(h @ h.T, torch.ones(n, n, dtype=torch.bool).tril()) @ h
+        ids.append(int((w["out"] @ x[-1]).argmax()))
+        rows = torch.cat([rows, x[-1:]])
+    return ids[len(tokens) - 1 :]
 
 
 def greedy(

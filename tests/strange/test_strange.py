@@ -55,8 +55,8 @@ def site() -> Iterator[None]:
 class Strange:
     """A checkpoint with some features, and what it is to give."""
 
-    def __init__(self, features: Sequence[str], folder: Path, seed: int = 5) -> None:
-        self.features, self.folder = tuple(features), folder
+    def __init__(self, features: Sequence[str], folder: Path, seed: int = 5, draft: Path | None = None) -> None:
+        self.features, self.folder, self.draft = tuple(features), folder, draft
         self.weights = expected.weights(features, seed)
         items = {"cross", "image"} & set(features)
         architecture = "StrangeEncodedForCausalLM" if items else "StrangeForCausalLM"
@@ -83,9 +83,9 @@ class Strange:
                 max_num_batched_tokens=32, block_size=16 if DEVICE == "cuda" else 8, num_speculative_tokens=2,
                 item_tokens=24, max_adapters=2, tune=False,
             )  # fmt: skip
-            source = open_source(self.folder)
+            source = open_source(self.folder, draft=self.draft)
             compile_model(source.config, source.tensors, compile_config(source.config, args), place)
-        core = open_core(self.folder, place, pages, **options)
+        core = open_core(self.folder, place, pages, draft=self.draft, **options)
         if "adapter" in self.features:
             for number, tables in enumerate(self.tables):
                 core.write_adapter(number + 1, {f"layers.{i}.table": t.numpy() for i, t in tables.items()})
@@ -126,7 +126,7 @@ def _check(core: EngineCore, wanted: list[tuple[EngineRequest, list[int]]], righ
         for state in core._scheduler.requests.by_slot if right >= 0 else ():
             if state is not None:
                 known = len(state.output)
-                tokens = dict((r.id, t) for r, t in wanted)[state.request.id][known:]
+                tokens = {r.id: t for r, t in wanted}[state.request.id][known:]
                 core._scheduler.propose(state, [t if rng.random() < right else (t + 1) % 90 for t in tokens])
 
     found = finish(core, [r for r, _ in wanted], propose)
@@ -234,7 +234,57 @@ def test_pooled(tmp_path: Path) -> None:
                 found[news.id] = torch.from_numpy(np.frombuffer(news.pooled, np.float32).copy())
         for i, prompt in enumerate(prompts):
             torch.testing.assert_close(found[str(i)], expected.pooled(w, prompt), rtol=1e-4, atol=1e-4)
-        for length, limit, told in ((33, 0, "33 prompt tokens; this model computes a prompt in one step"), (3, 1, "limit is 1")):
+        for length, limit, told in (
+            (33, 0, "33 prompt tokens; this model computes a prompt in one step"),
+            (3, 1, "limit is 1"),
+        ):
             with pytest.raises(ConfigError, match=told):
                 core.add(request("long", [1] * length, GREEDY, limit=limit))
         core.close()
+
+
+def _draft_model(folder: Path) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(9)
+    w = expected.weights((), seed=5)
+    w = {"embed": w["embed"], "out": w["out"], "layers.0.mix": w["layers.1.mix"]}
+    w["join"] = torch.cat([0.3 * torch.eye(expected.D), torch.eye(expected.D)], 1)
+    w["join"] += 0.05 * torch.randn(w["join"].shape, generator=g)
+    folder.mkdir()
+    config = {"architectures": ["StrangeDraft"], "max_position_embeddings": 96}
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(w, folder / "model.safetensors")
+    return w
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_draft_head(backend: str, tmp_path: Path) -> None:
+    """A second graph from a second checkpoint, fed on the device by hidden states of a middle layer and run once for
+    each draft: its guesses, in every step, and the text, which they do not change."""
+    w = _draft_model(tmp_path / "draft")
+    strange = Strange(["recurrent", "window"], tmp_path / "model", draft=tmp_path / "draft")
+    core = strange.core(backend)
+    rng, states = random.Random(1), core._executor.states.tensors
+    alone, tokens = strange.request("a", 50, rng)  # two chunks
+    core.add(alone)
+    found, kept = [], []
+    while core.unfinished:
+        found += [t for news in core.step() for t in news.tokens]
+        core._executor.synchronize()
+        # The last position of which there is a hidden state; the next token is sampled.
+        last = int(states["state.draft_position"][0]) - 2
+        if not len(alone.prompt) <= last + 1 < len(alone.prompt) + COUNT - 1:
+            continue
+        known = [*alone.prompt, *tokens][: last + 2]
+        middle: list[torch.Tensor] = []
+        expected.logits(strange.features, strange.weights, known[:-1], 50, middle=middle)
+        assert states["state.drafts"][0].tolist() == expected.drafts(w, known, middle[1], 2)
+        kept.append(last)
+    assert found == tokens
+    assert len(kept) > 3
+    assert any(b - a > 1 for a, b in itertools.pairwise(kept))  # some were right
+    _check(core, strange.many(7, 1))
+    core.close()
+    core = strange.core(backend, pages=_few(core))
+    _check(core, strange.many(6, 2))
+    assert core.stats().preemptions
+    core.close()

@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import rms_norm
 
 from graphllm.ir import Graph, InputSpec, Model, StateSpec, Weight, register_model, select_rows
+from graphllm.ir.model import Hidden
 from graphllm.ops.linear import linear
 from graphllm.ops.paged_attention import kv_state, paged_attention
 from strange import ops
@@ -149,6 +150,36 @@ register_model(
                 embed=_embed,
                 layer=_attend,
                 head=lambda c, w, x_TD, ctx: select_rows(x_TD, ctx.inputs.logits_indices),
+            ),
+        ),
+    )
+)
+
+
+def _draft(c, w, ctx):
+    x_TD = torch.index_select(w.tokens, 0, ctx.inputs.token_ids)
+    return linear(torch.cat([x_TD, ctx.inputs.hidden], -1), w.join), ()
+
+
+register_model(
+    Model(
+        architectures=("StrangeDraft",),
+        config=lambda hf: Config(()),
+        graphs=(
+            Graph(
+                task="draft",
+                layer_types=lambda c: ("full",),
+                embed_weights=lambda c: {
+                    "tokens": Weight((V, D), (("embed",),)),
+                    "join": Weight((D, 2 * D), (("join",),)),
+                },
+                layer_weights=lambda c, layer_type: {"mix": Weight((D, D), (("layers.{layer}.mix",),))},
+                head_weights=lambda c: {"out": Weight((V, D), (("out",),))},
+                embed=_draft,
+                layer=_layer,
+                head=decoder.head,
+                states=_states,
+                hidden=lambda c: Hidden(layer=1, size=D),
             ),
         ),
     )

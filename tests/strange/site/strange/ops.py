@@ -1,4 +1,4 @@
-"""Ops of the strange layers. Their references hold no loop over data, so that Inductor compiles them on every device."""
+"""Ops of the strange layers. Their references have no loop over data, so that Inductor compiles them for any device."""
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ def strange_latent(
 ) -> Tensor:
     """Causal attention over rows that are keys and, but for the last 8 numbers, values: latent [B, P, D] int8, scale
     [B, P]."""
-    t, s, i, real = _tokens(query_start_loc, x_TD.shape[0])
+    t, s, _, real = _tokens(query_start_loc, x_TD.shape[0])
     P, D = latent.shape[1:]
     at = (seq_lens - query_start_loc[1:])[s] + t
     block = torch.where(real, block_table[s, (at // P).clamp(0, block_table.shape[1] - 1)], 0).long()

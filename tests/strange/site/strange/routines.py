@@ -9,9 +9,9 @@ def axes(spec, step):
     prompt = np.repeat(step.table.num_prompt_tokens[step.slots], step.counts)
     at = step.positions
     inside, behind = at < prompt, at - prompt
-    return np.stack(
-        [at, np.where(inside, at // 2, prompt // 2 + behind), np.where(inside, at % 3, 3 + behind)]
-    ).astype(np.int32)
+    return np.stack([at, np.where(inside, at // 2, prompt // 2 + behind), np.where(inside, at % 3, 3 + behind)]).astype(
+        np.int32
+    )
 
 
 def center(centered: torch.Tensor, mean: torch.Tensor, work: torch.Tensor, x: torch.Tensor, factor: float) -> None:

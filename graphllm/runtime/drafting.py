@@ -1,0 +1,49 @@
+"""The draft graph's runs behind a step: once over the step's tokens, then once for each further draft. They follow the
+step on the device; the host prepares their inputs with the step's and learns nothing of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from graphllm.runtime.graphs import GraphPrograms
+from graphllm.runtime.staging import StepInput
+from graphllm.runtime.stream import Job
+
+
+class DraftRuns(NamedTuple):
+    """Prepared runs. run: on the device, in order with the step. buffers: the staging buffers that it reads."""
+
+    graph: GraphPrograms
+    buffers: tuple[int, ...]
+    run: Callable[[], None]
+
+    def belong_to(self, job: Job) -> None:
+        """The buffers are free when that job has ended."""
+        for index in self.buffers:
+            self.graph.jobs[index] = job
+
+
+def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int) -> DraftRuns:
+    """Stage the runs that draft ``count`` tokens for each sequence of a step."""
+    given, n = step.arrays, np.arange(step.sequences + 1, dtype=np.int32)
+    kept = {name: given[name] for name, spec in graph.inputs.items() if name in given and spec.shape[0] == "S"}
+    one_each = StepInput(
+        step.sequences, step.sequences, step.sequences, 1, {**kept, "query_start_loc": n, "sequence_ids": n[:-1]}
+    )
+    staged = []
+    for program, batch, times in (("first", step, 1), ("next", one_each, count - 1)):
+        if times:
+            size, index = graph.pick(batch), graph.next_buffer()
+            graph.staging.fill(index, batch, size.symbols)
+            staged.append((index, size.symbols, graph.bound(program, size), times))
+
+    def run() -> None:
+        for index, symbols, bound, times in staged:
+            graph.staging.upload(index, symbols)
+            for _ in range(times):
+                bound.run()
+
+    return DraftRuns(graph, tuple(index for index, *_ in staged), run)
