@@ -30,9 +30,9 @@ def joined(model: Model, drafter: Model, own: Any, vocab: int) -> Model:
     """The family with another one's draft graph, which has a Config of its own. vocab: of the model. Raises ConfigError
     for a family that drafts nothing for it."""
     graph, *others = drafter.graphs
-    if others or graph.task != DRAFT:
+    if others or graph.task != "draft":
         raise ConfigError(f"the draft model's architecture, {', '.join(drafter.architectures)}, is none that drafts")
-    if own.V != vocab:
+    if vocab != own.V:
         raise ConfigError(f"the draft model has a vocabulary of {own.V} tokens, the model one of {vocab}")
 
     def bound(function: Callable[..., Any]) -> Callable[..., Any]:
