@@ -1,19 +1,16 @@
 """Verification of drafted tokens through the executor: right, half right or wrong, drafts change the number of steps
-and nothing else, whatever states the layers keep."""
+and nothing else. tests/strange has the same over recurrent states."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import GREEDY, finish, open_core, request
-from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from graphllm.compile.pipeline import compile_model
@@ -116,77 +113,3 @@ def test_compiled_verification(checkpoint: Path, engine_args: EngineArgs, tmp_pa
     core.close()
     assert found == alone
     assert 4 in lengths
-
-
-@pytest.fixture(scope="module")
-def unlike(engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., EngineCore]]:
-    import unlike_layers as family
-
-    from graphllm.ir import model
-
-    family.register()
-    folder = tmp_path_factory.mktemp("unlike")
-    (folder / "config.json").write_text(json.dumps(family.HF))
-    save_file(family.checkpoint(), folder / "model.safetensors")
-    place = _compile(folder, folder / "artifact", engine_args)
-    cores = []
-
-    def open_one(**options: Any) -> EngineCore:
-        cores.append(open_core(folder, place, pages=60, **options))
-        return cores[-1]
-
-    yield open_one
-    for core in cores:
-        core.close()
-    ops = sys.modules["graphllm.ir.op"]._ops
-    del model._models["UnlikeLayersForCausalLM"], ops["unlike_recurrent"], ops["unlike_latent"]
-    del sys.modules["unlike_layers"]
-
-
-@pytest.mark.parametrize("right", [1.0, 0.7, 0.0])
-def test_unlike_states_are_rolled_back(unlike: Callable[..., EngineCore], right: float) -> None:
-    """Two recurrent states of unlike dtypes, int8 latents with scales and a window, whatever the drafts are."""
-    import unlike_layers as family
-
-    core, weights, prompts = unlike(), family.checkpoint(), _prompts(family.V, 3)
-    expected = [family.greedy(weights, p, COUNT) for p in prompts]
-    found, lengths = _run(core, prompts, expected, right)
-    assert found == expected
-    assert 4 in lengths
-
-
-def test_a_prefix_of_unlike_states_is_found_again(unlike: Callable[..., EngineCore]) -> None:
-    """A second prompt that begins as the first goes on from its blocks and a snapshot of its recurrent states."""
-    import unlike_layers as family
-
-    core, weights = unlike(), family.checkpoint()
-    prompt = [1 + i % 90 for i in range(66)]
-    for turn, tail in enumerate([[3, 4], [5]]):
-        found = finish(core, [request("0", prompt + tail)])["0"]
-        assert found.tokens == family.greedy(weights, prompt + tail, COUNT)
-        assert found.cached == (64 if turn else 0)
-
-
-def test_unlike_states_go_to_another_engine(unlike: Callable[..., EngineCore]) -> None:
-    """Blocks and the snapshot of a sequence, under digests that both know; the second computes only what is behind."""
-    import unlike_layers as family
-
-    first, second = unlike(cache_secret="s"), unlike(cache_secret="s")
-    wanted = request("0", [1 + i % 90 for i in range(66)])
-    expected = family.greedy(family.checkpoint(), wanted.prompt, COUNT)
-    assert finish(first, [wanted])["0"].tokens == expected
-    entries = first.export_cache(wanted)
-    assert {e.group for e in entries} == {0, 1, -1}
-    assert second.import_cache(entries) == len(entries)
-    found = finish(second, [wanted])["0"]
-    assert (found.tokens, found.cached) == (expected, 64)
-
-
-def test_unlike_states_share_one_pool(unlike: Callable[..., EngineCore]) -> None:
-    """Blocks of unlike layers take equal bytes, so that one pool serves all; prompts in chunks, without drafts."""
-    import unlike_layers as family
-
-    core, weights = unlike(), family.checkpoint()
-    assert len({(g.retention, g.block_size) for g in core._executor.layout.groups}) > 1
-    prompt = [1 + i % 90 for i in range(70)]
-    assert finish(core, [request("0", prompt)])["0"].tokens == family.greedy(weights, prompt, COUNT)

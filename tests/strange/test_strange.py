@@ -175,6 +175,49 @@ def test_alone_compiled(feature: str, tmp_path: Path) -> None:
     _every_way(Strange([feature], tmp_path / "model"), "inductor")
 
 
+@pytest.fixture(scope="module")
+def unlike(site: None, tmp_path_factory: pytest.TempPathFactory) -> Strange:
+    """Layers that keep unlike states."""
+    return Strange(["recurrent", "latent", "window"], tmp_path_factory.mktemp("unlike") / "model")
+
+
+@pytest.mark.parametrize("right", [1.0, 0.0])
+def test_unlike_states_are_rolled_back(unlike: Strange, right: float) -> None:
+    """After a rejection at every draft position; with right drafts, steps keep all their tokens."""
+    core, wanted = unlike.core(), unlike.many(6, 3)
+    _check(core, wanted, right)
+    steps = core.stats().steps
+    _check(core, wanted)
+    assert (core.stats().steps - steps > 1.5 * steps) == (right == 1.0)
+    core.close()
+
+
+def test_a_prefix_of_unlike_states_is_found_again(unlike: Strange) -> None:
+    """A second prompt that begins as the first goes on from its blocks and a snapshot of its recurrent states."""
+    core, prompt = unlike.core(), [1 + i % 90 for i in range(66)]
+    for turn, tail in enumerate([[3, 4], [5]]):
+        tokens = expected.greedy(unlike.features, unlike.weights, prompt + tail, COUNT)
+        found = _check(core, [(request("0", prompt + tail, GREEDY, limit=COUNT), tokens)])["0"]
+        assert found.cached == (64 if turn else 0)
+    core.close()
+
+
+def test_unlike_states_go_to_another_engine(unlike: Strange) -> None:
+    """Blocks and the snapshot of a sequence, under digests that both know; the second computes only what is behind."""
+    first, second = unlike.core(cache_secret="s"), unlike.core(cache_secret="s")
+    wanted = request("0", [1 + i % 90 for i in range(66)], GREEDY, limit=COUNT)
+    tokens = expected.greedy(unlike.features, unlike.weights, wanted.prompt, COUNT)
+    _check(first, [(wanted, tokens)])
+    entries = first.export_cache(wanted)
+    groups = first._executor.layout.groups
+    assert len({(g.retention, g.block_size) for g in groups}) > 1
+    assert {e.group for e in entries} == {*range(len(groups)), -1}
+    assert second.import_cache(entries) == len(entries)
+    assert _check(second, [(wanted, tokens)])["0"].cached == 64
+    first.close()
+    second.close()
+
+
 def test_programs_without_adapters(tmp_path: Path) -> None:
     """A step in which nobody has an adapter, or an image, runs a program that reads no table."""
     strange = Strange(["adapter", "image"], tmp_path / "model")
