@@ -125,7 +125,10 @@ def _attend_tiles(
         slots = head_ptr + tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)[:, None] + e[None, :]
         cache_block = tile_blocks(table_row, tile + 1, end, P, BLOCK_N)
         if MASKED:
-            inside = (at < end)[:, None] & (e < E)[None, :]
+            kept = at < end
+            if WINDOW > 0:  # of what no row sees the block may be gone, and 0 * NaN is NaN
+                kept = kept & (at > tl.min(position, axis=0) - WINDOW)
+            inside = kept[:, None] & (e < E)[None, :]
             keys = tl.load(slots, mask=inside, other=0.0)
         elif E_PAD != E:
             keys = tl.load(slots, mask=(e < E)[None, :], other=0.0)
