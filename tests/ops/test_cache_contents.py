@@ -45,11 +45,11 @@ def _batch(queries: list[int], lengths: list[int]) -> tuple[dict[str, object], t
 
 @pytest.mark.parametrize(("block_m", "block_n"), [(16, 32), (32, 16)])
 def test_prompts_by_triton(block_m: int, block_n: int) -> None:
-    arguments, expected = _batch([9, 5, 24], [61, 5, 40])
+    arguments, expected = _batch([9, 5, 24, 9], [61, 5, 40, 49])
     found = triton_prefill(**arguments, block_m=block_m, block_n=block_n, warps=4, stages=2)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_prompts_by_the_reference() -> None:
-    arguments, expected = _batch([9, 5, 24], [61, 5, 40])
+    arguments, expected = _batch([9, 5, 24, 9], [61, 5, 40, 49])
     torch.testing.assert_close(paged_attention(**arguments), expected, rtol=1e-4, atol=1e-4)
