@@ -33,7 +33,7 @@ from graphllm.ops.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.sample.cases import CASES as SAMPLE_CASES
 from graphllm.ops.sample.cpu import cpu_sample
-from graphllm.weights.integers import INTEGERS
+from graphllm.weights.formats.integers import INTEGERS
 
 POOL = 1200 << 20
 READ = 64 << 20

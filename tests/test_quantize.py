@@ -35,7 +35,7 @@ from graphllm.runtime.staging import ragged
 from graphllm.weights import loader
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.expr import Encode
-from graphllm.weights.integers import INTEGERS, pack
+from graphllm.weights.formats.integers import INTEGERS, pack
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import Entry, WeightPlan, make_plan
 from graphllm.weights.random import random_weights

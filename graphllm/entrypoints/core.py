@@ -65,7 +65,7 @@ def _load(
     from graphllm.engine.core import EngineCore
     from graphllm.engine.grammar import GrammarCompiler
     from graphllm.runtime.executor import Executor
-    from graphllm.weights.integers import KERNELS
+    from graphllm.weights.formats.integers import KERNELS
     from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
     from graphllm.weights.random import random_weights

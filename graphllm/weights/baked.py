@@ -49,7 +49,7 @@ def bake(artifact: Path, checkpoint: Checkpoint) -> None:
 
     Raises WeightError when the checkpoint does not fit the plan, BakedError when the disk is full.
     """
-    from graphllm.weights.integers import KERNELS
+    from graphllm.weights.formats.integers import KERNELS
     from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
 

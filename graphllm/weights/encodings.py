@@ -8,6 +8,7 @@ how.
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -112,6 +113,7 @@ class Encoding:
         return moved[0], one[moved[0]]
 
 
+_FORMATS = Path(__file__).parent / "formats"  # those of graphllm
 _encodings: dict[str, Encoding] = {}
 
 
@@ -129,7 +131,8 @@ def register_encoding(encoding: Encoding) -> Encoding:
 def encoding_of(name: str) -> Encoding:
     """The encoding of that name, of graphllm or a plugin. Raises ConfigError when there is none."""
     if name not in _encodings:
-        import_module("graphllm.weights.integers")
+        for module in pkgutil.iter_modules([str(_FORMATS)]):
+            import_module(f"graphllm.weights.formats.{module.name}")
     if name not in _encodings:
         for plugin in entry_points(group=PLUGIN_GROUP):
             plugin.load()

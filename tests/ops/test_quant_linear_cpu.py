@@ -17,7 +17,7 @@ from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.machine import detect_target
 from graphllm.ops.quant_linear.cpu import streaming_quant_linear
 from graphllm.ops.quant_linear.op import dequantize
-from graphllm.weights.integers import INTEGERS, pack, routines
+from graphllm.weights.formats.integers import INTEGERS, pack, routines
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 KERNELS = [c_kernel(f"graphllm_quant_linear_{f}_{t}") for f in INTEGERS for t in ("bf16", "f32")]

@@ -17,7 +17,7 @@ from graphllm.ir.registry import load_ops
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.rewrite import PassReport, Unit
 from graphllm.weights.expr import Decode, Encode, Expr, Read, Tie, Values
-from graphllm.weights.integers import INTEGERS, pack
+from graphllm.weights.formats.integers import INTEGERS, pack
 from graphllm.weights.plan import Entry, WeightPlan
 
 OPS = load_ops()
