@@ -4,6 +4,8 @@ public name is imported when it is first used."""
 import importlib
 from typing import TYPE_CHECKING
 
+from graphllm.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from graphllm.config import EngineArgs
     from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -11,7 +13,6 @@ if TYPE_CHECKING:
     from graphllm.entrypoints.async_llm import AsyncLLM
     from graphllm.entrypoints.llm import LLM
 
-__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

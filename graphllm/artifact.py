@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import graphllm
+from graphllm import version
 from graphllm.config import CompileConfig, ConfigError, key_fields
 from graphllm.machine import detect_target, plugins, source_files, versions
 from graphllm.weights import baked
@@ -42,7 +42,7 @@ class ArtifactError(ConfigError):
 
 def source_digest() -> str:
     """SHA-256 over the project's own code that shapes artifacts: another compiler gives another key."""
-    root = Path(graphllm.__file__).parent
+    root = Path(__file__).parent
     found = hashlib.sha256()
     folders = ("ir", "compile", "ops", "rewrite", "passes", "model_defs", "weights", "program")
     for part in (root / "cpp.py", *(root / folder for folder in folders)):
@@ -56,7 +56,7 @@ def key_factors(model_config: Mapping[str, Any], tensors: str, config: CompileCo
     dtypes."""
     return {
         "format": FORMAT,
-        "graphllm": {"version": graphllm.__version__, "source": source_digest()},
+        "graphllm": {"version": version.__version__, "source": source_digest()},
         "plugins": plugins(),
         "versions": versions(config.target),
         "compile": key_fields(config),

@@ -14,7 +14,7 @@ import pytest
 from transformers import GPT2Config, LlamaConfig
 
 import graphllm
-from graphllm import artifact
+from graphllm import artifact, version
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.machine import plugins
 
@@ -101,7 +101,7 @@ def test_order_of_the_model_config_does_not_matter() -> None:
     ("module", "name", "value"),
     [
         (artifact, "FORMAT", 99),
-        (graphllm, "__version__", "99"),
+        (version, "__version__", "99"),
         (artifact, "source_digest", lambda: "other"),
         (artifact, "versions", lambda target: {"torch": "99"}),
         (artifact, "plugins", lambda: {"mine": "mine.ops 0123"}),
@@ -124,7 +124,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the package that `source_digest` reads instead of the installed one."""
     ignored = shutil.ignore_patterns("*.pyc", "embedded")
     root = Path(shutil.copytree(Path(graphllm.__file__).parent, tmp_path / "graphllm", ignore=ignored))
-    monkeypatch.setattr(graphllm, "__file__", str(root / "__init__.py"))
+    monkeypatch.setattr(artifact, "__file__", str(root / "artifact.py"))
     return root
 
 

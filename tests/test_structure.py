@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ PACKAGE = Path(graphllm.__file__).parent
 
 # From the ground up. Names on one line may import each other.
 FLOORS = (
-    ("config", "cpp", "expr", "hugepages", "machine", "embedded"),
+    ("config", "cpp", "expr", "hugepages", "machine", "embedded", "version"),
     ("ir",),
     ("ops",),
     ("weights",),
@@ -44,7 +45,7 @@ def _files() -> Iterator[tuple[str, Path]]:
 
 
 def _imported(file: Path) -> Iterator[str]:
-    """What a file imports of the package, by the first name below it."""
+    """What a file imports of the package, anywhere in it, by the names below it."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -57,7 +58,7 @@ def _imported(file: Path) -> Iterator[str]:
             first, _, rest = name.partition(".")
             assert first not in ("ops", "passes", "model_defs"), f"{file}: imports bare {name}"
             if first == "graphllm" and rest and not rest.startswith("_"):
-                yield rest.partition(".")[0]
+                yield rest
 
 
 def test_arrows_only_go_down() -> None:
@@ -66,10 +67,25 @@ def test_arrows_only_go_down() -> None:
         own = name.partition("/")[0].removesuffix(".py")
         if own.startswith("_"):  # the package's own names: what users import
             continue
-        for other in _imported(file):
+        for other in {rest.partition(".")[0] for rest in _imported(file)}:
             if other != own and ({own, other} in APART or _height(other) > _height(own)):
                 wrong.add((name, other))
     assert wrong == set()
+
+
+def test_no_files_import_each_other() -> None:
+    files = {name: file for name, file in _files() if not name.startswith("_")}
+
+    def found(rest: str) -> str | None:
+        """The file that a name below the package is in."""
+        parts = rest.split(".")
+        longest = ("/".join(parts[:n]) for n in range(len(parts), 0, -1))
+        return next((f for path in longest for f in (f"{path}.py", f"{path}/__init__.py") if f in files), None)
+
+    arrows = {
+        name: {f for rest in _imported(file) if (f := found(rest)) not in (None, name)} for name, file in files.items()
+    }
+    graphlib.TopologicalSorter(arrows).prepare()
 
 
 def test_the_page_on_architecture_has_these_floors() -> None:

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from graphllm import __version__
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.options import engine_options, sampling_options
 from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
+from graphllm.version import __version__
 
 app = typer.Typer(
     name="graphllm",

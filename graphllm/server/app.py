@@ -14,7 +14,6 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
-from graphllm import __version__
 from graphllm.server.anthropic.routes import anthropic_routes
 from graphllm.server.http.errors import KNOWN, describe, error_response
 from graphllm.server.http.wire import App, GoneError, record_of
@@ -24,6 +23,7 @@ from graphllm.server.operations.probes import probe_routes
 from graphllm.server.page.routes import page_routes
 from graphllm.server.responses.routes import responses_routes
 from graphllm.server.service import Service
+from graphllm.version import __version__
 
 
 @dataclass(frozen=True)

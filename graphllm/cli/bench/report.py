@@ -16,9 +16,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from graphllm import __version__
 from graphllm.config import ConfigError
 from graphllm.machine import detect_target
+from graphllm.version import __version__
 
 _SECRET = "--api-key"
 

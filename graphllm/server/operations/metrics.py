@@ -13,7 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.openmetrics import exposition
 from prometheus_client.registry import Collector
 
-import graphllm
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import RequestMetrics, RequestOutput
 from graphllm.engine.request import CoreStats, Distribution
@@ -28,6 +27,7 @@ from graphllm.server.operations.metric_families import (
     Labels,
     Series,
 )
+from graphllm.version import __version__
 
 
 class Metrics(Collector):
@@ -54,7 +54,7 @@ class Metrics(Collector):
         self._registry.register(self)
         prometheus.ProcessCollector(registry=self._registry)
         info = prometheus.Info("graphllm_build", "What is served, and by which version.", registry=self._registry)
-        info.info({**(build or {}), "version": graphllm.__version__})
+        info.info({**(build or {}), "version": __version__})
 
     def track(self, params: SamplingParams) -> Tracker:
         """Begin to count a request."""

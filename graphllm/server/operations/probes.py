@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from graphllm import __version__
 from graphllm.server.http.bodies import Answer
 from graphllm.server.http.document import METRICS, errors
 from graphllm.server.http.wire import json_response
 from graphllm.server.operations.engine_supervisor import EngineSupervisor
 from graphllm.server.operations.metrics import Metrics
 from graphllm.server.operations.middleware import Middleware
+from graphllm.version import __version__
 
 
 class HealthStatus(BaseModel):

@@ -1,0 +1,3 @@
+"""The version of graphllm; part of every artifact key."""
+
+__version__ = "0.1.0"
