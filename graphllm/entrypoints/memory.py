@@ -60,9 +60,12 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
         return CacheCounts(2, snapshots)
     blocks = size // memory["block"]
     if blocks < 2:
+        taken = (
+            f", or lower --snapshot-memory-bytes, {snapshots * memory['snapshot'] / 1e6:.1f} MB" if snapshots else ""
+        )
         raise ConfigError(
             f"kv cache: {size / 1e6:.1f} MB left for it, it needs {2 * memory['block'] / 1e6:.1f} MB at least; "
-            "raise --kv-cache-memory-bytes or --gpu-memory-utilization"
+            f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
 

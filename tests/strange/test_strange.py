@@ -161,8 +161,9 @@ def test_alone(feature: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pair", list(itertools.combinations(FEATURES, 2)), ids="-".join)
-def test_pairs(pair: tuple[str, str], tmp_path: Path) -> None:
-    _every_way(Strange(pair, tmp_path / "model"), "eager")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_pairs(pair: tuple[str, str], backend: str, tmp_path: Path) -> None:
+    _every_way(Strange(pair, tmp_path / "model"), backend)
 
 
 def test_all_together_compiled(tmp_path: Path) -> None:
@@ -216,6 +217,24 @@ def test_unlike_states_go_to_another_engine(unlike: Strange) -> None:
     assert _check(second, [(wanted, tokens)])["0"].cached == 64
     first.close()
     second.close()
+
+
+def test_items_are_encoded_once(tmp_path: Path) -> None:
+    """Rows are kept by content, for requests that run together and for later ones."""
+    strange = Strange(["cross", "image"], tmp_path / "model")
+    core, wanted = strange.core(), strange.many(8, 4)
+    encoded: list[bytes] = []
+    encode = core._executor.encode
+    core._executor.encode = lambda data, *rest: (encoded.append(data.tobytes()), encode(data, *rest))  # type: ignore
+    _check(core, wanted)
+    brought = [item.data for r, _ in wanted for item in r.items]
+    assert len(brought) > len(set(brought)) == len(encoded)
+    assert set(encoded) == set(brought)
+    core.reset_prefix_cache()
+    encoded.clear()
+    _check(core, wanted[4:])
+    assert set(encoded) == {item.data for r, _ in wanted[4:] for item in r.items}
+    core.close()
 
 
 def test_programs_without_adapters(tmp_path: Path) -> None:
