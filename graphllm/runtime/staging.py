@@ -191,3 +191,12 @@ def ragged(new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[n
         **{f"block_table.{g}": table for g, table in enumerate(tables)},
     }
     return StepInput(T, len(new), len(new), int(len(new) == T), arrays)
+
+
+def stack_tables(tables: list[list[int]]) -> np.ndarray:
+    """Block tables of unequal lengths as one [S, longest] int32 array, zero-padded."""
+    width = max((len(t) for t in tables), default=1)
+    out = np.zeros((len(tables), width), dtype=np.int32)
+    for row, table in zip(out, tables, strict=True):
+        row[: len(table)] = table
+    return out

@@ -20,7 +20,7 @@ from graphllm.ir.specs import InputSpec
 from graphllm.program.schema import CacheGroup
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.padding import Size
-from graphllm.runtime.staging import Staging, StepInput, ragged
+from graphllm.runtime.staging import Staging, StepInput, ragged, stack_tables
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
@@ -35,14 +35,8 @@ class Part(NamedTuple):
     blocks: list[int]
 
 
-def _table(blocks: list[list[int]]) -> np.ndarray:
-    """Block lists of unequal lengths, zero-padded."""
-    width = max(map(len, blocks))
-    return np.array([b + [0] * (width - len(b)) for b in blocks], dtype=np.int32)
-
-
 def _batch(parts: list[Part]) -> StepInput:
-    return ragged([p.tokens for p in parts], [p.start for p in parts], [_table([p.blocks for p in parts])])
+    return ragged([p.tokens for p in parts], [p.start for p in parts], [stack_tables([p.blocks for p in parts])])
 
 
 def _open(folder: Path, checkpoint: Path) -> Executor:
@@ -256,3 +250,8 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
                 assert found.dtype == given.dtype
                 assert np.array_equal(found[:count], given)
             assert (found[count:] == neutral.get(name, 0)).all()
+
+
+def test_stack_tables() -> None:
+    assert stack_tables([[1, 2], [3], []]).tolist() == [[1, 2], [3, 0], [0, 0]]
+    assert stack_tables([[1]]).dtype == np.int32
