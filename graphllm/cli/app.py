@@ -37,7 +37,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command("compile")
-@engine_options(only=(*definitions(CompileConfig), "load_format"))
+@engine_options(only=(*definitions(CompileConfig), "load_format", "speculative_model"))
 def compile_command(
     args: EngineArgs,
     model: ModelArgument = None,

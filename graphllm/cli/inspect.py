@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json as json_module
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -41,9 +43,7 @@ def inspect(folder: Path, json: bool) -> None:
         f"limits    {compiled['max_model_len']} tokens of context, {compiled['max_num_seqs']} sequences and "
         f"{compiled['max_num_batched_tokens']} tokens a step, blocks of {compiled['block_size']}"
     )
-    pieces = Table(
-        "piece", *(f"{b['kind']} {b['lo']}..{b['hi']}" for b in compiled["buckets"]), title="pieces and kernels"
-    )
+    pieces = Table("piece", *(_bucket(b) for b in compiled["buckets"]), title="pieces and kernels")
     for name, buckets in manifest["pieces"].items():
         pieces.add_row(name, *(_kernels(chosen) for chosen in buckets.values()))
     console.print(pieces)
@@ -64,6 +64,12 @@ def inspect(folder: Path, json: bool) -> None:
     console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")
     if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.get("compilers", {}).items()):
         console.print(f"C++ compilers beside them, in seconds: {compilers}")
+
+
+def _bucket(b: Mapping[str, Any]) -> str:
+    """Kind and sizes of a bucket; several tokens a sequence where drafts are verified."""
+    verifies = f" of {b['query_len']} tokens" if b["query_len"] > 1 else ""
+    return f"{b['kind']} {b['lo']}..{b['hi']}{verifies}"
 
 
 def _kernels(chosen: list[str]) -> str:
