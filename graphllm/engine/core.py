@@ -34,12 +34,13 @@ from graphllm.engine.request import (
 from graphllm.engine.request_table import RequestState
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
-from graphllm.runtime.executor import Executor, StepHandle, StepResult
+from graphllm.engine.step_executor import Handle, StepExecutor
 
 if TYPE_CHECKING:
     import torch
 
     from graphllm.engine.grammar import Grammar, GrammarCompiler, Matcher
+    from graphllm.runtime.executor import StepResult
 
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
 _NO_TOKEN = (
@@ -53,7 +54,7 @@ class _InFlight(NamedTuple):
 
     output: SchedulerOutput
     batch: Batch
-    handle: StepHandle
+    handle: Handle
     begun: float
 
 
@@ -63,7 +64,7 @@ class EngineCore:
 
     def __init__(
         self,
-        executor: Executor,
+        executor: StepExecutor,
         max_len: int,
         options: SchedulerConfig,
         grammars: GrammarCompiler | None = None,

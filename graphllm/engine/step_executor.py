@@ -1,0 +1,82 @@
+"""What the engine core asks of whoever runs its steps: `graphllm.runtime.executor.Executor` does so in this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from graphllm.config import Bucket
+from graphllm.engine.device_states import DeviceStates
+from graphllm.ir.specs import InputSpec
+from graphllm.program.schema import CacheLayout
+from graphllm.runtime.padding import Size
+from graphllm.runtime.staging import StepInput
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphllm.runtime.executor import StepResult
+
+
+class Handle(Protocol):
+    """A step that was started. size: what it is padded to."""
+
+    @property
+    def size(self) -> Size: ...
+
+    def wait(self) -> StepResult:
+        """Its results, once. Raises what the device reported."""
+
+
+class StepExecutor(DeviceStates, Protocol):
+    """task: of the main graph. inputs: by name, those that providers fill among them. max_rows: sampled rows of a step.
+    shareable: cached states of a prefix are valid behind any continuation. device_drafts: every sequence that has
+    sampled a token has drafts in slot states. kernels_done: how many have run, as far as can be told; any thread may
+    ask. device: its ``type`` is "cpu" or "cuda"."""
+
+    @property
+    def task(self) -> str: ...
+    @property
+    def inputs(self) -> Mapping[str, InputSpec]: ...
+    @property
+    def layout(self) -> CacheLayout: ...
+    @property
+    def buckets(self) -> Sequence[Bucket]: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def vocab(self) -> int: ...
+    @property
+    def max_logprobs(self) -> int: ...
+    @property
+    def max_logit_bias(self) -> int: ...
+    @property
+    def shareable(self) -> bool: ...
+    @property
+    def device_drafts(self) -> bool: ...
+    @property
+    def kernels_done(self) -> int: ...
+    @property
+    def device(self) -> Any: ...
+
+    def start(self, step: StepInput, program: str = "plain") -> Handle:
+        """Start a step; returns at once. A program with parts stops at its first one, and `sample` must follow."""
+
+    def sample(
+        self,
+        handle: Any,
+        mask: np.ndarray | None = None,
+        scores: bool = False,
+        whole: Sequence[int] = (),
+        hook: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
+        """Go on with a step of the program "full"; see `Executor.sample`."""
+
+    def close(self) -> None:
+        """Wait for everything and stop."""
