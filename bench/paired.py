@@ -135,11 +135,11 @@ def main() -> None:
         found: dict[str, dict[str, list[float]]] = {row: {name: [] for name in trees} for row in rows}
         for turn in range(args.rounds + 1):
             for row in rows:
-                if row in ("mixed", "start") and turn % 2 == 0:
+                if row == "mixed" and turn % 2 == 0:
                     continue
                 for name in random.sample(sorted(trees), 2):
                     value = trees[name].ask(row)
-                    if turn or row in ("mixed", "start"):
+                    if turn:
                         found[row][name].append(round(value, 4))
         result: dict[str, Any] = {
             "command": " ".join(sys.argv), "versions": {"torch": version("torch")}, "shape": args.shape,
