@@ -140,7 +140,7 @@ class CacheManager:
 
     def can_fork(self, leader: int, num_tokens: int) -> bool:
         """Whether the slot still holds the blocks that the last of so many tokens sees."""
-        return all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
+        return bool(self.groups) and all(g.freed[leader] <= g.first_seen(num_tokens - 1) for g in self._windows)
 
     def fork(self, leader: int, num_tokens: int) -> Hit:
         """All but the last of the tokens that a slot has computed, sharing the block that this one lies in."""

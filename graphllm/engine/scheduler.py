@@ -19,6 +19,7 @@ from graphllm.engine.item_cache import ItemCache
 from graphllm.engine.request import EngineRequest, Item
 from graphllm.engine.request_table import RequestState, RequestTable
 from graphllm.engine.results import Commit, take, take_verified
+from graphllm.engine.retention import NEVER
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheLayout
 
@@ -89,11 +90,12 @@ class Scheduler:
                 f"more than the {self.capacity} that the cache holds; shorten it, lower max_tokens, or give the cache "
                 "more memory"
             )
-        if self._layout.stateless and len(request.prompt) > self._limits.max_num_batched_tokens:
+        scored = request.params.prompt_logprobs is not None
+        longest = min(self._limits.max_num_batched_tokens, self._limits.max_num_rows if scored else NEVER)
+        if self._layout.stateless and len(request.prompt) > longest:
             raise ConfigError(
                 f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
-                f"which has at most {self._limits.max_num_batched_tokens}; shorten it, or compile with a larger "
-                "--max-num-batched-tokens"
+                f"which has at most {longest}; shorten it, or compile with a larger --max-num-batched-tokens"
             )
         if not 0 <= request.adapter_id <= self._layout.max_adapters:
             raise ConfigError(
@@ -265,12 +267,15 @@ class Scheduler:
     def _chunk(self, state: RequestState, slot: int, budget: int, rows: int) -> int:
         """Tokens of a prompt that fit into what is left of a step."""
         start, known = int(self.requests.num_computed_tokens[slot]), int(self.requests.num_tokens[slot])
+        if self._layout.stateless:  # nothing would be left of a part
+            count = known - start
+            return count if count <= budget and self._rows_of(state, slot, count) <= rows else 0
         count = min(self.cache.next_snapshot(start, known) - start, budget)
         if self._limits.long_prefill_token_threshold:
             count = min(count, self._limits.long_prefill_token_threshold)
         while count and self._rows_of(state, slot, count) > rows:
             count -= min(count, max(1, self._rows_of(state, slot, count) - rows))
-        return 0 if self._layout.stateless and start + count < known else count
+        return count
 
     def _with_blocks(self, decode: np.ndarray, ends: np.ndarray) -> np.ndarray:
         """The decoding slots, in order, that have the blocks for their next tokens; others were preempted. decode,

@@ -298,8 +298,11 @@ class Simulation:
                 most = len(state.request.prompt) + state.request.limit
                 assert entry.start + entry.count < min(most, self.limits.max_len)
             threshold = limits.long_prefill_token_threshold
-            if threshold and q == 1:
-                assert entry.count <= threshold
+            if not self.layout.stateless:
+                assert entry.count <= (threshold or entry.count) or q > 1
+            else:  # nothing is kept between steps
+                assert entry.samples
+                assert start == 0 or start >= len(state.request.prompt)
             drafts = self._drafts(output, i)
             hashes.append(_hashes(state.request, known + drafts))
             self._check_past(output, i, hashes[i], start, start)

@@ -876,7 +876,7 @@ def test_an_exported_prefix_is_found_elsewhere(windows: tuple[int, ...], recurre
 
 
 def test_a_prompt_is_computed_in_one_step_where_nothing_is_kept() -> None:
-    sim = simulation(windows=(), max_num_batched_tokens=16)
+    sim = simulation(windows=(), max_num_batched_tokens=16, long_prefill_token_threshold=4)
     with pytest.raises(ConfigError, match="request long: 17 prompt tokens; this model computes a prompt in one step"):
         sim.add(request("long", prompt(17), 0))
     for i in range(6):

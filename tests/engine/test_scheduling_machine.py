@@ -70,6 +70,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             recurrent=snapshots is not None, num_snapshots=snapshots or 0, item_tokens=8, max_adapters=2,
             query_lens=query_lens,
         )  # fmt: skip
+        # Where nothing is kept between steps, a prompt is computed in one, all of its scored rows included.
+        self.longest = 32 if windows or snapshots is not None else min(tokens, seqs + more_rows)
         self.exported: list[Content] = []
         self.added: list[EngineRequest] = []
         self.broken = False
@@ -93,7 +95,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         unread: bool | None, error_at: int, siblings: int, adapter_id: int, items: list[tuple[str, int, int]],
     ) -> None:  # fmt: skip
         capacity = self.sim.scheduler.capacity
-        prompt = prompt[: capacity - 1]
+        prompt = prompt[: min(capacity - 1, self.longest)]
         # Equal contents are of equal lengths; items stand one behind the other.
         placed = [item(f"{c}{n}", p, n) for c, p, n in items if p + n <= len(prompt)]
         if len(placed) == 2 and 0 <= placed[1].position < placed[0].position + placed[0].length:
