@@ -44,7 +44,7 @@ class StubExecutor:
         self.layout = CacheLayout((CacheGroup("full", 0, 16),), blocks)
         self.buckets = [Bucket("mixed", 1, self.max_num_batched_tokens)]
         self.shareable, self.device_drafts, self.device = True, False, torch.device("cpu")
-        self.task, self.inputs = "generate", {}
+        self.task, self.inputs, self.item_input = "generate", {}, (None, 0)
         self.max_logprobs, self.max_logit_bias = 20, 1024
         self._random = np.random.default_rng(0)
 

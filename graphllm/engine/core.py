@@ -20,6 +20,7 @@ from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
+from graphllm.engine.item_cache import check_items
 from graphllm.engine.options import LogitsProcessor, Row
 from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
@@ -131,6 +132,8 @@ class EngineCore:
             if request.limit:
                 raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
             request = msgspec.structs.replace(request, params=SamplingParams())
+        if request.items:
+            check_items(request, *self._executor.item_input)
         if request.id in self._compiling:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
         if request.params.structured_outputs is None:

@@ -31,7 +31,8 @@ class Handle(Protocol):
 
 
 class StepExecutor(DeviceStates, Protocol):
-    """task: of the main graph. inputs: by name, those that providers fill among them. max_rows: sampled rows of a step.
+    """task: of the main graph. inputs: by name, those that providers fill among them. item_input: what an encoder reads
+    of an item, None without one, and for how many tokens at most. max_rows: sampled rows of a step.
     shareable: cached states of a prefix are valid behind any continuation. device_drafts: every sequence that has
     sampled a token has drafts in slot states. kernels_done: how many have run, as far as can be told; any thread may
     ask. device: its ``type`` is "cpu" or "cuda"."""
@@ -40,6 +41,8 @@ class StepExecutor(DeviceStates, Protocol):
     def task(self) -> str: ...
     @property
     def inputs(self) -> Mapping[str, InputSpec]: ...
+    @property
+    def item_input(self) -> tuple[InputSpec | None, int]: ...
     @property
     def layout(self) -> CacheLayout: ...
     @property

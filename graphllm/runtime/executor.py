@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from graphllm.config import ConfigError
+from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.cpu_cache_memory import CacheMemory
@@ -139,6 +140,8 @@ class Executor:
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters = self.states.adapters
+        self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
+        self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
         self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(_IN_FLIGHT)]
 
@@ -180,11 +183,17 @@ class Executor:
         if handle.drafts is not None:
             handle.drafts.belong_to(handle.job)
 
+    def _item_input(self) -> tuple[InputSpec | None, int]:
+        if self._encoder is None:
+            return None, 0
+        found = (spec for spec in self._encoder.inputs.values() if spec.provider == "item")
+        return next(found, None), self._encoder.most["T"]
+
     def encode(self, data: np.ndarray, length: int, start: int) -> None:
         """Run the encoder graph on an item's data, in order with the steps; it writes ``length`` rows of the item
         states from ``start`` on. data: what the graph's inputs with the provider "item" take, a row for each token."""
-        graph = next(g for g in self._graphs.values() if g.task == "encode")
-        T = len(data)
+        graph, T = self._encoder, len(data)
+        assert graph is not None
         given = {name: data for name, spec in graph.inputs.items() if spec.provider == "item"}
         rows = {"item_rows": np.arange(start, start + length, dtype=np.int32)}
         step = ragged([[0] * T], [0])

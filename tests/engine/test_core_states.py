@@ -14,6 +14,7 @@ from simulation import item
 from graphllm.config import Bucket, ConfigError, SchedulerConfig
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
+from graphllm.ir.specs import InputSpec
 from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.runtime.executor import StepResult
 from graphllm.runtime.padding import Size
@@ -32,6 +33,7 @@ class Recorder:
         self.buckets, self.device = [Bucket("mixed", 1, 32)], SimpleNamespace(type="cpu")
         self.shareable = self.device_drafts = True
         self.task, self.inputs = "generate", {}
+        self.item_input = InputSpec("rows", ("T", 2), "float32", provider="item"), 32
         self.log: list[tuple[Any, ...]] = []
         self.blocks: dict[int, bytes] = {}
         self.snapshots: dict[int, bytes] = {}

@@ -7,11 +7,13 @@ import importlib
 import itertools
 import json
 import random
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -234,6 +236,35 @@ def test_items_are_encoded_once(tmp_path: Path) -> None:
     encoded.clear()
     _check(core, wanted[4:])
     assert set(encoded) == {item.data for r, _ in wanted[4:] for item in r.items}
+    core.close()
+
+
+def test_items_that_cannot_be_encoded(tmp_path: Path) -> None:
+    """They are refused with what is wrong, before the encoder meets them, and others go on."""
+    strange = Strange(["image"], tmp_path / "model")
+    core, wanted = strange.core(), strange.many(3, 6)
+    good = Item(
+        content_hash="x", position=1, length=3, data=bytes(3 * 4 * expected.PATCH), dtype="float32",
+        shape=(3, expected.PATCH),
+    )  # fmt: skip
+    many = {"data": bytes(33 * 4 * expected.PATCH), "shape": (33, expected.PATCH)}
+    wrong: dict[str, dict[str, Any]] = {
+        "is nothing (); give float32 (rows, 8)": {"dtype": "", "shape": ()},
+        "is float64 (3, 8); give float32": {"dtype": "float64"},
+        "is float32 (4, 6); give float32": {"shape": (4, 6)},
+        "has 95 bytes, which are not float32 (3, 8)": {"data": bytes(95)},
+        "has 3 rows and makes 4: it must make one at least": {"length": 4},
+        "has 33 rows and makes 3": many,
+        "stands in for 3 tokens from 9 on; the prompt has 10": {"position": 9},
+    }
+    for told, fields in wrong.items():
+        with pytest.raises(ConfigError, match=re.escape(f"request bad: items[0] {told}")):
+            core.add(request("bad", range(10), items=[msgspec.structs.replace(good, **fields)]))
+    _check(core, wanted)
+    core.close()
+    core = Strange(["window"], tmp_path / "other").core()
+    with pytest.raises(ConfigError, match="is an encoded input: the model has no encoder"):
+        core.add(request("bad", range(10), items=[good]))
     core.close()
 
 
