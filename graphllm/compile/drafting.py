@@ -44,7 +44,8 @@ def joined(model: Model, drafter: Model, own: Any, vocab: int) -> Model:
     functions = ("layer_types", "embed", "layer", "head", "states", "inputs", "buckets", "hidden")
     changed: dict[str, Any] = {name: bound(getattr(graph, name)) for name in functions}
     changed |= {name: weights(getattr(graph, name)) for name in ("embed_weights", "layer_weights", "head_weights")}
-    return dataclasses.replace(model, graphs=(*model.graphs, dataclasses.replace(graph, name=DRAFT, **changed)))
+    drafts = dataclasses.replace(graph, name=DRAFT, **changed)
+    return dataclasses.replace(model, graphs=(*model.graphs, drafts), shardable=())  # its Config is never divided
 
 
 def _of_second(w: Weight) -> Weight:

@@ -381,3 +381,31 @@ def test_draft_head(backend: str, tmp_path: Path) -> None:
     _check(core, strange.many(6, 2))
     assert core.stats().preemptions
     core.close()
+
+
+def test_draft_models_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
+    """They are refused before anything is compiled, with the field."""
+    strange = Strange(["window"], tmp_path / "model")
+    _draft_model(tmp_path / "draft")
+    wrong: list[tuple[Path, Path, dict[str, Any], str]] = [
+        (
+            strange.folder,
+            tmp_path / "draft",
+            {"num_speculative_tokens": 0},
+            "num_speculative_tokens is 0: say how many",
+        ),
+        (strange.folder, strange.folder, {}, "architecture, StrangeForCausalLM, is none that drafts"),
+        (checkpoint, tmp_path / "draft", {}, "the draft model has a vocabulary of 97 tokens, the model one of 311"),
+        (
+            strange.folder,
+            tmp_path / "draft",
+            {"tensor_parallel_size": 2},
+            "StrangeForCausalLM cannot be divided; use 1",
+        ),
+    ]
+    for folder, draft, fields, told in wrong:
+        source = open_source(folder, draft=draft)
+        args = EngineArgs(target=DEVICE, backend="eager", dtype="float32", **{"num_speculative_tokens": 2, **fields})
+        with pytest.raises(ConfigError, match=told):
+            compile_model(source.config, source.tensors, compile_config(source.config, args), tmp_path / "artifact")
+        assert not (tmp_path / "artifact").exists()
