@@ -116,7 +116,7 @@ def check_items(request: EngineRequest, taken: InputSpec | None, longest: int) -
         if taken is None:
             raise ConfigError(f"{told} is an encoded input: the model has no encoder; leave it out")
         rows, *rest = item.shape or (0,)
-        if item.dtype != taken.dtype or rest != list(taken.shape[1:]):
+        if item.dtype != taken.dtype or tuple(rest) != taken.shape[1:]:
             wanted = ", ".join(map(str, ("rows", *taken.shape[1:])))
             raise ConfigError(f"{told} is {item.dtype or 'nothing'} {item.shape}; give {taken.dtype} ({wanted})")
         if len(item.data) != math.prod(item.shape) * np.dtype(item.dtype).itemsize:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.ir.specs import InputSpec
+from graphllm.ir.specs import input_from
 from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
 from graphllm.program.schema import NEUTRAL
 from graphllm.runtime import padding
@@ -36,11 +36,11 @@ class GraphPrograms:
         arena: torch.Tensor,
         kernels: Kernels,
         max_num_seqs: int,
-        steps_in_flight: int = 2,
+        steps_in_flight: int,
     ) -> None:
         self.name, self.task = described["name"], described["task"]
         self.buckets = [Bucket(**b) for b in described["buckets"]]
-        self.inputs = {n: InputSpec(**spec) for n, spec in described["inputs"].items()}
+        self.inputs = {n: input_from(spec) for n, spec in described["inputs"].items()}
         self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
         self._outside, self._arena, self._kernels, self._max_num_seqs = outside, arena, kernels, max_num_seqs
