@@ -6,6 +6,7 @@ Session fixtures live in one folder that all xdist workers share, each made by w
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import logging
 import os
@@ -40,6 +41,7 @@ LONGEST = (
     "tests/server/test_trouble.py",
     "tests/ops/test_ops.py:paged_attention",
     "tests/models/test_parity.py",
+    "tests/strange/test_strange.py",
     "tests/ops/test_cpu_kernels.py",
     "tests/engine/test_process.py",
     "tests/server/test_fuzz.py",
@@ -147,6 +149,22 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[
         return root / name
 
     return get
+
+
+@pytest.fixture(scope="module")
+def own_registries() -> Iterator[pytest.MonkeyPatch]:
+    """What a module's tests register is forgotten afterwards. The patch that undoes it."""
+    from graphllm.ir.registry import load_models, load_ops
+    from graphllm.weights import encodings
+
+    load_ops()
+    load_models()
+    encodings.encoding_of("int8")
+    with pytest.MonkeyPatch.context() as patch:
+        for of, name in (("ir.model", "_models"), ("ir.op", "_ops"), ("weights.encodings", "_encodings")):
+            registry = importlib.import_module(f"graphllm.{of}")
+            patch.setattr(registry, name, dict(getattr(registry, name)))
+        yield patch
 
 
 def make_llama(folder: Path, layers: int = 2) -> None:

@@ -21,9 +21,8 @@ from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.ops.record_drafts import record_drafts
 from graphllm.ops.store_rows import store_rows
+from graphllm.weights.checkpoint import DRAFT, draft_name
 from graphllm.weights.expr import Expr, renamed
-
-DRAFT = "draft"  # the name of the graph; what config.json has of its checkpoint; before the names of its tensors
 
 
 def joined(model: Model, drafter: Model, own: Any, vocab: int) -> Model:
@@ -50,12 +49,9 @@ def joined(model: Model, drafter: Model, own: Any, vocab: int) -> Model:
 
 def _of_second(w: Weight) -> Weight:
     """A weight that is read from the second checkpoint."""
-
-    def name(source: str) -> str:
-        return f"{DRAFT}:{source}"
-
-    sources = tuple(name(s) if isinstance(s, str) else tuple(map(name, s)) for s in w.sources)
-    return dataclasses.replace(w, sources=sources, expr=renamed(w.expr, name) if isinstance(w.expr, Expr) else w.expr)
+    sources = tuple(draft_name(s) if isinstance(s, str) else tuple(map(draft_name, s)) for s in w.sources)
+    expr = renamed(w.expr, draft_name) if isinstance(w.expr, Expr) else w.expr
+    return dataclasses.replace(w, sources=sources, expr=expr)
 
 
 def states(graph: Graph, c: Any) -> tuple[StateSpec, ...]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
-from graphllm.compile.drafting import DRAFT, joined
+from graphllm.compile.drafting import joined
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
@@ -36,6 +36,7 @@ from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, Unit
+from graphllm.weights.checkpoint import DRAFT
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.shard import shard_plan
 

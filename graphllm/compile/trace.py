@@ -112,10 +112,10 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     own = [*(_typed(s, config) for s in model.states(c))]
     if any(graph.task == "generate" for graph in model.graphs):
         own += sampling.states(config, c.V, versions)
-    for graph in model.graphs:
-        if graph.task == "draft" and versions == 1:
+    for graph in (g for g in model.graphs if g.task == "draft"):
+        if versions == 1:
             raise ConfigError("num_speculative_tokens is 0: say how many tokens the draft model is to guess")
-        own += [_typed(s, config) for s in drafting.states(graph, c)] if graph.task == "draft" else []
+        own += [_typed(s, config) for s in drafting.states(graph, c)]
     states |= {f"state.{s.name}": own_place(s, versions) for s in own}
     inputs = []
     for graph in model.graphs:

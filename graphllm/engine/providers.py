@@ -43,8 +43,7 @@ def find_providers(inputs: Iterable[InputSpec]) -> list[tuple[InputSpec, Provide
     found = []
     for spec in inputs:
         if spec.provider and spec.provider not in _ELSEWHERE:
-            offered = entry_points(group=GROUP, name=spec.provider)
-            provider = _OWN.get(spec.provider) or next((entry.load() for entry in offered), None)
+            provider = _OWN.get(spec.provider) or _offered(spec.provider)
             if provider is None:
                 raise ConfigError(
                     f"the model's input {spec.name!r} is filled by the provider {spec.provider!r}, which no installed "
@@ -52,6 +51,10 @@ def find_providers(inputs: Iterable[InputSpec]) -> list[tuple[InputSpec, Provide
                 )
             found.append((spec, provider))
     return found
+
+
+def _offered(name: str) -> Provider | None:
+    return next((entry.load() for entry in entry_points(group=GROUP, name=name)), None)
 
 
 def provide(
@@ -78,9 +81,9 @@ def _item_rows(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
     """[T]: the row of an item state that stands in for a token, -1 for those that are tokens."""
     rows: np.ndarray | None = None
     ends = np.cumsum(step.counts)
-    for i, state in enumerate(step.requests):
-        start, end = int(step.starts[i]), int(step.starts[i] + step.counts[i])
-        for item, first in zip(state.request.items, state.item_starts, strict=False):
+    for i in np.flatnonzero(step.starts < step.table.num_prompt_tokens[step.slots]).tolist():  # items lie in prompts
+        state, start, end = step.requests[i], int(step.starts[i]), int(step.starts[i] + step.counts[i])
+        for item, first in zip(state.request.items, state.item_starts, strict=True):
             low, high = max(start, item.position), min(end, item.position + item.length)
             if item.position >= 0 and low < high:
                 rows = np.full(len(step.positions), -1, dtype=np.int32) if rows is None else rows
@@ -101,23 +104,14 @@ def _next_tokens(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
     return tokens
 
 
-def _seen(step: StepRequests) -> list[tuple[int, int]]:
-    """First row and length of the item that all tokens of a request see, (0, 0) without one."""
-    found = []
-    for state in step.requests:
-        seen = ((f, i.length) for i, f in zip(state.request.items, state.item_starts, strict=False) if i.position < 0)
-        found.append(next(seen, (0, 0)))
-    return found
-
-
 def _item_start(spec: InputSpec, step: StepRequests) -> np.ndarray:
     """[S]: the first row of the item that all tokens of a sequence see; a request has one at most."""
-    return np.array([first for first, _ in _seen(step)], dtype=np.int32)
+    return step.table.seen_start[step.slots]
 
 
 def _item_length(spec: InputSpec, step: StepRequests) -> np.ndarray:
     """[S]: its rows, 0 where there is none."""
-    return np.array([length for _, length in _seen(step)], dtype=np.int32)
+    return step.table.seen_length[step.slots]
 
 
 _OWN: Mapping[str, Provider] = {

@@ -71,7 +71,7 @@ class RequestTable:
     last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the host.
     epoch: changes whenever a slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
     verifiable [bool]: several tokens of it may be sampled before the host has seen them. adapter_id: see
-    `EngineRequest`.
+    `EngineRequest`. seen_start, seen_length: rows of the item that all of its tokens see, 0 and 0 without one.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -81,6 +81,7 @@ class RequestTable:
         self.num_tokens, self.num_computed_tokens, self.num_in_flight = column(), column(), column()
         self.num_unsure, self.num_drafts, self.last_token, self.epoch = column(), column(), column(), column()
         self.num_prompt_tokens, self.limit, self.adapter_id = column(), column(), column()
+        self.seen_start, self.seen_length = column(), column()
         self.scoring, self.verifiable = column(bool), column(bool)
         self._stops = np.full((_STOPS, max_num_seqs), -1, dtype=np.int32)
         self.by_slot: list[RequestState | None] = [None] * max_num_seqs
@@ -115,6 +116,13 @@ class RequestTable:
         self.running.insert(place, state)
         self.order = np.insert(self.order, place, slot)
         return slot
+
+    def place_items(self, state: RequestState, starts: list[int]) -> None:
+        """Note where the rows of a running request's items begin."""
+        state.item_starts = starts
+        placed = zip(state.request.items, starts, strict=True)
+        seen = ((start, item.length) for item, start in placed if item.position < 0)
+        self.seen_start[state.slot], self.seen_length[state.slot] = next(seen, (0, 0))
 
     def leave(self, state: RequestState) -> None:
         """Take a request's slot."""

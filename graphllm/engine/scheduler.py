@@ -376,7 +376,7 @@ class Scheduler:
         self._held_items[request.id] = [item.content_hash for item in needed]
         starts, new = placed
         first = dict(zip(self._held_items[request.id], starts, strict=True))
-        state.item_starts = [first.get(item.content_hash, -1) for item in request.items]
+        t.place_items(state, [first.get(item.content_hash, -1) for item in request.items])
         count = self._chunk(state, slot, budget, rows)
         if not count or not cache.extend(slot, hit.num_tokens, hit.num_tokens + count, self._copies):
             if hit.snapshot >= 0 and cache.snapshots:

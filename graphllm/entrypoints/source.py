@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.config import ConfigError
-from graphllm.weights.checkpoint import Checkpoint, WeightError, fingerprint, has_weights
+from graphllm.weights.checkpoint import DRAFT, Checkpoint, WeightError, draft_name, fingerprint, has_weights
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ def open_source(folder: str | Path | None, load_format: str = "auto", draft: str
 
 
 def _joined(source: Source, draft: Source) -> Source:
-    config, absent = {**source.config, "draft": draft.config}, source.absent or draft.absent
+    config, absent = {**source.config, DRAFT: draft.config}, source.absent or draft.absent
     if source.checkpoint is None or draft.checkpoint is None:
         return Source(source.folder, config, None, absent)
-    named = {f"draft:{name}": tensor for name, tensor in draft.checkpoint.tensors.items()}
+    named = {draft_name(name): tensor for name, tensor in draft.checkpoint.tensors.items()}
     return Source(source.folder, config, Checkpoint(source.folder, {**source.checkpoint.tensors, **named}), absent)

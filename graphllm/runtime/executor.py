@@ -161,7 +161,7 @@ class Executor:
         bound = graph.bound(graph.variant(program, step), size)
         handle = StepHandle(step, index, size, bound)
         whole = len(bound.parts) == 1
-        copied = graph.host_results(program) if whole else {}
+        copied = graph.host_results(program)
         if self._drafter is not None:
             handle.drafts = prepare_drafts(self._drafter, step, self.layout.query_lens[-1] - 1)
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
@@ -171,9 +171,8 @@ class Executor:
             self.states.reach(highest)
             graph.staging.upload(index, symbols)
             bound.run()
-            self._download(handle, copied)
-            if whole and handle.drafts is not None:
-                handle.drafts.run()
+            if whole:
+                self._finish(handle, copied)
 
         self._submit(handle, work)
         return handle
@@ -238,14 +237,13 @@ class Executor:
             for row in whole:
                 logits = torch.nan_to_num(bound.results["logits"][row].float(), nan=-math.inf)
                 handle.whole[row] = torch.log_softmax(logits, dim=-1)
-            self._download(handle, copied)
-            if handle.drafts is not None:
-                handle.drafts.run()
+            self._finish(handle, copied)
 
         self._submit(handle, work)
 
-    def _download(self, handle: StepHandle, wanted: Mapping[str, str]) -> None:
-        """Copy results, each with a row for each of T, S or R, to the host, in the order of the current stream."""
+    def _finish(self, handle: StepHandle, wanted: Mapping[str, str]) -> None:
+        """What ends a step, in the order of the current stream: copy results, each with a row for each of T, S or R, to
+        the host, then draft, in the memory that held them."""
         for name, symbol in wanted.items():
             count = handle.counts[symbol]
             if name in handle.program.on_host:
@@ -260,6 +258,8 @@ class Executor:
             part = kept[name][:count]
             part.copy_(result[:count], non_blocking=True)
             handle.outputs[name] = part.numpy()
+        if handle.drafts is not None:
+            handle.drafts.run()
 
     def run(self, step: StepInput) -> StepResult:
         """Run one plain step to its end."""

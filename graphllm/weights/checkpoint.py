@@ -20,6 +20,7 @@ from typing import Any
 from graphllm.config import ConfigError
 from graphllm.weights.dtypes import DTYPES
 
+DRAFT = "draft"  # of a draft model that joins another: its config's field, its graph, and before its tensors' names
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -78,6 +79,11 @@ class Checkpoint:
         if pickles:
             raise WeightError(folder, [f"only {', '.join(pickles[:3])}, {_NO_PICKLE}"])
         raise WeightError(folder, [f"neither {_SINGLE} nor {_INDEX}; is it the folder of a checkpoint?"])
+
+
+def draft_name(tensor: str) -> str:
+    """The name of a draft model's tensor beside those of the model that it joins."""
+    return f"{DRAFT}:{tensor}"
 
 
 def has_weights(folder: Path) -> bool:

@@ -25,8 +25,6 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.request import EngineRequest, Item
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
-from graphllm.ir.registry import load_models, load_ops
-from graphllm.weights import encodings
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
 import expected  # noqa: E402
@@ -38,18 +36,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def site() -> Iterator[None]:
-    """The package, installed; what it registers is forgotten afterwards."""
-    load_ops()
-    load_models()
-    encodings.encoding_of("int8")
-    with pytest.MonkeyPatch.context() as patch:
-        for of, name in (("ir.model", "_models"), ("ir.op", "_ops"), ("weights.encodings", "_encodings")):
-            registry = importlib.import_module(f"graphllm.{of}")
-            patch.setattr(registry, name, dict(getattr(registry, name)))
-        patch.syspath_prepend(Path(__file__).parent / "site")
-        patch.syspath_prepend(Path(__file__).parents[2] / "docs" / "examples" / "plugin_encoding")
-        yield
+def site(own_registries: pytest.MonkeyPatch) -> Iterator[None]:
+    """The package, installed."""
+    own_registries.syspath_prepend(Path(__file__).parent / "site")
+    own_registries.syspath_prepend(Path(__file__).parents[2] / "docs" / "examples" / "plugin_encoding")
+    yield
     for name in [n for n in sys.modules if n.split(".")[0] in ("strange", "plugin_encoding")]:
         del sys.modules[name]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from graphllm.compile.pipeline import compile_model
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
-from graphllm.ir.registry import load_models, load_ops
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
 from graphllm.weights import encodings
@@ -34,21 +32,14 @@ IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3]
 
 
 @pytest.fixture(scope="module")
-def example() -> Iterator[Any]:
-    """The example's module; what it registers is forgotten afterwards."""
-    load_ops()
-    load_models()
-    encodings.encoding_of("int8")
-    with pytest.MonkeyPatch.context() as patch:
-        for of, name in (("ir.model", "_models"), ("ir.op", "_ops"), ("weights.encodings", "_encodings")):
-            registry = importlib.import_module(f"graphllm.{of}")
-            patch.setattr(registry, name, dict(getattr(registry, name)))
-        spec = importlib.util.spec_from_file_location("plugin_encoding", EXAMPLE / "plugin_encoding.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        yield module
+def example(own_registries: pytest.MonkeyPatch) -> Any:
+    """The example's module."""
+    spec = importlib.util.spec_from_file_location("plugin_encoding", EXAMPLE / "plugin_encoding.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture
