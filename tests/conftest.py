@@ -151,9 +151,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[
     return get
 
 
+_registered_outside: dict[str, dict[str, Any]] = {}
+
+
 @pytest.fixture(scope="module")
 def own_registries() -> Iterator[pytest.MonkeyPatch]:
-    """What a module's tests register is forgotten afterwards. The patch that undoes it."""
+    """What a module's tests register, by importing packages from outside, is there for such modules only. It is kept
+    for the next one with the imported packages, since torch does not let an op be defined twice. The patch that undoes
+    it."""
     from graphllm.ir.registry import load_models, load_ops
     from graphllm.weights import encodings
 
@@ -163,7 +168,8 @@ def own_registries() -> Iterator[pytest.MonkeyPatch]:
     with pytest.MonkeyPatch.context() as patch:
         for of, name in (("ir.model", "_models"), ("ir.op", "_ops"), ("weights.encodings", "_encodings")):
             registry = importlib.import_module(f"graphllm.{of}")
-            patch.setattr(registry, name, dict(getattr(registry, name)))
+            patch.setattr(registry, name, getattr(registry, name) | _registered_outside.get(name, {}))
+            _registered_outside[name] = getattr(registry, name)
         yield patch
 
 

@@ -9,7 +9,7 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,10 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture(scope="module", autouse=True)
-def site(own_registries: pytest.MonkeyPatch) -> Iterator[None]:
+def site(own_registries: pytest.MonkeyPatch) -> None:
     """The package, installed."""
     own_registries.syspath_prepend(Path(__file__).parent / "site")
     own_registries.syspath_prepend(Path(__file__).parents[2] / "docs" / "examples" / "plugin_encoding")
-    yield
-    for name in [n for n in sys.modules if n.split(".")[0] in ("strange", "plugin_encoding")]:
-        del sys.modules[name]
 
 
 class Strange:

@@ -34,12 +34,8 @@ IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3]
 @pytest.fixture(scope="module")
 def example(own_registries: pytest.MonkeyPatch) -> Any:
     """The example's module."""
-    spec = importlib.util.spec_from_file_location("plugin_encoding", EXAMPLE / "plugin_encoding.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    own_registries.syspath_prepend(EXAMPLE)
+    return importlib.import_module("plugin_encoding")
 
 
 @pytest.fixture
