@@ -111,6 +111,11 @@ class Tree:
         return float(self.process.stdout.readline())
 
 
+def ratios(values: dict[str, list[float]]) -> list[float]:
+    """This tree's figure by the other's, round by round."""
+    return [round(a / b, 4) for a, b in zip(values["this"], values["other"], strict=True)]
+
+
 def main() -> None:
     args = parser.parse_args()
     if args.worker:
@@ -133,6 +138,11 @@ def main() -> None:
         }
         rows = args.rows.split(",")
         found: dict[str, dict[str, list[float]]] = {row: {name: [] for name in trees} for row in rows}
+        result: dict[str, Any] = {
+            "command": " ".join(sys.argv), "versions": {"torch": version("torch")}, "shape": args.shape,
+            "seconds to the first token with nothing compiled": {n: round(t.first_s, 1) for n, t in trees.items()},
+            "rows": {},
+        }  # fmt: skip
         for turn in range(args.rounds + 1):
             for row in rows:
                 if row == "mixed" and turn % 2 == 0:
@@ -141,21 +151,16 @@ def main() -> None:
                     value = trees[name].ask(row)
                     if turn:
                         found[row][name].append(round(value, 4))
-        result: dict[str, Any] = {
-            "command": " ".join(sys.argv), "versions": {"torch": version("torch")}, "shape": args.shape,
-            "seconds to the first token with nothing compiled": {n: round(t.first_s, 1) for n, t in trees.items()},
-            "rows": found,
-        }  # fmt: skip
+            if turn and args.out:  # after every round: a lease may end before the last
+                result["rows"] = {row: {**values, "ratios": ratios(values)} for row, values in found.items()}
+                args.out.write_text(json.dumps(result, indent=1))
         for row, values in found.items():
-            ratios = [a / b for a, b in zip(values["this"], values["other"], strict=True)]
-            result["rows"][row] = {**values, "ratio": round(statistics.median(ratios), 4)}
             better = "more is better" if row.startswith(UP) else "less is better"
             middle = {name: round(statistics.median(v), 3) for name, v in values.items()}
-            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
-            print(f"{row}: {middle}, ratio {statistics.median(ratios):.3f} ({spread}), {better}")
+            each = ratios(values)
+            spread = f"{min(each):.3f} to {max(each):.3f}"
+            print(f"{row}: {middle}, ratio {statistics.median(each):.3f} ({spread}), {better}")
         print(result["seconds to the first token with nothing compiled"])
-        if args.out:
-            args.out.write_text(json.dumps(result, indent=1))
         for tree in trees.values():
             tree.close(tree.process)
 

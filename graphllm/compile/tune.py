@@ -22,7 +22,7 @@ from graphllm.compile.cuda import example
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
 from graphllm.compile.workers import Candidate, Workers
-from graphllm.config import Bucket, CompileConfig
+from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
 from graphllm.rewrite import ImplChoice, candidates, fake_values, site_key, site_of
@@ -69,7 +69,14 @@ def tune(
         if works:
             key, choice = jobs[i]
             usable[key].append(choice)
-    known |= {key: measure(site, usable[key]) for key, site in new.items()}
+    try:
+        known |= {key: measure(site, usable[key]) for key, site in new.items()}
+    except torch.OutOfMemoryError as full:
+        free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
+        raise ConfigError(
+            f"tune: {free:.1f} of {total:.1f} GB are free on the GPU, too little to measure kernels; end what else "
+            "uses it, or compile with --no-tune"
+        ) from full
     if file and new:
         write_measured(file, known)
     return {key: known[key] for key in sites}

@@ -99,22 +99,24 @@ def _load(
     clock("executor")
     if device == "cuda":
         executor.warm_up()
-        warm_up_host(executor, compiled["max_model_len"])
+        warm_up_host(executor, compiled["max_model_len"], compiled["max_num_batched_tokens"])
         clock("warm up")
     return EngineCore(executor, compiled["max_model_len"], config.scheduler, grammars, [*named, *processors])
 
 
-def warm_up_host(executor: Executor, max_model_len: int) -> None:
+def warm_up_host(executor: Executor, max_model_len: int, max_num_batched_tokens: int) -> None:
     """Serve short requests with an engine core that is thrown away: the first time, host code is slow too."""
     from graphllm.config.sampling import SamplingParams
     from graphllm.engine.core import EngineCore
     from graphllm.engine.request import EngineRequest
 
     core = EngineCore(executor, max_model_len, SchedulerConfig())
-    length = min(_WARM_UP_TOKENS, max_model_len - 2)
+    length = min(_WARM_UP_TOKENS, max_model_len - 2, max_num_batched_tokens)
+    limit = 0 if executor.task == "pool" else 2
     for number in range(_WARM_UPS):
         params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0)
-        core.add(EngineRequest(id=f"{number}", prompt=[number] * length, params=params, stop_ids=[], limit=2, seed=0))
+        prompt = [number] * length
+        core.add(EngineRequest(id=f"{number}", prompt=prompt, params=params, stop_ids=[], limit=limit, seed=0))
         while core.unfinished:
             core.step()
 

@@ -147,7 +147,7 @@ def test_warming_up_leaves_nothing_behind(executors: tuple[Executor, Executor]) 
     for executor in executors:
         prefilled = _batch([Part([3, 1, 4, 1, 5], 0, [1])])
         expected = executor.run(prefilled).logits[0].clone()
-        warm_up_host(executor, 24)
+        warm_up_host(executor, 24, 24)
         assert torch.equal(executor.run(prefilled).logits[0], expected)
 
 
