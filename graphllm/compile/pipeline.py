@@ -219,9 +219,11 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passe
 
 
 def open_workers(config: CompileConfig, jobs: int) -> contextlib.AbstractContextManager[Workers | None]:
-    """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: C++ is only
-    generated per piece, and compiled in parallel by `Backend.assemble`. jobs: pieces to build."""
-    if config.jobs == 1 or jobs == 1 or (config.target.device == "cpu" and not config.jobs):
+    """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: eager pieces are
+    only written down, and C++ is only generated per piece and compiled in parallel by `Backend.assemble`. jobs: pieces
+    to build."""
+    alone = config.backend == "eager" or config.jobs == 1 or jobs == 1
+    if alone or (config.target.device == "cpu" and not config.jobs):
         return contextlib.nullcontext()
     from graphllm.compile.workers import Workers
 
