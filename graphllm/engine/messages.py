@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from graphllm.config import ConfigError
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
 
 
@@ -30,6 +31,10 @@ class EngineDeadError(RuntimeError):
     def __init__(self, cause: DeathCause) -> None:
         super().__init__(f"the engine core is dead: {cause.message}")
         self.cause = cause
+
+
+class QueueFullError(ConfigError):
+    """The queue of waiting requests is full; send the request again later."""
 
 
 # ---- front to core

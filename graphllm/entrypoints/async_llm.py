@@ -12,11 +12,10 @@ from pathlib import Path
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
+from graphllm.engine.messages import DeathCause, EngineDeadError, QueueFullError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput
-from graphllm.engine.scheduler import QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.model import ResolvedModel, resolve_model

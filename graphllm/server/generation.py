@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RequestOutputKind
-from graphllm.engine.messages import EngineDeadError
+from graphllm.engine.messages import EngineDeadError, QueueFullError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import Prompt
-from graphllm.engine.scheduler import QueueFullError
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
