@@ -34,7 +34,9 @@ class EngineDeadError(RuntimeError):
 
 
 class QueueFullError(ConfigError):
-    """The queue of waiting requests is full; send the request again later."""
+    """The queue of waiting requests is full; send the request again later. retry_after: in so many seconds."""
+
+    retry_after = 1
 
 
 # ---- front to core

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
@@ -18,6 +20,7 @@ from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, 
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
+from graphllm.engine.text_length import PIECE, encode_at_most
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
@@ -52,6 +55,7 @@ class AsyncLLM:
         self._numbers = itertools.count()
         self._names: dict[str, str] = {}  # what the core calls a request: it may not hear of the end of one in time
         self._streams: dict[str, _Stream] = {}  # by that name
+        self._long_texts = ThreadPoolExecutor(1, "long-texts")  # one for all: their owners take turns at each piece
         self._cause: DeathCause | None = None
 
     @classmethod
@@ -136,12 +140,38 @@ class AsyncLLM:
     async def _parse(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int, cache_salt: str | None
     ) -> ParsedRequest:
+        prompt = await self.tokenized(prompt)
         assert self._processor is not None
-        long = isinstance(prompt, str) and len(prompt) > _LONG
-        if params.structured_outputs is None and not params.bad_words and not long:
-            return self._processor.make(prompt, params, name, priority=priority, cache_salt=cache_salt)
         make = self._processor.make
+        if params.structured_outputs is None and not params.bad_words:
+            return make(prompt, params, name, priority=priority, cache_salt=cache_salt)
         return await asyncio.to_thread(make, prompt, params, name, priority=priority, cache_salt=cache_salt)
+
+    async def tokenized(self, prompt: Prompt) -> Prompt:
+        """A prompt with its token ids, if it is text that takes a while to tokenize; else as it is. Raises ConfigError
+        for one that is far too long."""
+        if self._processor is None:
+            await self.start()
+        assert self._processor is not None
+        fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text = fields.get("prompt")
+        if not isinstance(text, str) or len(text) <= _LONG or fields.get("prompt_token_ids") is not None:
+            return prompt
+        steps = self._processor.encode(text, fields.get("add_special_tokens", True))
+        return {**fields, "prompt_token_ids": await self._in_turns(text, steps)}
+
+    async def encode(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of any text. Raises ConfigError for one with far more than ``limit``."""
+        if self._tokenizer is None:
+            raise ConfigError("tokenizer: there is none; leave out skip_tokenizer_init, or work with token ids")
+        return await self._in_turns(text, encode_at_most(self._tokenizer, text, limit, add_special_tokens))
+
+    async def _in_turns(self, text: str, steps: Iterator[list[int] | None]) -> list[int]:
+        """The last of the steps of ``text``, each in a thread; nothing goes on behind one when this is cancelled."""
+        executor = self._long_texts if len(text) > PIECE else None
+        while (ids := await asyncio.get_running_loop().run_in_executor(executor, next, steps)) is None:
+            pass
+        return ids
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams end with finish_reason "abort". Ids that are not running are ignored."""
@@ -211,6 +241,7 @@ class AsyncLLM:
     async def close(self, drain_timeout: float = 0.0) -> None:
         """End the core, after ``drain_timeout`` seconds for the requests there are; new ones are refused at once."""
         await self._client.close(drain_timeout)
+        self._long_texts.shutdown(wait=False, cancel_futures=True)
         if self._receiver is not None:
             await self._receiver
 
