@@ -71,7 +71,8 @@ class Processor:
 
         prompt: text, token ids, or a mapping with ``prompt`` and/or ``prompt_token_ids`` (which is used when there are
         both), and maybe ``cache_salt``, and ``add_special_tokens``, False for a text that has them. Completions are
-        named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError naming field, value and remedy.
+        named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError naming field,
+        value and remedy.
         """
         text, ids, salt = self._prompt(prompt)
         limit = self._limit(len(ids), params)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,9 @@ from graphllm.entrypoints.model import ResolvedModel, resolve_model
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
+# Tokens and log-probabilities, of some 200 bytes each, that wait for their readers together; when there are more,
+# those end who have taken nothing for so many seconds, who have most first.
+_UNREAD, _UNREAD_SECONDS = 1 << 18, 5.0
 
 
 class EngineUnhealthyError(RuntimeError):
@@ -33,6 +37,10 @@ class EngineUnhealthyError(RuntimeError):
     def __init__(self, health: Health) -> None:
         super().__init__(f"the engine core is {health.state} for {health.seconds:.1f} s")
         self.health = health
+
+
+class SlowReaderError(RuntimeError):
+    """Nobody took a stream's outputs, and there is no room for more."""
 
 
 class AsyncLLM:
@@ -134,7 +142,8 @@ class AsyncLLM:
                 yield output
         finally:
             del self._names[request_id]
-            self._streams.pop(name, None)
+            if (left := self._streams.pop(name, None)) is not None:
+                left.drop()
             self._abort_core(self._outputs.abort([name]))
 
     async def _parse(
@@ -282,6 +291,20 @@ class AsyncLLM:
         for output in outputs:
             self._streams[output.request_id].put(output)
         self._abort_core(aborts)
+        self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        unread = sum(stream.unread for stream in self._streams.values())
+        if unread <= _UNREAD:
+            return
+        before = time.monotonic() - _UNREAD_SECONDS
+        slow = {name: stream for name, stream in self._streams.items() if stream.unread and stream.since < before}
+        for name in sorted(slow, key=lambda name: slow[name].unread, reverse=True):
+            unread -= slow[name].unread
+            slow[name].drop(SlowReaderError("stream: too much of it waits to be read; read it as it comes"))
+            self._abort_core(self._outputs.abort([name]))
+            if unread <= _UNREAD:
+                break
 
     def _reject(self, news: Rejected) -> None:
         error: Exception
@@ -298,18 +321,34 @@ class AsyncLLM:
 
 
 class _Stream:
-    """What one reader has not taken yet: one output at most, then an error."""
+    """What one reader has not taken yet: one output at most, then an error. unread: tokens and log-probabilities of a
+    stream of deltas, which grow; since: when the oldest came."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self.parsed = parsed
+        self.unread, self.since = 0, 0.0
         self._pending: RequestOutput | None = None
+        self._dropped = False
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
+        if self._dropped:
+            return
         delta = self.parsed.params.output_kind is RequestOutputKind.DELTA
+        if delta:
+            if not self.unread:
+                self.since = time.monotonic()
+            entries = 1 + max(self.parsed.params.logprobs or 0, 0)
+            self.unread += entries * sum(len(completion.token_ids) for completion in output.outputs)
         self._pending = merge(self._pending, output) if delta and self._pending is not None else output
         self._news.set()
+
+    def drop(self, error: Exception | None = None) -> None:
+        """Forget what was not taken, and take no more."""
+        self._pending, self.unread, self._dropped = None, 0, True
+        if error is not None:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Raise this, or what was said first, once everything was taken; an output that finished the request counts."""
@@ -319,7 +358,7 @@ class _Stream:
     async def get(self) -> RequestOutput:
         await self._news.wait()
         if self._pending is not None:
-            output, self._pending = self._pending, None
+            output, self._pending, self.unread = self._pending, None, 0
             if self._error is None:
                 self._news.clear()
             return output

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
+_UNSENT = 128 << 10  # bytes for each client who does not read; the kernel would keep megabytes
 _LAST_WORDS = 2  # seconds for the ends of answers to reach their clients
 
 
@@ -90,6 +91,7 @@ def _socket(options: ServerOptions) -> Iterator[socket.socket]:
     else:
         listener, target = _tcp(options.host), (options.host, options.port)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT)  # connections have it from here
         try:
             listener.bind(target)
             listener.listen(_BACKLOG)

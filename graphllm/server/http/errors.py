@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from graphllm.config import ConfigError
 from graphllm.engine.messages import EngineDeadError, QueueFullError
-from graphllm.entrypoints.async_llm import EngineUnhealthyError
+from graphllm.entrypoints.async_llm import EngineUnhealthyError, SlowReaderError
 from graphllm.server.http.error_bodies import anthropic_error_body, error_body
 from graphllm.server.http.wire import json_response, record_of
 
@@ -48,6 +48,7 @@ KNOWN: tuple[type[Exception], ...] = (
     EngineDeadError,
     EngineUnhealthyError,
     EngineFailureError,
+    SlowReaderError,
 )
 
 
@@ -98,6 +99,8 @@ def describe(error: Exception) -> tuple[int, str, dict[str, str], str | None]:
         case EngineFailureError():
             # A constraint that only the engine could judge is a mistake of the request.
             return (400 if re.match(r"structured_outputs", str(error)) else 500), str(error), {}, None
+        case SlowReaderError():
+            return 408, str(error), {}, None
     return 500, "internal error: the server's log has it, under the id in x-request-id", {}, None
 
 
