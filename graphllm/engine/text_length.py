@@ -37,7 +37,9 @@ def encode_at_most(
         count, begin = 0, 0
         while begin < length:
             end = _cut(text, begin)
-            count += len(tokenizer.encode(text[begin:end], add_special_tokens=False)) - (_SEAM if begin else 0)
+            # Without a bound the spaces at the seam may belong to a token of another piece.
+            piece = text[begin:end].strip() if bound is None else text[begin:end]
+            count += len(tokenizer.encode(piece, add_special_tokens=False)) - (_SEAM if begin else 0)
             if count > limit:
                 raise _too_long(length, f", of which the first {end} are more than {count} tokens", limit)
             begin = end
