@@ -27,7 +27,8 @@ encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _MAX_DEPTH = 128  # levels; a schema may have 100
 _MAX_CONTAINERS = 1 << 18  # lists and objects: one of three bytes takes a hundred times as much memory
-_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+# The next list or object with what stands before it, strings as a whole; or what stands behind the last.
+_CONTAINER = re.compile(rb'(?:[^"\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:[\[{]|\Z)', re.DOTALL)
 LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; others get their tokens meanwhile
 
 
@@ -78,7 +79,9 @@ async def aside(record: Record, work: Callable[..., T], *args: Any) -> T:
 def read_json(data: bytes) -> Any:
     """Neither NaN nor half a surrogate pair, which no tokenizer takes, nor nesting that others cannot follow, nor more
     lists and objects than anybody needs. Raises json.JSONDecodeError."""
-    if _containers(data) > _MAX_CONTAINERS and _containers(_STRING.sub(b"", data)) > _MAX_CONTAINERS:
+    # Exactly, where it may be: texts have brackets, too.
+    many = data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS
+    if many and any(number >= _MAX_CONTAINERS for number, _ in enumerate(_CONTAINER.finditer(data))):
         raise json.JSONDecodeError(f"more than {_MAX_CONTAINERS} lists and objects", "", 0)
     try:
         value = _decode(data)
@@ -90,10 +93,6 @@ def read_json(data: bytes) -> Any:
             raise json.JSONDecodeError(f"nested deeper than {_MAX_DEPTH} levels", "", 0)
         level, depth = [c for v in level for c in _children(v)], depth + 1
     return value
-
-
-def _containers(data: bytes) -> int:
-    return data.count(b"[") + data.count(b"{")
 
 
 def _children(value: Any) -> Iterable[Any]:
