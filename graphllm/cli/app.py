@@ -167,6 +167,16 @@ def inspect_command(
     inspect(artifact, json)
 
 
+@app.command("doctor")
+def doctor_command(
+    artifact: Annotated[Path | None, typer.Argument(help="Artifact folder; without it, the machine only.")] = None,
+) -> None:
+    """Say what this machine can do, how near an artifact's steps come to it, and what to mend."""
+    from graphllm.cli.doctor import doctor
+
+    raise typer.Exit(doctor(artifact))
+
+
 @op_app.command("list")
 def op_list() -> None:
     """The registered ops with their facts and implementations."""

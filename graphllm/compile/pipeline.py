@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
+from graphllm.compile.cost import step_costs
 from graphllm.compile.drafting import joined
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
@@ -190,6 +191,9 @@ def compile_model(
             for piece in linked.pieces.values()
         },
         "memory": memory,
+        "cost": step_costs(
+            graphs, linked, [graph_buckets(graph, c, config) for graph in graphs], units[0].shapes, config.max_num_seqs
+        ),
         "seconds": seconds,
         "compilers": objects.seconds,
         "made_with": {"g++": compiler_version(), "machine": config.target.name},

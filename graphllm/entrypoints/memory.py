@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import CacheConfig, ConfigError
+from graphllm.machine import available_memory
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 
 # Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
@@ -46,7 +47,7 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
         free, total = torch.cuda.mem_get_info()
         size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
     elif size is None:
-        size = max(0, _available_memory() - memory["weights"]) // 4
+        size = max(0, available_memory() - memory["weights"]) // 4
         # A full batch of the longest sequences, and room for the prefix cache.
         most = 4 * memory["blocks of a sequence"] * compiled["max_num_seqs"] + 1
     snapshots = 0
@@ -68,10 +69,3 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
             f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
-
-
-def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 4 << 30
