@@ -32,6 +32,7 @@ class Exclusion:
                 return True
         values, others = _values(a), _values(b)
         if values is not None and others is not None:
+            self._steps += len(values) + len(others)
             return not {_canonical(v) for v in values} & {_canonical(v) for v in others}
         shared = _types(a) & _types(b)
         if shared != {"object"}:

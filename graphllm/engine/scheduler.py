@@ -16,16 +16,12 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.engine.cache_manager import CacheManager
 from graphllm.engine.item_cache import ItemCache
-from graphllm.engine.request import EngineRequest, Item
+from graphllm.engine.request import EngineRequest, Item, QueueFullError
 from graphllm.engine.request_table import RequestState, RequestTable
 from graphllm.engine.results import Commit, take, take_verified
 from graphllm.engine.retention import NEVER
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheLayout
-
-
-class QueueFullError(ConfigError):
-    """The queue of waiting requests is full; send the request again later."""
 
 
 class Scheduler:

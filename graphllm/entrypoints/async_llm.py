@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
@@ -12,11 +14,11 @@ from pathlib import Path
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
+from graphllm.engine.grammar_trial import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
-from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput
-from graphllm.engine.scheduler import QueueFullError
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
@@ -48,6 +50,8 @@ class AsyncLLM:
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
+        # More than can wait for the check of a large grammar, so that others never do.
+        self._parsers = concurrent.futures.ThreadPoolExecutor(2 * MAX_WAITING, "graphllm-parse")
         self._starting: asyncio.Task[None] | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
@@ -141,8 +145,8 @@ class AsyncLLM:
         long = isinstance(prompt, str) and len(prompt) > _LONG
         if params.structured_outputs is None and not params.bad_words and not long:
             return self._processor.make(prompt, params, name, priority=priority, cache_salt=cache_salt)
-        make = self._processor.make
-        return await asyncio.to_thread(make, prompt, params, name, priority=priority, cache_salt=cache_salt)
+        make = functools.partial(self._processor.make, prompt, params, name, priority=priority, cache_salt=cache_salt)
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, make)
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams end with finish_reason "abort". Ids that are not running are ignored."""

@@ -14,7 +14,7 @@ from graphllm.config.sampling import RequestOutputKind
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import Prompt
-from graphllm.engine.scheduler import QueueFullError
+from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure

@@ -26,8 +26,7 @@ from graphllm.engine import messages
 from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
 from graphllm.engine.process import run_core
-from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
-from graphllm.engine.scheduler import QueueFullError
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, QueueFullError
 
 COMMAND = (sys.executable, __file__)
 VOCAB = 320

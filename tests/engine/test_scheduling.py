@@ -9,7 +9,8 @@ import pytest
 from simulation import VOCAB, Entry, Simulation, alone, continuation, item, layout, request
 
 from graphllm.config import ConfigError
-from graphllm.engine.scheduler import QueueFullError, Scheduler
+from graphllm.engine.request import QueueFullError
+from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.scheduler_output import SchedulerLimits
 
 LIMITS = SchedulerLimits(max_num_seqs=4, max_num_batched_tokens=16, max_num_rows=16, max_len=64, block_size=4)

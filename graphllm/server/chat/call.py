@@ -34,8 +34,6 @@ _NEUTRAL: dict[str, Any] = {
     "store": False,
     "suffix": "",
 }
-# A small model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
-_SPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,64}"}
 # Fields of SamplingParams that are none of a request's body.
 _INTERNAL = frozenset(name for name, d in parameters(SamplingParams).items() if d.body is None)
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
@@ -191,17 +189,17 @@ def _constraint(rest: dict[str, Any], tools: ToolUse) -> dict[str, Any]:
             f"{given[0]} and {given[1]} are both given and ask for different texts; leave out one of them"
         )
     if forced is not None:
-        return {"structured_outputs": {**forced, **_SPACE}}
+        return {"structured_outputs": forced}
     if kind == "text":
         return {}
     if kind == "json_object":
-        return {"structured_outputs": {"json_object": True, **_SPACE}}
+        return {"structured_outputs": {"json_object": True}}
     if kind != "json_schema":
         raise ConfigError(f"response_format.type is {kind!r:.80}: give text, json_object or json_schema")
     schema = wanted.get("json_schema")
     if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
         raise ConfigError("response_format.json_schema has no schema: give an object with name and schema")
-    return {"structured_outputs": {"json": schema["schema"], **_SPACE}}
+    return {"structured_outputs": {"json": schema["schema"]}}
 
 
 def _messages(given: object) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from fastapi.responses import Response
 
 from graphllm.config import ConfigError
 from graphllm.engine.messages import EngineDeadError
-from graphllm.engine.scheduler import QueueFullError
+from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError
 from graphllm.server.http.error_bodies import anthropic_error_body, error_body
 from graphllm.server.http.wire import json_response, record_of
