@@ -259,6 +259,7 @@ def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Seq
             tools=_tool_format(use, style),
             name=use.choice if use.choice not in ("none", "auto", "required") else "",
             names=frozenset(tool["function"]["name"] for tool in use.tools),
+            single=use.choice == "auto" and not use.parallel,
         )
     )
     if call.reply.tools in ("mistral", "llama3") and call.params.skip_special_tokens:
