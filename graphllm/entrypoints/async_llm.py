@@ -16,7 +16,7 @@ from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.grammar_trial import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
-from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
+from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
 from graphllm.engine.spawn import Child
@@ -154,6 +154,11 @@ class AsyncLLM:
         streams = [self._streams.get(self._names.get(id, "")) for id in ids]
         self._abort_core([r.id for stream in streams if stream is not None for r in stream.parsed.requests])
 
+    def finish(self, request_id: str, index: int) -> None:
+        """End one completion of a running request as a stop string does: its text is all there is. Of a request whose
+        outputs come as they are made."""
+        self._give_out(self._outputs.finish(self._names.get(request_id, ""), index))
+
     @property
     def ready(self) -> Ready | None:
         """What the core said of itself once it was loaded: sizes, and the seconds of each phase. None before."""
@@ -252,10 +257,12 @@ class AsyncLLM:
             stream.fail(EngineDeadError(cause))
 
     def _deliver(self, updates: Sequence[EngineCoreOutput]) -> None:
-        outputs, aborts = self._outputs.process(updates)
-        for output in outputs:
+        self._give_out(self._outputs.process(updates))
+
+    def _give_out(self, processed: Processed) -> None:
+        for output in processed.outputs:
             self._streams[output.request_id].put(output)
-        self._abort_core(aborts)
+        self._abort_core(processed.aborts)
 
     def _reject(self, news: Rejected) -> None:
         error: Exception
@@ -282,7 +289,7 @@ class _Stream:
 
     def put(self, output: RequestOutput) -> None:
         delta = self.parsed.params.output_kind is RequestOutputKind.DELTA
-        self._pending = merge(self._pending, output) if delta and self._pending is not None else output
+        self._pending = merge(self._pending, output) if delta else output
         self._news.set()
 
     def fail(self, error: Exception) -> None:
@@ -301,8 +308,10 @@ class _Stream:
         raise self._error
 
 
-def merge(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
+def merge(older: RequestOutput | None, newer: RequestOutput) -> RequestOutput:
     """Two outputs of kind DELTA as one."""
+    if older is None:
+        return newer
     found = {completion.index: completion for completion in older.outputs}
     for completion in newer.outputs:
         before = found.get(completion.index)

@@ -18,6 +18,7 @@ from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
+from graphllm.server.chat.replies import ReplyReader
 from graphllm.server.http.errors import EngineFailureError
 from graphllm.server.http.wire import Record
 from graphllm.server.operations.metrics import Metrics
@@ -33,11 +34,13 @@ class News(NamedTuple):
 async def generate(
     engine: AsyncLLM, call: Call, prompts: Sequence[Prompt], record: Record, metrics: Metrics
 ) -> AsyncGenerator[News, None]:
-    """Deltas of a streamed call, else one finished output for each prompt. Closing it aborts what runs.
+    """Deltas of a streamed call, and of one that ends with its first tool call; else one finished output for each
+    prompt. Closing it aborts what runs.
 
     Raises what the engine refuses, EngineFailureError for a request that it could not finish.
     """
-    kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
+    deltas = call.stream or call.reply.single
+    kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
     call = call._replace(params=replace(call.params, output_kind=kind))
     # Not the id of the record: a client may send that twice.
     runs = [_run(engine, call, prompt, secrets.token_hex(8), i, metrics) for i, prompt in enumerate(prompts)]
@@ -64,11 +67,16 @@ async def _run(
     engine: AsyncLLM, call: Call, prompt: Prompt, id: str, number: int, metrics: Metrics
 ) -> AsyncGenerator[News, None]:
     tracker = metrics.track(call.params)
+    readers = [ReplyReader(call.reply) for _ in range(call.params.n)] if call.reply.single else []
     outputs = engine.generate(prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt)
     try:
         async with contextlib.aclosing(outputs) as stream:
             async for output in stream:
                 tracker.output(output)
+                for completion in output.outputs if readers else ():
+                    readers[completion.index].feed(completion.text)
+                    if readers[completion.index].done and not completion.finished:
+                        engine.finish(id, completion.index)
                 yield News(number, output)
     except QueueFullError:
         tracker.reject("max_num_queued_reqs")
