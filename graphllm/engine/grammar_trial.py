@@ -67,6 +67,9 @@ class GrammarTrial:
             raise ConfigError(wrong)
 
     def _ask(self, field: str, asked: bytes) -> str:
+        if self._process is not None and self._process.poll() is not None:  # somebody has ended it
+            _end(self._process)
+            self._process = None
         process = self._process = self._process or self._start()
         assert process.stdin is not None
         process.stdin.write(asked + b"\n")
@@ -97,18 +100,19 @@ class GrammarTrial:
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes | None:
     """The next line that a process writes; None, and the process is gone, when there is none in this time."""
-    assert process.stdin is not None
     assert process.stdout is not None
     data, deadline = b"", time.monotonic() + seconds
     while not data.endswith(b"\n"):
         readable, _, _ = select.select([process.stdout], [], [], max(0.0, deadline - time.monotonic()))
         piece = os.read(process.stdout.fileno(), 1 << 16) if readable else b""
         if not piece:
-            if not readable:
-                process.kill()
-            process.wait()
-            process.stdin.close()
-            process.stdout.close()
+            _end(process)
             return None
         data += piece
     return data
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with process:  # which closes its pipes
+        if process.stdout is not None and select.select([process.stdout], [], [], 0)[0] == []:
+            process.kill()

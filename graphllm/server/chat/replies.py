@@ -105,8 +105,8 @@ class ReplyFormat(NamedTuple):
     reasoning: it may begin with ``<think>...</think>``. thinking: the prompt ended inside such a tag, so the text
     begins with reasoning. tools: how calls are written, None when there are none. "hermes", "llama3" and "mistral" are
     models' own ways; "json" is an array ``[{"name": ..., "parameters": {...}}, ...]``; "named": the whole text is the
-    arguments of the function ``name``. names: the functions there are. A call of another one is a call too, except for
-    an object without a tag around it (llama3). single: the reply ends with its first call.
+    arguments of the function ``name``. names: the functions there are. Another one is called too if that can be a name,
+    but not by an object without a tag around it (llama3). single: the reply ends with its first call.
     """
 
     reasoning: bool = False
@@ -117,6 +117,7 @@ class ReplyFormat(NamedTuple):
     single: bool = False
 
 
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = ("type", "id")  # what a call may have beside its name and arguments
 _CLOSERS, _SEPARATORS, _NAME = re.compile(r"[\s\]}]+"), re.compile(r"[\s;]+"), re.compile(r"[\w.-]+")
@@ -271,7 +272,7 @@ class ReplyReader:
             yield from source.run(_NAME)
         yield from source.tag("[ARGS]")
         yield from source.run(SPACE)
-        if not name or (yield from source.ahead()) != "{":
+        if not FUNCTION_NAME.fullmatch(name) or (yield from source.ahead()) != "{":
             return False
         yield from source.nested(partial(self._argue, self._calls, name))
         return True
@@ -291,7 +292,7 @@ class ReplyReader:
                 return self._calls > index
             if key == "name" and not name:
                 name = (yield from source.string()) or ""
-                if not name or (bare and name not in self._format.names):
+                if not FUNCTION_NAME.fullmatch(name) or (bare and name not in self._format.names):
                     return False
                 if early:
                     self._argue(index, name, "".join(early))

@@ -19,7 +19,7 @@ _SCALAR = re.compile(r"[-+.\w]+")
 _STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _LINES = re.compile(r'[^"\\]+')
 _BRACKET, _QUOTE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
-_BETWEEN = re.compile(r'[^"{}\[\],:\\]+')
+_BETWEEN = re.compile(r'[^"{}\[\],:]+')
 _HEX = "[0-9a-fA-F]"
 _HALF = rf"\\u[dD][89abAB]{_HEX}{{2}}"
 _CHARACTERS = re.compile(  # whole ones, of a string
@@ -230,7 +230,7 @@ class OpenJson:
         while at < len(text) and not self._closed:
             found = (_CHARACTERS if self._string else _BETWEEN).match(text, at)
             piece = found[0] if found else text[at : at + 2] if text[at] == "\\" else text[at]
-            if not found and piece[0] == "\\" and self._string and _PART_OF_ESCAPE.fullmatch(text, at):
+            if piece[0] == "\\" and not found and _PART_OF_ESCAPE.fullmatch(text, at):
                 self._escape = text[at:]
                 break
             at += len(piece)
