@@ -22,7 +22,7 @@ from graphllm.config import ConfigError
 from graphllm.config.sampling import StructuredOutputsParams
 from graphllm.engine.request import QueueFullError
 
-CPU_SECONDS = 5
+CPU_SECONDS = 3
 MEMORY_MB = 512
 _WALL_SECONDS = 20.0  # where other programs take the CPU
 _START_SECONDS = 120.0
