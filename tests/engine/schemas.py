@@ -121,6 +121,12 @@ WRITTEN: dict[str, tuple[Any, list[Any]]] = {
         },
         [{"first": 9, "second": -1}],
     ),
+    "a chain through properties that are named like keywords": (
+        {"$defs": {f"d{i}": {"type": "object", "properties": {"const": {"$ref": f"#/$defs/d{i + 1}"}},
+                             "required": ["const"], "additionalProperties": False} for i in range(9)}
+         | {"d9": {"const": {"$ref": "x"}}}, "$ref": "#/$defs/d6"},
+        [{"const": {"const": {"const": {"$ref": "x"}}}}],
+    ),
     "tagged union": (
         {
             "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
