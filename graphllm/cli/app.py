@@ -97,7 +97,14 @@ def serve_command(
     allowed_origins: Annotated[
         list[str] | None, typer.Option("--allowed-origin", help="Pages of this origin may ask; may be repeated.")
     ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate in PEM: serve HTTPS.")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key; default: in the same file.")] = None,
+    ssl_ca_certs: Annotated[Path | None, typer.Option(help="Of who signs the certificates of clients.")] = None,
+    ssl_cert_reqs: Annotated[int, typer.Option(help="Of clients: 0 none, 1 may have one, 2 must.")] = 0,
     max_body_size: Annotated[str, typer.Option(help="Of one request.")] = "32MiB",
+    sse_keep_alive_interval: Annotated[
+        float, typer.Option(help="Seconds of silence in a stream before a sign of life; 0: none.", min=0)
+    ] = 15.0,
     shutdown_timeout: Annotated[float, typer.Option(help="Seconds for requests in flight after SIGTERM.")] = 30.0,
     restart_engine: Annotated[bool, typer.Option("--restart-engine", help="Bring a broken engine back.")] = False,
     step_timeout: Annotated[
@@ -133,6 +140,11 @@ def serve_command(
             names=served_model_name or (),
             shutdown_timeout=shutdown_timeout,
             max_body=parse_bytes("max-body-size", max_body_size),
+            keep_alive=sse_keep_alive_interval,
+            certfile=ssl_certfile,
+            keyfile=ssl_keyfile,
+            ca_certs=ssl_ca_certs,
+            cert_reqs=ssl_cert_reqs,
             started=started_at(),
         )
         watched = SupervisorOptions(args.seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)

@@ -340,7 +340,9 @@ class _Stream:
         """What came since the last call."""
         end, first = self._visible(), self.sent_tokens
         text, tokens = self.text[self.sent : end], self.tokens[first:]
-        logprobs = None if self.logprobs is None else self.logprobs[first:]
+        logprobs = self.logprobs
+        if logprobs is not None:
+            self.logprobs = []  # a long stream would hold megabytes of them
         self.sent, self.sent_tokens, self.news = end, len(self.tokens), False
         return self._completion(text, tokens, logprobs)
 

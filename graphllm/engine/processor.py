@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
@@ -16,8 +16,10 @@ from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.engine.request import CoreInfo, EngineRequest
 from graphllm.engine.text import Tokenizer
+from graphllm.engine.text_length import encode_at_most
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens"}
+_BAD_WORDS, _BAD_WORDS_LENGTH = 1024, 64 << 10  # how many, and characters of all together: each is tokenized twice
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
@@ -68,8 +70,9 @@ class Processor:
         """Check a request and split it into its completions.
 
         prompt: text, token ids, or a mapping with ``prompt`` and/or ``prompt_token_ids`` (which is used when there are
-        both), and maybe ``cache_salt``. Completions are named ``request_id``, or ``0_request_id`` and so on when there
-        are several. Raises ConfigError naming field, value and remedy.
+        both), and maybe ``cache_salt``, and ``add_special_tokens``, False for a text that has them. Completions are
+        named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError naming field,
+        value and remedy.
         """
         text, ids, salt = self._prompt(prompt)
         limit = self._limit(len(ids), params)
@@ -104,6 +107,12 @@ class Processor:
         ]
         return ParsedRequest(request_id, text, ids, params, requests, eos)
 
+    def encode(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int] | None]:
+        """The token ids of a prompt, as `encode_at_most` gives them for the context."""
+        if self._tokenizer is None:
+            raise ConfigError("prompt is text and there is no tokenizer; give prompt_token_ids")
+        return encode_at_most(self._tokenizer, text, self._info.max_model_len - 1, add_special_tokens)
+
     def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """Text if there is any, token ids, cache salt."""
         fields = prompt if isinstance(prompt, Mapping) else {}
@@ -118,13 +127,11 @@ class Processor:
         if ids is None:
             if text is None:
                 raise ConfigError("prompt is missing: give text, or token ids as prompt_token_ids")
-            if self._tokenizer is None:
-                raise ConfigError("prompt is text and there is no tokenizer; give prompt_token_ids")
-            ids = self._tokenizer.encode(text)
+            *_, ids = self.encode(text, fields.get("add_special_tokens", True))
         return text, self._checked(ids), str(fields.get("cache_salt") or "")
 
     def _checked(self, ids: Any) -> list[int]:
-        if not isinstance(ids, Sequence) or isinstance(ids, str) or not all(type(i) is int for i in ids):
+        if not isinstance(ids, Sequence) or isinstance(ids, str):
             raise ConfigError(f"prompt is {ids!r:.80}: give text or a list of token ids")
         if not ids:
             raise ConfigError("prompt is empty: give at least one token")
@@ -133,6 +140,8 @@ class Processor:
                 f"prompt has {len(ids)} tokens: the context holds {self._info.max_model_len} with at least one of "
                 "output; shorten it, or compile with a larger --max-model-len"
             )
+        if not all(type(i) is int for i in ids):
+            raise ConfigError(f"prompt is {ids!r:.80}: give text or a list of token ids")
         self._check_vocabulary("prompt", ids)
         return list(ids)
 
@@ -176,6 +185,12 @@ class Processor:
             return []
         if self._tokenizer is None:
             raise ConfigError(f"bad_words is {params.bad_words!r:.80}: there is no tokenizer; leave it out")
+        count, length = len(params.bad_words), sum(map(len, params.bad_words))
+        if count > _BAD_WORDS or length > _BAD_WORDS_LENGTH:
+            raise ConfigError(
+                f"bad_words has {count} entries of {length} characters together: give at most {_BAD_WORDS} of "
+                f"{_BAD_WORDS_LENGTH}"
+            )
         found = []
         for word in params.bad_words:
             plain, spaced = (self._tokenizer.encode(s + word.lstrip(), add_special_tokens=False) for s in ("", " "))

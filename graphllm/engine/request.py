@@ -23,7 +23,9 @@ STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 
 
 class QueueFullError(ConfigError):
-    """The queue of waiting requests is full; send the request again later."""
+    """The queue of waiting requests is full; send the request again later. retry_after: in so many seconds."""
+
+    retry_after = 1
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
+from graphllm.engine.text_length import characters_per_token
 
 if TYPE_CHECKING:
     import jinja2
@@ -62,6 +64,11 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """How many tokens it knows; the model's vocabulary may be padded beyond that."""
         return self._backend.get_vocab_size()
+
+    @cached_property
+    def characters_per_token(self) -> int | None:
+        """Of a text, at most; None where nobody can say."""
+        return characters_per_token(self._backend)
 
     @property
     def chat_template(self) -> str:
@@ -118,8 +125,8 @@ class Tokenizer:
         if name not in self._templates:
             others = f" named 'default', only {', '.join(sorted(self._templates))}" if self._templates else ""
             raise ConfigError(
-                f"{self._folder}: no chat template{others}; send a plain prompt, "
-                "or put one into chat_template.jinja in that folder"
+                f"messages: the model has no chat template{others}; send a plain prompt, or put one into "
+                "chat_template.jinja in the model's folder"
             )
         if name not in self._compiled:
             self._compiled[name] = _compile(self._templates[name])

@@ -7,9 +7,12 @@ import concurrent.futures
 import contextlib
 import functools
 import itertools
+import time
 import traceback
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
@@ -21,10 +24,14 @@ from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, 
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
+from graphllm.engine.text_length import PIECE, encode_at_most
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
+# Tokens and log-probabilities, of some 200 bytes each, that wait for their readers together; when there are more,
+# those end who have taken nothing for so many seconds, who have most first.
+_UNREAD, _UNREAD_SECONDS = 1 << 18, 5.0
 
 
 class EngineUnhealthyError(RuntimeError):
@@ -33,6 +40,10 @@ class EngineUnhealthyError(RuntimeError):
     def __init__(self, health: Health) -> None:
         super().__init__(f"the engine core is {health.state} for {health.seconds:.1f} s")
         self.health = health
+
+
+class SlowReaderError(RuntimeError):
+    """Nobody took a stream's outputs, and there is no room for more."""
 
 
 class AsyncLLM:
@@ -57,6 +68,7 @@ class AsyncLLM:
         self._numbers = itertools.count()
         self._names: dict[str, str] = {}  # what the core calls a request: it may not hear of the end of one in time
         self._streams: dict[str, _Stream] = {}  # by that name
+        self._long_texts = ThreadPoolExecutor(1, "long-texts")  # one for all: their owners take turns at each piece
         self._cause: DeathCause | None = None
 
     @classmethod
@@ -135,18 +147,45 @@ class AsyncLLM:
                 yield output
         finally:
             del self._names[request_id]
-            self._streams.pop(name, None)
+            if (left := self._streams.pop(name, None)) is not None:
+                left.drop()
             self._abort_core(self._outputs.abort([name]))
 
     async def _parse(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int, cache_salt: str | None
     ) -> ParsedRequest:
+        prompt = await self.tokenized(prompt)
         assert self._processor is not None
-        long = isinstance(prompt, str) and len(prompt) > _LONG
-        if params.structured_outputs is None and not params.bad_words and not long:
-            return self._processor.make(prompt, params, name, priority=priority, cache_salt=cache_salt)
         make = functools.partial(self._processor.make, prompt, params, name, priority=priority, cache_salt=cache_salt)
+        if params.structured_outputs is None and not params.bad_words:
+            return make()
         return await asyncio.get_running_loop().run_in_executor(self._parsers, make)
+
+    async def tokenized(self, prompt: Prompt) -> Prompt:
+        """A prompt with its token ids, if it is text that takes a while to tokenize; else as it is. Raises ConfigError
+        for one that is far too long."""
+        if self._processor is None:
+            await self.start()
+        assert self._processor is not None
+        fields: Mapping[str, Any] = prompt if isinstance(prompt, Mapping) else {"prompt": prompt}
+        text = fields.get("prompt")
+        if not isinstance(text, str) or len(text) <= _LONG or fields.get("prompt_token_ids") is not None:
+            return prompt
+        steps = self._processor.encode(text, fields.get("add_special_tokens", True))
+        return {**fields, "prompt_token_ids": await self._in_turns(text, steps)}
+
+    async def encode(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of any text. Raises ConfigError for one with far more than ``limit``."""
+        if self._tokenizer is None:
+            raise ConfigError("tokenizer: there is none; leave out skip_tokenizer_init, or work with token ids")
+        return await self._in_turns(text, encode_at_most(self._tokenizer, text, limit, add_special_tokens))
+
+    async def _in_turns(self, text: str, steps: Iterator[list[int] | None]) -> list[int]:
+        """The last of the steps of ``text``, each in a thread; nothing goes on behind one when this is cancelled."""
+        executor = self._long_texts if len(text) > PIECE else None
+        while (ids := await asyncio.get_running_loop().run_in_executor(executor, next, steps)) is None:
+            pass
+        return ids
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams end with finish_reason "abort". Ids that are not running are ignored."""
@@ -221,6 +260,7 @@ class AsyncLLM:
     async def close(self, drain_timeout: float = 0.0) -> None:
         """End the core, after ``drain_timeout`` seconds for the requests there are; new ones are refused at once."""
         await self._client.close(drain_timeout)
+        self._long_texts.shutdown(wait=False, cancel_futures=True)
         if self._receiver is not None:
             await self._receiver
 
@@ -263,6 +303,20 @@ class AsyncLLM:
         for output in processed.outputs:
             self._streams[output.request_id].put(output)
         self._abort_core(processed.aborts)
+        self._bound_unread()
+
+    def _bound_unread(self) -> None:
+        unread = sum(stream.unread for stream in self._streams.values())
+        if unread <= _UNREAD:
+            return
+        before = time.monotonic() - _UNREAD_SECONDS
+        slow = {name: stream for name, stream in self._streams.items() if stream.unread and stream.since < before}
+        for name in sorted(slow, key=lambda name: slow[name].unread, reverse=True):
+            unread -= slow[name].unread
+            slow[name].drop(SlowReaderError("stream: too much of it waits to be read; read it as it comes"))
+            self._abort_core(self._outputs.abort([name]))
+            if unread <= _UNREAD:
+                break
 
     def _reject(self, news: Rejected) -> None:
         error: Exception
@@ -279,18 +333,34 @@ class AsyncLLM:
 
 
 class _Stream:
-    """What one reader has not taken yet: one output at most, then an error."""
+    """What one reader has not taken yet: one output at most, then an error. unread: tokens and log-probabilities of a
+    stream of deltas, which grow; since: when the oldest came."""
 
     def __init__(self, parsed: ParsedRequest) -> None:
         self.parsed = parsed
+        self.unread, self.since = 0, 0.0
         self._pending: RequestOutput | None = None
+        self._dropped = False
         self._error: Exception | None = None
         self._news = asyncio.Event()
 
     def put(self, output: RequestOutput) -> None:
+        if self._dropped:
+            return
         delta = self.parsed.params.output_kind is RequestOutputKind.DELTA
+        if delta:
+            if not self.unread:
+                self.since = time.monotonic()
+            entries = 1 + max(self.parsed.params.logprobs or 0, 0)
+            self.unread += entries * sum(len(completion.token_ids) for completion in output.outputs)
         self._pending = merge(self._pending, output) if delta else output
         self._news.set()
+
+    def drop(self, error: Exception | None = None) -> None:
+        """Forget what was not taken, and take no more."""
+        self._pending, self.unread, self._dropped = None, 0, True
+        if error is not None:
+            self.fail(error)
 
     def fail(self, error: Exception) -> None:
         """Raise this, or what was said first, once everything was taken; an output that finished the request counts."""
@@ -300,7 +370,7 @@ class _Stream:
     async def get(self) -> RequestOutput:
         await self._news.wait()
         if self._pending is not None:
-            output, self._pending = self._pending, None
+            output, self._pending, self.unread = self._pending, None, 0
             if self._error is None:
                 self._news.clear()
             return output

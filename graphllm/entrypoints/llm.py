@@ -118,7 +118,7 @@ class LLM:
         for chat in chats:
             text = tokenizer.render_chat(chat, **options)
             # The template has written BOS where it wants one, so none is added.
-            prompts.append({"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)})
+            prompts.append({"prompt": text, "add_special_tokens": False})
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:

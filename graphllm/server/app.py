@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import Response
+from fastapi.security import HTTPBearer
 from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
@@ -41,6 +42,8 @@ def create_app(service: Service, access: Access = Access()) -> App:
         version=__version__,
         description="OpenAI's and Anthropic's APIs, served by graphllm.",
         redoc_url=None,
+        # For /docs, which then asks for the key and sends it.
+        dependencies=[Depends(HTTPBearer(auto_error=False))] if access.keys else [],
     )
     for routes in (openai_routes, responses_routes, anthropic_routes):
         app.include_router(routes(service))
@@ -50,7 +53,7 @@ def create_app(service: Service, access: Access = Access()) -> App:
     _add_errors(app)
     if not access.origins:
         return middleware
-    headers = ["x-request-id", "retry-after"]
+    headers = ["x-request-id", "retry-after", "x-max-tokens-clamped"]
     return CORSMiddleware(middleware, access.origins, allow_methods=["*"], allow_headers=["*"], expose_headers=headers)
 
 
@@ -82,8 +85,9 @@ def _add_errors(app: FastAPI) -> None:
 
 def _methods(request: Request) -> list[str]:
     """What the path of a request takes; several routes may have it, each for one method."""
-    scopes = [{**request.scope, "method": method} for method in ("GET", "HEAD", "POST", "DELETE")]
-    return [s["method"] for s in scopes if any(route.matches(s)[0] is Match.FULL for route in request.app.routes)]
+    scopes = [{**request.scope, "method": method} for method in ("GET", "POST", "DELETE")]
+    found = [s["method"] for s in scopes if any(route.matches(s)[0] is Match.FULL for route in request.app.routes)]
+    return ["HEAD", *found] if "GET" in found else found
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from graphllm.config import ConfigError
@@ -39,11 +39,14 @@ async def generate(
 
     Raises what the engine refuses, EngineFailureError for a request that it could not finish.
     """
+    assert engine.ready is not None
+    info = engine.ready.info
     deltas = call.stream or call.reply.single
     kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
     call = call._replace(params=replace(call.params, output_kind=kind))
-    # Not the id of the record: a client may send that twice.
-    runs = [_run(engine, call, prompt, secrets.token_hex(8), i, metrics) for i, prompt in enumerate(prompts)]
+    # As many as one step takes, so that a body of a thousand leaves others their place in the queue.
+    turns = _Turns(asyncio.Lock(), asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n)), len(prompts))
+    runs = [_run(engine, call, prompt, i, metrics, record, turns) for i, prompt in enumerate(prompts)]
     found = runs[0] if len(runs) == 1 else _merged(runs)
     tokens = cached = prompt_tokens = 0
     reasons = []
@@ -53,6 +56,10 @@ async def generate(
             tokens += sum(len(c.token_ids) for c in output.outputs)
             if (broken := failure([output])) is not None:
                 raise EngineFailureError(broken)
+            if (wanted := call.params.max_tokens) and wanted > (
+                room := info.max_model_len - len(output.prompt_token_ids)
+            ):
+                record.headers["x-max-tokens-clamped"] = str(room)
             if output.finished:
                 prompt_tokens += len(output.prompt_token_ids)
                 cached += output.num_cached_tokens
@@ -63,23 +70,49 @@ async def generate(
             yield one
 
 
+@dataclass
+class _Turns:
+    """What the prompts of one call share. tokenizing: held by one of them, so that those of others come in between.
+    running: how many may be in the engine. untokenized: how many are still text. begun: one has given something."""
+
+    tokenizing: asyncio.Lock
+    running: asyncio.Semaphore
+    untokenized: int
+    begun: bool = False
+
+
 async def _run(
-    engine: AsyncLLM, call: Call, prompt: Prompt, id: str, number: int, metrics: Metrics
+    engine: AsyncLLM, call: Call, prompt: Prompt, number: int, metrics: Metrics, record: Record, turns: _Turns
 ) -> AsyncGenerator[News, None]:
     tracker = metrics.track(call.params)
     readers = [ReplyReader(call.reply) for _ in range(call.params.n)] if call.reply.single else []
-    outputs = engine.generate(prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt)
     try:
-        async with contextlib.aclosing(outputs) as stream:
-            async for output in stream:
-                tracker.output(output)
-                for completion in output.outputs if readers else ():
-                    readers[completion.index].feed(completion.text)
-                    if readers[completion.index].done and not completion.finished:
-                        engine.finish(id, completion.index)
-                yield News(number, output)
-    except QueueFullError:
+        async with turns.running:
+            async with turns.tokenizing:
+                prompt = await engine.tokenized(prompt)
+            turns.untokenized -= 1
+            if not turns.untokenized:
+                record.held.close()
+            while not tracker.over:
+                id = secrets.token_hex(8)  # not that of the record: a client may send it twice
+                outputs = engine.generate(prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt)
+                try:
+                    async with contextlib.aclosing(outputs) as stream:
+                        async for output in stream:
+                            turns.begun = True
+                            tracker.output(output)
+                            for completion in output.outputs if readers else ():
+                                readers[completion.index].feed(completion.text)
+                                if readers[completion.index].done and not completion.finished:
+                                    engine.finish(id, completion.index)
+                            yield News(number, output)
+                except QueueFullError:
+                    if not turns.begun:
+                        raise
+                    await asyncio.sleep(1)  # what the others of this call have done is not thrown away
+    except QueueFullError as full:
         tracker.reject("max_num_queued_reqs")
+        full.retry_after = metrics.seconds_for(engine.unfinished)
         raise
     except ConfigError:
         tracker.drop()

@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,14 +30,17 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
+_UNSENT = 128 << 10  # bytes for each client who does not read; the kernel would keep megabytes
 _LAST_WORDS = 2  # seconds for the ends of answers to reach their clients
 
 
 @dataclass(frozen=True)
 class ServerOptions:
     """uds: a Unix socket instead of host and port. shutdown_timeout: seconds that requests in flight may take after
-    SIGTERM. names: of the model, as requests give it. max_body: bytes of a request. started: `time.monotonic` when the
-    process began."""
+    SIGTERM. names: of the model, as requests give it. max_body: bytes of a request. keep_alive: seconds without an
+    event in a stream before a sign of life, 0 for none. certfile, keyfile: of this server, in PEM, for TLS; keyfile
+    None: in certfile. ca_certs: of those who sign clients' certificates; cert_reqs: whether clients must have one, as a
+    number of `ssl.VerifyMode`. started: `time.monotonic` when the process began."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -46,6 +50,11 @@ class ServerOptions:
     names: Sequence[str] = ()
     shutdown_timeout: float = 30.0
     max_body: int = 32 << 20
+    keep_alive: float = 15.0
+    certfile: Path | None = None
+    keyfile: Path | None = None
+    ca_certs: Path | None = None
+    cert_reqs: int = 0
     started: float = field(default_factory=time.monotonic)
 
 
@@ -54,6 +63,7 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""
+    tls = _tls(options)
     # A connection is a file, and the soft limit is often 1,024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -63,7 +73,7 @@ def serve(
         from graphllm.server.operations.engine_supervisor import EngineSupervisor
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(EngineSupervisor(open, supervisor_options, child), options, listener))
+            return runner.run(_serve(EngineSupervisor(open, supervisor_options, child), options, listener, tls))
 
 
 @contextlib.contextmanager
@@ -81,6 +91,7 @@ def _socket(options: ServerOptions) -> Iterator[socket.socket]:
     else:
         listener, target = _tcp(options.host), (options.host, options.port)
     try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNSENT)  # connections have it from here
         try:
             listener.bind(target)
             listener.listen(_BACKLOG)
@@ -115,7 +126,48 @@ def _check_unused(path: Path) -> None:
     raise ConfigError(f"uds is {str(path)!r}: another server listens there; give another path")
 
 
-async def _serve(supervisor: EngineSupervisor, options: ServerOptions, listener: socket.socket) -> int:
+def _tls(options: ServerOptions) -> ssl.SSLContext | None:
+    """Read before anything is loaded, so that a bad file is said at once. Raises ConfigError."""
+    if options.certfile is None:
+        for name in ("keyfile", "ca_certs", "cert_reqs"):
+            if value := getattr(options, name):
+                option = f"ssl-{name.replace('_', '-')}"
+                raise ConfigError(f"{option} is {str(value)!r}: it has a meaning only with --ssl-certfile")
+        return None
+    if options.cert_reqs not in (0, 1, 2) or (options.cert_reqs and options.ca_certs is None):
+        raise ConfigError(
+            f"ssl-cert-reqs is {options.cert_reqs}: give 0 (no certificates of clients), or 1 (they may have one) or 2 "
+            "(they must) with --ssl-ca-certs"
+        )
+    for name, path in (("certfile", options.certfile), ("keyfile", options.keyfile), ("ca-certs", options.ca_certs)):
+        if path is not None:
+            try:
+                path.read_bytes()
+            except OSError as problem:
+                raise ConfigError(f"ssl-{name} is {str(path)!r}: cannot be read ({problem.strerror})") from problem
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.verify_mode = ssl.VerifyMode(options.cert_reqs)
+    try:
+        # A password that is asked for would wait for somebody at the terminal.
+        context.load_cert_chain(options.certfile, options.keyfile, password="")
+    except OSError as problem:
+        raise ConfigError(
+            f"ssl-certfile is {str(options.certfile)!r}: with the key in {str(options.keyfile or options.certfile)!r} "
+            f"it cannot be used ({problem}); give a certificate in PEM and its own key, without a password"
+        ) from problem
+    if options.ca_certs is not None:
+        try:
+            context.load_verify_locations(options.ca_certs)
+        except OSError as problem:
+            raise ConfigError(
+                f"ssl-ca-certs is {str(options.ca_certs)!r}: no certificates in PEM ({problem})"
+            ) from problem
+    return context
+
+
+async def _serve(
+    supervisor: EngineSupervisor, options: ServerOptions, listener: socket.socket, tls: ssl.SSLContext | None
+) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
     presses = 0
@@ -136,10 +188,11 @@ async def _serve(supervisor: EngineSupervisor, options: ServerOptions, listener:
     # The engine's process loads while the application is imported here; its start must not wait for that.
     await asyncio.wait({engine}, timeout=0.05)
     begun = time.monotonic()
-    server, metrics = _http(supervisor, options)
+    server, metrics = _http(supervisor, options, tls)
     supervisor.phases["application"] = time.monotonic() - begun
     http = asyncio.create_task(server.serve([listener]))
-    _log.info("listening on %s", options.uds or f"http://{options.host}:{listener.getsockname()[1]}")
+    scheme = "https" if tls else "http"
+    _log.info("listening on %s", options.uds or f"{scheme}://{options.host}:{listener.getsockname()[1]}")
     telling = asyncio.create_task(_tell(supervisor, metrics, options))
     await asyncio.wait({engine, http, asyncio.create_task(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
     telling.cancel()
@@ -161,7 +214,9 @@ async def _serve(supervisor: EngineSupervisor, options: ServerOptions, listener:
     return code
 
 
-def _http(supervisor: EngineSupervisor, options: ServerOptions) -> tuple[uvicorn.Server, Metrics]:
+def _http(
+    supervisor: EngineSupervisor, options: ServerOptions, tls: ssl.SSLContext | None
+) -> tuple[uvicorn.Server, Metrics]:
     import uvicorn
 
     from graphllm.server.app import Access, create_app
@@ -176,7 +231,7 @@ def _http(supervisor: EngineSupervisor, options: ServerOptions) -> tuple[uvicorn
 
     names = tuple(options.names)
     metrics = Metrics(names[0], {"model": names[0]})
-    service = Service(supervisor, names, metrics, Limits(body=options.max_body))
+    service = Service(supervisor, names, metrics, Limits(body=options.max_body), options.keep_alive)
     config = uvicorn.Config(
         create_app(service, Access(options.keys, options.origins)),
         http=LimitedProtocol,
@@ -189,6 +244,7 @@ def _http(supervisor: EngineSupervisor, options: ServerOptions) -> tuple[uvicorn
         timeout_keep_alive=75,  # longer than the clients' pools keep a connection, so that they close it
         timeout_graceful_shutdown=_LAST_WORDS,
         backlog=_BACKLOG,
+        ssl_context_factory=(lambda config, default: tls) if tls else None,
     )
     return Server(config), metrics
 

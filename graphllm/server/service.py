@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from graphllm.entrypoints.async_llm import merge
 from graphllm.server.chat.call import CHAT, MAX_COMPLETIONS, Call, check_priority, parse_call, rendered, write_out
 from graphllm.server.generation import News, generate
 from graphllm.server.http.errors import NotFoundError, UnavailableError
-from graphllm.server.http.wire import aside, record_of, while_there
+from graphllm.server.http.wire import aside, cancelled, record_of, while_there
 from graphllm.server.operations.engine_supervisor import EngineSupervisor
 from graphllm.server.operations.metrics import Metrics
 
@@ -26,13 +27,15 @@ from graphllm.server.operations.metrics import Metrics
 @dataclass(frozen=True)
 class Limits:
     """Of one request. body: bytes. prompts: of a completion. completions: n for each prompt, all together. stops: stop
-    strings; stop_length: characters of each."""
+    strings; stop_length: characters of each. counted: tokens of a text that is only tokenized, or twice the context
+    where that is more."""
 
     body: int = 32 << 20
     prompts: int = 1024
     completions: int = MAX_COMPLETIONS
     stops: int = 64
     stop_length: int = 1024
+    counted: int = 1 << 16
 
     def check(self, call: Call) -> None:
         """Raises ConfigError."""
@@ -59,12 +62,14 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """names: of the model, the first is its own. created: Unix time of the start."""
+    """names: of the model, the first is its own. keep_alive: seconds without an event in a stream after which a sign of
+    life is sent, 0 for none. created: Unix time of the start."""
 
     supervisor: EngineSupervisor
     names: tuple[str, ...]
     metrics: Metrics
     limits: Limits = Limits()
+    keep_alive: float = 15.0
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -79,7 +84,7 @@ class Service:
         """Raises ConfigError where there is none, UnavailableError while the model is not open."""
         opened = self.supervisor.opened
         if opened is None:
-            raise UnavailableError("the engine is starting", 5)
+            raise UnavailableError("the engine is starting", 1)
         if opened.tokenizer is None:
             raise ConfigError("tokenizer: there is none; send token ids, or start without --skip-tokenizer-init")
         return opened.tokenizer
@@ -123,28 +128,41 @@ class Service:
 
         return await while_there(request, collect())
 
-    def conversation_ids(self, body: dict[str, Any]) -> list[int]:
-        """Token ids of the body of a chat, as the model would see it."""
+    def conversation(self, body: dict[str, Any]) -> str:
+        """The text of the body of a chat, as the model would see it."""
         supervisor = self.supervisor
-        text = rendered(parse_call(CHAT, body, supervisor.defaults), self.tokenizer, supervisor.style)
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        return rendered(parse_call(CHAT, body, supervisor.defaults), self.tokenizer, supervisor.style)
+
+    async def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text that need not fit the context, for those who ask how long it is."""
+        limit = max(2 * self.info.max_model_len, self.limits.counted)
+        return await self.supervisor.engine.encode(text, limit, add_special_tokens)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
 
-async def first_and_rest(request: Request, started: Started) -> AsyncGenerator[News, None]:
+async def first_and_rest(request: Request, started: Started, patience: float) -> AsyncGenerator[News, None]:
     """The outputs of a streamed call, once the first one is there: what goes wrong before it still has a status of its
-    own. Raises GoneError when the client leaves before."""
-    first = await while_there(request, anext(started.news))
+    own. patience: seconds after which there is nothing more to wait for, 0 for no end. Raises GoneError when the client
+    leaves before."""
+    first = asyncio.ensure_future(anext(started.news))
+    try:
+        await while_there(request, asyncio.wait({first}, timeout=patience or None))
+        if first.done():
+            first.result()
+    except BaseException:
+        await cancelled(first)
+        raise
 
     async def rest() -> AsyncGenerator[News, None]:
         try:
-            yield first
+            yield await first
             async for news in started.news:
                 yield news
         finally:
+            await cancelled(first)
             await started.news.aclose()
 
     return rest()

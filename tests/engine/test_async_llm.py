@@ -20,7 +20,7 @@ from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from graphllm.engine.scheduler import QueueFullError
+from graphllm.engine.request import QueueFullError
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError, merge
 

@@ -154,7 +154,7 @@ def test_structured_outputs(tokenizer: Tokenizer) -> None:
         ([], {}, "prompt is empty"),
         ({}, {}, "prompt is missing: give text, or token ids as prompt_token_ids"),
         ({"prompt": 3}, {}, "prompt is 3: give text"),
-        ({"text": "a"}, {}, r"prompt has \['text'\]: give \['cache_salt', 'prompt', 'prompt_token_ids'\]"),
+        ({"text": "a"}, {}, r"prompt has \['text'\]: give \['add_special_tokens', 'cache_salt', 'prompt', '"),
         (["a"], {}, r"prompt is \['a'\]: give text or a list of token ids"),
         ([1.0], {}, r"prompt is \[1.0\]: give"),
         ([True], {}, r"prompt is \[True\]: give"),

@@ -187,3 +187,48 @@ HARD: dict[str, dict[str, Any]] = {
     "deep groups": {"regex": "(" * 60_000 + "a" + ")" * 60_000},
     "large counts": {"regex": "((a{1,1000}b){1,1000}c){1,1000}"},
 }
+
+
+# --- bodies of which reading, checking and tokenizing make many times their bytes
+
+
+def large_bodies(size: int) -> dict[str, tuple[str, bytes]]:
+    """Paths and bodies of about ``size`` bytes, by what is in them."""
+
+    def filled(path: str, before: str, item: str, after: str) -> tuple[str, bytes]:
+        """item: what is repeated, with what stands between two."""
+        count = (size - len(before) - len(after)) // len(item.encode())
+        return path, (before + (item * count).rstrip(",") + after).encode()
+
+    user, keys = '{"messages": [{"role": "user", "content": "', range(size // 15)
+    return {
+        "words": filled(COMPLETIONS, '{"prompt": "', "hello world, some words ", '"}'),
+        "spaces": filled(COMPLETIONS, '{"prompt": "', " ", '"}'),
+        "one letter": filled(CHAT, user, "a", '"}]}'),
+        "escapes": filled(CHAT, user, "\\u00e9", '"}]}'),
+        "brackets in a text": filled(CHAT, user, "[{", '"}]}'),
+        "emoji": filled(RESPONSES, '{"input": "', "\U0001f3f3", '"}'),
+        "text to count": filled("/tokenize", '{"prompt": "', "hello ", '"}'),
+        "messages to count": filled(f"{MESSAGES}/count_tokens", user, "hello ", '"}]}'),
+        "messages": filled(CHAT, '{"messages": [', '{"role":"user","content":""},', "]}"),
+        "parts": filled(CHAT, '{"messages": [{"role": "user", "content": [', '{"type":"text","text":""},', "]}]}"),
+        "turns": filled(MESSAGES, '{"max_tokens": 2, "messages": [', '{"role":"user","content":"x"},', "]}"),
+        "items": filled(RESPONSES, '{"input": [', '{"role":"user","content":"x"},', "]}"),
+        "empty lists": filled(CHAT, '{"messages": [', "[],", "]}"),
+        "empty objects": filled(CHAT, '{"messages": [', "{},", "]}"),
+        "prompts": filled(COMPLETIONS, '{"prompt": [', '"ab",', "]}"),
+        "token ids": filled(COMPLETIONS, '{"prompt": [', "999,", "]}"),
+        "floats": filled(COMPLETIONS, '{"prompt": [', "1.5,", "]}"),
+        "ids to decode": filled("/detokenize", '{"tokens": [', "999,", "]}"),
+        "bad words": filled(COMPLETIONS, '{"prompt": "x", "bad_words": [', '"ab",', "]}"),
+        "stop strings": filled(COMPLETIONS, '{"prompt": "x", "stop": [', '"ab",', "]}"),
+        "stop ids": filled(COMPLETIONS, '{"prompt": "x", "stop_token_ids": [', "999,", "]}"),
+        "allowed ids": filled(COMPLETIONS, '{"prompt": "x", "allowed_token_ids": [', "999,", "]}"),
+        "fields": (COMPLETIONS, json.dumps({f"f{i}": i for i in range(size // 20)}).encode()),
+        "bias": (COMPLETIONS, json.dumps({"prompt": "x", "logit_bias": dict.fromkeys(map(str, keys), 1)}).encode()),
+        "metadata": (CHAT, json.dumps({"messages": [], "metadata": dict.fromkeys(map(str, keys), "")}).encode()),
+        "a tool": filled(CHAT, '{"tools": [{"type": "function", "function": {"name": "f", "description": "', "hello ",
+                         '"}}], "messages": [{"role": "user", "content": "x"}]}'),
+        "a schema": filled(CHAT, '{"messages": [{"role": "user", "content": "x"}], "response_format": {"type": '
+                           '"json_schema", "json_schema": {"name": "n", "schema": {"enum": [', '"ab",', "]}}}}"),
+    }  # fmt: skip

@@ -164,7 +164,7 @@ def test_keys(serve: Callable[..., Served]) -> None:
     _within(60, lambda: server.get("/health/ready")[0] == 200)
     for path in ("/health", "/health/live", "/health/startup", "/ping", "/"):
         assert server.get(path)[0] == 200
-    for path in ("/v1/models", "/metrics", "/docs", "/openapi.json", "/version", "/load", "/nothing"):
+    for path in ("/v1/models", "/metrics", "/docs/nothing", "/version", "/load", "/nothing", "/static-offline-docs"):
         assert server.get(path)[0] == 401
     for path in (CHAT, "/v1/completions", "/v1/messages", "/tokenize"):
         assert server.post(path, SHORT)[0] == 401

@@ -19,6 +19,7 @@ from graphllm.server.http.wire import EventStream, JsonRoute, aside, json_respon
 from graphllm.server.service import Service, first_and_rest
 
 _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
+_PING = named_event({"type": "ping"})
 
 
 def anthropic_routes(service: Service) -> APIRouter:
@@ -34,7 +35,10 @@ def anthropic_routes(service: Service) -> APIRouter:
         name = started.call.model or service.names[0]
         writer = MessageWriter(f"msg_{record.id}", name, requests.omits_thinking(record.body))
         if started.call.stream:
-            return EventStream(_events(request, writer, reading, await first_and_rest(request, started)))
+            news = await first_and_rest(request, started, service.keep_alive)
+            return EventStream(
+                _events(request, writer, reading, news), service.keep_alive, named_event({"type": "ping"})
+            )
         (output,) = await service.whole(request, started)
         parts = reading.read(output)
         writer.start(reading.usage)
@@ -48,7 +52,7 @@ def anthropic_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         record = record_of(request.scope)
         chat = requests.count_to_chat(record.body)
-        return InputTokens(input_tokens=len(await aside(record, service.conversation_ids, chat)))
+        return InputTokens(input_tokens=len(await service.encode(await aside(record, service.conversation, chat))))
 
     return router
 

@@ -287,7 +287,7 @@ def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Seq
             hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ends)),
         )
     # The template has written BOS where it wants one, so none is added.
-    return call, [{"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}]
+    return call, [{"prompt": text, "add_special_tokens": False}]
 
 
 def _with_text(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:

@@ -12,14 +12,14 @@ from fastapi.responses import Response
 from graphllm.config import ConfigError
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.request import QueueFullError
-from graphllm.entrypoints.async_llm import EngineUnhealthyError
+from graphllm.entrypoints.async_llm import EngineUnhealthyError, SlowReaderError
 from graphllm.server.http.error_bodies import anthropic_error_body, error_body
 from graphllm.server.http.wire import json_response, record_of
 
+_FOLDERS = re.compile(r"(?<![\w/:.])(?:/[^\s/'\",;:()]+)+/(?=[^\s/'\",;:()])")
 _log = logging.getLogger(__name__)
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _LONGEST = 2000  # characters of a message; names of fields, and lists of mistakes, are as long as somebody made them
-_RETRY_AFTER = 1  # seconds after a full queue: some request ends in that time
 
 
 class NotFoundError(Exception):
@@ -49,6 +49,7 @@ KNOWN: tuple[type[Exception], ...] = (
     EngineDeadError,
     EngineUnhealthyError,
     EngineFailureError,
+    SlowReaderError,
 )
 
 
@@ -65,7 +66,14 @@ def error_response(
     return response
 
 
+def without_folders(text: str) -> str:
+    """A cause as the engine told it, in which files stand by their names alone."""
+    return _FOLDERS.sub("", text)
+
+
 def _body(scope: MutableMapping[str, Any], status: int, message: str, code: Any = None) -> dict[str, Any]:
+    if status >= 500:  # the others name what the client sent
+        message = without_folders(message)
     message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]}..."
     if scope["path"].startswith("/v1/messages"):
         return anthropic_error_body(status, message)
@@ -80,7 +88,7 @@ def describe(error: Exception) -> tuple[int, str, dict[str, str], str | None]:
     """Status, message, headers and code of what a route or the engine raised."""
     match error:
         case QueueFullError():
-            return 429, str(error), {"Retry-After": str(_RETRY_AFTER)}, None
+            return 429, str(error), {"Retry-After": str(error.retry_after)}, None
         case ConfigError():
             return 400, str(error), {}, None
         case NotFoundError():
@@ -92,6 +100,8 @@ def describe(error: Exception) -> tuple[int, str, dict[str, str], str | None]:
         case EngineFailureError():
             # A constraint that only the engine could judge is a mistake of the request.
             return (400 if re.match(r"structured_outputs", str(error)) else 500), str(error), {}, None
+        case SlowReaderError():
+            return 408, str(error), {}, None
     return 500, "internal error: the server's log has it, under the id in x-request-id", {}, None
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -25,18 +26,23 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder().decode
 _MAX_DEPTH = 128  # levels; a schema may have 100
+_MAX_CONTAINERS = 1 << 18  # lists and objects: one of three bytes takes a hundred times as much memory
+# The next list or object with what stands before it, strings as a whole; or what stands behind the last.
+_CONTAINER = re.compile(rb'(?:[^"\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:[\[{]|\Z)', re.DOTALL)
 LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; others get their tokens meanwhile
 
 
 @dataclass
 class Record:
     """What a route adds to the log line of its request, and what errors are made of. body: of JSON, once it is read;
-    size: its bytes."""
+    size: its bytes. headers: more of the answer. held: the room that its body takes; closed once there are tokens."""
 
     id: str
     body: Any = None
     size: int = 0
     notes: dict[str, object] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    held: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
 
 def record_of(scope: Scope) -> Record:
@@ -60,6 +66,7 @@ class _JsonRequest(Request):
     async def json(self) -> Any:
         record, data = record_of(self.scope), await self.body()
         record.size = len(data)
+        self._body = b""  # the route lives as long as its answer takes
         record.body = await aside(record, read_json, data)
         return record.body
 
@@ -70,8 +77,12 @@ async def aside(record: Record, work: Callable[..., T], *args: Any) -> T:
 
 
 def read_json(data: bytes) -> Any:
-    """Neither NaN nor half a surrogate pair, which no tokenizer takes, nor nesting that others cannot follow. Raises
-    json.JSONDecodeError."""
+    """Neither NaN nor half a surrogate pair, which no tokenizer takes, nor nesting that others cannot follow, nor more
+    lists and objects than anybody needs. Raises json.JSONDecodeError."""
+    # Exactly, where it may be: texts have brackets, too.
+    many = data.count(b"[") + data.count(b"{") > _MAX_CONTAINERS
+    if many and any(number >= _MAX_CONTAINERS for number, _ in enumerate(_CONTAINER.finditer(data))):
+        raise json.JSONDecodeError(f"more than {_MAX_CONTAINERS} lists and objects", "", 0)
     try:
         value = _decode(data)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as damage:
@@ -123,10 +134,10 @@ async def while_there(request: Request, work: Awaitable[Any]) -> Any:
             raise GoneError
         return task.result()
     finally:
-        await _cancelled(task, gone)
+        await cancelled(task, gone)
 
 
-async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
+async def cancelled(*tasks: asyncio.Future[Any]) -> None:
     """End them, and wait until they have."""
     for task in tasks:
         task.cancel()
@@ -134,28 +145,46 @@ async def _cancelled(*tasks: asyncio.Future[Any]) -> None:
 
 
 class EventStream(Response):
-    """Server-sent events. When the client leaves, the generator is closed at once, which aborts what it waits for."""
+    """Server-sent events. When the client leaves, the generator is closed at once, which aborts what it waits for.
+    interval: seconds without an event after which ``sign`` is sent, so that proxies between do not give up; 0: never.
+    """
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, events: AsyncGenerator[bytes, None], interval: float, sign: bytes = b": keep-alive\n\n") -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events = events
+        self._events, self._interval, self._sign = events, interval, sign
+        self._idle_since: float | None = None  # None: something is being sent
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing = asyncio.ensure_future(self._write(send))
         gone = asyncio.ensure_future(until_gone(receive))
+        living = asyncio.ensure_future(self._show_life(send))
         try:
             await asyncio.wait((writing, gone), return_when=asyncio.FIRST_COMPLETED)
             if writing.done():
                 writing.result()
         finally:
-            await _cancelled(writing, gone)
+            await cancelled(writing, gone, living)
+
+    async def _show_life(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
+        while self._interval:
+            idle = 0.0 if self._idle_since is None else clock() - self._idle_since
+            if idle < self._interval:
+                await asyncio.sleep(self._interval - idle)
+            else:
+                self._idle_since = clock()
+                await send({"type": "http.response.body", "body": self._sign, "more_body": True})
 
     async def _write(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            clock = asyncio.get_running_loop().time
+            self._idle_since = clock()
             async for data in events:
+                self._idle_since = None
                 await send({"type": "http.response.body", "body": data, "more_body": True})
+                self._idle_since = clock()
             await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -63,17 +63,18 @@ def openai_routes(service: Service) -> APIRouter:
 
     def card(name: str) -> ModelCard:
         supervisor = service.supervisor
-        root = supervisor.opened.config.model.model if supervisor.opened else name
         ready = supervisor.engine.ready if supervisor.status == "ready" else None
         length = ready.info.max_model_len if ready else None
-        return ModelCard(id=name, created=service.created, root=root, max_model_len=length)
+        return ModelCard(id=name, created=service.created, root=service.names[0], max_model_len=length)
 
     @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True, responses=errors(*READS))
     async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
         """Token ids of a prompt, or of messages as the chat template writes them."""
         service.check_model(body.model)
         record = record_of(request.scope)
-        return await aside(record, _tokens, service, record.body)
+        ids = await service.encode(*await aside(record, _text, service, record.body))
+        texts = await aside(record, _texts, service, ids) if record.body.get("return_token_strs") else None
+        return Tokens(count=len(ids), max_model_len=service.info.max_model_len, tokens=ids, token_strs=texts)
 
     @router.post("/detokenize", tags=["Tokenizer"], responses=errors(*READS))
     async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
@@ -86,13 +87,12 @@ def openai_routes(service: Service) -> APIRouter:
     return router
 
 
-def _tokens(service: Service, body: dict[str, Any]) -> Tokens:
-    tokenizer, ids = service.tokenizer, _ids(service, body)
-    texts = [tokenizer.decode([i], skip_special_tokens=False) for i in ids] if body.get("return_token_strs") else None
-    return Tokens(count=len(ids), max_model_len=service.info.max_model_len, tokens=ids, token_strs=texts)
+def _texts(service: Service, ids: list[int]) -> list[str]:
+    return [service.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
 
 
-def _ids(service: Service, body: dict[str, Any]) -> list[int]:
+def _text(service: Service, body: dict[str, Any]) -> tuple[str, bool]:
+    """What is to be tokenized, and whether special tokens are added."""
     given = {
         name: value for name, value in body.items() if name not in ("model", "return_token_strs") and value is not None
     }
@@ -103,8 +103,8 @@ def _ids(service: Service, body: dict[str, Any]) -> list[int]:
         if len(given) > 1:
             name = next(name for name in given if name != "prompt")
             raise ConfigError(f"{name} is {given[name]!r:.80}: not supported with a prompt; leave it out")
-        return service.tokenizer.encode(given["prompt"], add_special_tokens=special)
-    return service.conversation_ids(given)
+        return given["prompt"], special
+    return service.conversation(given), False
 
 
 async def answer(service: Service, request: Request, url: str) -> Response:
@@ -114,7 +114,8 @@ async def answer(service: Service, request: Request, url: str) -> Response:
     call, about = started.call, (record.id, service.names[0], int(time.time()))
     if call.stream:
         writer = answers.ChunkWriter(call, *about, service.count)
-        return EventStream(_chunks(request, writer, await first_and_rest(request, started)))
+        news = await first_and_rest(request, started, service.keep_alive)
+        return EventStream(_chunks(request, writer, news), service.keep_alive)
     outputs = await service.whole(request, started)
     return json_response(answers.response_body(call, outputs, *about, service.count))
 

@@ -70,6 +70,7 @@ class EngineSupervisor:
     defaults: SamplingParams = field(default_factory=SamplingParams)
     _engine: AsyncLLM | None = None
     _phase: str = "opening the model"
+    _since: float = field(default_factory=time.monotonic)  # the status is this one
 
     async def run(self) -> None:
         """Open and start the engine, then watch it until cancelled. Raises ConfigError for a model that cannot be
@@ -145,7 +146,7 @@ class EngineSupervisor:
             return
 
     def _become(self, status: str, cause: str | None = None) -> None:
-        self.status, self.cause = status, cause
+        self.status, self.cause, self._since = status, cause, time.monotonic()
 
     @contextlib.asynccontextmanager
     async def _announced(self) -> AsyncIterator[None]:
@@ -171,7 +172,10 @@ class EngineSupervisor:
             assert self._engine is not None
             return self._engine
         told = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
-        raise UnavailableError(told.get(self.status) or f"the engine is {self.status}: {self.cause}", 5)
+        lasted = round(time.monotonic() - self._since)  # as long again, for want of anything better
+        raise UnavailableError(
+            told.get(self.status) or f"the engine is {self.status}: {self.cause}", max(1, min(30, lasted))
+        )
 
     @property
     def ready(self) -> bool:

@@ -6,6 +6,9 @@ The table of families is `graphllm.server.operations.metric_families`.
 
 from __future__ import annotations
 
+import math
+import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 import prometheus_client as prometheus
@@ -29,6 +32,8 @@ from graphllm.server.operations.metric_families import (
 )
 from graphllm.version import __version__
 
+_UNKNOWN = 10  # seconds after which to ask again, while no request has ended yet
+
 
 class Metrics(Collector):
     """All metrics of one server.
@@ -48,6 +53,7 @@ class Metrics(Collector):
                 self._counts[family.name] = dict.fromkeys(family.start, 0.0)
         self.first_token = self._distribution("time_to_first_token_seconds")
         self.between_tokens = self._distribution("inter_token_latency_seconds")
+        self._ends: deque[float] = deque(maxlen=256)  # of requests, the latest
         self._core = CoreStats()  # as it was last known
         self._gone: dict[str, Series] = {}  # what cores before it had counted
         self._registry = prometheus.CollectorRegistry()
@@ -67,6 +73,16 @@ class Metrics(Collector):
     def completed(self, reason: str) -> None:
         """Count a completion that ended, by its finish_reason."""
         self._count("requests_finished", reason)
+
+    def ended(self) -> None:
+        """A request is over."""
+        self._ends.append(time.monotonic())
+
+    def seconds_for(self, requests: int) -> int:
+        """How long so many requests will take, as the latest have shown; a minute at most."""
+        if not self._ends:
+            return _UNKNOWN
+        return max(1, min(60, math.ceil(requests * (time.monotonic() - self._ends[0]) / len(self._ends))))
 
     def finished(self, done: Finished) -> None:
         """Count a request that ran to its end."""
@@ -153,6 +169,11 @@ class Tracker:
         self._seen = [0.0] * params.n  # when the newest token of each completion came
         self._reasons: list[str | None] = [None] * params.n
 
+    @property
+    def over(self) -> bool:
+        """Its last output was shown, or it was ended otherwise."""
+        return not self._open
+
     def output(self, output: RequestOutput) -> None:
         """Count what is new; each output must be shown once, in order."""
         if self._params.output_kind is RequestOutputKind.FINAL_ONLY:
@@ -204,6 +225,7 @@ class Tracker:
         the rest) or "error" (the engine failed). Does nothing for one that is over."""
         if self._open:
             self._open = False
+            self._metrics.ended()
             for own in self._reasons:
                 self._metrics.completed(own or reason)
 

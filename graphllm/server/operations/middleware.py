@@ -18,14 +18,21 @@ from collections.abc import Sequence
 import msgspec
 
 from graphllm.server.http.errors import error_response
-from graphllm.server.http.wire import App, Message, Receive, Record, Scope, Send
+from graphllm.server.http.room import Room
+from graphllm.server.http.wire import App, Message, Receive, Record, Scope, Send, record_of
 from graphllm.server.operations.metrics import Metrics
 
-# Probes of an orchestrator have no key, and the page, which holds nothing of anybody, is where a person types it in.
-OPEN_PATHS = frozenset({"/", "/health", "/health/startup", "/health/live", "/health/ready", "/ping"})
-_QUIET = OPEN_PATHS - {"/"} | {"/metrics"}  # asked every few seconds: logged at debug
+_PROBES = frozenset({"/health", "/health/startup", "/health/live", "/health/ready", "/ping"})
+# Probes of an orchestrator have no key, and the pages, which hold nothing of anybody, are where a person types it in.
+OPEN_PATHS = _PROBES | {"/", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
+_OPEN_FOLDER = "/static-offline-docs/"  # style and script of /docs
+_QUIET = _PROBES | {"/metrics"}  # asked every few seconds: logged at debug
 _ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _BODY_SECONDS = 60.0  # for a whole body
+_ROOM_SECONDS = 30.0  # that it may wait for room
+_SMALL = 256 << 10  # bytes of a body that needs none
+_ROOM = 32 << 20  # bytes of large bodies that are read and not tokenized yet; one of the largest always has room
+_VALUES, _VALUE = 128 << 20, 80  # bytes of what they become, and of a number or a short text
 _LINGER_SECONDS = 2.0  # for what a client still sends of a body that was refused
 _log = logging.getLogger("graphllm.access")
 
@@ -35,6 +42,7 @@ class Middleware:
 
     def __init__(self, app: App, keys: Sequence[str], max_body: int, metrics: Metrics) -> None:
         self._app, self._max_body, self._metrics = app, max_body, metrics
+        self._room, self._values = Room(max(_ROOM, max_body)), Room(_VALUES)
         self._keys = [_digest(key.encode()) for key in keys]
         self.in_flight = 0
 
@@ -45,6 +53,9 @@ class Middleware:
                 return
             await self._app(scope, receive, send)
             return
+        method = scope["method"]
+        if method == "HEAD":  # as GET, everywhere; what writes the answer leaves its body out
+            scope = {**scope, "method": "GET"}
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
         record = scope["graphllm"] = Record(given.decode() if _ID.fullmatch(given) else secrets.token_hex(16))
@@ -55,7 +66,8 @@ class Middleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 id = record.id.encode()  # under the name that OpenAI's clients read, and Anthropic's
-                message["headers"] = [*message["headers"], (b"x-request-id", id), (b"request-id", id)]
+                more = [(name.encode(), value.encode()) for name, value in record.headers.items()]
+                message["headers"] = [*message["headers"], (b"x-request-id", id), (b"request-id", id), *more]
             await send(message)
 
         self.in_flight += 1
@@ -66,16 +78,19 @@ class Middleware:
             status = 500
             raise
         finally:
+            record.held.close()
             self.in_flight -= 1
-            self._tell(scope, record, status, time.perf_counter() - began)
+            self._tell(scope, method, record, status, time.perf_counter() - began)
 
     async def _pass(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows(headers):
+        path = scope["path"]
+        is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+        if self._keys and not is_open and not self._knows(headers):
             message = "api key: missing or wrong; send the header Authorization: Bearer KEY"
             await error_response(scope, 401, message, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(self._body(headers, receive), _BODY_SECONDS)
+            body = await asyncio.wait_for(self._body(headers, receive, record_of(scope)), _BODY_SECONDS)
         except TimeoutError:
             message = f"body: not complete after {_BODY_SECONDS:.0f} s"
             await error_response(scope, 408, message, headers={"Connection": "close"})(scope, receive, send)
@@ -84,8 +99,13 @@ class Middleware:
             message = f"body: larger than {self._max_body} bytes; shorten it, or start with a larger --max-body-size"
             await _refuse(error_response(scope, 413, message, headers={"Connection": "close"}), scope, receive, send)
             return
+        except _NoRoomError:
+            message = "body: there is no room for it beside other large ones; send it again later"
+            later = {"Connection": "close", "Retry-After": f"{_ROOM_SECONDS:.0f}"}
+            await _refuse(error_response(scope, 503, message, headers=later), scope, receive, send)
+            return
         if body is not None:
-            await self._app(scope, _replay(body, receive), send)
+            await self._app(scope, _replay([body], receive), send)
 
     def _knows(self, headers: dict[bytes, bytes]) -> bool:
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
@@ -95,24 +115,29 @@ class Middleware:
         # All of them are compared, whole: the time says nothing about the keys.
         return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes | None:
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive, record: Record) -> bytearray | None:
         """None when the client left before its end."""
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self._max_body:
+        declared = headers.get(b"content-length", b"")
+        length = int(declared) if declared.isdigit() else self._max_body
+        if declared and length > self._max_body:
             raise _TooLargeError
-        parts, size = [], 0
-        while True:
+        body, more, known = bytearray(), True, False
+        while more:
             message = await receive()
             if message["type"] != "http.request":
                 return None
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > self._max_body:
+            body += message.get("body", b"")
+            if len(body) > self._max_body:
                 raise _TooLargeError
-            if not message.get("more_body", False):
-                return b"".join(parts)
+            if len(body) > _SMALL and not known:
+                await _taken(self._room, length, record)
+                known = True
+            more = message.get("more_body", False)
+        if known:
+            await _taken(self._values, _VALUE * sum(map(body.count, b",:[{")), record)
+        return body
 
-    def _tell(self, scope: Scope, record: Record, status: int, seconds: float) -> None:
+    def _tell(self, scope: Scope, method: str, record: Record, status: int, seconds: float) -> None:
         path = scope["path"]
         route = getattr(scope.get("route"), "path", None)
         self._metrics.http(route or "none", status, seconds)
@@ -121,12 +146,23 @@ class Middleware:
             client = scope.get("client")
             notes = {"id": record.id, "client": client[0] if client else "local", "ms": round(1000 * seconds, 1)}
             # A path is whatever somebody sent.
-            line = f"{scope['method']} {msgspec.json.encode(path[:200]).decode()[1:-1]} {status}"
+            line = f"{method} {msgspec.json.encode(path[:200]).decode()[1:-1]} {status}"
             _log.log(level, line, extra={"notes": {**notes, **record.notes}})
 
 
 class _TooLargeError(Exception):
     pass
+
+
+class _NoRoomError(Exception):
+    pass
+
+
+async def _taken(room: Room, size: int, record: Record) -> None:
+    try:
+        await asyncio.wait_for(room.take(size, record.held), _ROOM_SECONDS)
+    except TimeoutError:
+        raise _NoRoomError from None
 
 
 async def _refuse(response: App, scope: Scope, receive: Receive, send: Send) -> None:
@@ -150,15 +186,12 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, then what comes after it: the end of the connection."""
-    given = False
+def _replay(body: list[bytearray], receive: Receive) -> Receive:
+    """The body that was read, which is not kept here, then what comes after it: the end of the connection."""
 
     async def replayed() -> Message:
-        nonlocal given
-        if given:
+        if not body:
             return await receive()
-        given = True
-        return {"type": "http.request", "body": body, "more_body": False}
+        return {"type": "http.request", "body": bytes(body.pop()), "more_body": False}
 
     return replayed

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from graphllm.server.http.bodies import Answer
 from graphllm.server.http.document import METRICS, errors
+from graphllm.server.http.errors import without_folders
 from graphllm.server.http.wire import json_response
 from graphllm.server.operations.engine_supervisor import EngineSupervisor
 from graphllm.server.operations.metrics import Metrics
@@ -37,7 +38,8 @@ def probe_routes(supervisor: EngineSupervisor, metrics: Metrics, middleware: Mid
     router = APIRouter()
 
     def health(good: bool) -> Response:
-        body = HealthStatus(status=supervisor.status, cause=supervisor.cause)
+        cause = supervisor.cause and without_folders(supervisor.cause)
+        body = HealthStatus(status=supervisor.status, cause=cause)
         response = json_response(body.model_dump(exclude_none=True), 200 if good else 503)
         response.headers["cache-control"] = "no-store"
         return response

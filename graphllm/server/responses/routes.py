@@ -61,7 +61,8 @@ def responses_routes(service: Service) -> APIRouter:
             keep(task)
             return json_response(writer.body())
         if started.call.stream:
-            return EventStream(_events(request, writer, reading, await first_and_rest(request, started), keep))
+            news = await first_and_rest(request, started, service.keep_alive)
+            return EventStream(_events(request, writer, reading, news, keep), service.keep_alive)
         (output,) = await service.whole(request, started)
         writer.start()
         writer.parts(reading.read(output))

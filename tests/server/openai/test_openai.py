@@ -8,9 +8,11 @@ from typing import Any
 import byte_tokenizer
 import jsonschema
 import pytest
+from stub_core import info
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
+from graphllm.engine.processor import Processor
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.call import CHAT, COMPLETIONS, Call, Style, parse_call, write_out
 from graphllm.server.chat.replies import ReplyFormat
@@ -138,7 +140,7 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
     )
     prompt: Any = write_out(call, tokenizer, Style())[1][0]
     assert prompt["prompt"] == "<s>user:one\ntwo;!bot:"
-    ids = prompt["prompt_token_ids"]
+    ids = Processor(tokenizer, info(tokenizer.vocab_size)).make(prompt, OPEN, "r").prompt_token_ids
     assert ids.count(byte_tokenizer.BOS) == 1
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s>user:one\ntwo;!bot:"
 
