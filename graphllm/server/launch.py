@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import os
 import resource
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
 _UNSENT = 128 << 10  # bytes for each client who does not read; the kernel would keep megabytes
+_M_MMAP_THRESHOLD, _M_ARENA_MAX = -3, -8  # of malloc.h
 _LAST_WORDS = 2  # seconds for the ends of answers to reach their clients
 
 
@@ -64,6 +66,10 @@ def serve(
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""
     tls = _tls(options)
+    # Memory of large bodies goes back at once: by default, the first that is freed makes the C library keep more.
+    mallopt = ctypes.CDLL(None).mallopt
+    mallopt(_M_MMAP_THRESHOLD, 1 << 20)
+    mallopt(_M_ARENA_MAX, 2)
     # A connection is a file, and the soft limit is often 1,024.
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from graphllm.config import ConfigError
-from graphllm.server.http.bodies import Object, choice, fields, objects, optional, refuse_unless, required
+from graphllm.server.http.bodies import Items, Object, choice, fields, objects, optional, refuse_unless, required
 
 _NEUTRAL: dict[str, Any] = {"speed": "standard"}
 _SAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt")  # as in a chat
@@ -34,7 +34,7 @@ class MessageParam(Object):
     """One turn, or a part of it: neighbours with the same role are one turn."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | list[dict[str, Any]] = Field(
+    content: str | Items[dict[str, Any]] = Field(
         description="Text, or blocks of type text, tool_result (user), thinking or tool_use (assistant)."
     )
 
@@ -81,9 +81,9 @@ class CountTokensRequest(Object):
     """POST /v1/messages/count_tokens"""
 
     model: str | None = None
-    messages: list[MessageParam]
-    system: str | list[dict[str, Any]] | None = Field(None, description="Text, or blocks of type text.")
-    tools: list[Tool] | None = None
+    messages: Items[MessageParam]
+    system: str | Items[dict[str, Any]] | None = Field(None, description="Text, or blocks of type text.")
+    tools: Items[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
@@ -99,7 +99,7 @@ class MessagesRequest(CountTokensRequest):
     """POST /v1/messages"""
 
     max_tokens: int = Field(ge=1)
-    stop_sequences: list[str] | None = None
+    stop_sequences: Items[str] | None = None
     stream: bool | None = None
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Any, TypeVar
+from functools import reduce
+from operator import or_
+from types import UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
 
 from graphllm.config import ConfigError
 
 T = TypeVar("T")
 
+_ENTRIES = 1 << 16  # of an object whose values are checked one by one
 _KINDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -19,6 +23,29 @@ _KINDS: dict[type, str] = {
     dict: "an object",
     list: "a list",
 }
+
+
+class _FailFast(FailFast):
+    __hash__ = object.__hash__  # unions want one
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > _ENTRIES:
+        raise ValueError(f"it has {len(value)} entries; give fewer")
+    return value
+
+
+Items = Annotated[list[T], _FailFast()]
+"""A list of which only the first mistake is looked for; a body could have millions, which take a gigabyte."""
+
+
+def first_mistake(kind: Any) -> Any:
+    """A type in which lists are `Items`, and objects are small, for which there is no such thing."""
+    if get_origin(kind) is list:
+        return Items[first_mistake(get_args(kind)[0])]  # type: ignore[misc]
+    if get_origin(kind) is dict:
+        return Annotated[kind, BeforeValidator(_few)]
+    return reduce(or_, map(first_mistake, get_args(kind))) if isinstance(kind, UnionType) else kind
 
 
 class Object(BaseModel):

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import SamplingParams
 from graphllm.server.chat.call import MAX_COMPLETIONS
-from graphllm.server.http.bodies import Answer, Object
+from graphllm.server.http.bodies import Answer, Items, Object, first_mistake
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
@@ -28,7 +28,10 @@ class Body(Object):
 def with_parameters(base: type[BaseModel], params: type) -> Any:
     """``base`` with the fields that requests have of a class of sampling parameters; none of them has to be given."""
     fields: dict[str, Any] = {
-        d.name: (d.body | None, Field(None, description=d.parameter.help, **cast(Any, d.parameter.bounds)))
+        d.name: (
+            first_mistake(d.body) | None,
+            Field(None, description=d.parameter.help, **cast(Any, d.parameter.bounds)),
+        )
         for d in parameters(params).values()
         if d.body is not None
     }
@@ -58,9 +61,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
     name: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -68,11 +71,11 @@ class ChatMessage(BaseModel):
 class ChatBody(Sampling):
     """POST /v1/chat/completions"""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each position.")
-    tools: list[dict[str, Any]] | None = Field(None, description="Functions, with JSON schemas of their arguments.")
+    tools: Items[dict[str, Any]] | None = Field(None, description="Functions, with JSON schemas of their arguments.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer.")
@@ -84,7 +87,7 @@ class ChatBody(Sampling):
 class CompletionBody(Sampling):
     """POST /v1/completions"""
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(description="Text or token ids, one or several.")
+    prompt: str | Items[int] | Items[str] | Items[Items[int]] = Field(description="Text or token ids, one or several.")
     echo: bool | None = Field(None, description="Put the prompt before the completion; max_tokens may be 0 then.")
 
 
@@ -92,8 +95,8 @@ class TokenizeBody(Body):
     """POST /tokenize: of a prompt, or of messages as the chat template writes them."""
 
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: Items[ChatMessage] | None = None
+    tools: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -103,7 +106,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
-    tokens: list[int]
+    tokens: Items[int]
 
 
 class Tokens(BaseModel):

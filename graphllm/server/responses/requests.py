@@ -10,7 +10,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from graphllm.config import ConfigError
-from graphllm.server.http.bodies import Object, choice, fields, objects, optional, refuse_unless, required, unsupported
+from graphllm.server.http.bodies import (
+    Items,
+    Object,
+    choice,
+    fields,
+    objects,
+    optional,
+    refuse_unless,
+    required,
+    unsupported,
+)
 
 Chat = list[dict[str, Any]]  # messages of a chat
 
@@ -77,7 +87,7 @@ class StructuredOutputs(Object):
 
     json_: str | dict[str, Any] | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool | None = None
@@ -89,7 +99,7 @@ class ResponsesRequest(Object):
     """POST /v1/responses"""
 
     model: str | None = None
-    input: str | list[dict[str, Any]] = Field(
+    input: str | Items[dict[str, Any]] = Field(
         description="What the user says, or items of type message, function_call, function_call_output or reasoning."
     )
     instructions: str | None = Field(None, description="Comes first; the next response does not inherit it.")
@@ -101,14 +111,14 @@ class ResponsesRequest(Object):
     max_output_tokens: int | None = Field(None, ge=1)
     temperature: float | None = Field(None, ge=0)
     top_p: float | None = Field(None, gt=0, le=1)
-    tools: list[FunctionTool] | None = None
+    tools: Items[FunctionTool] | None = None
     tool_choice: str | dict[str, Any] | None = Field(
         None, description='auto, none, required, or {"type": "function", "name": ...}.'
     )
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = Field(
+    include: Items[str] | None = Field(
         None, description=f"{_LOGPROBS} is not supported; others ask for what there is not."
     )
     top_logprobs: Literal[0] | None = None
@@ -122,8 +132,8 @@ class ResponsesRequest(Object):
     top_k: int | None = Field(None, ge=-1)
     min_p: float | None = Field(None, ge=0, le=1)
     seed: _Int64 | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
