@@ -7,20 +7,36 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from graphllm.cli.bench.app import bench_app
+from graphllm.cli.endings import endings
 from graphllm.cli.options import engine_options, sampling_options
 from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
 from graphllm.version import __version__
 
+
+class _Commands(TyperGroup):
+    """Told here how commands end, because typer has its own ideas of interrupts and broken pipes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with endings():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="graphllm",
+    cls=_Commands,
     help="An LLM inference engine whose compiler is the engine.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-op_app = typer.Typer(no_args_is_help=True, help="For kernel authors: list, test and time the ops.")
+op_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="For kernel authors: list, test and time the ops."
+)
 app.add_typer(op_app, name="op")
 app.add_typer(bench_app, name="bench")
 
@@ -64,7 +80,7 @@ def run_command(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     model: ModelOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSONL here; finished ids are skipped.")
+        Path | None, typer.Option("--output", "-o", help="Write JSONL here, - is stdout; a file is continued.")
     ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put prompts into the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
@@ -76,6 +92,8 @@ def run_command(
     from graphllm.cli.batch import Inputs
     from graphllm.cli.run import read_schema, run
 
+    if output == Path("-"):
+        output = Path("/dev/stdout")
     schema = read_schema(json_schema) if json_schema is not None else None
     if json_schema or regex:
         sampling["structured_outputs"] = {"json": schema, "regex": regex}

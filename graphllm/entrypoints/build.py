@@ -18,6 +18,7 @@ from typing import Any, Literal, get_args
 from graphllm import artifact
 from graphllm.config import CompileConfig, ConfigError, EngineArgs, Env, definitions
 from graphllm.config.setting import plain
+from graphllm.cpp import check_compiler
 from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import Source
@@ -79,6 +80,9 @@ def _find(source: Source, place: Path) -> dict[str, Any] | None:
 
 def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
     """Compile into the folder ``place``."""
+    native = config.target.device == "cpu" and config.backend == "inductor"
+    if native:
+        check_compiler()
     tensors, complete = source.tensors, None
     if bake:
         if source.checkpoint is None:
@@ -86,7 +90,6 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
         complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
     from graphllm.compile.objects import Objects
 
-    native = config.target.device == "cpu" and config.backend == "inductor"
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _no_collections() if native else contextlib.nullcontext()
     with collections, Objects(env.cache_dir / "objects" if native else None) as objects:

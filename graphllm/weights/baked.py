@@ -169,6 +169,11 @@ def check_source(artifact: Path, checkpoint: Checkpoint) -> None:
         )
 
 
+def made_of(artifact: Path) -> str:
+    """The `sample` of the checkpoint that the weights were made of."""
+    return str(_table(artifact)["sample"])
+
+
 def check_contents(artifact: Path) -> None:
     """Raise BakedError unless every byte of the data is as it was written. Reads all of it."""
     table, found = _table(artifact), hashlib.sha256()
