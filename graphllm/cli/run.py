@@ -83,7 +83,7 @@ def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bo
         how = "run the same command again to go on" if sink else "with --output FILE a stopped run can be continued"
         more = f": {done} of {len(wanted)} requests are done; {how}" if len(wanted) > 1 else ""
         raise CommandError(f"interrupted{more}", stopped_status(stop)) from stop
-    if not quiet and summary.requests:
+    if not quiet and summary.first:
         phases["first token"] = summary.first - started
         _print_summary(summary, phases)
     summary.refused += sink.refused if sink else 0

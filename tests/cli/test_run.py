@@ -93,7 +93,7 @@ def test_jsonl_file(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
     assert (rows["a"]["text"], rows["b"]["text"]) == (answers[PROMPTS[0]], answers[PROMPTS[1]])
     assert answers[PROMPTS[2]].startswith(rows["3"]["text"])
     assert rows["3"]["usage"]["completion_tokens"] == 3
-    assert rows["a"].keys() == {"id", "text", "finish_reason", "usage"}
+    assert rows["a"].keys() == {"id", "digest", "text", "finish_reason", "usage"}
     assert rows["a"]["finish_reason"] == "length"
     assert rows["a"]["usage"]["completion_tokens"] == 8
 
@@ -184,7 +184,7 @@ def test_resume(run: Run, tmp_path: Path) -> None:
     assert run(file, "--output", whole).code == 0
     expected = {r["id"]: r["text"] for r in _rows(whole)}
     lines = whole.read_bytes().splitlines(keepends=True)
-    kept = json.dumps({"id": json.loads(lines[0])["id"], "text": "as it was"}).encode() + b"\n"
+    kept = json.dumps(json.loads(lines[0]) | {"text": "as it was"}).encode() + b"\n"
     for half in (b"", lines[3][:17], lines[3][:-1], lines[3][:-1].replace(b"}", b"")):
         out.write_bytes(kept + lines[1] + lines[2] + half)
         assert run(file, "--output", out).code == 0
@@ -197,12 +197,11 @@ def test_resume(run: Run, tmp_path: Path) -> None:
     assert out.read_bytes() == before
 
 
-def test_all_finished_loads_nothing(cli: Any, tmp_path: Path) -> None:
+def test_all_finished_loads_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
-    out.write_text('{"id": "prompt-0", "text": ""}\n')
-    done = cli("run", "--model", tmp_path / "no-such-model", "--prompt", "x", "--output", out)
-    assert done.code == 0
-    assert f"1 of 1 are already in {out}" in "".join(done.err.split("\n"))
+    assert run("--prompt", "x", "--output", out).code == 0
+    monkeypatch.delattr("graphllm.cli.run.resolve_model")
+    assert run("--prompt", "x", "--output", out).code == 0
 
 
 def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
@@ -217,7 +216,7 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
         ],
     )
     out = tmp_path / "out.jsonl"
-    assert run(file, "--output", out).code == 0
+    assert run(file, "--output", out).code == 1
     rows = {r["id"]: r for r in _rows(out)}
     assert rows["good"]["text"] == answers[PROMPTS[0]]
     assert "the context holds 96" in rows["long"]["error"]
@@ -251,17 +250,14 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
         ),
         (("--prompt", "x", "--buckets", "decode-x"), ["buckets: 'decode-x' is not of the form"]),
         (("--prompt", "x", "--max-num-seqs", "0"), ["max_num_seqs is 0"]),
-        (("--prompt", "x" * 500), ["prompt-0: prompt has", "--max-model-len"]),
         (
             ("--prompt", "x", "--output", "/no/such/folder/out.jsonl"),
             ["output: cannot write /no/such/folder/out.jsonl"],
         ),
         (("--prompt", "x", "--output", "/"), ["output: cannot write /"]),
-        (("--prompt", "", "--raw"), ["prompt is empty"]),
         (("--prompt", "x", "--logprobs", "2"), ["logprobs: the terminal shows none; give --output"]),
         (("--prompt", "x", "--json-schema", "{}", "--regex", "a"), ["structured_outputs has json and regex"]),
         (("--prompt", "x", "--json-schema", "x.json"), ["json-schema: 'x.json' is no schema and no file"]),
-        (("--prompt", "x", "--regex", "("), ["prompt-0: structured_outputs.regex"]),
         (("--prompt", "x", "--n", "2", "--temperature", "0"), ["n is 2: with temperature 0"]),
     ],
 )
@@ -272,6 +268,26 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     fixed = ("--model", checkpoint, *(() if "--artifact" in arguments else ("--artifact", eager_artifact)))
     _refused(cli("run", *arguments, *fixed), *parts)
+
+
+def test_exit_status_is_the_same_with_and_without_output(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    """1 where a request has no answer; the others have theirs."""
+    good, out = PROMPTS[0], tmp_path / "out.jsonl"
+    for number, (arguments, problem) in enumerate([
+        (("--prompt", "x" * 500), "prompt-1: prompt has"),
+        (("--prompt", "", "--raw"), "prompt-1: prompt is empty"),
+    ]):  # fmt: skip
+        out = tmp_path / f"{number}.jsonl"
+        shown = run("--prompt", good, *arguments)
+        assert (shown.code, run("--prompt", good, *arguments, "--output", out).code) == (1, 1)
+        assert run("--prompt", good, *arguments, "--output", out).code == 1  # skipped, and still no answer
+        assert ("--raw" in arguments) or shown.out == f"[prompt-0] {answers[good]}\n"
+        (line,) = shown.err.splitlines()
+        assert line.startswith(f"graphllm: {problem}")
+        assert _rows(out)[1]["error"] in line
+    assert run("--prompt", "x", "--regex", "(").code == 1
+    assert run("--prompt", good, "--temperature", -1, "--output", tmp_path / "no").code == 2
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
