@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -63,8 +64,8 @@ def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bo
         _tell(f"{sink.moved} results of lines that are no longer in the input were moved to {sink.moved_to}")
 
     def left() -> Iterator[Item]:
-        for place, item in enumerate(items):
-            if place >= len(wanted) or wanted[place] != (item.id, digest_of(item, settings)):
+        for place, (item, expected) in enumerate(itertools.zip_longest(items, wanted)):
+            if item is None or expected != (item.id, digest_of(item, settings)):
                 raise CommandError(f"{inputs.file} was changed while it was read; run again", 1)
             if place not in finished:
                 yield item

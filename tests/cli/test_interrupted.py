@@ -100,7 +100,7 @@ def test_stopped_and_continued(
         assert "run the same command again to go on" in told
         if way == "edited":
             changed = dict(_answers(out))
-            lines = [{"id": "new", "prompt": "on top", "max_tokens": 4}, *lines]
+            lines = [{"id": "new", "prompt": "on top", "max_tokens": 4, "temperature": 0}, *lines]
             lines[5] |= {"id": "r4 renamed"} if "id" in lines[5] else {"custom_id": "r4 renamed"}
             lines[1]["max_tokens"] += 1
             del lines[10]

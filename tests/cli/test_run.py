@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,108 @@ def test_all_finished_loads_nothing(run: Run, tmp_path: Path, monkeypatch: pytes
     assert run("--prompt", "x", "--output", out).code == 0
 
 
+def _marked(out: Path) -> None:
+    """Give results a text that no model gives: it shows which of them were kept."""
+    _jsonl(out, [row | {"text": f"kept {row['text']}"} for row in _rows(out)])
+
+
+def test_results_follow_their_lines(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    """In a file without ids, a line on top renumbers all others; a result stays with its text."""
+    file, out, old = (tmp_path / name for name in ("in.txt", "out.jsonl", "out.jsonl.old"))
+    file.write_text(f"{PROMPTS[0]}\n{PROMPTS[1]}\n{PROMPTS[1]}\n")
+    assert run(file, "--output", out).code == 0
+    _marked(out)
+    file.write_text(f"{PROMPTS[2]}\n{PROMPTS[1]}\n{PROMPTS[0]}\n")
+    done = run(file, "--output", out)
+    assert (done.code, f"1 results of lines that are no longer in the input were moved to {old}" in done.err) == (
+        0,
+        True,
+    )
+    texts = [answers[PROMPTS[2]], f"kept {answers[PROMPTS[1]]}", f"kept {answers[PROMPTS[0]]}"]
+    assert [(r["id"], r["text"]) for r in _rows(out)] == [(f"line-{i}", t) for i, t in enumerate(texts, 1)]
+    assert [r["id"] for r in _rows(old)] == ["line-3"]
+    before = out.read_bytes()
+    assert run(file, "--output", out).code == 0
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (("--max-tokens", 7), False),
+        (("--stop", "x"), False),
+        (("--system", "be short"), False),
+        (("--raw",), False),
+        (("--model", "other"), False),
+        (("--kv-cache-memory-bytes", "1MB"), True),
+        (("--scheduling-policy", "priority"), True),
+        (("--model", "moved"), True),
+    ],
+)
+def test_what_results_depend_on(
+    options: tuple[object, ...], kept: bool, run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out.jsonl"
+    assert run("--prompt", PROMPTS[0], "--output", out).code == 0
+    _marked(out)
+    before = out.read_bytes()
+    for name in ("other", "moved"):
+        shutil.copytree(checkpoint, name)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.5  # a fine-tuned one: the same shapes
+    save_file(weights, "other/model.safetensors", {"format": "pt"})
+    done = run("--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--output", out, *options)
+    if kept:
+        assert done.code == 0
+        assert out.read_bytes().startswith(before)
+        assert len(_rows(out)) == 2
+    else:
+        _refused(
+            done, "holds 1 results and none of this run", "the sampling parameters, the model", "give another file"
+        )
+        assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"id": "prompt-0", "text": "x", "finish_reason": "stop"}\n', "written by an older version"),
+        ('{"id": "prompt-0", "prompt": "an input file without a line end"}', "has a line that is no result"),
+        ("notes without a line end", "has a line that is no result"),
+    ],
+)
+def test_output_of_something_else_is_not_touched(content: str, said: str, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    _refused(run("--prompt", "x", "--output", out), said, str(out))
+    assert out.read_text() == content
+
+
+@pytest.mark.parametrize("lines", ["one\ntwo\nanother\n", "one\ntwo\n", "one\ntwo\nthree\nfour\n"])
+def test_input_that_changes_while_it_is_read(
+    lines: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No result is filed under a line that it was not made of."""
+    from graphllm.cli import run as module
+
+    file, out, resolve = tmp_path / "in.txt", tmp_path / "out.jsonl", module.resolve_model
+    file.write_text("one\ntwo\nthree\n")
+
+    def edited(*arguments: Any) -> Any:
+        file.write_text(lines)
+        return resolve(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "resolve_model", edited)
+        done = run(file, "--output", out)
+    assert (done.code, done.err) == (1, f"graphllm: {file} was changed while it was read; run again\n")
+    assert run(file, "--output", out).code == 0
+    assert [r["id"] for r in _rows(out)] == [f"line-{i + 1}" for i in range(lines.count("\n"))]
+
+
 def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
     file = _jsonl(
         tmp_path / "in.jsonl",
@@ -332,8 +435,6 @@ def test_output_that_is_no_result_file(line: str, run: Run, tmp_path: Path) -> N
 def test_damaged_generation_config(
     content: str, cli: Any, checkpoint: Path, eager_artifact: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     (folder / "generation_config.json").write_text(content)
     done = cli("run", "--model", folder, "--artifact", eager_artifact, "--prompt", "x")
