@@ -43,6 +43,7 @@ app.add_typer(bench_app, name="bench")
 _MODEL = "Checkpoint folder; without it, the embedded model."
 ModelArgument = Annotated[Path | None, typer.Argument(help=_MODEL)]
 ModelOption = Annotated[Path | None, typer.Option("--model", "-m", help=_MODEL)]
+_CHAT_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 
 @app.callback(invoke_without_command=True)
@@ -70,7 +71,7 @@ def compile_command(
 
 @app.command("run")
 @engine_options(without=("seed", "dump", "max_num_queued_reqs"))
-@sampling_options()
+@sampling_options(shown={"max_tokens": "256 for a plain prompt, OpenAI's for a line of a batch file"})
 def run_command(
     sampling: dict[str, Any],
     args: EngineArgs,
@@ -88,7 +89,12 @@ def run_command(
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
-    """Generate text offline."""
+    """Generate text offline.
+
+    A checkpoint's generation_config.json comes before the defaults of sampling options, a line's own fields before all.
+    Exit status: 0 every request has an answer, 1 some have none or results cannot be written, 2 a mistake in the
+    command or its files, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody reads the output any more.
+    """
     from graphllm.cli.batch import Inputs
     from graphllm.cli.run import read_schema, run
 
@@ -160,7 +166,7 @@ def serve_command(
 
 
 @app.command("chat")
-@sampling_options(("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"))
+@sampling_options(_CHAT_OPTIONS, shown=dict.fromkeys(_CHAT_OPTIONS, "the server's"))
 def chat_command(
     sampling: dict[str, Any],
     url: Annotated[str, typer.Option(help="Of a running server.")] = "http://127.0.0.1:8000",
@@ -179,7 +185,10 @@ def inspect_command(
     artifact: Annotated[Path, typer.Argument(help="Artifact folder.")],
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Show what an artifact holds: target, buckets, pieces, passes, kernels, memory."""
+    """Show what an artifact holds.
+
+    Target, buckets, pieces, passes, kernels, memory.
+    """
     from graphllm.cli.inspect import inspect
 
     inspect(artifact, json)
