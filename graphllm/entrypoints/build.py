@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphllm import artifact
-from graphllm.config import CompileConfig, ConfigError, EngineArgs, Env, definitions
+from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, definitions
 from graphllm.config.setting import plain
 from graphllm.cpp import check_compiler
 from graphllm.entrypoints.build_lock import build_lock
@@ -165,6 +165,13 @@ def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> 
         has = functools.reduce(operator.getitem, (*d.path, name), compiled)
         if has != plain(said):
             raise ConfigError(
-                f"{name} is {said}: the artifact {folder} was compiled with {has}; leave the option out, or compile "
-                "again with it"
+                f"{name} is {_shown(name, plain(said))}: the artifact {folder} was compiled with {_shown(name, has)}; "
+                "leave the option out, or compile again with it"
             )
+
+
+def _shown(name: str, value: Any) -> str:
+    """A setting as users write it."""
+    if name == "buckets":
+        return ",".join(Bucket(**b).name for b in value)
+    return "none" if value is None else str(value)

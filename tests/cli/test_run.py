@@ -138,6 +138,8 @@ def test_sampling_options(run: Run, answers: dict[str, str]) -> None:
         (("--max-num-seqs", 3), "max_num_seqs is 3: the artifact"),
         (("--dtype", "bfloat16"), "dtype is bfloat16: the artifact"),
         (("--max-model-len", 17), "max_model_len is 17: the artifact"),
+        (("--buckets", "decode-1,mixed-2-64"), "buckets is decode-1,mixed-2-64: the artifact"),
+        (("--quantization", "int8"), "quantization is int8: the artifact"),
     ],
 )
 def test_options_an_artifact_was_not_compiled_for(
@@ -150,6 +152,7 @@ def test_options_an_artifact_was_not_compiled_for(
     assert done.code != 0
     assert said in words
     assert "was compiled with" in words
+    assert "{" not in words
     compiled = json.loads(json.loads((eager_artifact / "manifest.json").read_text())["manifest"])["factors"]["compile"]
     same = ("--max-num-seqs", compiled["max_num_seqs"], "--max-tokens", 2, "--backend", "eager", "--target", "cpu")
     assert cli(*command, *same).code == 0
@@ -349,8 +352,9 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
         ),
         (
             ("--prompt", "x", "--kv-cache-memory-bytes", "100"),
-            ["kv cache: 0.0 MB left", "raise --kv-cache-memory-bytes"],
+            ["kv cache: 100 bytes left for it, it needs 8.2 kB at least", "raise --kv-cache-memory-bytes"],
         ),
+        (("--prompt", "x", "--kv-cache-memory-bytes", "-5"), ["kv cache: nothing left for it"]),
         (("--prompt", "x", "--buckets", "decode-x"), ["buckets: 'decode-x' is not of the form"]),
         (("--prompt", "x", "--max-num-seqs", "0"), ["max_num_seqs is 0"]),
         (
