@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -84,15 +85,18 @@ def test_compile_prints_where_the_artifact_is(cli: Any, checkpoint: Path, cache:
 @pytest.mark.parametrize("broken", [None, "#!/bin/sh\necho cc1plus is missing >&2; exit 1", "no program"])
 @pytest.mark.parametrize("command", [("run", "--prompt", "x", "--model"), ("compile",)])
 def test_no_compiler(
-    broken: str | None, command: tuple[str, ...], refused: Any, checkpoint: Path, tmp_path: Path,
+    broken: str | None, command: tuple[str, ...], process: Any, checkpoint: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Told in the first second."""
+    """Told in the first second, counted without what else the machine does."""
     if broken is not None:
         (tmp_path / "g++").write_text(broken)
         (tmp_path / "g++").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = refused(*command, checkpoint, "--target", "cpu")
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = process(*command, checkpoint, "--target", "cpu")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
     (line,) = done.err.splitlines()
     assert (done.code, done.out) == (2, "")
     assert line.startswith("graphllm: g++ is not installed or does not work (")
