@@ -116,7 +116,7 @@ def compiler_version() -> str:
     """What g++ calls itself; recorded in the manifest, not part of the key."""
     try:
         return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    except (FileNotFoundError, IndexError):
+    except (OSError, IndexError):
         return "none"
 
 

@@ -180,3 +180,11 @@ def parse_bytes(name: str, text: str) -> int:
         return int(float(digits) * _UNITS[lowered[len(digits) :]])
     except (ValueError, KeyError, OverflowError) as damage:
         raise ConfigError(f"{name}: {text!r} is no amount of memory; write 2GiB, 500MB or bytes") from damage
+
+
+def size_text(count: int) -> str:
+    """Bytes as people read them: 2.1 GB, 300.0 MB, 100 bytes."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

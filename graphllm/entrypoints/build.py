@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphllm import artifact
-from graphllm.config import CompileConfig, ConfigError, EngineArgs, Env, definitions
+from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, definitions
 from graphllm.config.setting import plain
+from graphllm.cpp import check_compiler
 from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import Source
@@ -79,6 +80,9 @@ def _find(source: Source, place: Path) -> dict[str, Any] | None:
 
 def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
     """Compile into the folder ``place``."""
+    native = config.target.device == "cpu" and config.backend == "inductor"
+    if native:
+        check_compiler()
     tensors, complete = source.tensors, None
     if bake:
         if source.checkpoint is None:
@@ -86,7 +90,6 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
         complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
     from graphllm.compile.objects import Objects
 
-    native = config.target.device == "cpu" and config.backend == "inductor"
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _no_collections() if native else contextlib.nullcontext()
     with collections, Objects(env.cache_dir / "objects" if native else None) as objects:
@@ -162,6 +165,13 @@ def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> 
         has = functools.reduce(operator.getitem, (*d.path, name), compiled)
         if has != plain(said):
             raise ConfigError(
-                f"{name} is {said}: the artifact {folder} was compiled with {has}; leave the option out, or compile "
-                "again with it"
+                f"{name} is {_shown(name, plain(said))}: the artifact {folder} was compiled with {_shown(name, has)}; "
+                "leave the option out, or compile again with it"
             )
+
+
+def _shown(name: str, value: Any) -> str:
+    """A setting as users write it."""
+    if name == "buckets":
+        return ",".join(Bucket(**b).name for b in value)
+    return "none" if value is None else str(value)

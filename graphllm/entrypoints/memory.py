@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import CacheConfig, ConfigError
+from graphllm.config.setting import size_text
 from graphllm.machine import available_memory
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 
@@ -61,11 +62,10 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
         return CacheCounts(2, snapshots)
     blocks = size // memory["block"]
     if blocks < 2:
-        taken = (
-            f", or lower --snapshot-memory-bytes, {snapshots * memory['snapshot'] / 1e6:.1f} MB" if snapshots else ""
-        )
+        taken = f", or lower --snapshot-memory-bytes, {size_text(snapshots * memory['snapshot'])}" if snapshots else ""
+        left = f"{size_text(size)} left" if size > 0 else "nothing left"
         raise ConfigError(
-            f"kv cache: {size / 1e6:.1f} MB left for it, it needs {2 * memory['block'] / 1e6:.1f} MB at least; "
+            f"kv cache: {left} for it, it needs {size_text(2 * memory['block'])} at least; "
             f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
