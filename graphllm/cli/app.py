@@ -210,7 +210,7 @@ def inspect_command(
 def doctor_command(
     artifact: Annotated[Path | None, typer.Argument(help="Artifact folder; without it, the machine only.")] = None,
 ) -> None:
-    """Say what this machine can do, how near an artifact's steps come to it, and what to mend."""
+    """Say what this machine and an artifact can do."""
     from graphllm.cli.doctor import doctor
 
     raise typer.Exit(doctor(artifact))

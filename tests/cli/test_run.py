@@ -325,7 +325,7 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
     assert run(file, "--output", out).code == 1
     rows = {r["id"]: r for r in _rows(out)}
     assert rows["good"]["text"] == answers[PROMPTS[0]]
-    assert "the context holds 96" in rows["long"]["error"]
+    assert "there is room for 95 tokens" in rows["long"]["error"]
     assert "messages: empty" in rows["empty"]["error"]
     assert "temperature is -1" in rows["hot"]["error"]
     assert "thinking_token_budget is 2: not supported" in rows["future"]["error"]
