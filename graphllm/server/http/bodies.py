@@ -10,12 +10,13 @@ from types import UnionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast
+from pydantic_core import PydanticCustomError
 
 from graphllm.config import ConfigError
 
 T = TypeVar("T")
 
-_ENTRIES = 1 << 16  # of an object whose values are checked one by one
+_ENTRIES = 1 << 18  # of a list or an object of a sampling parameter; one of token ids may have the whole vocabulary
 _KINDS: dict[type, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -30,8 +31,9 @@ class _FailFast(FailFast):
 
 
 def _few(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > _ENTRIES:
-        raise ValueError(f"it has {len(value)} entries; give fewer")
+    if isinstance(value, (dict, list)) and len(value) > _ENTRIES:
+        # A ValueError would keep the frame, and with it the value.
+        raise PydanticCustomError("too_long", f"it has {len(value)} entries; give at most {_ENTRIES}")
     return value
 
 
@@ -39,13 +41,13 @@ Items = Annotated[list[T], _FailFast()]
 """A list of which only the first mistake is looked for; a body could have millions, which take a gigabyte."""
 
 
-def first_mistake(kind: Any) -> Any:
-    """A type in which lists are `Items`, and objects are small, for which there is no such thing."""
+def bounded(kind: Any) -> Any:
+    """The type of a field with lists and objects that are not too long, of which the first mistake is looked for."""
+    if isinstance(kind, UnionType):
+        return reduce(or_, map(bounded, get_args(kind)))
     if get_origin(kind) is list:
-        return Items[first_mistake(get_args(kind)[0])]  # type: ignore[misc]
-    if get_origin(kind) is dict:
-        return Annotated[kind, BeforeValidator(_few)]
-    return reduce(or_, map(first_mistake, get_args(kind))) if isinstance(kind, UnionType) else kind
+        kind = Items[get_args(kind)[0]]  # type: ignore[misc]
+    return Annotated[kind, BeforeValidator(_few)]
 
 
 class Object(BaseModel):

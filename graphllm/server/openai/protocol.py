@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import SamplingParams
 from graphllm.server.chat.call import MAX_COMPLETIONS
-from graphllm.server.http.bodies import Answer, Items, Object, first_mistake
+from graphllm.server.http.bodies import Answer, Items, Object, bounded
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
@@ -29,7 +29,7 @@ def with_parameters(base: type[BaseModel], params: type) -> Any:
     """``base`` with the fields that requests have of a class of sampling parameters; none of them has to be given."""
     fields: dict[str, Any] = {
         d.name: (
-            first_mistake(d.body) | None,
+            bounded(d.body) | None,
             Field(None, description=d.parameter.help, **cast(Any, d.parameter.bounds)),
         )
         for d in parameters(params).values()
@@ -106,7 +106,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """POST /detokenize"""
 
-    tokens: Items[int]
+    tokens: Items[int] = Field(max_length=1 << 19)
 
 
 class Tokens(BaseModel):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import hashlib
 import hmac
 import logging
@@ -79,6 +80,8 @@ class Middleware:
             raise
         finally:
             record.held.close()
+            if status >= 400 and record.size > _SMALL:
+                gc.collect()  # exceptions and their frames hold each other, and what was made of the body
             self.in_flight -= 1
             self._tell(scope, method, record, status, time.perf_counter() - began)
 
