@@ -41,7 +41,7 @@ def heads(hf: HF) -> tuple[int, int]:
     K = whole(hf, "num_key_value_heads", H, H)
     if H % K:
         raise ConfigError(
-            f"config.json: num_key_value_heads is {K}; set it to the checkpoint's, a divisor of num_attention_heads = {H}"
+            f"config.json: num_key_value_heads is {K}, no divisor of num_attention_heads = {H}; correct one of them"
         )
     return H, K
 

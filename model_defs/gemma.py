@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.config.fields import MOST, number, section, strings, switch, whole
+from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import (
     HF,
     LARGEST_HEAD,

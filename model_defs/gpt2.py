@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.config.fields import MOST, number, switch, whole
+from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.layer_norm import layer_norm

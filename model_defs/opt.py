@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from graphllm.config.fields import MOST, switch, whole
 from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import gpt2
-from graphllm.config.fields import MOST, switch, whole
 from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only
 
 _FIRST_POSITION = 2

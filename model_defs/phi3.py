@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
-from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_dim, heads, only
 from graphllm.ops.rope_table import Rope
 

@@ -46,11 +46,19 @@ def read_text(file: Path) -> str:
         raise ConfigError(f"{file}: cannot be read as text ({damage}); download it again") from damage
 
 
-def whole(
-    fields: Fields, name: str, default: Any = None, null: Any = None, *, ge: int = 1, le: int = _LARGEST
-) -> int:
+def is_folder(path: Path) -> bool:
+    """Whether there is such a folder; a name that no file can have is none."""
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def whole(fields: Fields, name: str, default: Any = None, null: Any = None, *, ge: int = 1, le: int = _LARGEST) -> int:
     """A whole number."""
-    right = Check(lambda v: is_int(v) and ge <= v <= le, f"set it to the checkpoint's, a whole number from {ge} to {le}")
+    right = Check(
+        lambda v: is_int(v) and ge <= v <= le, f"set it to the checkpoint's, a whole number from {ge} to {le}"
+    )
     return int(read(fields, name, right, default, null))
 
 
@@ -69,10 +77,10 @@ def switch(fields: Fields, name: str, default: bool) -> bool:
     return bool(read(fields, name, SWITCH, default))
 
 
-def section(fields: Fields, name: str) -> Fields:
+def section(fields: Fields, name: str, file: str = "config.json") -> Fields:
     """An object; empty when it is missing or null."""
     right = Check(lambda v: isinstance(v, Mapping), "set it to the checkpoint's object, or leave it out")
-    found: Fields = read(fields, name, right, {}, {})
+    found: Fields = read(fields, name, right, {}, {}, file)
     return found
 
 
@@ -82,7 +90,9 @@ def strings(fields: Fields, name: str) -> tuple[str, ...]:
     return tuple(read(fields, name, right, (), ()))
 
 
-def read(fields: Fields, name: str, check: Check, default: Any = None, null: Any = None, file: str = "config.json") -> Any:
+def read(
+    fields: Fields, name: str, check: Check, default: Any = None, null: Any = None, file: str = "config.json"
+) -> Any:
     """A field for which there is no reader above."""
     if name not in fields and default is not None:
         return default

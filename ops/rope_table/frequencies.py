@@ -72,8 +72,8 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
     dim = int(head_dim * number(p, "partial_rotary_factor", 1.0, 1.0, gt=0, le=1))
     if dim < 2 or dim % 2:
         raise ConfigError(
-            f"config.json: heads of {head_dim} numbers, {dim} of them rotated; set head_dim and partial_rotary_factor so "
-            "that pairs are"
+            f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct head_dim "
+            "or partial_rotary_factor"
         )
     longest = whole(hf, "max_position_embeddings", le=MOST)
     name = "original_max_position_embeddings"
@@ -103,8 +103,8 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
             factors = read_field(p, name, _NUMBERS)
             if len(factors) != len(plain):
                 raise ConfigError(
-                    f"config.json: {name} has {len(factors)} numbers, but the model rotates {len(plain)} pairs; give one "
-                    "number a pair"
+                    f"config.json: {name} has {len(factors)} numbers, but the model rotates {len(plain)} pairs; "
+                    "give one number a pair"
                 )
             rows.append(tuple(f / s for f, s in zip(plain, factors, strict=True)))
         return Rope(tuple(rows), original_len=original, scale=_longrope_scale(p, longest, original))
@@ -138,7 +138,9 @@ def _yarn(
     def dimension(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = (dimension(number(p, name, usual, usual, gt=0)) for name, usual in (("beta_fast", 32), ("beta_slow", 1)))
+    low, high = (
+        dimension(number(p, name, usual, usual, gt=0)) for name, usual in (("beta_fast", 32), ("beta_slow", 1))
+    )
     if switch(p, "truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
