@@ -72,8 +72,8 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
     dim = int(head_dim * number(p, "partial_rotary_factor", 1.0, 1.0, gt=0, le=1))
     if dim < 2 or dim % 2:
         raise ConfigError(
-            f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct head_dim "
-            "or partial_rotary_factor"
+            f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct "
+            "head_dim or partial_rotary_factor"
         )
     longest = whole(hf, "max_position_embeddings", le=MOST)
     name = "original_max_position_embeddings"
