@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, setting
 
+_LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4"]
 
@@ -63,10 +64,10 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
     ConfigError naming the part that is wrong."""
     out = []
     for part in text.split(","):
-        found = re.fullmatch(r"(decode|mixed)(\d*)-(\d+)(?:-(\d+))?", part.strip())
+        found = re.fullmatch(r"(decode|mixed)(\d{0,4})-(\d{1,9})(?:-(\d{1,9}))?", part.strip())
         if found is None or (found[1] == "mixed" and found[2]) or found[2] == "0":
             raise ConfigError(
-                f"buckets: {part!r} is not of the form decode-1, decode-2-64, decode3-1-64 or mixed-2-2048"
+                f"buckets: {part!r:.80} is not of the form decode-1, decode-2-64, decode3-1-64 or mixed-2-2048"
             )
         kind, query_len, lo, hi = found.groups()
         out.append(Bucket("mixed" if kind == "mixed" else "decode", int(lo), int(hi or lo), int(query_len or 1)))
@@ -125,7 +126,7 @@ class CompileConfig:
         64, auto="64 on a CPU, 256 or 1024 by the memory of a GPU", help="Sequences in one step.", ge=1, le=2**16
     )
     max_num_batched_tokens: int = setting(
-        2048, auto="2048 on a CPU, 8192 on a GPU", help="Tokens in one step.", ge=2, le=2**24
+        2048, auto="2048 on a CPU, 8192 on a GPU", help="Tokens in one step.", ge=2, le=_LARGEST_BUCKET
     )
     block_size: int = setting(16, auto="16", help="Tokens in one block of the cache.", ge=1, le=2**16)
     max_logprobs: int = setting(
@@ -171,6 +172,10 @@ def check(config: CompileConfig) -> None:
             "--target cpu"
         )
     for b in config.buckets:
+        if b.hi > _LARGEST_BUCKET or b.query_len > _MOST_QUERIES:
+            raise ConfigError(
+                f"buckets: {b.name} is too large; give at most {_LARGEST_BUCKET} and decode{_MOST_QUERIES}"
+            )
         if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
             raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")
     largest = max((b.hi for b in config.buckets if b.kind == "mixed"), default=0)

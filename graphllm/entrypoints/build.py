@@ -19,7 +19,8 @@ from graphllm import artifact
 from graphllm.config import CompileConfig, ConfigError, EngineArgs, Env, definitions
 from graphllm.config.setting import plain
 from graphllm.entrypoints.build_lock import build_lock
-from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.memory import check_cache_memory
+from graphllm.entrypoints.resolve import compile_config, kernel_threads
 from graphllm.entrypoints.source import Source
 from graphllm.weights import baked
 
@@ -136,20 +137,25 @@ def _check_model(place: Path, manifest: Mapping[str, Any], source: Source) -> No
         baked.check_source(place, source.checkpoint)
 
 
-def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, Literal["cpu", "cuda"]]:
-    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact and its
-    device."""
+def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, int | None]:
+    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact, and the
+    threads of its kernels. Settings that do not fit the machine are refused before anything is built."""
     folder = None if args.artifact in POLICIES else Path(args.artifact)
     if folder is not None and not (folder / "manifest.json").exists():
         raise ConfigError(
             f"artifact: {str(folder)!r} is neither one of {', '.join(POLICIES)} nor the folder of an artifact"
         )
     policy: Any = "require" if folder else args.artifact
-    place, manifest = find_or_build(source, compile_config(source.config, args), Env.read(), policy, progress, folder)
-    compiled = manifest["factors"]["compile"]
+    config = compile_config(source.config, args)
+    device = config.target.device
     if folder is not None:
-        _check_said(folder, compiled, args)
-    return place, compiled["target"]["device"]
+        device = artifact.read_manifest(folder)["factors"]["compile"]["target"]["device"]
+    threads = kernel_threads(args.threads, device)
+    check_cache_memory(args, device)
+    place, manifest = find_or_build(source, config, Env.read(), policy, progress, folder)
+    if folder is not None:
+        _check_said(folder, manifest["factors"]["compile"], args)
+    return place, threads
 
 
 def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> None:
