@@ -18,6 +18,7 @@ from graphllm.model_defs.common import (
     heads,
     layer_types_of,
     only,
+    rotated_whole,
     split_heads,
 )
 from graphllm.ops.embedding import embedding
@@ -75,6 +76,7 @@ class Config:
 def from_hf(hf: HF) -> Config:
     """The config of either ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
+    rotated_whole(hf)
     architecture = hf["architectures"][0]
     gemma3 = architecture == "Gemma3ForCausalLM"
     hf = _COMMON | _DEFAULTS[architecture] | dict(hf)
@@ -98,8 +100,8 @@ def from_hf(hf: HF) -> Config:
         eps=number(hf, "rms_norm_eps", 1e-6, ge=0, le=1),
         scale=whole(hf, "query_pre_attn_scalar", 256) ** -0.5,
         embed_scale=D**0.5,
-        score_cap=0.0 if gemma3 else number(hf, "attn_logit_softcapping", null=0.0, gt=0),
-        logit_cap=number(hf, "final_logit_softcapping", null=0.0, gt=0),
+        score_cap=0.0 if gemma3 else number(hf, "attn_logit_softcapping", null=0.0, gt=0, le=1e6),
+        logit_cap=number(hf, "final_logit_softcapping", null=0.0, gt=0, le=1e6),
         gelu=_GELU[only(hf, "hidden_activation", *_GELU)],
         rope=global_rope,
         local_rope=_local_rope(hf, E) if gemma3 else None,

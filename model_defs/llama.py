@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from graphllm.config.fields import MOST, number, section, strings, switch, whole
+from graphllm.config.fields import MOST, number, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import (
     HF,
@@ -19,6 +19,7 @@ from graphllm.model_defs.common import (
     heads,
     layer_types_of,
     only,
+    rotated_whole,
     split_heads,
 )
 from graphllm.ops.embedding import embedding
@@ -72,8 +73,7 @@ def from_hf(hf: HF) -> Config:
     hf = _DEFAULTS[architecture] | dict(hf)
     check_plain(hf)
     only(hf, "hidden_act", "silu")
-    for found in (hf, section(hf, "rope_parameters"), section(hf, "rope_scaling")):
-        only(found, "partial_rotary_factor", None, 1.0, 1)
+    rotated_whole(hf)
     llama, mistral, qwen2, qwen3 = (
         architecture == f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
     )
@@ -92,7 +92,7 @@ def from_hf(hf: HF) -> Config:
         F=whole(hf, "intermediate_size"),
         V=whole(hf, "vocab_size"),
         max_len=max(whole(hf, "max_position_embeddings", le=MOST), rope_settings.max_len),
-        layer_types=_layer_types(hf, L, window, mistral),
+        layer_types=_layer_types(hf, L, window, mistral, llama),
         window=window,
         eps=number(hf, "rms_norm_eps", 1e-6, ge=0, le=1),
         scale=E**-0.5,
@@ -105,12 +105,15 @@ def from_hf(hf: HF) -> Config:
     )
 
 
-def _layer_types(hf: HF, L: int, window: int, mistral: bool) -> tuple[str, ...]:
+def _layer_types(hf: HF, L: int, window: int, mistral: bool, llama: bool) -> tuple[str, ...]:
     """Mistral's window is always on, Qwen's in some layers when ``use_sliding_window``."""
+    types = () if mistral or llama else strings(hf, "layer_types")
+    if types and (window or "sliding_attention" in types):
+        whole(hf, "sliding_window", le=MOST)
+        only(hf, "use_sliding_window", True)
+        return layer_types_of(types, L)
     if mistral or not window:
         return ("sliding" if window else "full",) * L
-    if types := strings(hf, "layer_types"):
-        return layer_types_of(types, L)
     first = whole(hf, "max_window_layers", 28, ge=0)
     return tuple("sliding" if i >= first else "full" for i in range(L))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from graphllm.config.fields import MOST, number, switch, whole
+from graphllm.config.fields import MOST, number, section, switch, whole
 from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_dim, heads, only
@@ -14,6 +14,8 @@ def from_hf(hf: HF) -> llama.Config:
     check_plain(hf)
     only(hf, "hidden_act", "silu")
     hf = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "sliding_window": None} | dict(hf)
+    scaling = section(hf, "rope_scaling") or section(hf, "rope_parameters")
+    only({"rope_type": scaling.get("type"), **scaling}, "rope_type", None, "default", "longrope", "su")
     (H, K), E = heads(hf), head_dim(hf)
     window = whole(hf, "sliding_window", null=0, le=MOST)
     return llama.Config(

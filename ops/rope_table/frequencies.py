@@ -17,8 +17,9 @@ from graphllm.config.parameter import Check, is_number
 from graphllm.ir import Weight
 from graphllm.ops.rope_table.op import rope_table
 
+_LARGEST = 2**20  # factor by which anything is scaled
 _NUMBERS = Check(
-    lambda value: isinstance(value, list) and all(is_number(v) and v > 0 for v in value),
+    lambda value: isinstance(value, list) and all(is_number(v) and 0 < v <= _LARGEST for v in value),
     "set it to the checkpoint's list of numbers above 0",
 )
 
@@ -62,14 +63,14 @@ def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> d
             f"config.json: rope_parameters has {', '.join(nested)}, but all layers of this architecture have the same; "
             "give one flat object"
         )
-    above = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if k in hf}
+    above = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if hf.get(k) is not None}
     return {"rope_theta": theta, "rope_type": found.get("type", "default"), **above, **found}
 
 
 def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) -> Rope:
     """The frequencies of one flat parameter dict; ``hf`` gives the lengths."""
-    kind, theta = p["rope_type"], number(p, "rope_theta", gt=1)
-    dim = int(head_dim * number(p, "partial_rotary_factor", 1.0, 1.0, gt=0, le=1))
+    kind, theta = p["rope_type"], number(p, "rope_theta", gt=1, le=1e15)
+    dim = int(head_dim * number(p, "partial_rotary_factor", 1.0, gt=0, le=1))
     if dim < 2 or dim % 2:
         raise ConfigError(
             f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct "
@@ -77,7 +78,7 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
         )
     longest = whole(hf, "max_position_embeddings", le=MOST)
     name = "original_max_position_embeddings"
-    original = whole(hf if name in hf else p, name, longest, longest, le=MOST)
+    original = whole(hf if name in hf else p, name, longest, ge=2, le=MOST)
     # The exponents are rounded to float32 because the checkpoints were trained with float32 exponents.
     exponents = (torch.arange(0, dim, 2, dtype=torch.float32) / dim).tolist()
     plain = tuple(theta**-e for e in exponents)
@@ -116,7 +117,7 @@ def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) 
 
 def _factor(p: Fields, default: float | None = None) -> float:
     """By how much the scaling stretches positions."""
-    return number(p, "factor", default, default, ge=1, le=2**20)
+    return number(p, "factor", default, default, ge=1, le=_LARGEST)
 
 
 def _llama3(f: float, factor: float, low: float, high: float, original: int) -> float:
@@ -139,7 +140,8 @@ def _yarn(
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = (
-        dimension(number(p, name, usual, usual, gt=0)) for name, usual in (("beta_fast", 32), ("beta_slow", 1))
+        dimension(number(p, name, usual, usual, gt=0, le=_LARGEST))
+        for name, usual in (("beta_fast", 32), ("beta_slow", 1))
     )
     if switch(p, "truncate", True):
         low, high = math.floor(low), math.ceil(high)
@@ -156,14 +158,14 @@ def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if p.get("attention_factor") is not None:
-        return number(p, "attention_factor", gt=0)
-    own, all_dim = (number(p, name, 0.0, 0.0, ge=0) for name in ("mscale", "mscale_all_dim"))
+        return number(p, "attention_factor", gt=0, le=_LARGEST)
+    own, all_dim = (number(p, name, 0.0, 0.0, ge=0, le=_LARGEST) for name in ("mscale", "mscale_all_dim"))
     return term(own) / term(all_dim) if own and all_dim else term(1.0)
 
 
 def _longrope_scale(p: Mapping[str, Any], longest: int, original: int) -> float:
     """The attention factor: given, or sqrt(1 + ln(factor) / ln(original))."""
     if p.get("attention_factor") is not None:
-        return number(p, "attention_factor", gt=0)
+        return number(p, "attention_factor", gt=0, le=_LARGEST)
     factor = _factor(p, longest / original)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
