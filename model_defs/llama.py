@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from graphllm.config import ConfigError
 from graphllm.config.fields import MOST, number, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
 from graphllm.model_defs.common import (
@@ -107,15 +108,17 @@ def from_hf(hf: HF) -> Config:
 
 def _layer_types(hf: HF, L: int, window: int, mistral: bool, llama: bool) -> tuple[str, ...]:
     """Mistral's window is always on, Qwen's in some layers when ``use_sliding_window``."""
-    types = () if mistral or llama else strings(hf, "layer_types")
-    if types and (window or "sliding_attention" in types):
-        whole(hf, "sliding_window", le=MOST)
-        only(hf, "use_sliding_window", True)
-        return layer_types_of(types, L)
-    if mistral or not window:
+    if mistral or llama:
         return ("sliding" if window else "full",) * L
+    if types := strings(hf, "layer_types"):
+        found = layer_types_of(types, L)
+        if "sliding" in found and not window:
+            raise ConfigError(
+                "config.json: layer_types has sliding_attention without a window; set use_sliding_window and sliding_window"
+            )
+        return found
     first = whole(hf, "max_window_layers", 28, ge=0)
-    return tuple("sliding" if i >= first else "full" for i in range(L))
+    return tuple("sliding" if window and i >= first else "full" for i in range(L))
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
