@@ -114,7 +114,8 @@ def _layer_types(hf: HF, L: int, window: int, mistral: bool, llama: bool) -> tup
         found = layer_types_of(types, L)
         if "sliding" in found and not window:
             raise ConfigError(
-                "config.json: layer_types has sliding_attention without a window; set use_sliding_window and sliding_window"
+                "config.json: layer_types has sliding_attention without a window; set use_sliding_window and "
+                "sliding_window"
             )
         return found
     first = whole(hf, "max_window_layers", 28, ge=0)
