@@ -56,6 +56,11 @@ def main() -> None:
     except ConfigError as mistake:
         print(f"graphllm: {mistake}", file=sys.stderr)
         sys.exit(2)
+    except OSError as failure:
+        if failure.filename is None:
+            raise
+        print(f"graphllm: {failure.filename!s:.200}: {failure.strerror}; give another path", file=sys.stderr)
+        sys.exit(2)
     except KeyboardInterrupt:
         print("graphllm: interrupted", file=sys.stderr)
         sys.exit(130)

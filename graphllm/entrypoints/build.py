@@ -81,6 +81,13 @@ def _find(source: Source, place: Path) -> dict[str, Any] | None:
 def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
     """Compile into the folder ``place``."""
     tensors, complete = source.tensors, None
+    if config.dump is not None:
+        try:
+            config.dump.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise ConfigError(
+                f"dump is {str(config.dump)!r:.200}: no folder can be made there ({failure.strerror}); give another one"
+            ) from failure
     if bake:
         if source.checkpoint is None:
             raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
