@@ -47,7 +47,9 @@ def endings() -> Iterator[None]:
             _drop_output()
             sys.exit(128 + signal.SIGPIPE)
         if failure.errno not in _NO_ROOM:
-            raise
+            if failure.filename is None:
+                raise
+            _end(f"{failure.filename!s:.200}: {failure.strerror}; give another path", 2)
         _drop_output()
         _end(f"cannot write {failure.filename or 'the output'}: {failure.strerror}", 1)
 

@@ -26,6 +26,7 @@ from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model
@@ -87,13 +88,11 @@ def find_model(model_config: Mapping[str, Any]) -> Model:
 
 
 def _family(model_config: Mapping[str, Any]) -> Model:
-    names = model_config.get("architectures") or []
-    known = load_models()
-    for name in names:
-        if name in known:
-            return known[name]
+    names, known = strings(model_config, "architectures"), load_models()
+    if names and names[0] in known:
+        return known[names[0]]
     raise ConfigError(
-        f"config.json architectures: {names or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
+        f"config.json architectures: {list(names) or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
         "docs/adding-a-model.md shows how to add one in a file of your own"
     )
 

@@ -20,7 +20,8 @@ from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env,
 from graphllm.config.setting import plain
 from graphllm.cpp import check_compiler
 from graphllm.entrypoints.build_lock import build_lock
-from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.memory import check_cache_memory
+from graphllm.entrypoints.resolve import compile_config, kernel_threads
 from graphllm.entrypoints.source import Source
 from graphllm.weights import baked
 
@@ -84,6 +85,13 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
     if native:
         check_compiler()
     tensors, complete = source.tensors, None
+    if config.dump is not None:
+        try:
+            config.dump.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise ConfigError(
+                f"dump is {str(config.dump)!r:.200}: no folder can be made there ({failure.strerror}); give another one"
+            ) from failure
     if bake:
         if source.checkpoint is None:
             raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
@@ -139,20 +147,25 @@ def _check_model(place: Path, manifest: Mapping[str, Any], source: Source) -> No
         baked.check_source(place, source.checkpoint)
 
 
-def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, Literal["cpu", "cuda"]]:
-    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact and its
-    device."""
+def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, int | None]:
+    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact, and the
+    threads of its kernels. Settings that do not fit the machine are refused before anything is built."""
     folder = None if args.artifact in POLICIES else Path(args.artifact)
     if folder is not None and not (folder / "manifest.json").exists():
         raise ConfigError(
             f"artifact: {str(folder)!r} is neither one of {', '.join(POLICIES)} nor the folder of an artifact"
         )
     policy: Any = "require" if folder else args.artifact
-    place, manifest = find_or_build(source, compile_config(source.config, args), Env.read(), policy, progress, folder)
-    compiled = manifest["factors"]["compile"]
+    config = compile_config(source.config, args)
+    device = config.target.device
     if folder is not None:
-        _check_said(folder, compiled, args)
-    return place, compiled["target"]["device"]
+        device = artifact.read_manifest(folder)["factors"]["compile"]["target"]["device"]
+    threads = kernel_threads(args.threads, device)
+    check_cache_memory(args, device)
+    place, manifest = find_or_build(source, config, Env.read(), policy, progress, folder)
+    if folder is not None:
+        _check_said(folder, manifest["factors"]["compile"], args)
+    return place, threads
 
 
 def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> None:

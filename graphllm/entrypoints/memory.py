@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphllm.config import CacheConfig, ConfigError
+from graphllm.config import CacheConfig, ConfigError, EngineArgs
 from graphllm.config.setting import size_text
-from graphllm.machine import available_memory
+from graphllm.machine import available_memory, gpu_memory
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 
 # Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
@@ -21,6 +21,17 @@ def gpu_bytes(memory: Mapping[str, int], blocks: int) -> int:
     """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
     parts = sum(memory[name] for name in ("weights", "arena", "state"))
     return parts + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
+
+
+def check_cache_memory(cache: CacheConfig | EngineArgs, device: str) -> None:
+    """Raise ConfigError when a cache is asked for that the machine has no memory for."""
+    most = gpu_memory() if device == "cuda" else available_memory()
+    for name in ("kv_cache_memory_bytes", "snapshot_memory_bytes"):
+        if (getattr(cache, name) or 0) > most:
+            raise ConfigError(
+                f"{name} is {getattr(cache, name)}: the {device} has {most / 1e9:.1f} GB of memory left; give less, or "
+                "leave it out"
+            )
 
 
 class CacheCounts(NamedTuple):
@@ -42,6 +53,13 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
     """What memory allows; on a GPU, of what the weights have left. Raises ConfigError where that is not enough."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     size, most = cache.kv_cache_memory_bytes, None
+    if compiled["target"]["device"] == "cpu":
+        needed, left = sum(memory[name] for name in ("weights", "arena", "state")) + (size or 0), available_memory()
+        if needed > left:
+            raise ConfigError(
+                f"memory: weights, arena and cache take {needed / 1e9:.1f} GB, there are {left / 1e9:.1f} GB left; "
+                "free some, lower --kv-cache-memory-bytes or --max-num-batched-tokens, or take a smaller model"
+            )
     if size is None and compiled["target"]["device"] == "cuda":
         import torch
 
