@@ -81,9 +81,9 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
     blocks = size // memory["block"]
     if blocks < 2:
         taken = f", or lower --snapshot-memory-bytes, {size_text(snapshots * memory['snapshot'])}" if snapshots else ""
-        left = f"{size_text(size)} left" if size > 0 else "nothing left"
+        rest = f"{size_text(size)} left" if size > 0 else "nothing left"
         raise ConfigError(
-            f"kv cache: {left} for it, it needs {size_text(2 * memory['block'])} at least; "
+            f"kv cache: {rest} for it, it needs {size_text(2 * memory['block'])} at least; "
             f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
