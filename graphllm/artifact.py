@@ -83,7 +83,13 @@ def differences(expected: Any, found: Any, name: str = "") -> list[str]:
         return [
             f"{name}: only here {sorted({*expected} - {*found})}, only in the artifact {sorted({*found} - {*expected})}"
         ]
-    return [f"{name}: artifact has {found!r}, here it is {expected!r}"]
+    return [f"{name}: artifact has {_shown(found)}, here it is {_shown(expected)}"]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "(present)"
+    return value if value == "(absent)" else f"{value!r:.80}"
 
 
 def write(folder: Path, files: Path, manifest: Mapping[str, Any]) -> Path:

@@ -4,8 +4,12 @@ imported."""
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+
+from graphllm.config import ConfigError
 
 OPS = Path(__file__).parent / "ops"  # kernels lie in its folders, and what several of them include in itself
 
@@ -30,6 +34,23 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
     openmp = [f"-L{torch_lib}", f"-l:{gomp[0].name}"] if gomp else ["-lgomp"]
     # Generated kernels call into c10; without --as-needed the libraries stay listed even when only named for it.
     return [*command, "-shared", *openmp, f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
+
+
+def check_compiler() -> None:
+    """Raise ConfigError unless g++ makes a shared library: told before minutes of work that would need it."""
+    command = ["g++", "-std=c++17", "-march=native", "-fPIC", "-shared", "-x", "c++", "-", "-o", os.devnull]
+    broken = ""
+    try:
+        done = subprocess.run(command, input="#include <vector>\n", capture_output=True, text=True)
+        if done.returncode:
+            broken = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+    except OSError as reason:
+        broken = reason.strerror or str(reason)
+    if broken:
+        raise ConfigError(
+            f"g++ is not installed or does not work ({broken}), and compiling for a CPU needs it: install it "
+            "(apt-get install g++), or run an artifact that was compiled elsewhere with --artifact FOLDER"
+        )
 
 
 def content(source: Path) -> bytes:

@@ -116,7 +116,7 @@ def compiler_version() -> str:
     """What g++ calls itself; recorded in the manifest, not part of the key."""
     try:
         return subprocess.run(["g++", "--version"], capture_output=True, text=True).stdout.splitlines()[0]
-    except (FileNotFoundError, IndexError):
+    except (OSError, IndexError):
         return "none"
 
 
@@ -130,3 +130,11 @@ def usable_cores() -> int:
             if quota not in ("max", "-1"):
                 return max(1, min(cores, int(quota) // int(period)))
     return cores
+
+
+def available_memory() -> int:
+    """Bytes that a process can still take without others being swapped out."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 4 << 30

@@ -8,56 +8,74 @@ from typing import Any
 from torch import Tensor
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import section, whole
 
 HF = Mapping[str, Any]
+MOST_LAYERS = 4096
+LARGEST_HEAD = 2**16
 _LAYER_TYPES = {"full_attention": "full", "sliding_attention": "sliding"}
-
-
-def number(hf: HF, name: str, default: Any = None) -> Any:
-    """The number in that field; a missing or null field takes the default. Raises ConfigError when there is none."""
-    value = hf.get(name)
-    value = default if value is None else value
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise ConfigError(f"config.json: {name} is {value!r}; set it to the checkpoint's number")
-    return value
 
 
 def only(hf: HF, name: str, *accepted: Any) -> Any:
     """The field's value, the first accepted one when it is missing. Raises ConfigError unless it is accepted."""
     value = hf.get(name, accepted[0])
-    if value not in accepted:
+    if not any(value == a and type(value) is type(a) for a in accepted):
         choice = " or ".join(repr(a) for a in accepted)
         raise ConfigError(f"config.json: {name} is {value!r}, which is not supported; use a checkpoint with {choice}")
     return value
 
 
 def check_plain(hf: HF) -> None:
-    """Raises ConfigError for a quantized checkpoint."""
-    if hf.get("quantization_config"):
-        method = hf["quantization_config"].get("quant_method")
+    """Raises ConfigError for a quantized checkpoint, and for one whose tokens see those behind them."""
+    only(hf, "is_causal", True)
+    if hf.get("quantization_config") is not None:
+        method = section(hf, "quantization_config").get("quant_method")
         raise ConfigError(
             f"config.json: quantization_config (quant_method {method!r}) is not supported; use an unquantized one"
         )
 
 
-def head_dim(hf: HF, default: int | None = None) -> int:
-    """``head_dim``, or what the family uses when the file does not say."""
-    if hf.get("head_dim") or default:
-        return int(number(hf, "head_dim", default))
-    D, H = number(hf, "hidden_size"), number(hf, "num_attention_heads")
+def rotated_whole(hf: HF) -> None:
+    """Raises ConfigError for a checkpoint that rotates only a part of each head."""
+    for found in (hf, section(hf, "rope_parameters"), section(hf, "rope_scaling")):
+        only(found, "partial_rotary_factor", None, 1.0, 1)
+
+
+def heads(hf: HF) -> tuple[int, int]:
+    """Query heads, and key and value heads, which there may be fewer of. Raises ConfigError for a group size that is
+    not whole."""
+    H = whole(hf, "num_attention_heads")
+    K = whole(hf, "num_key_value_heads", H, H)
+    if H % K:
+        raise ConfigError(
+            f"config.json: num_key_value_heads is {K}, no divisor of num_attention_heads = {H}; correct one of them"
+        )
+    return H, K
+
+
+def head_dim(hf: HF) -> int:
+    """``head_dim``, or the width divided by the heads when the file does not say."""
+    if hf.get("head_dim") is not None:
+        return whole(hf, "head_dim", le=LARGEST_HEAD)
+    D, H = whole(hf, "hidden_size"), whole(hf, "num_attention_heads")
     if D % H:
         raise ConfigError(f"config.json: hidden_size {D} is no multiple of num_attention_heads {H}; set head_dim")
     return D // H
 
 
-def layer_types_of(layer_types: Sequence[str]) -> tuple[str, ...]:
-    """Layer types "full" and "sliding" from the file's ``layer_types``. Raises ConfigError for other types."""
+def layer_types_of(layer_types: Sequence[str], L: int) -> tuple[str, ...]:
+    """Layer types "full" and "sliding" of L layers from the file's ``layer_types``. Raises ConfigError for other types,
+    and for more or fewer layers."""
     for name in layer_types:
         if name not in _LAYER_TYPES:
             raise ConfigError(
                 f"config.json: layer_types has {name!r}, which is not supported; use a checkpoint with "
                 + " and ".join(_LAYER_TYPES)
             )
+    if len(layer_types) != L:
+        raise ConfigError(
+            f"config.json: layer_types has {len(layer_types)} entries; give one for each of num_hidden_layers = {L}"
+        )
     return tuple(_LAYER_TYPES[name] for name in layer_types)
 
 

@@ -8,8 +8,19 @@ from typing import Any
 
 from torch import Tensor
 
+from graphllm.config.fields import MOST, number, section, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, check_plain, layer_types_of, number, only, split_heads
+from graphllm.model_defs.common import (
+    HF,
+    LARGEST_HEAD,
+    MOST_LAYERS,
+    check_plain,
+    heads,
+    layer_types_of,
+    only,
+    rotated_whole,
+    split_heads,
+)
 from graphllm.ops.embedding import embedding
 from graphllm.ops.geglu import geglu
 from graphllm.ops.linear import linear
@@ -20,14 +31,19 @@ from graphllm.ops.rope_table import Rope
 from graphllm.ops.soft_cap import soft_cap
 
 _GELU = {"gelu_pytorch_tanh": "tanh", "gelu": "none"}
+_COMMON = {"num_attention_heads": 8, "num_key_value_heads": 4}
 # Published files leave out what equals the class's defaults.
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "Gemma2ForCausalLM": {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0, "sliding_window_pattern": 2},
+    "Gemma2ForCausalLM": {
+        "final_logit_softcapping": 30.0,
+        "attn_logit_softcapping": 50.0,
+        "max_position_embeddings": 8192,
+    },
     "Gemma3ForCausalLM": {
         "vocab_size": 262_208,
         "max_position_embeddings": 131_072,
         "rope_theta": 1e6,
-        "sliding_window_pattern": 6,
+        "final_logit_softcapping": None,
     },
 }
 
@@ -60,41 +76,43 @@ class Config:
 def from_hf(hf: HF) -> Config:
     """The config of either ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
+    rotated_whole(hf)
     architecture = hf["architectures"][0]
     gemma3 = architecture == "Gemma3ForCausalLM"
-    hf = _DEFAULTS[architecture] | dict(hf)
-    only(hf, "attention_bias", False, None)
+    hf = _COMMON | _DEFAULTS[architecture] | dict(hf)
+    only(hf, "attention_bias", False)
     only(hf, "use_bidirectional_attention", False, None)
-    D, E, L = number(hf, "hidden_size"), number(hf, "head_dim", 256), number(hf, "num_hidden_layers")
-    global_rope = Rope.from_hf(hf, E, "full_attention")
-    pattern = hf["sliding_window_pattern"]
-    types = hf.get("layer_types") or ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(L)]
+    D, L = whole(hf, "hidden_size"), whole(hf, "num_hidden_layers", le=MOST_LAYERS)
+    (H, K), E = heads(hf), whole(hf, "head_dim", 256, le=LARGEST_HEAD)
+    global_rope = Rope.from_hf(hf, E, "full_attention" if gemma3 else None)
+    pattern = whole(hf, "sliding_window_pattern", 6) if gemma3 else 2
+    alternating = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(L)]
     return Config(
         D=D,
-        H=number(hf, "num_attention_heads", 8),
-        K=number(hf, "num_key_value_heads", 4),
+        H=H,
+        K=K,
         E=E,
-        F=number(hf, "intermediate_size"),
-        V=number(hf, "vocab_size"),
-        max_len=max(number(hf, "max_position_embeddings", 8192), global_rope.max_len),
-        layer_types=layer_types_of(types),
-        window=number(hf, "sliding_window", 4096),
-        eps=number(hf, "rms_norm_eps", 1e-6),
-        scale=number(hf, "query_pre_attn_scalar", 256) ** -0.5,
+        F=whole(hf, "intermediate_size"),
+        V=whole(hf, "vocab_size"),
+        max_len=max(whole(hf, "max_position_embeddings", le=MOST), global_rope.max_len),
+        layer_types=layer_types_of(strings(hf, "layer_types") or alternating, L),
+        window=whole(hf, "sliding_window", 4096, le=MOST),
+        eps=number(hf, "rms_norm_eps", 1e-6, ge=0, le=1),
+        scale=whole(hf, "query_pre_attn_scalar", 256) ** -0.5,
         embed_scale=D**0.5,
-        score_cap=0.0 if gemma3 else float(hf["attn_logit_softcapping"] or 0),
-        logit_cap=float(hf.get("final_logit_softcapping") or 0),
+        score_cap=0.0 if gemma3 else number(hf, "attn_logit_softcapping", null=0.0, gt=0, le=1e6),
+        logit_cap=number(hf, "final_logit_softcapping", null=0.0, gt=0, le=1e6),
         gelu=_GELU[only(hf, "hidden_activation", *_GELU)],
         rope=global_rope,
         local_rope=_local_rope(hf, E) if gemma3 else None,
         qk_norm=gemma3,
-        tied=bool(hf.get("tie_word_embeddings", True)),
+        tied=switch(hf, "tie_word_embeddings", True),
     )
 
 
 def _local_rope(hf: HF, E: int) -> Rope:
     """Gemma 3's local layers: the newer nested parameters, else an own base that ``rope_scaling`` does not touch."""
-    nested = (hf.get("rope_parameters") or {}).get("sliding_attention") or {}
+    nested = section(section(hf, "rope_parameters"), "sliding_attention")
     own = {"rope_scaling": None, "rope_parameters": nested, "rope_theta": hf.get("rope_local_base_freq", 1e4)}
     return Rope.from_hf(dict(hf) | own, E)
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import MOST, number, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, check_plain, number, only, split_heads
+from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only, split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.layer_norm import layer_norm
 from graphllm.ops.linear import linear
@@ -42,20 +43,20 @@ def from_hf(hf: HF) -> Config:
     check_plain(hf)
     only(hf, "add_cross_attention", False)
     only(hf, "scale_attn_by_inverse_layer_idx", False)  # layers of one type must be the same function
-    D, H = number(hf, "n_embd", 768), number(hf, "n_head", 12)
+    D, H = whole(hf, "n_embd", 768), whole(hf, "n_head", 12)
     return Config(
         D=D,
         H=H,
         K=H,
         E=head_width(D, H, "n_embd", "n_head"),
-        F=number(hf, "n_inner", 4 * D),
-        V=number(hf, "vocab_size", 50257),
-        L=number(hf, "n_layer", 12),
-        max_len=number(hf, "n_positions", 1024),
-        eps=number(hf, "layer_norm_epsilon", 1e-5),
-        scale=(D // H) ** -0.5 if hf.get("scale_attn_weights", True) else 1.0,
+        F=whole(hf, "n_inner", 4 * D, 4 * D),
+        V=whole(hf, "vocab_size", 50257),
+        L=whole(hf, "n_layer", 12, le=MOST_LAYERS),
+        max_len=whole(hf, "n_positions", 1024, le=MOST),
+        eps=number(hf, "layer_norm_epsilon", 1e-5, ge=0, le=1),
+        scale=(D // H) ** -0.5 if switch(hf, "scale_attn_weights", True) else 1.0,
         activation=_GELU[only(hf, "activation_function", *_GELU)],
-        tied=bool(hf.get("tie_word_embeddings", True)),
+        tied=switch(hf, "tie_word_embeddings", True),
     )
 
 

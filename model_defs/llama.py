@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 from torch import Tensor
 
+from graphllm.config import ConfigError
+from graphllm.config.fields import MOST, number, strings, switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model, select_rows
-from graphllm.model_defs.common import HF, check_plain, head_dim, layer_types_of, number, only, split_heads
+from graphllm.model_defs.common import (
+    HF,
+    LARGEST_HEAD,
+    MOST_LAYERS,
+    check_plain,
+    head_dim,
+    heads,
+    layer_types_of,
+    only,
+    rotated_whole,
+    split_heads,
+)
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
 from graphllm.ops.paged_attention import kv_state, paged_attention
@@ -16,6 +30,19 @@ from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.rope import rope
 from graphllm.ops.rope_table import Rope
 from graphllm.ops.swiglu import swiglu
+
+# What the files of each architecture leave out; Llama's own are the readers' defaults below.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
+    "MistralForCausalLM": {"max_position_embeddings": 131_072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "Qwen2ForCausalLM": {"max_position_embeddings": 32_768, "num_key_value_heads": 32, "sliding_window": 4096},
+    "Qwen3ForCausalLM": {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 32,
+        "sliding_window": 4096,
+        "head_dim": 128,
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -43,52 +70,56 @@ class Config:
 
 def from_hf(hf: HF) -> Config:
     """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
+    architecture = hf["architectures"][0]
+    hf = _DEFAULTS[architecture] | dict(hf)
     check_plain(hf)
     only(hf, "hidden_act", "silu")
-    for found in (hf, hf.get("rope_parameters") or {}, hf.get("rope_scaling") or {}):
-        only(found, "partial_rotary_factor", None, 1.0)
-    architecture = hf["architectures"][0]
+    rotated_whole(hf)
     llama, mistral, qwen2, qwen3 = (
         architecture == f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
     )
-    H, L = number(hf, "num_attention_heads"), number(hf, "num_hidden_layers")
-    E = head_dim(hf, 128 if qwen3 else None)
+    (H, K), L = heads(hf), whole(hf, "num_hidden_layers", le=MOST_LAYERS)
+    E = whole(hf, "head_dim", le=LARGEST_HEAD) if qwen3 else head_dim(hf)
     rope_settings = Rope.from_hf(hf, E)
-    bias = bool(hf.get("attention_bias")) and (llama or qwen3)
-    window = _window(hf, mistral)
+    bias = (llama or qwen3) and switch(hf, "attention_bias", False)
+    window = 0 if llama else whole(hf, "sliding_window", null=0, le=MOST)
+    if not mistral and not switch(hf, "use_sliding_window", False):
+        window = 0
     return Config(
-        D=number(hf, "hidden_size"),
+        D=whole(hf, "hidden_size"),
         H=H,
-        K=number(hf, "num_key_value_heads", H),
+        K=K,
         E=E,
-        F=number(hf, "intermediate_size"),
-        V=number(hf, "vocab_size"),
-        max_len=max(number(hf, "max_position_embeddings", 2048), rope_settings.max_len),
-        layer_types=_layer_types(hf, L, window, mistral),
+        F=whole(hf, "intermediate_size"),
+        V=whole(hf, "vocab_size"),
+        max_len=max(whole(hf, "max_position_embeddings", le=MOST), rope_settings.max_len),
+        layer_types=_layer_types(hf, L, window, mistral, llama),
         window=window,
-        eps=number(hf, "rms_norm_eps", 1e-6),
+        eps=number(hf, "rms_norm_eps", 1e-6, ge=0, le=1),
         scale=E**-0.5,
         rope=rope_settings,
-        tied=bool(hf.get("tie_word_embeddings", False)),
+        tied=switch(hf, "tie_word_embeddings", False),
         qkv_bias=bias or qwen2,
         o_bias=bias,
-        mlp_bias=bool(hf.get("mlp_bias")) and llama,
+        mlp_bias=llama and switch(hf, "mlp_bias", False),
         qk_norm=qwen3,
     )
 
 
-def _window(hf: HF, mistral: bool) -> int:
-    """The window of "sliding" layers, 0 for none: Mistral's is always on, Qwen's when ``use_sliding_window``."""
-    return hf.get("sliding_window", 4096) or 0 if mistral or hf.get("use_sliding_window") else 0
-
-
-def _layer_types(hf: HF, L: int, window: int, mistral: bool) -> tuple[str, ...]:
-    if mistral or not window:
+def _layer_types(hf: HF, L: int, window: int, mistral: bool, llama: bool) -> tuple[str, ...]:
+    """Mistral's window is always on, Qwen's in some layers when ``use_sliding_window``."""
+    if mistral or llama:
         return ("sliding" if window else "full",) * L
-    if hf.get("layer_types"):
-        return layer_types_of(hf["layer_types"])
-    first = number(hf, "max_window_layers", 28)
-    return tuple("sliding" if i >= first else "full" for i in range(L))
+    if types := strings(hf, "layer_types"):
+        found = layer_types_of(types, L)
+        if "sliding" in found and not window:
+            raise ConfigError(
+                "config.json: layer_types has sliding_attention without a window; set use_sliding_window and "
+                "sliding_window"
+            )
+        return found
+    first = whole(hf, "max_window_layers", 28, ge=0)
+    return tuple("sliding" if window and i >= first else "full" for i in range(L))
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:

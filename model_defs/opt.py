@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from graphllm.config.fields import MOST, switch, whole
 from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import gpt2
-from graphllm.model_defs.common import HF, check_plain, number, only
+from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, only
 
 _FIRST_POSITION = 2
 _ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
@@ -13,7 +14,7 @@ _ACTIVATIONS = {"relu": "relu", "gelu": "gelu"}
 def from_hf(hf: HF) -> gpt2.Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported (those of OPT-350m)."""
     check_plain(hf)
-    D, H = number(hf, "hidden_size", 768), number(hf, "num_attention_heads", 12)
+    D, H = whole(hf, "hidden_size", 768), whole(hf, "num_attention_heads", 12)
     only(hf, "do_layer_norm_before", True)
     only(hf, "_remove_final_layer_norm", False)
     only(hf, "word_embed_proj_dim", D, None)
@@ -25,14 +26,14 @@ def from_hf(hf: HF) -> gpt2.Config:
         H=H,
         K=H,
         E=E,
-        F=number(hf, "ffn_dim", 3072),
-        V=number(hf, "vocab_size", 50272),
-        L=number(hf, "num_hidden_layers", 12),
-        max_len=number(hf, "max_position_embeddings", 2048),
+        F=whole(hf, "ffn_dim", 3072),
+        V=whole(hf, "vocab_size", 50272),
+        L=whole(hf, "num_hidden_layers", 12, le=MOST_LAYERS),
+        max_len=whole(hf, "max_position_embeddings", 2048, le=MOST),
         eps=1e-5,
         scale=E**-0.5,
         activation=_ACTIVATIONS[only(hf, "activation_function", *_ACTIVATIONS)],
-        tied=bool(hf.get("tie_word_embeddings", True)),
+        tied=switch(hf, "tie_word_embeddings", True),
     )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from graphllm.config.fields import MOST, number, section, switch, whole
 from graphllm.ir import Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF, check_plain, head_dim, number, only
+from graphllm.model_defs.common import HF, MOST_LAYERS, check_plain, head_dim, heads, only
 from graphllm.ops.rope_table import Rope
 
 
@@ -12,24 +13,25 @@ def from_hf(hf: HF) -> llama.Config:
     """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
     check_plain(hf)
     only(hf, "hidden_act", "silu")
-    H, E = number(hf, "num_attention_heads"), head_dim(hf)
-    max_len = number(hf, "max_position_embeddings", 4096)
-    lengths = {"original_max_position_embeddings": 4096, "max_position_embeddings": max_len}
-    window = hf.get("sliding_window") or 0
+    hf = {"original_max_position_embeddings": 4096, "max_position_embeddings": 4096, "sliding_window": None} | dict(hf)
+    scaling = section(hf, "rope_scaling") or section(hf, "rope_parameters")
+    only({"rope_type": scaling.get("type"), **scaling}, "rope_type", None, "default", "longrope", "su")
+    (H, K), E = heads(hf), head_dim(hf)
+    window = whole(hf, "sliding_window", null=0, le=MOST)
     return llama.Config(
-        D=number(hf, "hidden_size"),
+        D=whole(hf, "hidden_size"),
         H=H,
-        K=number(hf, "num_key_value_heads", H),
+        K=K,
         E=E,
-        F=number(hf, "intermediate_size"),
-        V=number(hf, "vocab_size"),
-        max_len=max_len,
-        layer_types=("sliding" if window else "full",) * number(hf, "num_hidden_layers"),
+        F=whole(hf, "intermediate_size"),
+        V=whole(hf, "vocab_size"),
+        max_len=whole(hf, "max_position_embeddings", le=MOST),
+        layer_types=("sliding" if window else "full",) * whole(hf, "num_hidden_layers", le=MOST_LAYERS),
         window=window,
-        eps=number(hf, "rms_norm_eps", 1e-5),
+        eps=number(hf, "rms_norm_eps", 1e-5, ge=0, le=1),
         scale=E**-0.5,
-        rope=Rope.from_hf(lengths | dict(hf), E),
-        tied=bool(hf.get("tie_word_embeddings", False)),
+        rope=Rope.from_hf(hf, E),
+        tied=switch(hf, "tie_word_embeddings", False),
     )
 
 

@@ -140,10 +140,11 @@ def test_differences_names_every_leaf() -> None:
     there = {"a": {"x": 1, "y": 3, "z": 0}, "b": [2], "arch": ["q", "r"]}
     assert artifact.differences(here, there) == [
         "a.y: artifact has 3, here it is 2",
-        "a.z: artifact has 0, here it is '(absent)'",
+        "a.z: artifact has 0, here it is (absent)",
         "arch: only here ['p'], only in the artifact ['r']",
         "b: artifact has [2], here it is [1]",
     ]
+    assert artifact.differences({"a": {"x": 1}}, {}) == ["a: artifact has (absent), here it is (present)"]
     assert artifact.differences(here, here) == []
 
 

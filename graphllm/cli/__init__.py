@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import sys
 
@@ -46,16 +47,13 @@ def command() -> None:
 
 
 def main() -> None:
-    """What the ``graphllm`` command does. User mistakes end with one line on stderr and exit status 2."""
+    """What the ``graphllm`` command does; `graphllm.cli.endings` says how it ends."""
     set_environment()
-    from graphllm.cli.app import app
-    from graphllm.config import ConfigError
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that lacks a character shows its escape
+        sys.stdout.reconfigure(errors="backslashreplace")
+    from graphllm.cli.endings import endings
 
-    try:
+    with endings():
+        from graphllm.cli.app import app
+
         app()
-    except ConfigError as mistake:
-        print(f"graphllm: {mistake}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("graphllm: interrupted", file=sys.stderr)
-        sys.exit(130)

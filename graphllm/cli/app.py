@@ -7,26 +7,43 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 from graphllm.cli.bench.app import bench_app
+from graphllm.cli.endings import endings
 from graphllm.cli.options import engine_options, sampling_options
 from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
 from graphllm.version import __version__
 
+
+class _Commands(TyperGroup):
+    """Told here how commands end, because typer has its own ideas of interrupts and broken pipes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
+        with endings():
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="graphllm",
+    cls=_Commands,
     help="An LLM inference engine whose compiler is the engine.",
     no_args_is_help=True,
+    rich_markup_mode=None,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-op_app = typer.Typer(no_args_is_help=True, help="For kernel authors: list, test and time the ops.")
+op_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="For kernel authors: list, test and time the ops."
+)
 app.add_typer(op_app, name="op")
 app.add_typer(bench_app, name="bench")
 
 _MODEL = "Checkpoint folder; without it, the embedded model."
 ModelArgument = Annotated[Path | None, typer.Argument(help=_MODEL)]
 ModelOption = Annotated[Path | None, typer.Option("--model", "-m", help=_MODEL)]
+_CHAT_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 
 @app.callback(invoke_without_command=True)
@@ -54,7 +71,7 @@ def compile_command(
 
 @app.command("run")
 @engine_options(without=("seed", "dump", "max_num_queued_reqs"))
-@sampling_options()
+@sampling_options(shown={"max_tokens": "256 for a plain prompt, OpenAI's for a line of a batch file"})
 def run_command(
     sampling: dict[str, Any],
     args: EngineArgs,
@@ -64,7 +81,7 @@ def run_command(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", "-p", help="A prompt; may be repeated.")] = None,
     model: ModelOption = None,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write JSONL here; finished ids are skipped.")
+        Path | None, typer.Option("--output", "-o", help="Write JSONL here, - is stdout; a file is continued.")
     ] = None,
     raw: Annotated[bool, typer.Option(help="Do not put prompts into the chat template.")] = False,
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
@@ -72,10 +89,17 @@ def run_command(
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
-    """Generate text offline."""
+    """Generate text offline.
+
+    A checkpoint's generation_config.json comes before the defaults of sampling options, a line's own fields before all.
+    Exit status: 0 every request has an answer, 1 some have none or results cannot be written, 2 a mistake in the
+    command or its files, 130 stopped by Ctrl-C (143 by SIGTERM), 141 nobody reads the output any more.
+    """
     from graphllm.cli.batch import Inputs
     from graphllm.cli.run import read_schema, run
 
+    if output == Path("-"):
+        output = Path("/dev/stdout")
     schema = read_schema(json_schema) if json_schema is not None else None
     if json_schema or regex:
         sampling["structured_outputs"] = {"json": schema, "regex": regex}
@@ -154,7 +178,7 @@ def serve_command(
 
 
 @app.command("chat")
-@sampling_options(("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop"))
+@sampling_options(_CHAT_OPTIONS, shown=dict.fromkeys(_CHAT_OPTIONS, "the server's"))
 def chat_command(
     sampling: dict[str, Any],
     url: Annotated[str, typer.Option(help="Of a running server.")] = "http://127.0.0.1:8000",
@@ -173,10 +197,23 @@ def inspect_command(
     artifact: Annotated[Path, typer.Argument(help="Artifact folder.")],
     json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
 ) -> None:
-    """Show what an artifact holds: target, buckets, pieces, passes, kernels, memory."""
+    """Show what an artifact holds.
+
+    Target, buckets, pieces, passes, kernels, memory.
+    """
     from graphllm.cli.inspect import inspect
 
     inspect(artifact, json)
+
+
+@app.command("doctor")
+def doctor_command(
+    artifact: Annotated[Path | None, typer.Argument(help="Artifact folder; without it, the machine only.")] = None,
+) -> None:
+    """Say what this machine and an artifact can do."""
+    from graphllm.cli.doctor import doctor
+
+    raise typer.Exit(doctor(artifact))
 
 
 @op_app.command("list")

@@ -1,14 +1,14 @@
-"""Files of `graphllm run`: plain prompts or OpenAI batch requests in, results out in their order, resumable."""
+"""What `graphllm run` reads: plain prompts or requests of an OpenAI batch file, and the result line of each."""
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import json
-import os
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -24,7 +24,6 @@ from graphllm.server.openai import answers
 DEFAULT_MAX_TOKENS = 256  # of a plain prompt
 _LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt"})
 _BATCH_FIELDS = frozenset({"url", "body", "method"})
-_SYNC_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -126,6 +125,16 @@ class BatchItem:
 Item = PlainItem | BatchItem
 
 
+def digest_of(item: Item, settings: str) -> str:
+    """A digest of what the answer to an item follows from: all it says but its id and what only scheduling reads.
+    settings: what it does not say itself."""
+    if isinstance(item, PlainItem):
+        content: list[object] = [item.prompt, item.messages, item.tools, item.fields]
+    else:
+        content = [item.method, item.url, item.body]
+    return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()[:16]
+
+
 class Items:
     """All that is to run, in order; may be gone through several times. A file is read anew each time, a line at once;
     what can be read only once, such as stdin, is kept. Raises ConfigError naming file and line for a line that cannot
@@ -133,11 +142,8 @@ class Items:
 
     def __init__(self, inputs: Inputs) -> None:
         self._inputs, self._kept = inputs, None
-        if inputs.file == "-":
-            self._kept = sys.stdin.read()
-        elif inputs.file is not None and not Path(inputs.file).is_file():
-            with _open(inputs.file) as pipe:
-                self._kept = pipe.read()
+        if inputs.file is not None and (inputs.file == "-" or not Path(inputs.file).is_file()):
+            self._kept = _read(inputs.file)
 
     def __iter__(self) -> Iterator[Item]:
         for i, text in enumerate(self._inputs.prompts):
@@ -171,6 +177,14 @@ class Items:
                     yield line.rstrip("\r\n")
             except UnicodeDecodeError as damage:
                 raise ConfigError(f"file: cannot read {file!r}: {damage}") from damage
+
+
+def _read(file: str) -> str:
+    try:
+        with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as pipe:
+            return pipe.read().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as damage:
+        raise ConfigError(f"file: cannot read {file!r}: {damage}") from damage
 
 
 def _open(file: str) -> IO[str]:
@@ -226,83 +240,3 @@ def _json_item(line: str, where: str, inputs: Inputs) -> Item:
 
 def _is_objects(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
-
-
-class JsonlSink:
-    """A file of results, one line each, in the order of their places.
-
-    A file left by an interrupted run is continued: its complete lines are kept and their ids are ``finished``; a
-    half-written last line is cut off, and lines that tell of a failure of the engine are taken out to run again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.finished: set[str] = set()
-        self._held: dict[int, bytes] = {}
-        self._next, self._synced = 0, time.monotonic()
-        try:
-            self._file = _locked(path)
-        except OSError as reason:
-            raise ConfigError(f"output: cannot write {path}: {reason}") from reason
-        keep, again = 0, False
-        for line in self._file:
-            if not line.endswith(b"\n"):
-                break
-            try:
-                id, done = _read_row(json.loads(line))
-            except (ValueError, TypeError, LookupError, AttributeError) as damage:
-                raise ConfigError(f"output: {path} has a line that is no result; move the file away") from damage
-            keep += len(line)
-            again |= not done
-            if done:
-                self.finished.add(id)
-        self._file.truncate(keep)
-        if again:
-            self._file = self._without_failures(path.resolve())
-
-    def _without_failures(self, path: Path) -> IO[bytes]:
-        """Replace the file, at once, by one of the finished rows."""
-        beside = path.with_name(path.name + ".part")
-        self._file.seek(0)
-        with beside.open("wb") as kept:
-            kept.writelines(line for line in self._file if _read_row(json.loads(line))[1])
-            kept.flush()
-            os.fsync(kept.fileno())
-        replaced = _locked(beside)
-        os.replace(beside, path)
-        self._file.close()
-        return replaced
-
-    def put(self, place: int, row: Mapping[str, Any]) -> None:
-        """Take the row of a place, from 0 on; it is written when those of all places before it are."""
-        self._held[place] = json.dumps(row, ensure_ascii=False).encode() + b"\n"
-        while (line := self._held.pop(self._next, None)) is not None:
-            self._file.write(line)
-            self._next += 1
-        self._file.flush()
-        if time.monotonic() - self._synced > _SYNC_SECONDS:
-            os.fsync(self._file.fileno())
-            self._synced = time.monotonic()
-
-    def close(self) -> None:
-        """Make sure everything is on disk."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-
-def _locked(path: Path) -> IO[bytes]:
-    """The file, to read from its beginning and to append to, for this process alone."""
-    file = path.open("a+b")
-    file.seek(0)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as taken:
-        raise ConfigError(f"output: another run is writing {path}; wait for it, or give another file") from taken
-    return file
-
-
-def _read_row(row: Any) -> tuple[str, bool]:
-    """The id of a result, and whether it is one to keep: a failure of the engine is not."""
-    if "custom_id" in row:
-        return str(row["custom_id"]), row["response"] is not None and row["response"]["status_code"] < 500
-    choices: Iterable[dict[str, Any]] = row.get("choices", [row])
-    return str(row["id"]), all(choice.get("finish_reason") != "error" for choice in choices)

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from graphllm.config import ConfigError, EngineArgs, Env
+from graphllm.config.setting import size_text
 from graphllm.entrypoints.build import Progress as BuildProgress
 from graphllm.entrypoints.build import find_or_build
 from graphllm.entrypoints.resolve import compile_config
@@ -57,8 +58,8 @@ def build(args: EngineArgs, output: Path | None, bake: bool = False) -> None:
     memory = manifest["memory"]
     print(place)
     console.print(
-        f"compiled in {time.perf_counter() - started:.1f} s: weights {memory['weights'] / 1e6:.1f} MB, "
-        f"arena {memory['arena'] / 1e6:.1f} MB, cache {memory['cache bytes a token']} bytes a token"
+        f"compiled in {time.perf_counter() - started:.1f} s: weights {size_text(memory['weights'])}, "
+        f"arena {size_text(memory['arena'])}, cache {memory['cache bytes a token']} bytes a token"
     )
 
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
@@ -33,12 +33,13 @@ def engine_options(
 
 
 def sampling_options(
-    only: Collection[str] | None = None, params: type = SamplingParams
+    only: Collection[str] | None = None, params: type = SamplingParams, shown: Mapping[str, str] = {}
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command options of sampling parameters, of all that have one unless ``only`` names some. It gets as its
-    first argument a dict of what was given; all else is for whoever knows the model's defaults."""
+    first argument a dict of what was given; all else is for whoever knows the model's defaults. shown: what help says
+    of a default, where that is not the parameter's own."""
     offered = [d for d in parameters(params).values() if d.parameter.cli and (only is None or d.name in only)]
-    return _with_options([_sampling_option(d) for d in offered], dict)
+    return _with_options([_sampling_option(d, shown.get(d.name)) for d in offered], dict)
 
 
 def _with_options(
@@ -62,19 +63,22 @@ def _with_options(
     return decorate
 
 
-def _sampling_option(d: ParameterDefinition) -> inspect.Parameter:
+def _sampling_option(d: ParameterDefinition, shown: str | None) -> inspect.Parameter:
     """An option that has not to be given. One text or id each, repeated, where there may be several."""
     parts = (d.type, *get_args(d.type))
     kind: Any = next((list[get_args(part)[0]] for part in parts if get_origin(part) is tuple), d.type)  # type: ignore[misc]
     optional: Any = kind | None
-    annotation = Annotated[optional, typer.Option(help=d.parameter.help)]
+    if shown is None and isinstance(d.default, (bool, int, float)):
+        shown = {True: "on", False: "off"}[d.default] if isinstance(d.default, bool) else str(d.default)
+    text = d.parameter.help if shown is None else f"{d.parameter.help} Default: {shown}."
+    annotation = Annotated[optional, typer.Option(help=text)]
     return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _parameter(d: Definition, default: Any) -> inspect.Parameter:
     """An option for a setting."""
     kind: Any = _option_type(d)
-    annotation = Annotated[kind, typer.Option(help=d.help)]
+    annotation = Annotated[kind, typer.Option(help=d.help, show_default=d.setting.auto is None)]
     if get_origin(kind) in (types.UnionType, typing.Union) and default == ():
         default = None
     return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -3,64 +3,120 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import itertools
+import json
 import os
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.progress import Progress, TextColumn
 
-from graphllm.cli.batch import Inputs, Item, Items, JsonlSink
+from graphllm.artifact import read_manifest
+from graphllm.cli.batch import Inputs, Item, Items, digest_of
 from graphllm.cli.build import build_errors, compile_progress, console
+from graphllm.cli.endings import CommandError, signals_as_interrupts, stopped_status
+from graphllm.cli.results import JsonlSink
 from graphllm.config import ConfigError, EngineArgs, SchedulerConfig
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.processor import ParsedRequest, Processor
 from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.build import POLICIES
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
 from graphllm.server.chat.call import Call, Style, check_priority, write_out
 from graphllm.server.chat.reading import failure
+from graphllm.weights import baked
 
 _AHEAD = 2  # completions in the engine, as a multiple of those in one step
+# What changes answers, of what a model is compiled for.
+_ANSWERS_DEPEND_ON = ("dtype", "quantization", "max_model_len")
+_TEXT_FILES = (".json", ".jinja", ".model", ".txt")  # of a checkpoint: configs, tokenizer, template
 _ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer
 
 
 def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bool) -> int:
-    """Generate for every input; the exit status: 1 when the engine failed with some of them. Raises ConfigError for
-    user mistakes, before anything is loaded where it can be known."""
+    """Generate for every input; the exit status: 1 when some have no answer. Raises ConfigError for user mistakes,
+    before anything is loaded where it can be known, and CommandError where a signal or a write error stops it."""
     started = time.perf_counter()
     items = Items(inputs)
-    ids = [item.id for item in items]
-    if not ids:
+    # Where nobody says how long: a plain line and a line of a batch file have defaults of their own.
+    open_end = SamplingParams(max_tokens=None)
+    settings = "" if inputs.output is None else _settings(args, sampling, open_end)
+    wanted = [(item.id, digest_of(item, settings)) for item in items]
+    if not wanted:
         raise ConfigError("no prompts: give --prompt, a file, or - to read stdin")
     if inputs.output is None and sampling.get("logprobs") is not None:
         raise ConfigError("logprobs: the terminal shows none; give --output FILE with --logprobs")
-    sink = JsonlSink(inputs.output) if inputs.output else None
+    sink = JsonlSink(inputs.output, wanted, inputs.file) if inputs.output else None
     finished = sink.finished if sink else set()
-    todo = sum(id not in finished for id in ids)
-    if todo < len(ids) and not quiet:
-        console.print(f"{len(ids) - todo} of {len(ids)} are already in {inputs.output}; skipped", markup=False)
-    if not todo:
-        return 0
+    if finished and not quiet:
+        _tell(f"{len(finished)} of {len(wanted)} are already in {inputs.output}; skipped")
+    if sink and sink.moved:
+        _tell(f"{sink.moved} results of lines that are no longer in the input were moved to {sink.moved_to}")
+
+    def left() -> Iterator[Item]:
+        for place, (item, expected) in enumerate(itertools.zip_longest(items, wanted)):
+            if item is None or expected != (item.id, digest_of(item, settings)):
+                raise CommandError(f"{inputs.file} was changed while it was read; run again", 1)
+            if place not in finished:
+                yield item
+
+    summary, phases = Summary(), dict[str, float]()
+    try:
+        with signals_as_interrupts():
+            try:
+                if todo := len(wanted) - len(finished):
+                    _run(args, sampling, open_end, left(), todo, sink, quiet, summary, phases, started)
+            finally:
+                if sink:
+                    sink.close()  # also when stopped: what waits for earlier lines is done
+    except KeyboardInterrupt as stop:
+        done = sink.done if sink else summary.requests + summary.refused
+        how = "run the same command again to go on" if sink else "with --output FILE a stopped run can be continued"
+        more = f": {done} of {len(wanted)} requests are done; {how}" if len(wanted) > 1 else ""
+        raise CommandError(f"interrupted{more}", stopped_status(stop)) from stop
+    if not quiet and summary.first:
+        phases["first token"] = summary.first - started
+        _print_summary(summary, phases)
+    summary.refused += sink.refused if sink else 0
+    if sink and (summary.refused or summary.failed):
+        _print_failures(summary, len(wanted), sink.path)
+    return 1 if summary.refused or summary.failed else 0
+
+
+def _run(
+    args: EngineArgs,
+    sampling: Mapping[str, Any],
+    open_end: SamplingParams,
+    items: Iterable[Item],
+    todo: int,
+    sink: JsonlSink | None,
+    quiet: bool,
+    summary: Summary,
+    phases: dict[str, float],
+    started: float,
+) -> None:
+    """Load the model, generate, and hand on the results."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Where nobody says how long: a plain line and a line of a batch file have defaults of their own.
-    open_end = SamplingParams(max_tokens=None)
     with compile_progress(quiet) as progress, build_errors():
         resolved = resolve_model(args, progress, sampling, open_end)
     name = Path(resolved.config.model.model).name
-    phases: dict[str, float] = {"artifact": time.perf_counter() - started}
+    phases["artifact"] = time.perf_counter() - started
 
     def clock(name: str, seconds: float) -> None:
         phases[name] = phases.get(name, 0.0) + seconds
 
-    summary = Summary()
     with contextlib.closing(_load(resolved, clock)) as engine:
-        left = (item for item in items if item.id not in finished)
-        news = generate(engine, left, resolved.defaults, todo == 1 and sink is None, summary)
+        news = generate(engine, items, resolved.defaults, todo == 1 and sink is None, summary)
         with _progress(todo, quiet or sink is None) as show:
             for step in news:
                 for result in step:
@@ -69,15 +125,33 @@ def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bo
                     else:
                         _print(result)
                 show(summary)
-    if sink:
-        sink.close()
-    if not quiet:
-        if summary.first:
-            phases["first token"] = summary.first - started
-        _print_summary(summary, phases)
-    if summary.refused or summary.failed:
-        _print_failures(summary, inputs.output)
-    return 1 if summary.failed else 0
+
+
+def _settings(args: EngineArgs, sampling: Mapping[str, Any], open_end: SamplingParams) -> str:
+    """What answers follow from beside the items, as JSON: the weights, the other files of the model, how it is
+    computed, and sampling parameters that items leave open."""
+    source = open_source(args.model, args.load_format)
+    defaults = SamplingParams.from_fields(sampling, SamplingParams.from_checkpoint(source.folder, open_end))
+    made_of: object = baked.sample(source.checkpoint) if source.checkpoint else args.load_format
+    if args.artifact in POLICIES:
+        computed = vars(compile_config(source.config, args))
+    else:
+        place = Path(args.artifact)
+        computed = read_manifest(place)["factors"]["compile"]
+        if source.absent is not None:
+            made_of = baked.made_of(place)
+    files = [f for f in sorted(source.folder.iterdir()) if f.suffix in _TEXT_FILES and f.is_file()]
+    return json.dumps(
+        [
+            made_of,
+            {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+            {name: computed[name] for name in _ANSWERS_DEPEND_ON},
+            args.logits_processors,
+            asdict(defaults),
+        ],
+        sort_keys=True,
+        default=str,
+    )
 
 
 def read_schema(given: str) -> str:
@@ -261,7 +335,8 @@ def _print(result: Result) -> None:
     id = result.item.id
     problem = result.error or failure(result.outputs)
     if problem is not None:
-        raise ConfigError(f"{id}: {problem}") from result.error
+        print(f"graphllm: {id}: {problem}", file=sys.stderr)
+        return
     assert result.call is not None
     completions = [completion for output in result.outputs for completion in output.outputs]
     if result.call.params.output_kind is RequestOutputKind.DELTA:
@@ -286,21 +361,21 @@ def _progress(total: int, hidden: bool) -> Iterator[Any]:
 def _print_summary(summary: Summary, phases: Mapping[str, float]) -> None:
     s = summary
     cached = f" ({s.cached_tokens} from the prefix cache)" if s.cached_tokens else ""
-    console.print(
+    _tell(
         f"{s.requests} requests, {s.prompt_tokens} prompt{cached} and {s.output_tokens} output tokens in "
-        f"{s.ended - s.begun:.2f} s: {s.rate:.1f} tokens/s",
-        highlight=False,
+        f"{s.ended - s.begun:.2f} s: {s.rate:.1f} tokens/s"
     )
-    console.print("start-up, s: " + ", ".join(f"{name} {s:.2f}" for name, s in phases.items()), highlight=False)
+    _tell("start-up, s: " + ", ".join(f"{name} {s:.2f}" for name, s in phases.items()))
 
 
-def _print_failures(summary: Summary, output: Path | None) -> None:
+def _print_failures(summary: Summary, total: int, output: Path) -> None:
     parts = []
     if summary.refused:
         parts.append(f"{summary.refused} could not run")
     if summary.failed:
         parts.append(f"the engine failed with {summary.failed}, run again to repeat those")
-    total = summary.requests + summary.refused
-    console.print(
-        f"of {total} requests {'; '.join(parts)}: see their errors in {output}", markup=False, highlight=False
-    )
+    _tell(f"of {total} requests {'; '.join(parts)}: see their errors in {output}")
+
+
+def _tell(text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)

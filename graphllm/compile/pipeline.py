@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
+from graphllm.compile.cost import step_costs
 from graphllm.compile.drafting import joined
 from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
@@ -25,6 +26,7 @@ from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model
@@ -86,13 +88,11 @@ def find_model(model_config: Mapping[str, Any]) -> Model:
 
 
 def _family(model_config: Mapping[str, Any]) -> Model:
-    names = model_config.get("architectures") or []
-    known = load_models()
-    for name in names:
-        if name in known:
-            return known[name]
+    names, known = strings(model_config, "architectures"), load_models()
+    if names and names[0] in known:
+        return known[names[0]]
     raise ConfigError(
-        f"config.json architectures: {names or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
+        f"config.json architectures: {list(names) or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
         "docs/adding-a-model.md shows how to add one in a file of your own"
     )
 
@@ -190,6 +190,9 @@ def compile_model(
             for piece in linked.pieces.values()
         },
         "memory": memory,
+        "cost": step_costs(
+            graphs, linked, [graph_buckets(graph, c, config) for graph in graphs], units[0].shapes, config.max_num_seqs
+        ),
         "seconds": seconds,
         "compilers": objects.seconds,
         "made_with": {"g++": compiler_version(), "machine": config.target.name},

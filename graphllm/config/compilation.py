@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from graphllm.config.errors import ConfigError
-from graphllm.config.setting import not_key, setting
+from graphllm.config.setting import definitions, not_key, setting
 
+_LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4"]
 
@@ -63,10 +64,10 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
     ConfigError naming the part that is wrong."""
     out = []
     for part in text.split(","):
-        found = re.fullmatch(r"(decode|mixed)(\d*)-(\d+)(?:-(\d+))?", part.strip())
+        found = re.fullmatch(r"(decode|mixed)(\d{0,4})-(\d{1,9})(?:-(\d{1,9}))?", part.strip())
         if found is None or (found[1] == "mixed" and found[2]) or found[2] == "0":
             raise ConfigError(
-                f"buckets: {part!r} is not of the form decode-1, decode-2-64, decode3-1-64 or mixed-2-2048"
+                f"buckets: {part!r:.80} is not of the form decode-1, decode-2-64, decode3-1-64 or mixed-2-2048"
             )
         kind, query_len, lo, hi = found.groups()
         out.append(Bucket("mixed" if kind == "mixed" else "decode", int(lo), int(hi or lo), int(query_len or 1)))
@@ -118,18 +119,32 @@ class CompileConfig:
         parse=parse_buckets,
         help="Batch sizes to specialize for, such as decode-1,decode-2-64,mixed-2-2048.",
     )
-    max_model_len: int = setting(2048, auto="the model's own", help="Tokens of a prompt and its output together.")
-    max_num_seqs: int = setting(
-        64, auto="64 on a CPU, 256 or 1024 by the memory of a GPU", help="Sequences in one step."
+    max_model_len: int = setting(
+        2048, auto="the model's own", help="Tokens of a prompt and its output together.", ge=2, le=2**31 - 1
     )
-    max_num_batched_tokens: int = setting(2048, auto="2048 on a CPU, 8192 on a GPU", help="Tokens in one step.")
-    block_size: int = setting(16, auto="16", help="Tokens in one block of the cache.")
-    max_logprobs: int = setting(20, help="Log-probabilities that a request may ask for at each position.")
-    max_logit_bias: int = setting(1024, help="Tokens whose logits a request may bias.")
-    tensor_parallel_size: int = setting(1, help="Ranks that divide the matrices of the layers among them.")
-    num_speculative_tokens: int = setting(0, help="Drafted tokens of a sequence that one step verifies; 0: none.")
-    item_tokens: int = setting(0, help="Rows of encoded inputs that are kept, for models with an encoder.")
-    max_adapters: int = setting(0, help="Adapters that may be loaded at a time, for models with tables of them.")
+    max_num_seqs: int = setting(
+        64, auto="64 on a CPU, 256 or 1024 by the memory of a GPU", help="Sequences in one step.", ge=1, le=2**16
+    )
+    max_num_batched_tokens: int = setting(
+        2048, auto="2048 on a CPU, 8192 on a GPU", help="Tokens in one step.", ge=2, le=_LARGEST_BUCKET
+    )
+    block_size: int = setting(16, auto="16", help="Tokens in one block of the cache.", ge=1, le=2**16)
+    max_logprobs: int = setting(
+        20, help="Log-probabilities that a request may ask for at each position.", ge=0, le=2**16
+    )
+    max_logit_bias: int = setting(1024, help="Tokens whose logits a request may bias.", ge=0, le=2**24)
+    tensor_parallel_size: int = setting(
+        1, help="Ranks that divide the matrices of the layers among them.", ge=1, le=2**10
+    )
+    num_speculative_tokens: int = setting(
+        0, help="Drafted tokens of a sequence that one step verifies; 0: none.", ge=0, le=2**10
+    )
+    item_tokens: int = setting(
+        0, help="Rows of encoded inputs that are kept, for models with an encoder.", ge=0, le=2**31 - 1
+    )
+    max_adapters: int = setting(
+        0, help="Adapters that may be loaded at a time, for models with tables of them.", ge=0, le=2**16
+    )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
     dump: Path | None = setting(
         None,
@@ -140,15 +155,15 @@ class CompileConfig:
         0,
         help="Processes that compile beside each other; 0 chooses.",
         key="parallel build processes; the artifact is the same",
+        ge=0,
+        le=2**10,
     )
 
 
 def check(config: CompileConfig) -> None:
     """Raise ConfigError for settings that cannot work together."""
-    for name, smallest in (("max_model_len", 2), ("max_num_batched_tokens", 2), ("max_num_seqs", 1), ("block_size", 1)):
-        found = getattr(config, name)
-        if found < smallest:
-            raise ConfigError(f"{name} is {found}: it must be at least {smallest}")
+    for name, definition in definitions(CompileConfig).items():
+        definition.check(getattr(config, name))  # also what the model's config.json says
     if config.dtype not in get_args(Dtype):
         raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
     if config.quantization and config.target.device != "cpu":
@@ -157,6 +172,10 @@ def check(config: CompileConfig) -> None:
             "--target cpu"
         )
     for b in config.buckets:
+        if b.hi > _LARGEST_BUCKET or b.query_len > _MOST_QUERIES:
+            raise ConfigError(
+                f"buckets: {b.name} is too large; give at most {_LARGEST_BUCKET} and decode{_MOST_QUERIES}"
+            )
         if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
             raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")
     largest = max((b.hi for b in config.buckets if b.kind == "mixed"), default=0)

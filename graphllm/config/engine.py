@@ -57,7 +57,7 @@ class LoadConfig:
         "auto", help="dummy: random weights, for timing.", key="that there are no tensors is in the key"
     )
     threads: int | None = setting(
-        None, help="Threads of a CPU's kernels; default: all CPUs that the process may use.", key=_LOADING
+        None, help="Threads of a CPU's kernels; default: all CPUs that the process may use.", key=_LOADING, ge=1
     )
 
 
@@ -71,14 +71,16 @@ class CacheConfig:
         help="Memory of the cache, such as 2GiB; default: by gpu_memory_utilization, and on a CPU enough for every "
         "sequence at full length, at most a quarter of free memory.",
         key=_LOADING,
+        ge=1,
     )
-    gpu_memory_utilization: float = setting(0.9, help="Share of the GPU's memory to use.", key=_LOADING)
+    gpu_memory_utilization: float = setting(0.9, help="Share of the GPU's memory to use.", key=_LOADING, gt=0, le=1)
     snapshot_memory_bytes: int | None = setting(
         None,
         parse=functools.partial(parse_bytes, "snapshot_memory_bytes"),
         help="Memory of copies of recurrent states, for prompts that begin alike; default: four copies for every "
         "sequence, at most an eighth of the cache's memory.",
         key=_LOADING,
+        ge=0,
     )
 
 
@@ -91,10 +93,10 @@ class SchedulerConfig:
         "fcfs", help="fcfs: first come, first served. priority: a request's own; lower goes first.", key=_RUNNING
     )
     max_num_queued_reqs: int | None = setting(
-        None, help="Waiting requests above which new ones are refused; None: no limit.", key=_RUNNING
+        None, help="Waiting requests above which new ones are refused; None: no limit.", key=_RUNNING, ge=0
     )
     long_prefill_token_threshold: int = setting(
-        0, help="Tokens of one prompt in one step at most; 0: as many as fit.", key=_RUNNING
+        0, help="Tokens of one prompt in one step at most; 0: as many as fit.", key=_RUNNING, ge=0
     )
     cache_secret: str | None = setting(
         None, help="Engines with the same one may exchange cached prefixes; None: nobody can.", key=_RUNNING
@@ -103,6 +105,7 @@ class SchedulerConfig:
         0,
         help="Recurrent states are kept for reuse at a prompt's end and about every so many tokens; 0: only there.",
         key=_RUNNING,
+        ge=0,
     )
 
 

@@ -145,12 +145,12 @@ def raise_all(problems: Iterable[str]) -> None:
 
 def number(remedy: str, **bounds: float) -> Check:
     """A number within bounds: ge, gt, le."""
-    return Check(lambda value: is_number(value) and _within(value, bounds), remedy, bounds)
+    return Check(lambda value: is_number(value) and within(value, bounds), remedy, bounds)
 
 
 def whole(remedy: str, **bounds: float) -> Check:
     """A whole number of 64 bits within bounds; larger ones do not get to a core."""
-    return Check(lambda value: is_int(value) and _within(value, bounds), remedy, bounds)
+    return Check(lambda value: is_int(value) and within(value, bounds), remedy, bounds)
 
 
 def optional(check: Check) -> Check:
@@ -163,7 +163,8 @@ def instance(kind: type, remedy: str) -> Check:
     return Check(lambda value: isinstance(value, kind), remedy)
 
 
-def _within(value: float, bounds: Mapping[str, float]) -> bool:
+def within(value: float, bounds: Mapping[str, float]) -> bool:
+    """Whether a number is within bounds: ge, gt, le."""
     low, above, high = bounds.get("ge"), bounds.get("gt"), bounds.get("le")
     return (low is None or value >= low) and (above is None or value > above) and (high is None or value <= high)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from graphllm.config.errors import ConfigError
+from graphllm.config.fields import read, read_json
 from graphllm.config.parameter import (
     IDS,
     MAPPING,
@@ -245,7 +245,8 @@ class SamplingParams:
     def from_generation_config(config: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
         """The defaults a checkpoint's ``generation_config.json`` gives; one that says not to sample means greedy. base:
         for what it leaves open."""
-        greedy = {"temperature": 0.0} if config.get("do_sample") is False else {}
+        sampled = read(config, "do_sample", SWITCH, True, True, "generation_config.json")
+        greedy = {} if sampled else {"temperature": 0.0}
         fields = greedy | {ours: config[theirs] for theirs, ours in _FROM_GENERATION_CONFIG.items() if theirs in config}
         try:
             return SamplingParams.from_fields(fields, base)
@@ -256,14 +257,7 @@ class SamplingParams:
     def from_checkpoint(folder: Path, base: SamplingParams | None = None) -> SamplingParams:
         """The defaults of a checkpoint folder, ``base`` where it has none. Raises ConfigError when its
         ``generation_config.json`` is damaged."""
-        file = folder / "generation_config.json"
-        try:
-            config = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-        except ValueError as damage:
-            raise ConfigError(f"{file}: damaged ({damage}); download it again") from damage
-        if not isinstance(config, dict):
-            raise ConfigError(f"{file}: damaged (no JSON object); download it again")
-        return SamplingParams.from_generation_config(config, base)
+        return SamplingParams.from_generation_config(read_json(folder / "generation_config.json") or {}, base)
 
 
 @documented

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from graphllm.config.errors import ConfigError
+from graphllm.config.parameter import is_int, is_number, within
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -23,7 +24,7 @@ class Setting:
 
     help: one or two sentences. auto: what is taken where the user says nothing, because it depends on the model or the
     machine. written: the type in which users give it, where that is another one than the field's. parse: makes the
-    value from a user's text. cli: whether commands have an option for it.
+    value from a user's text. cli: whether commands have an option for it. bounds: of a number, as ge, gt and le.
     """
 
     help: str
@@ -31,6 +32,7 @@ class Setting:
     written: Any
     parse: Callable[[str], Any] | None
     cli: bool
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 def not_key(reason: str) -> dict[str, str]:
@@ -47,10 +49,11 @@ def setting(
     written: Any = None,
     parse: Callable[[str], Any] | None = None,
     cli: bool = True,
+    **bounds: float,
 ) -> Any:
     """A field that users set. key: True when compiled programs depend on it, else why they do not. The others: see
     `Setting`."""
-    facts: dict[str, Any] = {"setting": Setting(help, auto, written, parse, cli)}
+    facts: dict[str, Any] = {"setting": Setting(help, auto, written, parse, cli, bounds)}
     return dataclasses.field(default=default, metadata=facts if key is True else facts | not_key(key))
 
 
@@ -97,24 +100,64 @@ class Definition(NamedTuple):
     def read(self, value: Any) -> Any:
         """What the user says, as a value. Raises ConfigError for what it cannot be."""
         if isinstance(value, str) and self.setting.parse is not None:
-            return self.setting.parse(value)
-        if self.choices and value != self.unsaid and value not in self.choices:
-            names = [str(c) for c in self.choices if c is not None and (self.setting.auto is None or c != self.unsaid)]
-            listed = f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0]
-            leave = ", or leave it out" if self.unsaid is None else ""
-            raise ConfigError(f"{self.name} is {value!r}: use {listed}{leave}")
+            value = self.setting.parse(value)
+        leave = ", or leave it out" if self.unsaid is None else ""
+        if not _fits(value, self.said):
+            raise ConfigError(f"{self.name} is {value!r:.80}: {self._wanted}{leave}")
+        self.check(value)
         return tuple(value) if isinstance(value, (list, set)) else value
+
+    def check(self, value: Any) -> None:
+        """Raise ConfigError for a number out of bounds."""
+        if is_number(value) and not within(value, self.setting.bounds):
+            words = {"ge": "at least", "gt": "above", "le": "at most"}
+            wanted = " and ".join(f"{words[name]} {bound}" for name, bound in self.setting.bounds.items())
+            raise ConfigError(f"{self.name} is {value}: it must be {wanted}")
+
+    @property
+    def _wanted(self) -> str:
+        """What to give in place of a value of another type."""
+        names = [str(c) for c in self.choices if c is not None and (self.setting.auto is None or c != self.unsaid)]
+        if names:
+            return "use " + (f"{', '.join(names[:-1])} or {names[-1]}" if len(names) > 1 else names[0])
+        return "give " + next((words for kind, words in _WORDS.items() if _names(self.said, kind)), "a list of them")
 
 
 def choices(annotation: Any) -> tuple[Any, ...]:
     """The values of a Literal, also of one that may be None."""
     if typing.get_origin(annotation) is Literal:
         return typing.get_args(annotation)
-    if typing.get_origin(annotation) in (types.UnionType, typing.Union):
+    if _is_union(annotation):
         parts = typing.get_args(annotation)
         if all(part is types.NoneType or typing.get_origin(part) is Literal for part in parts):
             return tuple(c for part in parts for c in choices(part))
     return ()
+
+
+_WORDS = {int: "a whole number of 64 bits", float: "a number", bool: "True or False", str: "a text", Path: "a path"}
+
+
+def _names(annotation: Any, kind: type) -> bool:
+    return annotation is kind or (_is_union(annotation) and kind in typing.get_args(annotation))
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (types.UnionType, typing.Union)
+
+
+def _fits(value: Any, annotation: Any) -> bool:
+    """Whether a value is of a type. True is no number, and 1 is not True."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if _is_union(annotation):
+        return any(_fits(value, part) for part in arguments)
+    if origin is Literal:
+        return any(value == c and type(value) is type(c) for c in arguments)
+    if origin in (tuple, Sequence):
+        return isinstance(value, (tuple, list, set)) and all(_fits(v, arguments[0]) for v in value)
+    if origin is Callable:
+        return callable(value)
+    check = {int: is_int, float: is_number}.get(annotation)
+    return check(value) if check else isinstance(value, annotation)
 
 
 def definitions(config: type, path: tuple[str, ...] = ()) -> dict[str, Definition]:
@@ -177,6 +220,17 @@ def parse_bytes(name: str, text: str) -> int:
     lowered = text.strip().lower().removesuffix("b")
     digits = lowered.rstrip("kmgi")
     try:
-        return int(float(digits) * _UNITS[lowered[len(digits) :]])
-    except (ValueError, KeyError, OverflowError) as damage:
-        raise ConfigError(f"{name}: {text!r} is no amount of memory; write 2GiB, 500MB or bytes") from damage
+        found = int(float(digits) * _UNITS[lowered[len(digits) :]])
+    except (ValueError, KeyError, OverflowError):
+        found = -1
+    if not 0 <= found < 2**63:
+        raise ConfigError(f"{name} is {text!r:.80}: that is no amount of memory; write 2GiB, 500MB or bytes")
+    return found
+
+
+def size_text(count: int) -> str:
+    """Bytes as people read them: 2.1 GB, 300.0 MB, 100 bytes."""
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} bytes"

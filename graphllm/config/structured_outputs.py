@@ -18,9 +18,11 @@ class StructuredOutputsParams:
     """What the output must look like; exactly one of the first five.
 
     json: a JSON schema, as text or as an object. regex: matched by the whole output. choice: one of these strings.
-    grammar: context-free, in the syntax of Lark or GBNF. json_object: any JSON object. disable_any_whitespace: JSON
-    without spaces and line breaks. disable_additional_properties: JSON objects have only the properties of the schema.
-    whitespace_pattern: regex of the whitespace that JSON may have.
+    grammar: context-free, in the syntax of Lark or GBNF. json_object: any JSON object.
+
+    For JSON: disable_any_whitespace: no spaces and line breaks. whitespace_pattern: regex of the whitespace that may
+    stand between any two marks; without it one space, or a line break and up to 64 spaces or tabs, so that a model
+    cannot write whitespace for ever. disable_additional_properties: objects have only the properties of the schema.
     """
 
     json: str | dict[str, Any] | None = field(default=None, hash=False)

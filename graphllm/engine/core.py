@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from graphllm.engine.grammar import Grammar, GrammarCompiler, Matcher
     from graphllm.runtime.executor import StepResult
 
+_COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
 _NO_TOKEN = (
     "no token can be chosen: the model's logits are NaN or everything is forbidden. Check the checkpoint, or use a "
@@ -93,7 +94,7 @@ class EngineCore:
         self._providers = find_providers(executor.inputs.values())
         self._in_flight: _InFlight | None = None
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
-        self._compiler = concurrent.futures.ThreadPoolExecutor(1, "graphllm-grammars")
+        self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
         self._matchers: dict[str, Matcher] = {}
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far

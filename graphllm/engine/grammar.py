@@ -14,12 +14,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
+from graphllm.engine.grammar_trial import GrammarTrial
 from graphllm.engine.patterns import ascii_classes, check_regex
 from graphllm.engine.schema import parse_schema, rewrite_schema
 
@@ -30,7 +31,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_CACHED = 128  # compiled grammars kept
+_CACHED, _CACHED_LARGE = 128, 8  # compiled grammars kept; of those that may take much memory
+_CHEAP_TEXT = 20_000  # characters up to which a text compiles in less than 0.1 s, whatever it says
+_CHEAP_PATTERN = 200  # of a pattern that is compared with another one
+# A model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
+_WHITESPACE = r"[ ]?|\n[ \t]{0,64}"
 _MAX_TEXT = 200_000  # characters of a regex, a grammar, or all choices
 _MAX_REPEATS = 5000  # of a regex or a grammar; time and memory to compile them grow with the square
 _MAX_MESSAGE = 300
@@ -42,7 +47,7 @@ _LARK_ATTRIBUTE = re.compile(
 _LARK_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|//.*|#.*')
 # The library follows rules that lead to one another, and nested schemas, by recursion: up to 15,000 levels in a text of
 # _MAX_TEXT, for which 64 MiB are enough. The usual stack overflows at 1,000 of them, and that ends the process.
-_STACK_BYTES = 256 << 20
+STACK_BYTES = 256 << 20
 _STACK_LOCK = threading.Lock()  # its size is a setting of the process
 # \uXXXX would be another way to write a property's name, past what the schema says of it; characters need no escape.
 _ESCAPES = 'nrbtf\\"'
@@ -178,34 +183,60 @@ class GrammarCompiler:
     def __init__(self, tokenizer_folder: Path, vocab: int, stop_ids: frozenset[int]) -> None:
         self._folder, self._vocab, self._stop_ids = tokenizer_folder, vocab, stop_ids
         self._vocabulary: Vocabulary | None = None
-        self._cache: OrderedDict[tuple[object, ...], Grammar] = OrderedDict()
+        self._trial = GrammarTrial(tokenizer_folder, vocab, stop_ids)
+        # Of cheap ones, and of large ones.
+        self._caches: dict[bool, OrderedDict[Key, Grammar]] = {True: OrderedDict(), False: OrderedDict()}
         self._lock = threading.Lock()
 
     def check(self, spec: StructuredOutputsParams) -> None:
-        """Raises ConfigError naming the field, what is wrong with it and the remedy."""
-        self.compile(spec)
+        """Raises ConfigError naming the field, what is wrong with it and the remedy, QueueFullError where too many wait
+        for an answer. What is not certainly cheap is compiled elsewhere, within limits."""
+        source = _source(spec)
+        if self._known(source, spec) is not None:
+            return
+        lark = self._lark(source, spec) if source.cheap else None
+        if lark is not None and lark.cheap:
+            self._add(source, spec, lark)
+        else:
+            self._trial.check(source.field, spec)
 
     def compile(self, spec: StructuredOutputsParams) -> Grammar:
-        """The grammar of a request; milliseconds, or nothing when it is known. Raises ConfigError like `check`."""
-        field, source = _source(spec)
-        space = (spec.disable_any_whitespace, spec.disable_additional_properties, spec.whitespace_pattern)
-        key = (field, source, *space)
+        """The grammar of a request; milliseconds, or nothing when it is known. Without limits, so call `check` first.
+        Raises ConfigError like that."""
+        source = _source(spec)
+        return self._known(source, spec) or self._add(source, spec, self._lark(source, spec))
+
+    def _add(self, source: Source, spec: StructuredOutputsParams, lark: Lark) -> Grammar:
+        grammar = _on_deep_stack(lambda: self._build(source.field, lark.text, spec))
+        cache = self._caches[source.cheap and lark.cheap]
         with self._lock:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-        try:
-            grammar = _on_deep_stack(lambda: self._build(field, source, spec))
-        except UnicodeEncodeError as e:
-            raise ConfigError(f"structured_outputs.{field}: {_clean(str(e))}; leave that character out") from e
-        with self._lock:
-            self._cache[key] = grammar
-            while len(self._cache) > _CACHED:
-                self._cache.popitem(last=False)
+            cache[_key(source, spec)] = grammar
+            while len(cache) > (_CACHED if cache is self._caches[True] else _CACHED_LARGE):
+                cache.popitem(last=False)
         return grammar
 
-    def _build(self, field: str, source: Any, spec: StructuredOutputsParams) -> Grammar:
-        lark = _lark(field, source, spec)
+    def forget(self) -> None:
+        """Compiled grammars are not kept any longer."""
+        with self._lock:
+            for cache in self._caches.values():
+                cache.clear()
+
+    def _known(self, source: Source, spec: StructuredOutputsParams) -> Grammar | None:
+        key = _key(source, spec)
+        with self._lock:
+            for cache in self._caches.values():
+                if key in cache:
+                    cache.move_to_end(key)
+                    return cache[key]
+        return None
+
+    def _lark(self, source: Source, spec: StructuredOutputsParams) -> Lark:
+        try:
+            return _lark(source, spec)
+        except UnicodeEncodeError as e:
+            raise ConfigError(f"structured_outputs.{source.field}: {_clean(str(e))}; leave that character out") from e
+
+    def _build(self, field: str, lark: str, spec: StructuredOutputsParams) -> Grammar:
         if spec.whitespace_pattern is not None:
             self._check_whitespace(spec.whitespace_pattern)
         return self._compile(f"structured_outputs.{field}", lark)
@@ -288,7 +319,7 @@ def _on_deep_stack(work: Callable[[], T]) -> T:
 
     thread = threading.Thread(target=run, name="graphllm-grammar", daemon=True)
     with _STACK_LOCK:
-        usual = threading.stack_size(_STACK_BYTES)
+        usual = threading.stack_size(STACK_BYTES)
         try:
             thread.start()
         finally:
@@ -304,27 +335,52 @@ def _words(tokens: int) -> int:
     return (tokens + 31) // 32
 
 
-def _source(spec: StructuredOutputsParams) -> tuple[str, Any]:
-    """The field that is given, and its content in a form that can be looked up."""
+class Source(NamedTuple):
+    """What a request asks for. field: that is given. content: of it, in a form that can be looked up. cheap: it is
+    short, so that nothing but what it says can make it expensive."""
+
+    field: str
+    content: Any
+    cheap: bool
+
+
+class Lark(NamedTuple):
+    """A constraint in the library's dialect of Lark. cheap: certainly to compile, if it is short."""
+
+    text: str
+    cheap: bool = True
+
+
+Key = tuple[str, Any, bool, bool, str | None]
+
+
+def _key(source: Source, spec: StructuredOutputsParams) -> Key:
+    options = (spec.disable_any_whitespace, spec.disable_additional_properties, spec.whitespace_pattern)
+    return (source.field, source.content, *options)
+
+
+def _source(spec: StructuredOutputsParams) -> Source:
+    pattern = len(spec.whitespace_pattern or "") <= _CHEAP_PATTERN
     if spec.json is not None:
-        return "json", spec.json if isinstance(spec.json, str) else json.dumps(parse_schema(spec.json))
+        text = spec.json if isinstance(spec.json, str) else json.dumps(parse_schema(spec.json))
+        return Source("json", text, pattern and len(text) <= _CHEAP_TEXT)
     if spec.json_object:
-        return "json_object", True
+        return Source("json_object", True, pattern)
     if spec.choice is not None:
-        return "choice", tuple(spec.choice)
+        return Source("choice", tuple(spec.choice), sum(map(len, spec.choice)) <= _CHEAP_TEXT)
     if spec.regex is not None:
-        return "regex", spec.regex
+        return Source("regex", spec.regex, len(spec.regex) <= _CHEAP_TEXT)
     if spec.grammar is not None:
-        return "grammar", spec.grammar
+        return Source("grammar", spec.grammar, len(spec.grammar) <= _CHEAP_TEXT)
     raise ConfigError("structured_outputs: empty; give one of json, json_object, choice, regex, grammar")
 
 
-def _lark(field: str, source: Any, spec: StructuredOutputsParams) -> str:
-    """A request's constraint in the library's dialect of Lark. Raises ConfigError."""
+def _lark(given: Source, spec: StructuredOutputsParams) -> Lark:
+    """Raises ConfigError, UnicodeEncodeError."""
+    field, source, _ = given
     name = f"structured_outputs.{field}"
     if field in ("json", "json_object"):
-        schema = parse_schema(source) if field == "json" else {"type": "object"}
-        return f"start: %json {json.dumps(_with_options(schema, spec))}"
+        return _json(parse_schema(source) if field == "json" else {"type": "object"}, spec)
     size = sum(map(len, source)) if field == "choice" else len(source)
     if size > _MAX_TEXT:
         raise ConfigError(f"{name}: {size} characters, more than {_MAX_TEXT}; give a smaller one")
@@ -332,13 +388,13 @@ def _lark(field: str, source: Any, spec: StructuredOutputsParams) -> str:
         if not source or not all(isinstance(choice, str) for choice in source):
             raise ConfigError(f"{name} is {list(source)!r:.80}: give one or more strings")
         # One terminal: alternatives that share a beginning are followed together.
-        return "start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source))
+        return Lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source)))
     if (repeats := sum(map(source.count, "?*+{"))) > _MAX_REPEATS:
         raise ConfigError(f"{name}: {repeats} repetitions, more than {_MAX_REPEATS}; give a smaller one")
     if field == "regex":
-        return f"start: {_terminal(ascii_classes(check_regex(source, name)))}"
+        return Lark(f"start: {_terminal(ascii_classes(check_regex(source, name)))}")
     if _GBNF_RULE.search(source):
-        return _gbnf(source, name)
+        return Lark(_gbnf(source, name))
     if "%json" in source:
         raise ConfigError(f"{name}: %json is not supported; give the schema as structured_outputs.json")
     if found := _LARK_ATTRIBUTE.search(source):
@@ -346,7 +402,7 @@ def _lark(field: str, source: Any, spec: StructuredOutputsParams) -> str:
     if "&" in _LARK_LITERAL.sub("", source):
         # Whether anything is left of two expressions can take the library for ever.
         raise ConfigError(f"{name}: the operator & is not supported; write what is left as one expression")
-    return source
+    return Lark(source, cheap="~" not in source and "%regex" not in source)
 
 
 def _terminal(pattern: str) -> str:
@@ -355,19 +411,19 @@ def _terminal(pattern: str) -> str:
     return f"/{regex_to_lark(pattern, '') or '(?:)'}/"  # an empty one would begin a comment
 
 
-def _with_options(schema: Any, spec: StructuredOutputsParams) -> Any:
-    """The schema as the library takes it, with what the request says of whitespace."""
-    plain = rewrite_schema(schema, spec.disable_additional_properties)
+def _json(schema: Any, spec: StructuredOutputsParams) -> Lark:
+    """The documents of a schema, with what the request says of whitespace."""
+    plain, cheap = rewrite_schema(schema, spec.disable_additional_properties)
     if plain is False:
         raise ConfigError("structured_outputs.json: false is satisfied by nothing; give another schema")
     options: dict[str, Any] = {"json_allowed_escapes": _ESCAPES, "whitespace_flexible": not spec.disable_any_whitespace}
-    if spec.whitespace_pattern is not None:
-        name = "structured_outputs.whitespace_pattern"
-        if spec.disable_any_whitespace:
-            raise ConfigError(f"{name}: not together with disable_any_whitespace; leave out one of them")
-        options["whitespace_pattern"] = check_regex(spec.whitespace_pattern, name)
+    name, pattern = "structured_outputs.whitespace_pattern", spec.whitespace_pattern
+    if pattern is not None and spec.disable_any_whitespace:
+        raise ConfigError(f"{name}: not together with disable_any_whitespace; leave out one of them")
+    if not spec.disable_any_whitespace:
+        options["whitespace_pattern"] = _WHITESPACE if pattern is None else check_regex(pattern, name)
     # At the end: the library takes it out by putting the last keyword into its place, and order matters to it.
-    return {**({} if plain is True else plain), "x-guidance": options}
+    return Lark(f"start: %json {json.dumps({**({} if plain is True else plain), 'x-guidance': options})}", cheap)
 
 
 def _gbnf(text: str, name: str) -> str:

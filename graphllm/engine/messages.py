@@ -6,7 +6,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from graphllm.config import ConfigError
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
 
 
@@ -31,12 +30,6 @@ class EngineDeadError(RuntimeError):
     def __init__(self, cause: DeathCause) -> None:
         super().__init__(f"the engine core is dead: {cause.message}")
         self.cause = cause
-
-
-class QueueFullError(ConfigError):
-    """The queue of waiting requests is full; send the request again later. retry_after: in so many seconds."""
-
-    retry_after = 1
 
 
 # ---- front to core

@@ -119,6 +119,18 @@ class OutputProcessor:
         parts = [part.id for request in gone for part in request.parsed.requests]
         return [id for id in parts if self._streams.pop(id, None) is not None]
 
+    def finish(self, request_id: str, index: int) -> Processed:
+        """End one completion as a stop string does, with what it has; nothing for one that is not running."""
+        request = self._requests.get(request_id)
+        stream = request.streams[index] if request is not None else None
+        if request is None or stream is None or stream.finish_reason is not None:
+            return Processed([], [])
+        stream.finish_reason, stream.news = "stop", True
+        id = request.parsed.requests[index].id
+        del self._streams[id]
+        request.running -= 1
+        return Processed([self._output(request, self._clock())], [id])
+
     def process(self, updates: Sequence[EngineCoreOutput]) -> Processed:
         """The outputs that a step's updates make, one for each request, in the order of the updates. Updates of
         requests that are done or unknown are ignored."""

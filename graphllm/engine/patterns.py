@@ -15,6 +15,7 @@ _DATE = (
 _TIME = "(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\\.[0-9]+)?(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 # The library's own lets 30 February's neighbour through in every year. No leap seconds: few parsers take them.
 FORMAT_PATTERNS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}T{_TIME}$"}
+_BRACED = re.compile(r"\\(?:[pPuUx](\{[^{}]*\})|.)", re.DOTALL)  # an escape; some name a character in braces
 FORMATS = frozenset(["duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
 
 
@@ -29,9 +30,10 @@ def check_regex(pattern: object, where: str) -> str:
         if any(flag in flags for flag in "RUu"):
             raise ConfigError(f"{where}: the flags {flags:.80} in {pattern!r:.80} are not supported; leave them out")
     in_class, escaped, previous = False, False, ""
+    braced = {at for found in _BRACED.finditer(pattern) for at in range(*found.span(1))}
     for at, c in enumerate(pattern):
         pair = pattern[at : at + 2]
-        if escaped:
+        if escaped or at in braced:
             escaped, previous = False, ""
             continue
         if c == "\\":

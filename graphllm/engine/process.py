@@ -30,7 +30,6 @@ from graphllm.engine.messages import (
     GetStats,
     Heartbeat,
     Launch,
-    QueueFullError,
     Ready,
     Rejected,
     Reply,
@@ -39,7 +38,7 @@ from graphllm.engine.messages import (
     ToCore,
     Updates,
 )
-from graphllm.engine.request import Core, EngineRequest
+from graphllm.engine.request import Core, EngineRequest, QueueFullError
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
 

@@ -32,6 +32,7 @@ class Exclusion:
                 return True
         values, others = _values(a), _values(b)
         if values is not None and others is not None:
+            self._steps += len(values) + len(others)
             return not {_canonical(v) for v in values} & {_canonical(v) for v in others}
         shared = _types(a) & _types(b)
         if shared != {"object"}:
@@ -74,10 +75,25 @@ def _same_value(node: Any) -> Iterator[str]:
 
 def has_end(schema: Any, definitions: Mapping[str, Any]) -> bool:
     """Whether a document can satisfy a schema without containing itself for ever. May say yes wrongly."""
-    known: set[str] = set()
-    while new := {n for n, d in definitions.items() if n not in known and _finite(d, known)}:
-        known |= new
+    users: dict[str, list[str]] = {name: [] for name in definitions}
+    for name, definition in definitions.items():
+        for used in users.keys() & set(_references(definition)):
+            users[used].append(name)
+    known, waiting = set[str](), list(definitions)
+    while waiting:
+        name = waiting.pop()
+        if name not in known and _finite(definitions[name], known):
+            known.add(name)
+            waiting += users[name]
     return _finite(schema, known)
+
+
+def _references(node: Any) -> Iterator[str]:
+    """The definitions that a schema refers to, and perhaps other names."""
+    if isinstance(node, dict) and isinstance(node.get("$ref"), str):
+        yield node["$ref"].rsplit("/", 1)[-1]
+    for part in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _references(part)
 
 
 def _finite(node: Any, known: set[str]) -> bool:

@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 
+from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
 
 # Upper bounds of a step's seconds and of its tokens, for their distributions.
@@ -19,6 +20,12 @@ STEP_SECONDS = (
     0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10,
 )  # fmt: skip
 STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
+
+class QueueFullError(ConfigError):
+    """The queue of waiting requests is full; send the request again later. retry_after: in so many seconds."""
+
+    retry_after = 1
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,8 +16,7 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.engine.cache_manager import CacheManager
 from graphllm.engine.item_cache import ItemCache
-from graphllm.engine.messages import QueueFullError
-from graphllm.engine.request import EngineRequest, Item
+from graphllm.engine.request import EngineRequest, Item, QueueFullError
 from graphllm.engine.request_table import RequestState, RequestTable
 from graphllm.engine.results import Commit, take, take_verified
 from graphllm.engine.retention import NEVER

@@ -14,7 +14,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.engine.patterns import FORMAT_PATTERNS, FORMATS, check_regex
@@ -30,10 +30,20 @@ _MAX_DECIMALS = 15
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 
 _ANNOTATIONS = (
-    "$anchor", "$comment", "$defs", "default", "definitions", "deprecated", "description", "discriminator", "example",
-    "examples", "readOnly", "title", "writeOnly",
+    "$anchor", "$comment", "$defs", "$dynamicAnchor", "$recursiveAnchor", "$vocabulary", "default", "definitions",
+    "deprecated", "description", "discriminator", "example", "examples", "readOnly", "title", "writeOnly",
 )  # fmt: skip
-_NEUTRAL = {"uniqueItems": False, "nullable": False, "unevaluatedProperties": True, "unevaluatedItems": True}
+# Values with which a keyword says nothing.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,), "nullable": (False,), "unevaluatedProperties": (True, {}), "unevaluatedItems": (True, {}),
+    "propertyNames": (True, {}), "not": (False,), "additionalItems": (True, {}),
+}  # fmt: skip
+_DEPENDENT = ("dependencies", "dependentRequired", "dependentSchemas")
+# Keywords that say nothing without any of these others.
+_NEED = {
+    "minContains": ("contains",), "maxContains": ("contains",), "if": ("then", "else"), "then": ("if",),
+    "else": ("if",),
+}  # fmt: skip
 _REMEDIES = {
     "nullable": 'write type: [..., "null"]',
     "additionalItems": "write prefixItems and items",
@@ -49,17 +59,28 @@ _REMEDIES = {
 _DIALECT = re.compile(r"https?://json-schema\.org/(draft-0[67]|draft/20(19-09|20-12))/schema#?$")
 
 _MAX_HOSTNAME = 253
+_MAX_MERGED = 8  # the time to merge regular expressions and choices doubles with each: 12 take 10 ms, 22 take 10 s
 
 
-def rewrite_schema(schema: object, closed: bool = False) -> Any:
-    """The schema in the form described above, everything that ``$ref`` reaches under ``$defs``.
+class RewrittenSchema(NamedTuple):
+    """schema: in the form described above, everything that ``$ref`` reaches under ``$defs``. cheap: certainly to
+    compile, for its length: not many expressions and choices can come together in one value."""
+
+    schema: Any
+    cheap: bool
+
+
+def rewrite_schema(schema: object, closed: bool = False) -> RewrittenSchema:
+    """The schema as the library takes it.
 
     closed: objects that list properties and say nothing of others allow no others. Raises ConfigError naming the place
     (a JSON pointer), the keyword and a remedy.
     """
     if _depth(schema) > _MAX_DEPTH:
         raise ConfigError(f"{_FIELD}: nested deeper than {_MAX_DEPTH} levels; move parts of it into $defs")
-    return _Rewriter(schema, closed).run()
+    rewriter = _Rewriter(schema, closed)
+    plain = rewriter.run()
+    return RewrittenSchema(plain, not rewriter.merges or rewriter.mergeable <= _MAX_MERGED)
 
 
 def parse_schema(schema: str | dict[str, Any]) -> Any:
@@ -84,7 +105,8 @@ class _Rewriter:
         self.definitions: dict[str, Any] = {}
         self.unions: list[tuple[str, list[Any]]] = []  # what oneOf said, to be proved
         self.numbers: list[tuple[str, dict[str, Any]]] = []
-        self.merges = False  # whether one value's bounds can come from several places
+        self.merges = False  # whether what holds for one value can come from several places
+        self.mergeable = 0  # regular expressions and choices
 
     def run(self) -> Any:
         plain = self.schema(self.root, "")
@@ -119,7 +141,7 @@ class _Rewriter:
         for keyword, value in node.items():
             if keyword in _ANNOTATIONS or (keyword.startswith("x-") and keyword != "x-guidance"):
                 continue
-            if keyword in _NEUTRAL and value is _NEUTRAL[keyword]:
+            if _says_nothing(keyword, value, node):
                 continue
             if keyword == "$schema":
                 if not isinstance(value, str) or not _DIALECT.match(value):
@@ -144,7 +166,10 @@ class _Rewriter:
         self.numbers.append((path, plain))
         chosen = "oneOf" in node
         joined = chosen or "anyOf" in plain or "$ref" in plain
-        self.merges |= "allOf" in plain or (joined and len(plain) + chosen > 1)
+        self.merges |= "allOf" in plain or "patternProperties" in plain or (joined and len(plain) + chosen > 1)
+        self.mergeable += len(plain.get("patternProperties", ())) + sum(
+            name in node for name in ("pattern", "format", "anyOf", "oneOf")
+        )
         if extra:
             plain["allOf"] = [*plain.get("allOf", ()), *extra]
         return plain
@@ -162,7 +187,7 @@ class _Rewriter:
             raise refuse(path, keyword, f"has {len(value)} entries", f"give at most {most}")
         if keyword == "patternProperties":
             for pattern in value:
-                check_regex(pattern, f"{_FIELD}: {path}/{keyword}")
+                check_regex(pattern, f"{_FIELD}: #{path}/{keyword}")
         return {name: self.schema(item, f"{path}/{keyword}/{_escape(name)}") for name, item in value.items()}
 
     def subschema(self, value: Any, path: str, keyword: str) -> Any:
@@ -227,7 +252,7 @@ class _Rewriter:
             raise refuse(path, keyword, f"is {_short(value)}, not exact in 64 bits", "give at most 2**53")
 
     def pattern(self, value: Any, path: str, keyword: str) -> str:
-        return check_regex(value, f"{_FIELD}: {path}/{keyword}")
+        return check_regex(value, f"{_FIELD}: #{path}/{keyword}")
 
     def required(self, value: Any, path: str, keyword: str) -> Any:
         if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
@@ -300,7 +325,16 @@ class _Rewriter:
 
 def refuse(path: str, keyword: str, problem: str, remedy: str) -> ConfigError:
     """The error for one place of the schema."""
-    return ConfigError(f"{_FIELD}: {path or '/':.200}: {f'{keyword:.80} ' if keyword else ''}{problem:.200}; {remedy}")
+    return ConfigError(f"{_FIELD}: {f'#{path}':.200}: {f'{keyword:.80} ' if keyword else ''}{problem:.200}; {remedy}")
+
+
+def _says_nothing(keyword: str, value: Any, node: dict[str, Any]) -> bool:
+    """Whether a schema means the same without this keyword."""
+    if keyword in _DEPENDENT:
+        return isinstance(value, dict) and all(v in ([], {}) or v is True for v in value.values())
+    if keyword in _NEED:
+        return not node.keys() & _NEED[keyword]
+    return any(value == v and type(value) is type(v) for v in _NEUTRAL.get(keyword, ()))
 
 
 def _scalars(value: Any) -> Iterator[Any]:

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import Fields, read, read_json, read_text, section
+from graphllm.config.parameter import Check, is_int
 from graphllm.engine.text_length import characters_per_token
 
 if TYPE_CHECKING:
@@ -22,6 +24,23 @@ if TYPE_CHECKING:
 _CONTEXT = 6  # prompt tokens a detokenizer starts from: enough to know whether the first new one begins with a space
 _LONG = 4096  # characters or tokens from which a batch of one is worth it, which lets other threads run meanwhile
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names that templates and clients use for the same field
+_SPECIAL = tuple(f"{name}_token" for name in ("bos", "eos", "pad", "unk", "sep", "cls", "mask"))
+_TOKEN = Check(
+    lambda value: isinstance(value.get("content") if isinstance(value, dict) else value, str),
+    "set it to the checkpoint's token, a text or an object with content",
+)
+_TOKEN_IDS = Check(
+    lambda value: is_int(value) or (isinstance(value, list) and all(is_int(i) for i in value)),
+    "set it to the checkpoint's token id, or a list of them",
+)
+_TEMPLATES = Check(
+    lambda value: (
+        isinstance(value, str)
+        or (isinstance(value, list) and all(_is_template(t) for t in value))
+        or (isinstance(value, dict) and all(isinstance(t, str) for t in value.values()))
+    ),
+    "set it to the checkpoint's template, a text, or a list of objects with name and template",
+)
 
 
 class Tokenizer:
@@ -33,8 +52,9 @@ class Tokenizer:
         self._special = _special_tokens(folder, config)
         self._templates = _templates(folder, config)
         self._compiled: dict[str, jinja2.Template] = {}
-        model, generation = _read_json(folder / "config.json"), _read_json(folder / "generation_config.json")
-        ids = {**_ids(model.get("text_config") or {}), **_ids(model), **_ids(generation)}
+        model = read_json(folder / "config.json") or {}
+        generation = read_json(folder / "generation_config.json") or {}
+        ids = {**_ids(section(model, "text_config")), **_ids(model), **_ids(generation, "generation_config.json")}
         self.bos_id = self._id_of("bos_token", ids)
         self.eos_id = self._id_of("eos_token", ids)
         self.pad_id = self._id_of("pad_token", ids)
@@ -58,7 +78,7 @@ class Tokenizer:
             raise ConfigError(f"{file}: damaged, or made for newer tokenizers ({e})") from e
         backend.no_truncation()
         backend.no_padding()
-        return Tokenizer(folder, backend, _read_json(folder / "tokenizer_config.json"))
+        return Tokenizer(folder, backend, read_json(folder / "tokenizer_config.json") or {})
 
     @property
     def vocab_size(self) -> int:
@@ -170,15 +190,20 @@ def _special_tokens(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The named special tokens ("bos_token" ...), which chat templates may use too."""
     named = dict(config)
     if "added_tokens_decoder" not in config:  # then the file is from the time of this one, and it decides
-        named.update(_read_json(folder / "special_tokens_map.json"))
+        named.update(read_json(folder / "special_tokens_map.json") or {})
+    for name in _SPECIAL:
+        read(named, name, _TOKEN, "", "", "tokenizer_config.json or special_tokens_map.json")
     tokens = {k: v["content"] if isinstance(v, dict) else v for k, v in named.items() if k.endswith("_token")}
     return {k: v for k, v in tokens.items() if isinstance(v, str)}
 
 
-def _ids(config: Mapping[str, Any]) -> dict[str, list[int]]:
-    """ "eos_token" and so on, from a file that gives one id or a list of them."""
-    found = {name: config.get(f"{name}_id") for name in ("bos_token", "eos_token", "pad_token")}
-    return {name: v if isinstance(v, list) else [v] for name, v in found.items() if v is not None}
+def _ids(config: Fields, file: str = "config.json") -> dict[str, list[int]]:
+    """ "eos_token" and so on, from a file that gives one id or a list of them. Some files say -1 for none."""
+    given = {
+        name: read(config, f"{name}_id", _TOKEN_IDS, (), (), file) for name in ("bos_token", "eos_token", "pad_token")
+    }
+    found = {name: [i for i in ([v] if isinstance(v, int) else v) if i >= 0] for name, v in given.items()}
+    return {name: ids for name, ids in found.items() if ids}
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
@@ -187,24 +212,15 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if (folder / "chat_template.jinja").is_file():
         files["default"] = folder / "chat_template.jinja"
     if files:
-        return {name: file.read_text(encoding="utf-8") for name, file in files.items()}
-    inline = config.get("chat_template") or {}
+        return {name: read_text(file) for name, file in files.items()}
+    inline = read(config, "chat_template", _TEMPLATES, {}, {}, "tokenizer_config.json")
     if isinstance(inline, str):
-        return {"default": inline}
+        return {"default": inline} if inline else {}
     return {t["name"]: t["template"] for t in inline} if isinstance(inline, list) else dict(inline)
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """The object in a file; empty when there is no such file. Raises ConfigError when it is damaged."""
-    try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except ValueError as e:
-        raise ConfigError(f"{file}: damaged ({e}); download it again") from e
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{file}: damaged (no JSON object); download it again")
-    return plain
+def _is_template(value: object) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("name"), str) and isinstance(value.get("template"), str)
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:

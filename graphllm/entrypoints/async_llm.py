@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import functools
 import itertools
 import time
 import traceback
@@ -15,10 +17,11 @@ from typing import Any
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.messages import DeathCause, EngineDeadError, QueueFullError, Ready, Rejected
-from graphllm.engine.outputs import CompletionOutput, OutputProcessor, RequestOutput
+from graphllm.engine.grammar_trial import MAX_WAITING
+from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
+from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
-from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
@@ -58,6 +61,8 @@ class AsyncLLM:
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
+        # More than can wait for the check of a large grammar, so that others never do.
+        self._parsers = concurrent.futures.ThreadPoolExecutor(2 * MAX_WAITING, "graphllm-parse")
         self._starting: asyncio.Task[None] | None = None
         self._receiver: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
@@ -151,10 +156,10 @@ class AsyncLLM:
     ) -> ParsedRequest:
         prompt = await self.tokenized(prompt)
         assert self._processor is not None
-        make = self._processor.make
+        make = functools.partial(self._processor.make, prompt, params, name, priority=priority, cache_salt=cache_salt)
         if params.structured_outputs is None and not params.bad_words:
-            return make(prompt, params, name, priority=priority, cache_salt=cache_salt)
-        return await asyncio.to_thread(make, prompt, params, name, priority=priority, cache_salt=cache_salt)
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._parsers, make)
 
     async def tokenized(self, prompt: Prompt) -> Prompt:
         """A prompt with its token ids, if it is text that takes a while to tokenize; else as it is. Raises ConfigError
@@ -187,6 +192,11 @@ class AsyncLLM:
         ids = [request_id] if isinstance(request_id, str) else request_id
         streams = [self._streams.get(self._names.get(id, "")) for id in ids]
         self._abort_core([r.id for stream in streams if stream is not None for r in stream.parsed.requests])
+
+    def finish(self, request_id: str, index: int) -> None:
+        """End one completion of a running request as a stop string does: its text is all there is. Of a request whose
+        outputs come as they are made."""
+        self._give_out(self._outputs.finish(self._names.get(request_id, ""), index))
 
     @property
     def ready(self) -> Ready | None:
@@ -287,10 +297,12 @@ class AsyncLLM:
             stream.fail(EngineDeadError(cause))
 
     def _deliver(self, updates: Sequence[EngineCoreOutput]) -> None:
-        outputs, aborts = self._outputs.process(updates)
-        for output in outputs:
+        self._give_out(self._outputs.process(updates))
+
+    def _give_out(self, processed: Processed) -> None:
+        for output in processed.outputs:
             self._streams[output.request_id].put(output)
-        self._abort_core(aborts)
+        self._abort_core(processed.aborts)
         self._bound_unread()
 
     def _bound_unread(self) -> None:
@@ -341,7 +353,7 @@ class _Stream:
                 self.since = time.monotonic()
             entries = 1 + max(self.parsed.params.logprobs or 0, 0)
             self.unread += entries * sum(len(completion.token_ids) for completion in output.outputs)
-        self._pending = merge(self._pending, output) if delta and self._pending is not None else output
+        self._pending = merge(self._pending, output) if delta else output
         self._news.set()
 
     def drop(self, error: Exception | None = None) -> None:
@@ -366,8 +378,10 @@ class _Stream:
         raise self._error
 
 
-def merge(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
+def merge(older: RequestOutput | None, newer: RequestOutput) -> RequestOutput:
     """Two outputs of kind DELTA as one."""
+    if older is None:
+        return newer
     found = {completion.index: completion for completion in older.outputs}
     for completion in newer.outputs:
         before = found.get(completion.index)

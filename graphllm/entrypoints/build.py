@@ -16,10 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphllm import artifact
-from graphllm.config import CompileConfig, ConfigError, EngineArgs, Env, definitions
+from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, definitions
 from graphllm.config.setting import plain
+from graphllm.cpp import check_compiler
 from graphllm.entrypoints.build_lock import build_lock
-from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.memory import check_cache_memory
+from graphllm.entrypoints.resolve import compile_config, kernel_threads
 from graphllm.entrypoints.source import Source
 from graphllm.weights import baked
 
@@ -79,14 +81,23 @@ def _find(source: Source, place: Path) -> dict[str, Any] | None:
 
 def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, place: Path, bake: bool) -> None:
     """Compile into the folder ``place``."""
+    native = config.target.device == "cpu" and config.backend == "inductor"
+    if native:
+        check_compiler()
     tensors, complete = source.tensors, None
+    if config.dump is not None:
+        try:
+            config.dump.mkdir(parents=True, exist_ok=True)
+        except OSError as failure:
+            raise ConfigError(
+                f"dump is {str(config.dump)!r:.200}: no folder can be made there ({failure.strerror}); give another one"
+            ) from failure
     if bake:
         if source.checkpoint is None:
             raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
         complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
     from graphllm.compile.objects import Objects
 
-    native = config.target.device == "cpu" and config.backend == "inductor"
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _no_collections() if native else contextlib.nullcontext()
     with collections, Objects(env.cache_dir / "objects" if native else None) as objects:
@@ -136,20 +147,25 @@ def _check_model(place: Path, manifest: Mapping[str, Any], source: Source) -> No
         baked.check_source(place, source.checkpoint)
 
 
-def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, Literal["cpu", "cuda"]]:
-    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact and its
-    device."""
+def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple[Path, int | None]:
+    """`find_or_build` for what a user may say, a policy or the folder of an artifact: a verified artifact, and the
+    threads of its kernels. Settings that do not fit the machine are refused before anything is built."""
     folder = None if args.artifact in POLICIES else Path(args.artifact)
     if folder is not None and not (folder / "manifest.json").exists():
         raise ConfigError(
             f"artifact: {str(folder)!r} is neither one of {', '.join(POLICIES)} nor the folder of an artifact"
         )
     policy: Any = "require" if folder else args.artifact
-    place, manifest = find_or_build(source, compile_config(source.config, args), Env.read(), policy, progress, folder)
-    compiled = manifest["factors"]["compile"]
+    config = compile_config(source.config, args)
+    device = config.target.device
     if folder is not None:
-        _check_said(folder, compiled, args)
-    return place, compiled["target"]["device"]
+        device = artifact.read_manifest(folder)["factors"]["compile"]["target"]["device"]
+    threads = kernel_threads(args.threads, device)
+    check_cache_memory(args, device)
+    place, manifest = find_or_build(source, config, Env.read(), policy, progress, folder)
+    if folder is not None:
+        _check_said(folder, manifest["factors"]["compile"], args)
+    return place, threads
 
 
 def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> None:
@@ -162,6 +178,13 @@ def _check_said(folder: Path, compiled: Mapping[str, Any], args: EngineArgs) -> 
         has = functools.reduce(operator.getitem, (*d.path, name), compiled)
         if has != plain(said):
             raise ConfigError(
-                f"{name} is {said}: the artifact {folder} was compiled with {has}; leave the option out, or compile "
-                "again with it"
+                f"{name} is {_shown(name, plain(said))}: the artifact {folder} was compiled with {_shown(name, has)}; "
+                "leave the option out, or compile again with it"
             )
+
+
+def _shown(name: str, value: Any) -> str:
+    """A setting as users write it."""
+    if name == "buckets":
+        return ",".join(Bucket(**b).name for b in value)
+    return "none" if value is None else str(value)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphllm.config import CacheConfig, ConfigError
+from graphllm.config import CacheConfig, ConfigError, EngineArgs
+from graphllm.config.setting import size_text
+from graphllm.machine import available_memory, gpu_memory
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 
 # Bytes of a GPU for kernels, libraries, graphs and what allocations are rounded up to: 0.22 to 0.34 GB measured, see
@@ -19,6 +21,17 @@ def gpu_bytes(memory: Mapping[str, int], blocks: int) -> int:
     """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
     parts = sum(memory[name] for name in ("weights", "arena", "state"))
     return parts + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
+
+
+def check_cache_memory(cache: CacheConfig | EngineArgs, device: str) -> None:
+    """Raise ConfigError when a cache is asked for that the machine has no memory for."""
+    most = gpu_memory() if device == "cuda" else available_memory()
+    for name in ("kv_cache_memory_bytes", "snapshot_memory_bytes"):
+        if (getattr(cache, name) or 0) > most:
+            raise ConfigError(
+                f"{name} is {getattr(cache, name)}: the {device} has {most / 1e9:.1f} GB of memory left; give less, or "
+                "leave it out"
+            )
 
 
 class CacheCounts(NamedTuple):
@@ -40,13 +53,20 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
     """What memory allows; on a GPU, of what the weights have left. Raises ConfigError where that is not enough."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     size, most = cache.kv_cache_memory_bytes, None
+    if compiled["target"]["device"] == "cpu":
+        needed, left = sum(memory[name] for name in ("weights", "arena", "state")) + (size or 0), available_memory()
+        if needed > left:
+            raise ConfigError(
+                f"memory: weights, arena and cache take {needed / 1e9:.1f} GB, there are {left / 1e9:.1f} GB left; "
+                "free some, lower --kv-cache-memory-bytes or --max-num-batched-tokens, or take a smaller model"
+            )
     if size is None and compiled["target"]["device"] == "cuda":
         import torch
 
         free, total = torch.cuda.mem_get_info()
         size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
     elif size is None:
-        size = max(0, _available_memory() - memory["weights"]) // 4
+        size = max(0, available_memory() - memory["weights"]) // 4
         # A full batch of the longest sequences, and room for the prefix cache.
         most = 4 * memory["blocks of a sequence"] * compiled["max_num_seqs"] + 1
     snapshots = 0
@@ -60,18 +80,10 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
         return CacheCounts(2, snapshots)
     blocks = size // memory["block"]
     if blocks < 2:
-        taken = (
-            f", or lower --snapshot-memory-bytes, {snapshots * memory['snapshot'] / 1e6:.1f} MB" if snapshots else ""
-        )
+        taken = f", or lower --snapshot-memory-bytes, {size_text(snapshots * memory['snapshot'])}" if snapshots else ""
+        rest = f"{size_text(size)} left" if size > 0 else "nothing left"
         raise ConfigError(
-            f"kv cache: {size / 1e6:.1f} MB left for it, it needs {2 * memory['block'] / 1e6:.1f} MB at least; "
+            f"kv cache: {rest} for it, it needs {size_text(2 * memory['block'])} at least; "
             f"raise --kv-cache-memory-bytes or --gpu-memory-utilization{taken}"
         )
     return CacheCounts(int(blocks if most is None else min(blocks, most)), int(snapshots))
-
-
-def _available_memory() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 4 << 30

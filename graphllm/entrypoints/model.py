@@ -12,7 +12,6 @@ from graphllm.config.setting import assemble
 from graphllm.engine.options import LogitsProcessor
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
-from graphllm.entrypoints.resolve import kernel_threads
 from graphllm.entrypoints.source import open_source
 
 _log = logging.getLogger(__name__)
@@ -57,13 +56,13 @@ def resolve_model(
     source = open_source(args.model, args.load_format, args.speculative_model)
     defaults = SamplingParams.from_fields(sampling or {}, SamplingParams.from_checkpoint(source.folder, base))
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_folder(source.folder)
-    place, device = take_artifact(source, args, progress or log_progress())
+    place, threads = take_artifact(source, args, progress or log_progress())
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
     resolved = {
         "model": str(source.folder),
         "speculative_model": None if args.speculative_model is None else str(args.speculative_model),
         "artifact": str(place),
-        "threads": kernel_threads(args.threads, device),
+        "threads": threads,
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
         "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
     }

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from graphllm.config import CompileConfig, ConfigError, EngineArgs, check, default_buckets, definitions
+from graphllm.config.fields import MOST, section, whole
 from graphllm.config.setting import assemble
 from graphllm.machine import detect_target, gpu_memory, usable_cores
 
@@ -19,8 +20,9 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     model_config: a ``config.json``. Raises ConfigError for settings that cannot work together.
     """
     target = detect_target(args.target)
-    text = model_config.get("text_config", model_config)
-    stored = model_config.get("dtype") or model_config.get("torch_dtype") or "float32"
+    text = section(model_config, "text_config") or model_config
+    named = (model_config.get(name) for name in ("dtype", "torch_dtype"))
+    stored = next((name for name in named if name is not None), "float32")
     cuda = target.device == "cuda"
     usual = max((b.hi for b in args.buckets or () if b.kind == "mixed"), default=8192 if cuda else 2048)
     max_num_batched_tokens = (
@@ -28,11 +30,12 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     )
     many = (1024 if gpu_memory() >= _LARGE_GPU else 256) if cuda else 64
     max_num_seqs = min(many, max_num_batched_tokens) if args.max_num_seqs is None else args.max_num_seqs
+    positions = "max_position_embeddings" if "max_position_embeddings" in text else "n_positions"
     automatic: dict[str, Any] = {
         "target": target,
         "dtype": "bfloat16" if cuda and stored == "float32" else stored,
         "buckets": default_buckets(target, max_num_seqs, max_num_batched_tokens, args.num_speculative_tokens),
-        "max_model_len": text.get("max_position_embeddings") or text.get("n_positions") or 2048,
+        "max_model_len": whole(text, positions, 2048, le=MOST),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "tune": cuda,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import is_folder, read_json
 from graphllm.weights.checkpoint import DRAFT, Checkpoint, WeightError, draft_name, fingerprint, has_weights
 
 
@@ -45,21 +45,16 @@ def open_source(folder: str | Path | None, load_format: str = "auto", draft: str
 
         folder = MODEL_DIR
     folder = Path(folder)
-    path = folder / "config.json"
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ConfigError(
-            f"model: {folder} is not a folder; give the folder of a Hugging Face checkpoint (config.json, safetensors)"
+            f"model: {folder!s:.200} is not a folder; give the folder of a Hugging Face checkpoint (config.json, "
+            "safetensors)"
         )
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError as missing:
-        raise ConfigError(
-            f"model: {folder} has no config.json; give the folder of a Hugging Face checkpoint"
-        ) from missing
-    except ValueError as damage:
-        raise ConfigError(f"model: {path} is not valid JSON ({damage})") from damage
-    if not isinstance(config, dict):
-        raise ConfigError(f"model: {path} holds no JSON object; give the folder of a Hugging Face checkpoint")
+    config = read_json(folder / "config.json")
+    if config is None:
+        raise ConfigError(f"model: {folder} has no config.json; give the folder of a Hugging Face checkpoint")
+    if DRAFT in config:
+        raise ConfigError(f"{folder / 'config.json'}: {DRAFT} is {config[DRAFT]!r:.80}; give it by --speculative-model")
     try:
         return Source(folder, config, None if load_format == "dummy" else Checkpoint.open(folder))
     except WeightError as absent:

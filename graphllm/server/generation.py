@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RequestOutputKind
-from graphllm.engine.messages import EngineDeadError, QueueFullError
+from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import Prompt
+from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
+from graphllm.server.chat.replies import ReplyReader
 from graphllm.server.http.errors import EngineFailureError
 from graphllm.server.http.wire import Record
 from graphllm.server.operations.metrics import Metrics
@@ -32,13 +34,15 @@ class News(NamedTuple):
 async def generate(
     engine: AsyncLLM, call: Call, prompts: Sequence[Prompt], record: Record, metrics: Metrics
 ) -> AsyncGenerator[News, None]:
-    """Deltas of a streamed call, else one finished output for each prompt. Closing it aborts what runs.
+    """Deltas of a streamed call, and of one that ends with its first tool call; else one finished output for each
+    prompt. Closing it aborts what runs.
 
     Raises what the engine refuses, EngineFailureError for a request that it could not finish.
     """
     assert engine.ready is not None
     info = engine.ready.info
-    kind = RequestOutputKind.DELTA if call.stream else RequestOutputKind.FINAL_ONLY
+    deltas = call.stream or call.reply.single
+    kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
     call = call._replace(params=replace(call.params, output_kind=kind))
     # As many as one step takes, so that a body of a thousand leaves others their place in the queue.
     turns = _Turns(asyncio.Lock(), asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n)), len(prompts))
@@ -81,6 +85,7 @@ async def _run(
     engine: AsyncLLM, call: Call, prompt: Prompt, number: int, metrics: Metrics, record: Record, turns: _Turns
 ) -> AsyncGenerator[News, None]:
     tracker = metrics.track(call.params)
+    readers = [ReplyReader(call.reply) for _ in range(call.params.n)] if call.reply.single else []
     try:
         async with turns.running:
             async with turns.tokenizing:
@@ -89,15 +94,17 @@ async def _run(
             if not turns.untokenized:
                 record.held.close()
             while not tracker.over:
-                # Not the id of the record: a client may send that twice.
-                outputs = engine.generate(
-                    prompt, call.params, secrets.token_hex(8), priority=call.priority, cache_salt=call.cache_salt
-                )
+                id = secrets.token_hex(8)  # not that of the record: a client may send it twice
+                outputs = engine.generate(prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt)
                 try:
                     async with contextlib.aclosing(outputs) as stream:
                         async for output in stream:
                             turns.begun = True
                             tracker.output(output)
+                            for completion in output.outputs if readers else ():
+                                readers[completion.index].feed(completion.text)
+                                if readers[completion.index].done and not completion.finished:
+                                    engine.finish(id, completion.index)
                             yield News(number, output)
                 except QueueFullError:
                     if not turns.begun:

@@ -11,9 +11,11 @@ from typing import Any, NamedTuple
 from fastapi import Request
 
 from graphllm.config import ConfigError
+from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import check_vocabulary
 from graphllm.engine.request import CoreInfo
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.async_llm import merge
 from graphllm.server.chat.call import CHAT, MAX_COMPLETIONS, Call, check_priority, parse_call, rendered, write_out
 from graphllm.server.generation import News, generate
 from graphllm.server.http.errors import NotFoundError, UnavailableError
@@ -123,7 +125,9 @@ class Service:
         """The finished outputs, in the order of the prompts. Raises GoneError when the client leaves."""
 
         async def collect() -> list[Any]:
-            found = {news.prompt: news.output async for news in started.news}
+            found: dict[int, RequestOutput] = {}
+            async for prompt, output in started.news:
+                found[prompt] = merge(found.get(prompt), output)
             return [found[i] for i in range(len(found))]
 
         return await while_there(request, collect())

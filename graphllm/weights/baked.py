@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from graphllm.config import ConfigError
+from graphllm.config.setting import size_text
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def bake(artifact: Path, checkpoint: Checkpoint) -> None:
             file.write(_stamp(table))
     except OSError as full:
         raise BakedError(
-            f"bake_weights: {artifact / DATA} needs {size / 1e9:.2f} GB and cannot be written ({full.strerror}); make "
+            f"bake_weights: {artifact / DATA} needs {size_text(size)} and cannot be written ({full.strerror}); make "
             "room there, or leave --bake-weights out"
         ) from full
 
@@ -167,6 +168,11 @@ def check_source(artifact: Path, checkpoint: Checkpoint) -> None:
             f"{artifact / DATA} was made of other weights than those in {checkpoint.folder}, which have the same "
             f"shapes; {_AGAIN}"
         )
+
+
+def made_of(artifact: Path) -> str:
+    """The `sample` of the checkpoint that the weights were made of."""
+    return str(_table(artifact)["sample"])
 
 
 def check_contents(artifact: Path) -> None:

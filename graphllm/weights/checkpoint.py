@@ -15,9 +15,11 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import read_json, section
+from graphllm.config.parameter import is_strings
 from graphllm.weights.dtypes import DTYPES
 
 DRAFT = "draft"  # of a draft model that joins another: its config's field, its graph, and before its tensors' names
@@ -99,7 +101,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
     """The tensors of one safetensors file. Raises WeightError when the file is truncated or damaged."""
-    with open(file, "rb") as f:
+    with _opened(file) as f:
         size = os.fstat(f.fileno()).st_size
         start = f.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
@@ -112,10 +114,17 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         header = json.loads(text)
         header.pop("__metadata__", None)
         tensors = {name: _tensor(file, 8 + length, fields) for name, fields in header.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise WeightError(file, [f"damaged header ({e!r}); download it again"]) from e
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+        raise WeightError(file, [f"damaged header ({e!r:.200}); download it again"]) from e
     _check_layout(file, size, 8 + length, tensors)
     return tensors
+
+
+def _opened(file: Path) -> BinaryIO:
+    try:
+        return file.open("rb")
+    except OSError as failure:
+        raise WeightError(file, [f"cannot be read ({failure.strerror}); put the checkpoint's file there"]) from failure
 
 
 def _tensor(file: Path, base: int, fields: Any) -> TensorInfo:
@@ -145,17 +154,15 @@ def _check_layout(file: Path, size: int, base: int, tensors: Mapping[str, Tensor
 
 def _open_shards(folder: Path) -> dict[str, TensorInfo]:
     index = folder / _INDEX
-    try:
-        weight_map = dict(json.loads(index.read_text())["weight_map"])
-        if not all(isinstance(f, str) for f in weight_map.values()):
-            raise TypeError("weight_map holds something else than file names")
-        files = sorted(set(weight_map.values()))
-    except (ValueError, KeyError, TypeError) as e:
-        raise WeightError(index, [f"damaged ({e!r}); download it again"]) from e
+    weight_map = section(read_json(index) or {}, "weight_map", str(index))
+    if not weight_map or not is_strings(tuple(weight_map.values())):
+        raise WeightError(index, ["damaged: weight_map names no files; download it again"])
+    files = sorted(set(weight_map.values()))
     if outside := [f for f in files if Path(f).name != f]:
-        raise WeightError(index, [f"names a file outside its folder: {f}" for f in outside])
-    if missing := [f for f in files if not (folder / f).is_file()]:
-        raise WeightError(index, [f"names {f}, which is not in the folder; download it" for f in missing])
+        raise WeightError(index, [f"names a file outside its folder: {f!r:.200}" for f in outside])
+    there = {file.name for file in folder.iterdir() if file.is_file()}
+    if missing := [f for f in files if f not in there]:
+        raise WeightError(index, [f"names {f!r:.200}, which is not in the folder; download it" for f in missing])
     problems: list[str] = []
     shards: dict[str, dict[str, TensorInfo]] = {}
     for f in files:

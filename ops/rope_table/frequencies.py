@@ -11,8 +11,17 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import MOST, Fields, number, section, switch, whole
+from graphllm.config.fields import read as read_field
+from graphllm.config.parameter import Check, is_number
 from graphllm.ir import Weight
 from graphllm.ops.rope_table.op import rope_table
+
+_LARGEST = 2**20  # factor by which anything is scaled
+_NUMBERS = Check(
+    lambda value: isinstance(value, list) and all(is_number(v) and 0 < v <= _LARGEST for v in value),
+    "set it to the checkpoint's list of numbers above 0",
+)
 
 
 @dataclass(frozen=True)
@@ -47,62 +56,68 @@ class Rope:
 
 def parameters(hf: Mapping[str, Any], layer_type: str | None, theta: float) -> dict[str, Any]:
     """One flat dict with rope_type, rope_theta and the type's own numbers, from any of the formats in use."""
-    found = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
-    if layer_type is not None and isinstance(found.get(layer_type), Mapping):
-        found = found[layer_type]
-    defaults = {"rope_theta": hf.get("rope_theta") or theta, "partial_rotary_factor": hf.get("partial_rotary_factor")}
-    made = defaults | {k: v for k, v in found.items() if v is not None}
-    made["rope_type"] = found.get("rope_type") or found.get("type") or "default"
-    return made
+    scaling, found = section(hf, "rope_scaling"), section(hf, "rope_parameters")
+    found = scaling or found if layer_type is None else {**section(found, layer_type), **scaling}
+    if nested := [name for name, value in found.items() if isinstance(value, Mapping)]:
+        raise ConfigError(
+            f"config.json: rope_parameters has {', '.join(nested)}, but all layers of this architecture have the same; "
+            "give one flat object"
+        )
+    above = {k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if hf.get(k) is not None}
+    return {"rope_theta": theta, "rope_type": found.get("type", "default"), **above, **found}
 
 
 def from_parameters(p: Mapping[str, Any], hf: Mapping[str, Any], head_dim: int) -> Rope:
     """The frequencies of one flat parameter dict; ``hf`` gives the lengths."""
-    kind, theta = p["rope_type"], float(p["rope_theta"])
-    dim = int(head_dim * (p.get("partial_rotary_factor") or 1.0))
-    longest = int(hf.get("max_position_embeddings") or 0)
+    kind, theta = p["rope_type"], number(p, "rope_theta", gt=1, le=1e15)
+    dim = int(head_dim * number(p, "partial_rotary_factor", 1.0, gt=0, le=1))
+    if dim < 2 or dim % 2:
+        raise ConfigError(
+            f"config.json: heads have {head_dim} numbers of which {dim} are rotated, which are no pairs; correct "
+            "head_dim or partial_rotary_factor"
+        )
+    longest = whole(hf, "max_position_embeddings", le=MOST)
     name = "original_max_position_embeddings"
-    original = int(hf.get(name) or p.get(name) or longest)
+    original = whole(hf if name in hf else p, name, longest, ge=2, le=MOST)
     # The exponents are rounded to float32 because the checkpoints were trained with float32 exponents.
     exponents = (torch.arange(0, dim, 2, dtype=torch.float32) / dim).tolist()
     plain = tuple(theta**-e for e in exponents)
 
-    def number(name: str) -> float:
-        if not isinstance(p.get(name), (int, float)):
-            raise ConfigError(
-                f"config.json: rope_parameters.{name} is {p.get(name)!r}, but rope type {kind!r} needs a number; add it"
-            )
-        return float(p[name])
-
     if kind == "default":
         return Rope((plain,))
     if kind == "linear":
-        return Rope((tuple(f / number("factor") for f in plain),))
+        return Rope((tuple(f / _factor(p) for f in plain),))
     if kind == "dynamic":
-        factor = number("factor")
+        factor = _factor(p)
         return Rope((plain,), original_len=longest, ntk_factor=factor, max_len=int(longest * factor))
     if kind == "llama3":
-        low, high = number("low_freq_factor"), number("high_freq_factor")
-        return Rope((tuple(_llama3(f, number("factor"), low, high, original) for f in plain),))
+        low = number(p, "low_freq_factor", gt=0)
+        high = number(p, "high_freq_factor", gt=low)
+        return Rope((tuple(_llama3(f, _factor(p), low, high, original) for f in plain),))
     if kind == "yarn":
-        factor = float(p.get("factor") or longest / original)
+        factor = _factor(p, longest / original)
         row = _yarn(plain, theta, dim, factor, original, p)
         return Rope((row,), scale=_yarn_scale(factor, p), max_len=int(original * factor))
     if kind in ("longrope", "su"):
         rows = []
         for name in ("short_factor", "long_factor"):
-            factors = p.get(name) or ()
+            factors = read_field(p, name, _NUMBERS)
             if len(factors) != len(plain):
                 raise ConfigError(
-                    f"config.json: rope_parameters.{name} has {len(factors)} numbers, but the model rotates "
-                    f"{len(plain)} pairs; give one number a pair"
+                    f"config.json: {name} has {len(factors)} numbers, but the model rotates {len(plain)} pairs; "
+                    "give one number a pair"
                 )
-            rows.append(tuple(f / float(s) for f, s in zip(plain, factors, strict=True)))
+            rows.append(tuple(f / s for f, s in zip(plain, factors, strict=True)))
         return Rope(tuple(rows), original_len=original, scale=_longrope_scale(p, longest, original))
     raise ConfigError(
-        f"config.json: rope_parameters.rope_type is {kind!r}, which is not supported; "
+        f"config.json: rope_type is {kind!r:.80}, which is not supported; "
         "use one of default, linear, dynamic, llama3, yarn, longrope"
     )
+
+
+def _factor(p: Fields, default: float | None = None) -> float:
+    """By how much the scaling stretches positions."""
+    return number(p, "factor", default, default, ge=1, le=_LARGEST)
 
 
 def _llama3(f: float, factor: float, low: float, high: float, original: int) -> float:
@@ -124,8 +139,11 @@ def _yarn(
     def dimension(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low, high = dimension(p.get("beta_fast") or 32), dimension(p.get("beta_slow") or 1)
-    if p.get("truncate", True):
+    low, high = (
+        dimension(number(p, name, usual, usual, gt=0, le=_LARGEST))
+        for name, usual in (("beta_fast", 32), ("beta_slow", 1))
+    )
+    if switch(p, "truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     width = high - low if high != low else 0.001
@@ -140,15 +158,14 @@ def _yarn_scale(factor: float, p: Mapping[str, Any]) -> float:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
     if p.get("attention_factor") is not None:
-        return float(p["attention_factor"])
-    if p.get("mscale") and p.get("mscale_all_dim"):
-        return term(p["mscale"]) / term(p["mscale_all_dim"])
-    return term(1.0)
+        return number(p, "attention_factor", gt=0, le=_LARGEST)
+    own, all_dim = (number(p, name, 0.0, 0.0, ge=0, le=_LARGEST) for name in ("mscale", "mscale_all_dim"))
+    return term(own) / term(all_dim) if own and all_dim else term(1.0)
 
 
 def _longrope_scale(p: Mapping[str, Any], longest: int, original: int) -> float:
     """The attention factor: given, or sqrt(1 + ln(factor) / ln(original))."""
     if p.get("attention_factor") is not None:
-        return float(p["attention_factor"])
-    factor = float(p.get("factor") or longest / original)
+        return number(p, "attention_factor", gt=0, le=_LARGEST)
+    factor = _factor(p, longest / original)
     return math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0

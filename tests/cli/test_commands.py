@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,19 +37,38 @@ def test_version(cli: Any) -> None:
     assert cli("--version").out == f"graphllm {__version__}\n"
 
 
-def test_every_command_and_option_says_what_it_is_for() -> None:
+def _commands() -> dict[str, Any]:
     import typer
 
     from graphllm.cli.app import app
 
     command: Any = typer.main.get_command(app)
     groups = {name: command.commands[name].commands for name in ("op", "bench")}
-    leaves = {**command.commands, **{f"{g} {n}": leaf for g, leaves in groups.items() for n, leaf in leaves.items()}}
+    return {**command.commands, **{f"{g} {n}": leaf for g, leaves in groups.items() for n, leaf in leaves.items()}}
+
+
+def test_every_command_and_option_says_what_it_is_for() -> None:
+    leaves = _commands()
     assert {"compile", "run", "serve", "chat", "inspect", "op list", "op test", "bench serve"} <= leaves.keys()
     for name, leaf in leaves.items():
         assert leaf.help, name
         for parameter in leaf.params:
             assert getattr(parameter, "help", None), f"{name} {parameter.name}"
+
+
+def test_help_is_whole_on_a_narrow_terminal(cli: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for name, leaf in _commands().items():
+        text = cli(*name.split(), "--help").out
+        assert max(map(len, text.splitlines())) <= 80
+        names = [n for p in leaf.params if p.param_type_name == "option" for n in (*p.opts, *p.secondary_opts)]
+        assert [n for n in names if not re.search(rf"{n}(?![\w-])", text)] == []
+        assert "…" not in text
+    listed = cli("--help").out
+    assert "..." not in listed.removeprefix(listed.partition("\n")[0])
+    words = " ".join(cli("run", "--help").out.split())
+    assert "0 takes the most likely token. Default: 1.0." in words
+    assert "Default: 256 for a plain prompt" in words
 
 
 def test_compile_prints_where_the_artifact_is(cli: Any, checkpoint: Path, cache: Path, tmp_path: Path) -> None:
@@ -58,8 +78,30 @@ def test_compile_prints_where_the_artifact_is(cli: Any, checkpoint: Path, cache:
     assert place.parent == cache / "artifacts"
     manifest = artifact.verify(place)
     assert place.name == f"{checkpoint.name}-{artifact.key_of(manifest['factors'])[:16]}"
-    assert re.search(r"compiled in [\d.]+ s: weights 0\.4 MB, arena .* MB, cache 512 bytes a token", done.err)
+    assert re.search(r"compiled in [\d.]+ s: weights \d+\.\d kB, arena \S+ \S+, cache 512 bytes a token", done.err)
     assert cli("compile", checkpoint, *SMALL, "--output", tmp_path / "mine").out.strip() == str(tmp_path / "mine")
+
+
+@pytest.mark.parametrize("broken", [None, "#!/bin/sh\necho cc1plus is missing >&2; exit 1", "no program"])
+@pytest.mark.parametrize("command", [("run", "--prompt", "x", "--model"), ("compile",)])
+def test_no_compiler(
+    broken: str | None, command: tuple[str, ...], process: Any, checkpoint: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Told in the first second, counted without what else the machine does."""
+    if broken is not None:
+        (tmp_path / "g++").write_text(broken)
+        (tmp_path / "g++").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = process(*command, checkpoint, "--target", "cpu")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    (line,) = done.err.splitlines()
+    assert (done.code, done.out) == (2, "")
+    assert line.startswith("graphllm: g++ is not installed or does not work (")
+    assert "apt-get install g++" in line
+    assert "cc1plus is missing" in line or broken is None or "exit" not in broken
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_jsonl_file(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
     assert (rows["a"]["text"], rows["b"]["text"]) == (answers[PROMPTS[0]], answers[PROMPTS[1]])
     assert answers[PROMPTS[2]].startswith(rows["3"]["text"])
     assert rows["3"]["usage"]["completion_tokens"] == 3
-    assert rows["a"].keys() == {"id", "text", "finish_reason", "usage"}
+    assert rows["a"].keys() == {"id", "digest", "text", "finish_reason", "usage"}
     assert rows["a"]["finish_reason"] == "length"
     assert rows["a"]["usage"]["completion_tokens"] == 8
 
@@ -137,6 +138,8 @@ def test_sampling_options(run: Run, answers: dict[str, str]) -> None:
         (("--max-num-seqs", 3), "max_num_seqs is 3: the artifact"),
         (("--dtype", "bfloat16"), "dtype is bfloat16: the artifact"),
         (("--max-model-len", 17), "max_model_len is 17: the artifact"),
+        (("--buckets", "decode-1,mixed-2-64"), "buckets is decode-1,mixed-2-64: the artifact"),
+        (("--quantization", "int8"), "quantization is int8: the artifact"),
     ],
 )
 def test_options_an_artifact_was_not_compiled_for(
@@ -149,6 +152,7 @@ def test_options_an_artifact_was_not_compiled_for(
     assert done.code != 0
     assert said in words
     assert "was compiled with" in words
+    assert "{" not in words
     compiled = json.loads(json.loads((eager_artifact / "manifest.json").read_text())["manifest"])["factors"]["compile"]
     same = ("--max-num-seqs", compiled["max_num_seqs"], "--max-tokens", 2, "--backend", "eager", "--target", "cpu")
     assert cli(*command, *same).code == 0
@@ -184,7 +188,7 @@ def test_resume(run: Run, tmp_path: Path) -> None:
     assert run(file, "--output", whole).code == 0
     expected = {r["id"]: r["text"] for r in _rows(whole)}
     lines = whole.read_bytes().splitlines(keepends=True)
-    kept = json.dumps({"id": json.loads(lines[0])["id"], "text": "as it was"}).encode() + b"\n"
+    kept = json.dumps(json.loads(lines[0]) | {"text": "as it was"}).encode() + b"\n"
     for half in (b"", lines[3][:17], lines[3][:-1], lines[3][:-1].replace(b"}", b"")):
         out.write_bytes(kept + lines[1] + lines[2] + half)
         assert run(file, "--output", out).code == 0
@@ -197,12 +201,113 @@ def test_resume(run: Run, tmp_path: Path) -> None:
     assert out.read_bytes() == before
 
 
-def test_all_finished_loads_nothing(cli: Any, tmp_path: Path) -> None:
+def test_all_finished_loads_nothing(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "out.jsonl"
-    out.write_text('{"id": "prompt-0", "text": ""}\n')
-    done = cli("run", "--model", tmp_path / "no-such-model", "--prompt", "x", "--output", out)
-    assert done.code == 0
-    assert f"1 of 1 are already in {out}" in "".join(done.err.split("\n"))
+    assert run("--prompt", "x", "--output", out).code == 0
+    monkeypatch.delattr("graphllm.cli.run.resolve_model")
+    assert run("--prompt", "x", "--output", out).code == 0
+
+
+def _marked(out: Path) -> None:
+    """Give results a text that no model gives: it shows which of them were kept."""
+    _jsonl(out, [row | {"text": f"kept {row['text']}"} for row in _rows(out)])
+
+
+def test_results_follow_their_lines(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    """In a file without ids, a line on top renumbers all others; a result stays with its text."""
+    file, out, old = (tmp_path / name for name in ("in.txt", "out.jsonl", "out.jsonl.old"))
+    file.write_text(f"{PROMPTS[0]}\n{PROMPTS[1]}\n{PROMPTS[1]}\n")
+    assert run(file, "--output", out).code == 0
+    _marked(out)
+    file.write_text(f"{PROMPTS[2]}\n{PROMPTS[1]}\n{PROMPTS[0]}\n")
+    done = run(file, "--output", out)
+    assert (done.code, f"1 results of lines that are no longer in the input were moved to {old}" in done.err) == (
+        0,
+        True,
+    )
+    texts = [answers[PROMPTS[2]], f"kept {answers[PROMPTS[1]]}", f"kept {answers[PROMPTS[0]]}"]
+    assert [(r["id"], r["text"]) for r in _rows(out)] == [(f"line-{i}", t) for i, t in enumerate(texts, 1)]
+    assert [r["id"] for r in _rows(old)] == ["line-3"]
+    before = out.read_bytes()
+    assert run(file, "--output", out).code == 0
+    assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        (("--max-tokens", 7), False),
+        (("--stop", "x"), False),
+        (("--system", "be short"), False),
+        (("--raw",), False),
+        (("--model", "other"), False),
+        (("--kv-cache-memory-bytes", "1MB"), True),
+        (("--scheduling-policy", "priority"), True),
+        (("--model", "moved"), True),
+    ],
+)
+def test_what_results_depend_on(
+    options: tuple[object, ...], kept: bool, run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "out.jsonl"
+    assert run("--prompt", PROMPTS[0], "--output", out).code == 0
+    _marked(out)
+    before = out.read_bytes()
+    for name in ("other", "moved"):
+        shutil.copytree(checkpoint, name)
+    weights = load_file(checkpoint / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"] * 1.5  # a fine-tuned one: the same shapes
+    save_file(weights, "other/model.safetensors", {"format": "pt"})
+    done = run("--prompt", PROMPTS[0], "--prompt", PROMPTS[1], "--output", out, *options)
+    if kept:
+        assert done.code == 0
+        assert out.read_bytes().startswith(before)
+        assert len(_rows(out)) == 2
+    else:
+        _refused(
+            done, "holds 1 results and none of this run", "the sampling parameters, the model", "give another file"
+        )
+        assert out.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ('{"id": "prompt-0", "text": "x", "finish_reason": "stop"}\n', "written by an older version"),
+        ('{"id": "prompt-0", "prompt": "an input file without a line end"}', "has a line that is no result"),
+        ("notes without a line end", "has a line that is no result"),
+    ],
+)
+def test_output_of_something_else_is_not_touched(content: str, said: str, run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    out.write_text(content)
+    _refused(run("--prompt", "x", "--output", out), said, str(out))
+    assert out.read_text() == content
+
+
+@pytest.mark.parametrize("lines", ["one\ntwo\nanother\n", "one\ntwo\n", "one\ntwo\nthree\nfour\n"])
+def test_input_that_changes_while_it_is_read(
+    lines: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No result is filed under a line that it was not made of."""
+    from graphllm.cli import run as module
+
+    file, out, resolve = tmp_path / "in.txt", tmp_path / "out.jsonl", module.resolve_model
+    file.write_text("one\ntwo\nthree\n")
+
+    def edited(*arguments: Any) -> Any:
+        file.write_text(lines)
+        return resolve(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "resolve_model", edited)
+        done = run(file, "--output", out)
+    assert (done.code, done.err) == (1, f"graphllm: {file} was changed while it was read; run again\n")
+    assert run(file, "--output", out).code == 0
+    assert [r["id"] for r in _rows(out)] == [f"line-{i + 1}" for i in range(lines.count("\n"))]
 
 
 def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
@@ -217,10 +322,10 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
         ],
     )
     out = tmp_path / "out.jsonl"
-    assert run(file, "--output", out).code == 0
+    assert run(file, "--output", out).code == 1
     rows = {r["id"]: r for r in _rows(out)}
     assert rows["good"]["text"] == answers[PROMPTS[0]]
-    assert "the context holds 96" in rows["long"]["error"]
+    assert "there is room for 95 tokens" in rows["long"]["error"]
     assert "messages: empty" in rows["empty"]["error"]
     assert "temperature is -1" in rows["hot"]["error"]
     assert "thinking_token_budget is 2: not supported" in rows["future"]["error"]
@@ -247,21 +352,19 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
         ),
         (
             ("--prompt", "x", "--kv-cache-memory-bytes", "100"),
-            ["kv cache: 0.0 MB left", "raise --kv-cache-memory-bytes"],
+            ["kv cache: 100 bytes left for it, it needs 8.2 kB at least", "raise --kv-cache-memory-bytes"],
         ),
+        (("--prompt", "x", "--kv-cache-memory-bytes", "-5"), ["kv cache: nothing left for it"]),
         (("--prompt", "x", "--buckets", "decode-x"), ["buckets: 'decode-x' is not of the form"]),
         (("--prompt", "x", "--max-num-seqs", "0"), ["max_num_seqs is 0"]),
-        (("--prompt", "x" * 500), ["prompt-0: prompt has", "--max-model-len"]),
         (
             ("--prompt", "x", "--output", "/no/such/folder/out.jsonl"),
             ["output: cannot write /no/such/folder/out.jsonl"],
         ),
         (("--prompt", "x", "--output", "/"), ["output: cannot write /"]),
-        (("--prompt", "", "--raw"), ["prompt is empty"]),
         (("--prompt", "x", "--logprobs", "2"), ["logprobs: the terminal shows none; give --output"]),
         (("--prompt", "x", "--json-schema", "{}", "--regex", "a"), ["structured_outputs has json and regex"]),
         (("--prompt", "x", "--json-schema", "x.json"), ["json-schema: 'x.json' is no schema and no file"]),
-        (("--prompt", "x", "--regex", "("), ["prompt-0: structured_outputs.regex"]),
         (("--prompt", "x", "--n", "2", "--temperature", "0"), ["n is 2: with temperature 0"]),
     ],
 )
@@ -272,6 +375,26 @@ def test_mistakes(
     monkeypatch.chdir(tmp_path)
     fixed = ("--model", checkpoint, *(() if "--artifact" in arguments else ("--artifact", eager_artifact)))
     _refused(cli("run", *arguments, *fixed), *parts)
+
+
+def test_exit_status_is_the_same_with_and_without_output(run: Run, answers: dict[str, str], tmp_path: Path) -> None:
+    """1 where a request has no answer; the others have theirs."""
+    good, out = PROMPTS[0], tmp_path / "out.jsonl"
+    for number, (arguments, problem) in enumerate([
+        (("--prompt", "x" * 500), "prompt-1: prompt has"),
+        (("--prompt", "", "--raw"), "prompt-1: prompt is empty"),
+    ]):  # fmt: skip
+        out = tmp_path / f"{number}.jsonl"
+        shown = run("--prompt", good, *arguments)
+        assert (shown.code, run("--prompt", good, *arguments, "--output", out).code) == (1, 1)
+        assert run("--prompt", good, *arguments, "--output", out).code == 1  # skipped, and still no answer
+        assert ("--raw" in arguments) or shown.out == f"[prompt-0] {answers[good]}\n"
+        (line,) = shown.err.splitlines()
+        assert line.startswith(f"graphllm: {problem}")
+        assert _rows(out)[1]["error"] in line
+    assert run("--prompt", "x", "--regex", "(").code == 1
+    assert run("--prompt", good, "--temperature", -1, "--output", tmp_path / "no").code == 2
+    assert not (tmp_path / "no").exists()
 
 
 @pytest.mark.parametrize(
@@ -316,8 +439,6 @@ def test_output_that_is_no_result_file(line: str, run: Run, tmp_path: Path) -> N
 def test_damaged_generation_config(
     content: str, cli: Any, checkpoint: Path, eager_artifact: Path, tmp_path: Path
 ) -> None:
-    import shutil
-
     folder = shutil.copytree(checkpoint, tmp_path / "model")
     (folder / "generation_config.json").write_text(content)
     done = cli("run", "--model", folder, "--artifact", eager_artifact, "--prompt", "x")

@@ -18,8 +18,9 @@ import tokenizers
 from graphllm.config import ConfigError, CoreConfig, LoadConfig, ModelConfig
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient
-from graphllm.engine.messages import EngineDeadError, QueueFullError
+from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from graphllm.engine.request import QueueFullError
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError, merge
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,6 +25,7 @@ import graphllm.embedded
 from graphllm.config import ConfigError
 from graphllm.config.sampling import StructuredOutputsParams as Spec
 from graphllm.engine.grammar import Grammar, GrammarCompiler, GrammarError
+from graphllm.engine.request import QueueFullError
 
 from .schemas import REFUSED, WRITTEN, schemas
 
@@ -287,6 +289,25 @@ def test_regex(regex: str, name: str, request: pytest.FixtureRequest) -> None:
 
 
 @pytest.mark.parametrize(
+    ("regex", "good", "bad"),
+    [(r"\p{L}+", "aéЖ文", "1"), (r"[\p{L}\d]+", "é1", "-"), (r"\P{L}+", "1-", "é"), (r"\p{Script=Greek}*x", "βx", "ax"),
+     (r"\u{41}+", "AAA", "B"), (r"\u{1F600}{2}", "😀😀", "😀"), (r"[\u{41}-\u{43}]{2,}", "ABC", "D"),
+     (r"\x{41}?b", "Ab", "x")],
+)  # fmt: skip
+def test_regex_with_braces_of_an_escape(regex: str, good: str, bad: str, embedded: Kit) -> None:
+    pattern = {"type": "string", "pattern": f"^(?:{regex})$"}
+    for spec, texts in ((Spec(regex=regex), (good, bad)), (Spec(json=pattern), (f'"{good}"', f'"{bad}"'))):
+        for text in texts:
+            tokens = [*embedded.ids(text), embedded.stop]
+            found = embedded.compiler.compile(spec).matcher().validate(tokens) == len(tokens)
+            assert found == (text == texts[0])
+    for possessive in (regex + "+", regex.replace("+", "++")):
+        if possessive.count("+") > 1:
+            with pytest.raises(ConfigError, match="possessive"):
+                embedded.compiler.check(Spec(regex=possessive))
+
+
+@pytest.mark.parametrize(
     "regex",
     [
         "(?=a)b",
@@ -411,12 +432,16 @@ def test_whitespace(embedded: Kit) -> None:
     schema = {"type": "array", "items": {"type": "integer"}}
     accepts = {
         pattern: [
-            text for text in ("[1,2]", "[1, 2]", "[1,  2]", "[1,\n2]") if _accepts(embedded, schema, text, pattern)
+            text
+            for text in ("[1,2]", "[1, 2]", "[1,  2]", "[1,\n2]", "[\n  1\n]", "[\n\n1]", " []", "[]\n")
+            if _accepts(embedded, schema, text, pattern)
         ]
-        for pattern in (None, "[ ]?", "")
+        for pattern in (None, "[ ]?", "", "  ", "[ \\n]*")
     }
     assert accepts == {
-        None: ["[1,2]", "[1, 2]", "[1,  2]", "[1,\n2]"], "[ ]?": ["[1,2]", "[1, 2]"], "": ["[1,2]"],
+        None: ["[1,2]", "[1, 2]", "[1,\n2]", "[\n  1\n]"], "[ ]?": ["[1,2]", "[1, 2]"], "": ["[1,2]"],
+        "  ": ["[1,2]", "[1,  2]"],
+        "[ \\n]*": ["[1,2]", "[1, 2]", "[1,  2]", "[1,\n2]", "[\n  1\n]", "[\n\n1]"],
     }  # fmt: skip
     for pattern in ("[ x]*", r"\s", "a", "[", "a++"):
         with pytest.raises(ConfigError, match=r"structured_outputs\.whitespace_pattern: "):
@@ -545,8 +570,75 @@ def test_compiled_grammars_are_kept_and_bounded() -> None:
     assert compiler.compile(Spec(regex="null")) is not compiler.compile(Spec(choice=["null"]))
     for i in range(200):
         compiler.compile(Spec(regex=f"a{i}"))
-    assert len(compiler._cache) == 128
+    assert [len(cache) for cache in compiler._caches.values()] == [128, 0]
     assert compiler.compile(Spec(json={"type": "null"})) is not first
+
+
+@pytest.mark.parametrize("spec", [{"json": {}}, {"json_object": True}, {"json": {"type": "array"}}])
+def test_whitespace_has_an_end(spec: Any, embedded: Kit) -> None:
+    """A model that writes whitespace wherever it may comes to an end of it at every place."""
+    grammar, blank = embedded.compiler.compile(Spec(**spec)), [*map(embedded.tokenizer.token_to_id, ["Ġ", "Ċ", "ĉ"])]
+    for start in ("{", '{"a"', '{"a":', '{"a":1', '{"a":1,', '{"a":{', '{"a":[1'):
+        if spec == {"json": {"type": "array"}}:
+            start = "[" + start
+        matcher = grammar.matcher()
+        for token in embedded.ids(start):
+            matcher.advance(token)
+        for count in range(100):
+            allowed = [token for token in blank if embedded.bits(matcher)[token]]
+            if not allowed:
+                break
+            matcher.advance(allowed[count % len(allowed)])
+        assert 0 < count <= 65, start
+
+
+def large(count: int) -> dict[str, Any]:
+    """A small schema that takes time and memory: each of these doubles them."""
+    return {"allOf": [{"type": "string", "pattern": f"^(.*a.{{{i}}}b.*)$"} for i in range(5, 5 + count)]}
+
+
+def test_large_grammars_are_tried_elsewhere_first() -> None:
+    compiler = GrammarCompiler(EMBEDDED, 4096, frozenset([2]))
+    compiler.check(Spec(json=WRITTEN["invoice"][0]))
+    compiler.check(Spec(regex="a"))
+    assert compiler._trial._process is None  # who never needs the process never starts it
+    with pytest.raises(ConfigError, match=r"^structured_outputs\.json: .*regex is empty"):
+        compiler.check(Spec(json=large(9)))  # its own verdict comes back
+    process = compiler._trial._process
+    assert process is not None
+    usual = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(900)}}
+    compiler.check(Spec(json=usual))
+    assert compiler._trial._process is process
+    assert [len(cache) for cache in compiler._caches.values()] == [2, 0]  # it was compiled there only
+    compiler.compile(Spec(json=usual))
+    assert [len(cache) for cache in compiler._caches.values()] == [2, 1]
+    process.kill()
+    process.wait()
+    compiler.check(Spec(json={**usual, "title": "x"}))  # in another process
+
+
+@pytest.mark.slow
+def test_large_grammars_are_limited() -> None:
+    """In time and memory; small ones do not wait for them, and too many are refused."""
+    compiler = GrammarCompiler(EMBEDDED, 4096, frozenset([2]))
+    compiler.check(Spec(regex="a"))
+    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    with ThreadPoolExecutor(20) as pool:
+        asked = [pool.submit(compiler.check, Spec(json=large(count))) for count in (22, 40)]
+        time.sleep(1)
+        while not all(future.done() for future in asked):
+            small = time.monotonic()
+            compiler.check(Spec(regex=f"a{small}"))
+            assert time.monotonic() - small < 0.5
+        assert time.monotonic() - begin < 30
+        for future in asked:
+            with pytest.raises(ConfigError, match=r"takes more than (3 s|512 MiB) to compile; give a simpler one"):
+                future.result()
+        crowd = [pool.submit(compiler.check, Spec(json=large(20 - i))) for i in range(12)]
+        errors = [type(future.exception()) for future in crowd]
+    assert errors.count(QueueFullError) == 4
+    assert errors.count(ConfigError) == 8
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10
 
 
 def test_threads(embedded: Kit) -> None:

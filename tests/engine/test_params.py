@@ -178,7 +178,7 @@ def test_generation_config(tmp_path: Path) -> None:
         "top_p": 0.8,
         "repetition_penalty": 1.1,
         "max_new_tokens": 7,
-        "do_sample": 1,
+        "do_sample": True,
         "min_p": None,
     }
     expected = SamplingParams(temperature=0.7, top_k=20, top_p=0.8, max_tokens=7, repetition_penalty=1.1)

@@ -24,9 +24,9 @@ from graphllm.config import ConfigError
 from graphllm.config.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from graphllm.engine import messages
 from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.messages import DeathCause, EngineDeadError, QueueFullError, Rejected
+from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
 from graphllm.engine.process import run_core
-from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
+from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, QueueFullError
 
 COMMAND = (sys.executable, __file__)
 VOCAB = 320

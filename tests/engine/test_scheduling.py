@@ -9,7 +9,7 @@ import pytest
 from simulation import VOCAB, Entry, Simulation, alone, continuation, item, layout, request
 
 from graphllm.config import ConfigError
-from graphllm.engine.messages import QueueFullError
+from graphllm.engine.request import QueueFullError
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.scheduler_output import SchedulerLimits
 

@@ -135,6 +135,9 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
 }  # fmt: skip
+QWEN2 = LLAMA | {
+    "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 8,
+}  # fmt: skip
 GEMMA = LLAMA | {"architectures": ["Gemma3ForCausalLM"]}
 
 
@@ -159,12 +162,12 @@ def test_old_and_new_rope_formats_agree() -> None:
         ({"hidden_size": None}, ("hidden_size", "None", "set it")),
         ({"hidden_size": 66}, ("hidden_size 66", "num_attention_heads 4", "set head_dim")),
         ({"rope_scaling": {"type": "spiral"}}, ("rope_type", "'spiral'", "use one of")),
-        ({"rope_scaling": {"type": "linear"}}, ("factor", "None", "add it")),
+        ({"rope_scaling": {"type": "linear"}}, ("factor", "None", "set it")),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, ("short_factor", "1 numbers", "8 pairs")),
         ({"partial_rotary_factor": 0.5}, ("partial_rotary_factor", "0.5", "use a checkpoint")),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, ("partial_rotary_factor", "0.5")),
         (
-            {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True, "layer_types": ["chunked_attention"]},
+            QWEN2 | {"layer_types": ["chunked_attention", "full_attention"]},
             ("layer_types", "'chunked_attention'", "full_attention"),
         ),
         (GEMMA | {"use_bidirectional_attention": True}, ("use_bidirectional_attention", "True", "False")),

@@ -73,7 +73,7 @@ def test_all_missing_shards_are_named(tmp_path: Path) -> None:
     two_shards(tmp_path)
     (tmp_path / "one.safetensors").unlink()
     (tmp_path / "two.safetensors").unlink()
-    with pytest.raises(WeightError, match=r"(?s)one.safetensors, which is not.*two.safetensors, which is not"):
+    with pytest.raises(WeightError, match=r"(?s)one.safetensors', which is not.*two.safetensors', which is not"):
         Checkpoint.open(tmp_path)
 
 
@@ -93,16 +93,16 @@ def test_all_damaged_shards_are_named(tmp_path: Path) -> None:
     [
         ("{", "damaged"),
         ('{"weight_map": {"a": 1}}', "damaged"),
-        ('{"weight_map": [1]}', "damaged"),
+        ('{"weight_map": [1]}', r"weight_map is \[1\]"),
         ("{}", "damaged"),
-        ('{"weight_map": {"a": "../one.safetensors"}}', r"outside its folder: \.\./one"),
+        ('{"weight_map": {"a": "../one.safetensors"}}', r"outside its folder: '\.\./one"),
         ('{"weight_map": {"a": "one.safetensors", "z": "one.safetensors"}}', "one.safetensors holds z, it does not"),
     ],
 )
 def test_a_damaged_index(tmp_path: Path, index: str, message: str) -> None:
     two_shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(WeightError, match=rf"index.json: .*{message}"):
+    with pytest.raises(ConfigError, match=rf"index.json: .*{message}"):
         Checkpoint.open(tmp_path)
 
 

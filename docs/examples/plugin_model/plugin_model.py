@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
+from graphllm.config.fields import whole
 from graphllm.ir import Graph, Model, Weight, register_model, select_rows
-from graphllm.model_defs.common import number, split_heads
+from graphllm.model_defs.common import split_heads
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
 from graphllm.ops.paged_attention import kv_state, paged_attention
@@ -24,9 +25,9 @@ class Config:
 
 
 def config(hf):
-    D, H = number(hf, "hidden_size"), number(hf, "num_attention_heads")
-    V, max_len = number(hf, "vocab_size"), number(hf, "max_position_embeddings")
-    return Config(D, H, H, D // H, V, max_len, number(hf, "num_hidden_layers"))
+    D, H = whole(hf, "hidden_size"), whole(hf, "num_attention_heads")
+    V, max_len = whole(hf, "vocab_size"), whole(hf, "max_position_embeddings")
+    return Config(D, H, H, D // H, V, max_len, whole(hf, "num_hidden_layers"))
 
 
 def embed_weights(c):

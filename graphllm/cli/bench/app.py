@@ -13,7 +13,9 @@ from graphllm.cli.options import engine_options
 from graphllm.config import EngineArgs
 
 bench_app = typer.Typer(
-    no_args_is_help=True, help="Measure: a running server, the engine without one, or how long a server takes to start."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure a running server, the engine alone, or a start.",
 )
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or embedded.")]

@@ -5,6 +5,7 @@ the way back, and requests of the other APIs become such bodies first.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -15,7 +16,15 @@ from graphllm.config.sampling import SamplingParams
 from graphllm.engine.processor import Prompt
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.replies import ReplyFormat
-from graphllm.server.chat.tools import ToolUse, check_tools, constraint, detect_reasoning, detect_tools, for_template
+from graphllm.server.chat.tools import (
+    ToolUse,
+    check_label,
+    check_tools,
+    constraint,
+    detect_reasoning,
+    detect_tools,
+    for_template,
+)
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_COMPLETIONS = 1024  # of one request
@@ -34,10 +43,9 @@ _NEUTRAL: dict[str, Any] = {
     "store": False,
     "suffix": "",
 }
-# A small model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
-_SPACE = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,64}"}
 # Fields of SamplingParams that are none of a request's body.
 _INTERNAL = frozenset(name for name, d in parameters(SamplingParams).items() if d.body is None)
+_ROLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")  # some templates know others than OpenAI's
 _KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
 
 
@@ -191,17 +199,17 @@ def _constraint(rest: dict[str, Any], tools: ToolUse) -> dict[str, Any]:
             f"{given[0]} and {given[1]} are both given and ask for different texts; leave out one of them"
         )
     if forced is not None:
-        return {"structured_outputs": {**forced, **_SPACE}}
+        return {"structured_outputs": forced}
     if kind == "text":
         return {}
     if kind == "json_object":
-        return {"structured_outputs": {"json_object": True, **_SPACE}}
+        return {"structured_outputs": {"json_object": True}}
     if kind != "json_schema":
         raise ConfigError(f"response_format.type is {kind!r:.80}: give text, json_object or json_schema")
     schema = wanted.get("json_schema")
     if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
         raise ConfigError("response_format.json_schema has no schema: give an object with name and schema")
-    return {"structured_outputs": {"json": schema["schema"], **_SPACE}}
+    return {"structured_outputs": {"json": schema["schema"]}}
 
 
 def _messages(given: object) -> list[dict[str, Any]]:
@@ -210,6 +218,12 @@ def _messages(given: object) -> list[dict[str, Any]]:
     for i, message in enumerate(given):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f"messages[{i}] is {message!r:.80}: give an object with role and content")
+        # Templates write these as they stand, so one that looks like a template's own mark would be taken for it.
+        if not _ROLE.fullmatch(message["role"]):
+            raise ConfigError(f"messages[{i}].role is {message['role']!r:.80}: give system, user, assistant or tool")
+        for name in ("name", "tool_call_id"):
+            if message.get(name) is not None:
+                check_label(message[name], f"messages[{i}].{name}")
     texts = [{**m, "content": _text(m["content"], f"messages[{i}]")} if "content" in m else m
              for i, m in enumerate(given)]  # fmt: skip
     # The newer name of the same role, which no template knows.
@@ -261,6 +275,7 @@ def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Seq
             tools=_tool_format(use, style),
             name=use.choice if use.choice not in ("none", "auto", "required") else "",
             names=frozenset(tool["function"]["name"] for tool in use.tools),
+            single=use.choice == "auto" and not use.parallel,
         )
     )
     if call.reply.tools in ("mistral", "llama3") and call.params.skip_special_tokens:

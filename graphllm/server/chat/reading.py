@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 from graphllm.engine.outputs import CompletionOutput, RequestOutput
 from graphllm.server.chat.call import Call
-from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, ReplyReader, Usage
+from graphllm.server.chat.replies import Ending, Part, Reasoning, ReplyReader, Usage
 
 Count = Callable[[str], int]  # tokens of a text
 
@@ -26,10 +26,8 @@ def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> l
     """What is new in a completion of a chat."""
     parts = reader.feed(shown_text(call, completion))
     if completion.finished:
-        parts += reader.finish()
-    if call.tools.parallel:
-        return parts
-    return [part for part in parts if not (isinstance(part, (CallStart, CallArguments)) and part.index > 0)]
+        parts += reader.finish(cut=completion.finish_reason != "stop" or completion.stop_reason is not None)
+    return parts
 
 
 def shown_text(call: Call, completion: CompletionOutput) -> str:

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
-from graphllm.server.chat.scan import SPACE, Source, Wait
+from graphllm.server.chat.scan import SPACE, OpenJson, Source, Wait
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +105,8 @@ class ReplyFormat(NamedTuple):
     reasoning: it may begin with ``<think>...</think>``. thinking: the prompt ended inside such a tag, so the text
     begins with reasoning. tools: how calls are written, None when there are none. "hermes", "llama3" and "mistral" are
     models' own ways; "json" is an array ``[{"name": ..., "parameters": {...}}, ...]``; "named": the whole text is the
-    arguments of the function ``name``. names: the functions there are. A call of another one is a call too, except for
-    an object without a tag around it (llama3).
+    arguments of the function ``name``. names: the functions there are. Another one is called too if that can be a name,
+    but not by an object without a tag around it (llama3). single: the reply ends with its first call.
     """
 
     reasoning: bool = False
@@ -114,8 +114,10 @@ class ReplyFormat(NamedTuple):
     tools: str | None = None
     name: str = ""
     names: frozenset[str] = frozenset()
+    single: bool = False
 
 
+FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = ("type", "id")  # what a call may have beside its name and arguments
 _CLOSERS, _SEPARATORS, _NAME = re.compile(r"[\s\]}]+"), re.compile(r"[\s;]+"), re.compile(r"[\w.-]+")
@@ -127,22 +129,24 @@ def _call_id() -> str:
 
 
 class ReplyReader:
-    """Reads one reply. called: a tool has been called. reasoning: the text is inside the reasoning now.
+    """Reads one reply. called: a tool has been called. reasoning: the text is inside the reasoning now. done: the only
+    call of a single one is complete, and nothing that comes is read.
 
     What it makes of a text does not depend on how that was cut into pieces, and takes a time in proportion to its
     length. Text is held back while it may be the start of a tag, whitespace before a tag, or a call whose arguments
     have not begun. A call that turns out to be none is text, as it stands. Once its arguments have begun it is a call,
-    and what does not belong to it is text behind it.
+    and what does not belong to it is text behind it. Where the text breaks off, its arguments are closed.
     """
 
     def __init__(self, format: ReplyFormat, new_id: Callable[[], str] = _call_id) -> None:
         """new_id: makes the id of a call."""
-        self.called = False
+        self.called = self.done = False
         self.reasoning = format.thinking
         self._format, self._new_id = format, new_id
         self._source = Source()
         self._parts: list[Part] = []  # not given out yet
         self._calls = 0
+        self._shown = OpenJson()  # arguments of the last one
         self._after_call = False  # without text since
         self._work = self._read()
 
@@ -151,9 +155,10 @@ class ReplyReader:
         self._source.feed(text)
         return self._advance()
 
-    def finish(self) -> list[Part]:
-        """What was held back; the text has ended."""
-        self._source.ended = True
+    def finish(self, cut: bool = False) -> list[Part]:
+        """What was held back; the text has ended. cut: not where the model ended it, so what may be the beginning of a
+        tag or a call is left out."""
+        self._source.ended, self._source.cut = True, cut
         return self._advance()
 
     def _advance(self) -> list[Part]:
@@ -174,6 +179,7 @@ class ReplyReader:
         }
         yield from ways[self._format.tools]()
         self._settle()
+        self._close_call()
 
     def _think(self) -> Wait[None]:
         source = self._source
@@ -196,8 +202,10 @@ class ReplyReader:
             self._text(self._source.rest())
 
     def _named(self) -> Wait[None]:
+        yield from self._source.run(SPACE)
         while (yield from self._source.more()):
             self._argue(0, self._format.name, self._source.rest())
+        self._no_call()
 
     def _json(self) -> Wait[None]:
         yield from self._array()
@@ -208,11 +216,13 @@ class ReplyReader:
         source = self._source
         while (yield from source.until("<tool_call>", self._text)):
             if (yield from self._object()):
+                if (yield from self._end_if_single()):
+                    return
                 yield from source.run(_CLOSERS)  # too many of them are a common mistake
                 if (yield from source.tag("</tool_call>")):
                     source.held.clear()
             else:
-                self._text()
+                self._no_call()
 
     def _mistral(self) -> Wait[None]:
         source = self._source
@@ -221,7 +231,8 @@ class ReplyReader:
             if (yield from source.ahead()) in ("[", "{"):
                 yield from self._array()
             elif not (yield from self._prefixed()):
-                self._text()
+                self._no_call()
+            yield from self._end_if_single()
 
     def _llama3(self) -> Wait[None]:
         source = self._source
@@ -234,20 +245,24 @@ class ReplyReader:
     def _sequence(self, bare: bool) -> Wait[None]:
         """Calls one after another. bare: without a tag before them."""
         while (yield from self._object(bare)):
+            if (yield from self._end_if_single()):
+                return
             yield from self._source.run(_SEPARATORS)
             if (yield from self._source.ahead()) != "{":
                 return
-        self._text()
+        self._no_call()
 
     def _array(self) -> Wait[None]:
         """Calls in a JSON array, or one alone."""
         yield from self._source.symbol("[")
         while (yield from self._object()):
+            if (yield from self._end_if_single()):
+                return
             if not (yield from self._source.symbol(",")):
                 if (yield from self._source.symbol("]")):
                     self._source.held.clear()
                 return
-        self._settle()
+        self._no_call()
 
     def _prefixed(self) -> Wait[bool]:
         """A call whose name stands before the arguments; False, and held, when it is none."""
@@ -257,7 +272,7 @@ class ReplyReader:
             yield from source.run(_NAME)
         yield from source.tag("[ARGS]")
         yield from source.run(SPACE)
-        if not name or (yield from source.ahead()) != "{":
+        if not FUNCTION_NAME.fullmatch(name) or (yield from source.ahead()) != "{":
             return False
         yield from source.nested(partial(self._argue, self._calls, name))
         return True
@@ -277,7 +292,7 @@ class ReplyReader:
                 return self._calls > index
             if key == "name" and not name:
                 name = (yield from source.string()) or ""
-                if not name or (bare and name not in self._format.names):
+                if not FUNCTION_NAME.fullmatch(name) or (bare and name not in self._format.names):
                     return False
                 if early:
                     self._argue(index, name, "".join(early))
@@ -311,14 +326,32 @@ class ReplyReader:
             return False
         return True
 
+    def _end_if_single(self) -> Wait[bool]:
+        """Behind a call: read no further if it is the only one; whether it is."""
+        self.done = self._format.single and self._calls > 0
+        while self.done and (yield from self._source.more()):
+            self._source.rest()
+        if self.done:
+            self._source.held.clear()
+        return self.done
+
+    def _no_call(self) -> None:
+        """Give out what is held as text: it is no call, or its beginning, which is nothing."""
+        if self._source.cut and self._source.starved:
+            self._source.held.clear()
+        self._settle()
+
     def _settle(self) -> None:
         """Give out what is held as text, unless it has no meaning where it stands."""
+        if self._after_call and self._source.cut and self._source.starved:
+            self._source.held.clear()
         if not self._after_call or "".join(self._source.held).strip(_TRAILING):
             self._text()
 
     def _text(self, text: str = "") -> None:
         """Give out what is held, and this, as text."""
         if text := self._held() + text:
+            self._close_call()
             self._parts.append(Text(text))
             self._after_call = False
 
@@ -330,11 +363,19 @@ class ReplyReader:
     def _argue(self, index: int, name: str, piece: str) -> None:
         """Give out a piece of a call's arguments. The first one opens the call: what was held until then is its."""
         if index == self._calls:
+            self._close_call()
             self._parts.append(CallStart(index, self._new_id(), name))
             self._calls += 1
+            self._shown = OpenJson()
         self.called = self._after_call = True
-        self._parts.append(CallArguments(index, piece))
+        if shown := self._shown.feed(piece):
+            self._parts.append(CallArguments(index, shown))
         self._source.held.clear()
+
+    def _close_call(self) -> None:
+        """Give out the end of the last call's arguments, if they have none."""
+        if self._calls and (end := self._shown.close()):
+            self._parts.append(CallArguments(self._calls - 1, end))
 
     def _held(self) -> str:
         held = "".join(self._source.held)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 _T = TypeVar("_T")
 Wait = Generator[None, None, _T]
@@ -19,17 +19,25 @@ _SCALAR = re.compile(r"[-+.\w]+")
 _STRING = re.compile(r'[^"\\\x00-\x1f]+')
 _LINES = re.compile(r'[^"\\]+')
 _BRACKET, _QUOTE = re.compile(r'["{}\[\]]'), re.compile(r'["\\]')
+_BETWEEN = re.compile(r'[^"{}\[\],:]+')
+_HEX = "[0-9a-fA-F]"
+_HALF = rf"\\u[dD][89abAB]{_HEX}{{2}}"
+_CHARACTERS = re.compile(  # whole ones, of a string
+    rf'(?:[^"\\]+|\\[^u]|{_HALF}\\u[dD][c-fC-F]{_HEX}{{2}}|\\u(?![dD][89abAB]){_HEX}{{4}})+', re.DOTALL
+)
+_PART_OF_ESCAPE = re.compile(rf"\\(?:u{_HEX}{{0,3}})?|{_HALF}(?:\\(?:u{_HEX}{{0,3}})?)?")
 _HIGH_HALF, _LOW_HALF = re.compile(r"\\u[dD][89abAB]"), re.compile(r"\\u[dD][c-fC-F]")  # of a character's two escapes
 
 
 class Source:
-    """Text as it comes, and how far it was read. ended: no more will come.
+    """Text as it comes, and how far it was read. ended: no more will come. cut: it would have gone on, so what may be
+    the beginning of a tag is none, and no text either. starved: somebody has looked for more than there was.
 
     held: what was taken and may have to be given back as text. Who knows better clears it.
     """
 
     def __init__(self) -> None:
-        self.ended = False
+        self.ended = self.cut = self.starved = False
         self.held: list[str] = []
         self._text, self._at = "", 0
 
@@ -41,12 +49,14 @@ class Source:
         """Whether the text goes on."""
         while self._at == len(self._text) and not self.ended:
             yield
+        self.starved |= self._at == len(self._text)
         return self._at < len(self._text)
 
     def ahead(self, count: int = 1) -> Wait[str]:
         """The next characters, which stay; fewer at the end."""
         while len(self._text) - self._at < count and not self.ended:
             yield
+        self.starved |= len(self._text) - self._at < count
         return self._text[self._at : self._at + count]
 
     def rest(self) -> str:
@@ -76,7 +86,13 @@ class Source:
             if here == tag:
                 self._take(len(tag))
                 return True
-            if self.ended or not tag.startswith(here):
+            if not tag.startswith(here):
+                return False
+            if self.ended:
+                self.starved = True
+                if self.cut and here:
+                    self.held.clear()
+                    self._at = len(self._text)
                 return False
             yield
 
@@ -141,14 +157,17 @@ class Source:
         return begun
 
     def _escape(self) -> Wait[str]:
-        """The character that an escape stands for, which may take two."""
+        """The character that an escape stands for, which may take two; nothing for one that breaks off."""
         raw = yield from self.ahead(2)
         if raw == "\\u":
             raw = yield from self.ahead(6)
             if _HIGH_HALF.match(raw):
                 both = yield from self.ahead(12)
-                raw = both if _LOW_HALF.match(both, 6) else raw
+                broken = len(both) < 12 and _PART_OF_ESCAPE.fullmatch(both)
+                raw = both if broken or _LOW_HALF.match(both, 6) else raw
         self._take(len(raw))
+        if self.starved and _PART_OF_ESCAPE.fullmatch(raw):
+            return ""
         decoded = _decoded(raw)
         return raw if decoded is None else decoded
 
@@ -189,6 +208,73 @@ class _Brackets:
                 self._depth += 1 if mark in "{[" else -1
                 self.closed = self._depth == 0
         return at
+
+
+class OpenJson:
+    """A JSON object as it comes, given out so that it can be closed wherever it breaks off: a name and what stands
+    around it wait for its value, a number for its end, an escape for its last digit."""
+
+    def __init__(self) -> None:
+        self._brackets: list[str] = []  # that are to come
+        self._string: Literal["", "name", "value"] = ""  # inside of which it is
+        self._named = False  # the next string is a name
+        self._begun = self._closed = False
+        self._held: list[str] = []
+        self._escape = ""  # the beginning of one
+
+    def feed(self, text: str) -> str:
+        """What can be shown of the object, with this piece of it."""
+        text, self._escape = self._escape + text, ""
+        shown: list[str] = []
+        at = 0
+        while at < len(text) and not self._closed:
+            found = (_CHARACTERS if self._string else _BETWEEN).match(text, at)
+            piece = found[0] if found else text[at : at + 2] if text[at] == "\\" else text[at]
+            if piece[0] == "\\" and not found and _PART_OF_ESCAPE.fullmatch(text, at):
+                self._escape = text[at:]
+                break
+            at += len(piece)
+            if piece == "," and not self._string:
+                shown += self._held
+                self._held = []
+            self._held.append(piece)
+            if self._is_shown(piece):
+                shown += self._held
+                self._held = []
+        return "".join([*shown, text[at:] if self._closed else ""])
+
+    def _is_shown(self, piece: str) -> bool:
+        """Take a string's characters, a mark, or what stands between marks; whether all so far can be closed."""
+        if self._string:
+            value = self._string == "value"
+            if piece == '"':
+                self._string = ""
+            return value
+        match piece:
+            case '"':
+                self._string = "name" if self._named else "value"
+                return not self._named
+            case "{" | "[":
+                self._brackets.append("}" if piece == "{" else "]")
+                self._named, self._begun = piece == "{", True
+                return True
+            case "}" | "]":
+                del self._brackets[-1:]
+                self._named, self._closed = False, not self._brackets
+                return True
+            case ",":
+                self._named = self._brackets[-1:] == ["}"]
+            case ":":
+                self._named = False
+        return False
+
+    def close(self) -> str:
+        """The end of the object, which has none of its own; what was not shown is left out."""
+        if self._closed:
+            return ""
+        self._closed = True
+        quote = '"' if self._string == "value" else ""
+        return quote + "".join(reversed(self._brackets)) if self._begun else "{}"
 
 
 def _decoded(raw: str) -> str | None:

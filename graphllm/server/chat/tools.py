@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.engine.schema import parse_schema, rewrite_schema
+from graphllm.server.chat.replies import FUNCTION_NAME
 
 _MAX_TOOLS, _MAX_CALLS = 128, 16
 _CHOICES = ("none", "auto", "required")
-_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
+_LABEL = re.compile(r"[^\s<>|\[\]{}]{1,256}")
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -61,7 +62,7 @@ def _tool(tool: object, where: str) -> dict[str, Any]:
     _check_known(function, ("name", "description", "parameters", "strict"), f"{where}.function")
     given = {key: value for key, value in function.items() if value is not None}
     name = given.get("name")
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
+    if not isinstance(name, str) or not FUNCTION_NAME.fullmatch(name):
         raise ConfigError(f"{where}.function.name is {name!r:.80}: give 1 to 64 letters, digits, _ . or -")
     if name in _CHOICES:
         raise ConfigError(f"{where}.function.name is {name!r}, a value of tool_choice: give another name")
@@ -100,6 +101,15 @@ def _choice(given: object, names: list[str]) -> str:
     if choice == "required" and not names:
         raise ConfigError("tool_choice is 'required': there are no tools; give some, or leave it out")
     return choice if names and choice else "none"
+
+
+def check_label(value: object, where: str) -> None:
+    """Check a name or an id that a chat template writes as it stands: it may have nothing of a template's marks. Raises
+    ConfigError."""
+    if not isinstance(value, str) or not _LABEL.fullmatch(value):
+        raise ConfigError(
+            f"{where} is {value!r:.80}: give 1 to 256 characters without spaces, <, >, |, [, ], {{ and }}"
+        )
 
 
 def constraint(use: ToolUse) -> dict[str, Any] | None:
@@ -208,6 +218,9 @@ def _call(call: object, where: str, short: bool) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ConfigError(f"{where} is {call!r:.80}: give an object with id, type and function (name, arguments)")
+    check_label(function["name"], f"{where}.function.name")
+    if call.get("id") is not None:
+        check_label(call["id"], f"{where}.id")
     given = function.get("arguments") or "{}"  # some clients leave them empty
     arguments = _object(given) if isinstance(given, str) else given
     if not isinstance(arguments, dict):

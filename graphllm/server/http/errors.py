@@ -10,7 +10,8 @@ from typing import Any
 from fastapi.responses import Response
 
 from graphllm.config import ConfigError
-from graphllm.engine.messages import EngineDeadError, QueueFullError
+from graphllm.engine.messages import EngineDeadError
+from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError, SlowReaderError
 from graphllm.server.http.error_bodies import anthropic_error_body, error_body
 from graphllm.server.http.wire import json_response, record_of

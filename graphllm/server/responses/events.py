@@ -134,8 +134,12 @@ class ResponseWriter:
         }
 
     def conversation(self) -> Chat:
-        """What this adds to a chat, but for a call that broke off, which no template could show."""
-        whole = [i for i in self._output if i["type"] != "function_call" or is_object(i["arguments"])]
+        """What this adds to a chat, but for a call that broke off, or one that no template could show."""
+        whole = [
+            item
+            for item in self._output
+            if item["type"] != "function_call" or (item["status"] == "completed" and is_object(item["arguments"]))
+        ]
         return messages_of(whole, "output")
 
     def _event(self, type: str, **fields: Any) -> dict[str, Any]:

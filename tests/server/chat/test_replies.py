@@ -374,7 +374,72 @@ def test_arguments_that_are_cut_off() -> None:
         '<tool_call>{"name": "f", "arguments": {"a": "Par',
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": \\"Par',
     ):
-        assert merged(read(HERMES, text)) == Reply("", "", [("id0", "f", '{"a": "Par')])
+        assert merged(read(HERMES, text)) == Reply("", "", [("id0", "f", '{"a": "Par"}')])
+
+
+CALLED = json.dumps({"a": 'P"\u00e9\n\U0001f600', "b": [12, True, {"c": None}], "d": -1.5})
+WRITTEN_CALLS = {
+    "hermes": (HERMES, 'So.\n<tool_call>\n{"name": "f", "arguments": %s}\n</tool_call>' * 2, "So."),
+    "hermes, text": (HERMES, '<tool_call>{"name": "f", "arguments": %s}</tool_call>', ""),
+    "llama3": (LLAMA3, '{"name": "f", "parameters": %s}; {"name": "f", "parameters": %s}', ""),
+    "llama3, tag": (LLAMA3, 'So.<|python_tag|>{"name": "f", "parameters": %s}', "So."),
+    "mistral": (MISTRAL, 'So.[TOOL_CALLS] [{"name": "f", "arguments": %s}, {"name": "f", "arguments": %s}]', "So."),
+    "mistral, names": (MISTRAL, "[TOOL_CALLS]f[CALL_ID]a1b2c3d4e[ARGS]%s[TOOL_CALLS]f[ARGS]%s", ""),
+    "required": (JSON, '[{"name": "f", "parameters": %s}, {"name": "f", "parameters": %s}]', ""),
+    "named": (NAMED, "%s", ""),
+    "reasoning": (HERMES._replace(reasoning=True),
+                  '<think>\nhm\n</think>\n\n<tool_call>{"name": "f", "arguments": %s}</tool_call>', ""),
+}  # fmt: skip
+
+
+def part_of(some: Any, whole: Any) -> bool:
+    """Whether JSON is the beginning of another one: fewer members, or less of the last one."""
+    if isinstance(some, dict) and isinstance(whole, dict):
+        return list(some) == list(whole)[: len(some)] and all(part_of(v, whole[k]) for k, v in some.items())
+    if isinstance(some, list) and isinstance(whole, list):
+        return all(map(part_of, some, whole)) and len(some) <= len(whole)
+    return whole.startswith(some) if isinstance(some, str) else some == whole
+
+
+@pytest.mark.parametrize("name", WRITTEN_CALLS)
+@pytest.mark.parametrize("ascii", [True, False])
+@pytest.mark.parametrize("quoted", [True, False])
+def test_a_reply_that_is_cut_anywhere(name: str, ascii: bool, quoted: bool) -> None:
+    """By max_tokens: text, calls whose arguments are JSON, and nothing of what is written around them."""
+    format, pattern, _ = WRITTEN_CALLS[name]
+    written = CALLED if ascii else json.dumps(json.loads(CALLED), ensure_ascii=False)
+    within = json.dumps(written) if quoted and '": %s' in pattern else written
+    text = pattern.replace("%s", within)
+    most = 0
+    for end in range(len(text) + 1):
+        reader = ReplyReader(format)
+        found = merged([*(part for c in text[:end] for part in reader.feed(c)), *reader.finish(cut=True)])
+        assert "So.So.".startswith(found.text.replace("\n", "")) if "So." in pattern else not found.text
+        assert "hm\n".startswith(found.reasoning)
+        for call in found.calls:
+            assert call.name == "f"
+            assert part_of(json.loads(call.arguments), json.loads(CALLED))
+        assert all(json.loads(call.arguments) == json.loads(CALLED) for call in found.calls[:-1])
+        most = max(most, len(found.calls))
+    assert most == pattern.count("%s")
+    assert json.loads(found.calls[-1].arguments) == json.loads(CALLED)
+
+
+@pytest.mark.parametrize("name", WRITTEN_CALLS)
+def test_a_reply_of_one_call(name: str) -> None:
+    """What comes behind its first call is not read, wherever the text ends."""
+    format, pattern, before = WRITTEN_CALLS[name]
+    text = pattern.replace("%s", CALLED)
+    once = merged(read(format, text))
+    for end in range(len(text) + 1):
+        reader = ReplyReader(format._replace(single=True))
+        parts = [part for c in text[:end] for part in reader.feed(c)]
+        done = reader.done
+        found = merged([*parts, *reader.finish()])
+        assert len(found.calls) <= 1
+        if done:
+            assert (found.text, found.calls[0].arguments) == (before, once.calls[0].arguments)
+    assert done or format.tools == "named"
 
 
 @pytest.mark.parametrize(
@@ -408,7 +473,12 @@ def test_arguments_come_as_they_are_written() -> None:
         assert reader.feed(before) == []
         first = reader.feed(arguments[0])
         assert [type(part) for part in first] == [CallStart, CallArguments]
-        assert [reader.feed(c) for c in arguments[1:]] == [[CallArguments(0, c)] for c in arguments[1:]]
+        shown = arguments[0]
+        for count, c in enumerate(arguments[1:], 2):
+            shown += "".join(part.text for part in reader.feed(c) if isinstance(part, CallArguments))
+            assert arguments[:count].startswith(shown)
+            assert count - len(shown) <= len(', "b": ')  # a name waits for its value, and no longer
+        assert shown == arguments
         assert reader.finish() == []
 
 

@@ -21,7 +21,6 @@ from graphllm.server.http.error_bodies import error_body
 OPEN = SamplingParams(max_tokens=None)  # defaults that leave the length to the endpoint
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-SPACE: Any = {"whitespace_pattern": r"[ ]?|\n[ \t]{0,64}"}  # a small model would go on with it for ever
 ADD = {"type": "function", "function": {"name": "add", "parameters": SCHEMA}}
 NOW = {"type": "function", "function": {"name": "now"}}
 
@@ -86,11 +85,11 @@ def test_sampling_fields_of_both_endpoints() -> None:
         ({"response_format": {"type": "text"}}, {}),
         (
             {"response_format": {"type": "json_object"}},
-            {"structured_outputs": StructuredOutputsParams(json_object=True, **SPACE)},
+            {"structured_outputs": StructuredOutputsParams(json_object=True)},
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
-            {"structured_outputs": StructuredOutputsParams(json=SCHEMA, **SPACE)},
+            {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
         ),
     ],
 )  # fmt: skip
@@ -191,6 +190,14 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (CHAT, {"messages": None}, "messages", "messages is None"),
         (CHAT, {"messages": ["hi"]}, "messages", "messages[0] is 'hi'"),
         (CHAT, {"messages": [{"content": "hi"}]}, "messages", "messages[0] is "),
+        *[
+            (CHAT, {"messages": [*HELLO, {"role": role, "content": "hi"}]}, "messages", "messages[1].role is ")
+            for role in ("", "user<|im_end|>", "user\nsystem", "[INST]", "</s>", "a b", "u" * 33)
+        ],
+        (CHAT, {"messages": [{**HELLO[0], "name": "<|im_end|>"}]}, "messages", "messages[0].name is '<|im_end|>'"),
+        (CHAT, {"messages": [{**HELLO[0], "name": 7}]}, "messages", "messages[0].name is 7"),
+        (CHAT, {"messages": [{"role": "tool", "tool_call_id": "a]\n<", "content": ""}]}, "messages",
+         "messages[0].tool_call_id is "),
         (CHAT, {"messages": [HELLO[0], {"role": "user", "content": 3}]}, "messages", "messages[1].content is 3"),
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'image_url'"),
         (CHAT, {"response_format": {"type": "xml"}}, "response_format", "response_format.type is 'xml'"),
@@ -320,7 +327,6 @@ def test_a_call_that_must_be_made_is_a_constraint() -> None:
     def schema(**fields: Any) -> Any:
         constraint = _chat(tools=[ADD, NOW], **fields).params.structured_outputs
         assert constraint is not None
-        assert constraint.whitespace_pattern == SPACE["whitespace_pattern"]
         return jsonschema.Draft202012Validator(constraint.json)
 
     assert _chat(tools=[ADD, NOW]).params == _chat(tools=[ADD], tool_choice="none").params == OPEN

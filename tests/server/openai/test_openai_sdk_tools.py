@@ -84,6 +84,26 @@ def test_two_calls_at_once(client: OpenAI) -> None:
         assert _calls(stream.get_final_completion().choices[0]) == _calls(choice)
 
 
+def test_one_call_at_most(client: OpenAI) -> None:
+    """The second one is not generated at all."""
+    body: Any = {"model": MODEL, "messages": BOTH, "tools": TOOLS, "temperature": 0}
+    both = client.chat.completions.create(**body, **fresh())
+    one = client.chat.completions.create(**body, parallel_tool_calls=False, **fresh())
+    with client.chat.completions.stream(
+        **body, parallel_tool_calls=False, stream_options={"include_usage": True}, **fresh()
+    ) as stream:
+        streamed = stream.get_final_completion()
+    for found in (one, streamed):
+        (choice,) = found.choices
+        assert _calls(choice) == [("get_weather", {"city": "Paris"})] == _calls(both.choices[0])[:1]
+        assert (choice.message.content or None, choice.finish_reason) == (None, "tool_calls")
+        assert found.usage is not None
+        assert both.usage is not None
+        assert found.usage.completion_tokens < both.usage.completion_tokens * 0.6
+    several = client.chat.completions.create(**{**body, "temperature": 0.3}, n=3, parallel_tool_calls=False, seed=1)
+    assert [len(_calls(choice)) for choice in several.choices] == [1, 1, 1]
+
+
 def test_a_call_and_its_result(client: OpenAI) -> None:
     """The answer goes back as the client's object, and into the prompt as transformers writes it."""
     first = client.chat.completions.create(model=MODEL, messages=WEATHER, tools=TOOLS, temperature=0)

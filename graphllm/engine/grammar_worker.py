@@ -1,0 +1,49 @@
+"""The process of `graphllm.engine.grammar_trial`: compiles one grammar a line of stdin, within its limits, and writes
+what is wrong with it. Beyond the limits it ends. It lives for as long as its stdin does."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+import msgspec
+
+from graphllm.config import ConfigError
+from graphllm.config.sampling import StructuredOutputsParams
+from graphllm.engine.grammar import STACK_BYTES, GrammarCompiler
+from graphllm.engine.grammar_trial import CPU_SECONDS, MEMORY_MB, Setup
+
+
+def main() -> None:
+    """Until stdin closes."""
+    setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
+    compiler = GrammarCompiler(Path(setup.folder), setup.vocab, frozenset(setup.stop_ids))
+    with contextlib.suppress(ConfigError):  # it comes again with the first grammar
+        compiler.compile(StructuredOutputsParams(regex="a"))  # what is made once is not limited
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + STACK_BYTES + (MEMORY_MB << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _answer("")
+    for line in sys.stdin.buffer:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        most = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
+        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        try:
+            compiler.compile(msgspec.json.decode(line, type=StructuredOutputsParams))
+        except ConfigError as wrong:
+            _answer(str(wrong))
+        else:
+            _answer("")
+        compiler.forget()
+
+
+def _answer(wrong: str) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode(wrong) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    main()
