@@ -71,13 +71,12 @@ class Config:
 def from_hf(hf: HF) -> Config:
     """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
     architecture = hf["architectures"][0]
-    hf = _DEFAULTS[architecture] | dict(hf)
+    hf = _DEFAULTS.get(architecture, _DEFAULTS["LlamaForCausalLM"]) | dict(hf)  # a package may call it otherwise
     check_plain(hf)
     only(hf, "hidden_act", "silu")
     rotated_whole(hf)
-    llama, mistral, qwen2, qwen3 = (
-        architecture == f"{name}ForCausalLM" for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
-    )
+    mistral, qwen2, qwen3 = (architecture == f"{name}ForCausalLM" for name in ("Mistral", "Qwen2", "Qwen3"))
+    llama = not (mistral or qwen2 or qwen3)
     (H, K), L = heads(hf), whole(hf, "num_hidden_layers", le=MOST_LAYERS)
     E = whole(hf, "head_dim", le=LARGEST_HEAD) if qwen3 else head_dim(hf)
     rope_settings = Rope.from_hf(hf, E)

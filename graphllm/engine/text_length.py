@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from graphllm.config import ConfigError
 
 if TYPE_CHECKING:
     import tokenizers
-
-    from graphllm.engine.text import Tokenizer
 
 PIECE = 64 << 10  # characters that are tokenized at once to count them: about 20 ms
 _USUAL = 8  # characters of a token; texts that may fit by this are not counted first
@@ -21,8 +19,17 @@ _SEAM = 64  # tokens that a text may have more for being cut at one place, far m
 _UNBOUNDED, _ALWAYS = 64, 1 << 20
 
 
+class Encoder(Protocol):
+    """What is asked of a tokenizer."""
+
+    @property
+    def characters_per_token(self) -> int | None: ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+
 def encode_at_most(
-    tokenizer: Tokenizer, text: str, limit: int, add_special_tokens: bool = True
+    tokenizer: Encoder, text: str, limit: int, add_special_tokens: bool = True
 ) -> Iterator[list[int] | None]:
     """None after each piece that was counted, then the token ids. Raises ConfigError for what is far over ``limit``
     tokens; what has a few more is left to the caller, and what has no more is never refused, but for what is longer

@@ -19,7 +19,7 @@ from graphllm.entrypoints.async_llm import merge
 from graphllm.server.chat.call import CHAT, MAX_COMPLETIONS, Call, check_priority, parse_call, rendered, write_out
 from graphllm.server.generation import News, generate
 from graphllm.server.http.errors import NotFoundError, UnavailableError
-from graphllm.server.http.wire import aside, cancelled, record_of, while_there
+from graphllm.server.http.wire import aside, cancelled, encode, record_of, while_there
 from graphllm.server.operations.engine_supervisor import EngineSupervisor
 from graphllm.server.operations.metrics import Metrics
 
@@ -27,14 +27,15 @@ from graphllm.server.operations.metrics import Metrics
 @dataclass(frozen=True)
 class Limits:
     """Of one request. body: bytes. prompts: of a completion. completions: n for each prompt, all together. stops: stop
-    strings; stop_length: characters of each. counted: tokens of a text that is only tokenized, or twice the context
-    where that is more."""
+    strings; stop_length: characters of each. schema: bytes of a JSON schema. counted: tokens of a text that is only
+    tokenized, or twice the context where that is more."""
 
     body: int = 32 << 20
     prompts: int = 1024
     completions: int = MAX_COMPLETIONS
     stops: int = 64
     stop_length: int = 1024
+    schema: int = 1 << 20
     counted: int = 1 << 16
 
     def check(self, call: Call) -> None:
@@ -48,6 +49,9 @@ class Limits:
             raise ConfigError(
                 f"stop is {stop!r:.80}: give at most {self.stops} strings of at most {self.stop_length} characters"
             )
+        constraint = call.params.structured_outputs
+        if constraint is not None and (size := len(encode(constraint.json))) > self.schema:
+            raise ConfigError(f"structured_outputs.json has {size} bytes: give at most {self.schema}")
         for name, wanted in (("logprobs", call.params.logprobs), ("prompt_logprobs", call.params.prompt_logprobs)):
             if wanted == -1:  # megabytes for every token, and seconds in which nobody else is served
                 raise ConfigError(f"{name} is -1: the whole vocabulary is for `LLM` alone; give a number here")
