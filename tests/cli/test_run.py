@@ -348,13 +348,16 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
         ),
         (
             ("--prompt", "x", "--kv-cache-memory-bytes", "much"),
-            ["kv_cache_memory_bytes: 'much' is no amount of memory", "2GiB"],
+            ["kv_cache_memory_bytes is 'much': that is no amount of memory", "2GiB"],
         ),
         (
             ("--prompt", "x", "--kv-cache-memory-bytes", "100"),
             ["kv cache: 100 bytes left for it, it needs 8.2 kB at least", "raise --kv-cache-memory-bytes"],
         ),
-        (("--prompt", "x", "--kv-cache-memory-bytes", "-5"), ["kv cache: nothing left for it"]),
+        (
+            ("--prompt", "x", "--kv-cache-memory-bytes", "-5"),
+            ["kv_cache_memory_bytes is '-5': that is no amount of memory"],
+        ),
         (("--prompt", "x", "--buckets", "decode-x"), ["buckets: 'decode-x' is not of the form"]),
         (("--prompt", "x", "--max-num-seqs", "0"), ["max_num_seqs is 0"]),
         (

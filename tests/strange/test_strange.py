@@ -73,7 +73,7 @@ class Strange:
             args = EngineArgs(
                 target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
                 max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2,
-                item_tokens=24, max_adapters=2, tune=False, jobs=2 if DEVICE == "cuda" else None,
+                item_tokens=24, max_adapters=2, tune=False, jobs=2 if DEVICE == "cuda" else 0,
             )  # fmt: skip
             source = open_source(self.folder, draft=self.draft)
             compile_model(source.config, source.tensors, compile_config(source.config, args), place)
