@@ -1,0 +1,5 @@
+"""fused_moe: specification in op.py."""
+
+from graphllm.ops.fused_moe.op import fused_moe
+
+__all__ = ["fused_moe"]
