@@ -92,14 +92,14 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
-    return llama.states(c, layer_type.removesuffix("_sparse"))
+    return llama.states(c, attention_type(layer_type))
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     if not _sparse(layer_type):
         return llama.layer(c, layer_type, w, x_TD, ctx)
     h_TD = rms_norm(x_TD, w.attn_norm, c.eps)
-    x_TD = x_TD + llama.attend(c, layer_type.removesuffix("_sparse"), w, h_TD, ctx)
+    x_TD = x_TD + llama.attend(c, attention_type(layer_type), w, h_TD, ctx)
     h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
     weights_TA, experts_TA = moe_route(linear(h_TD, w.router), c.A, renormalize=c.renormalize)
     out_TD = fused_moe(h_TD, w.gate_up, w.down, weights_TA, experts_TA)
@@ -107,6 +107,11 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
         shared_TD = linear(swiglu(linear(h_TD, w.shared_gate_up)), w.shared_down)
         out_TD = out_TD + torch.sigmoid(linear(h_TD, w.shared_gate)) * shared_TD
     return x_TD + out_TD
+
+
+def attention_type(layer_type: str) -> str:
+    """Llama's type of layer, which says what attention it has."""
+    return layer_type.removesuffix("_sparse")
 
 
 def _sparse(layer_type: str) -> bool:
