@@ -9,8 +9,8 @@ import torch
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 
-_TOLERANCE = {"float32": 2e-6, "bfloat16": 6e-3, "float16": 1e-3}
-_REASON = "the hidden numbers and the sum are rounded to the dtype"
+_TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
+_REASON = "hidden numbers, what each expert gives and the sum are rounded to the dtype, in the interpreter towards zero"
 Routing = Literal["random", "skewed", "collapsed", "some_none"]
 
 
@@ -56,6 +56,7 @@ CASES = (
     _case(20, 60, 4, 24, 16, "some_none", biases=True),
     _case(70, 8, 2, 32, 48),
     _case(33, 512, 10, 16, 8),
+    _case(300, 8, 2, 16, 8, "skewed"),
     _case(0, 8, 2, 32, 16),
     # Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS 20B.
     *(_case(T, 128, 8, 2048, 768, size="real") for T in (1, 8, 32, 64, 128, 1024, 8192)),
