@@ -51,7 +51,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
         return llama.layer_weights(c, layer_type)
     moe = llama.LAYER + "block_sparse_moe."
     return llama.attention_weights(c) | {
-        "router": Weight((c.N, c.D), (moe + "router.layer.weight",)),
+        "router": Weight((c.N, c.D), (moe + "router.layer.weight",), exact=True),
         "gate_up": Weight((c.N, 2 * c.F, c.D), (moe + "input_linear.weight",), shard="expert", expert_axis=0),
         "down": Weight((c.N, c.D, c.F), (moe + "output_linear.weight",), shard="expert", expert_axis=0),
     }

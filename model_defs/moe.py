@@ -79,7 +79,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
         return Weight((c.N, len(names) * rows, inner), sources, segments, shard="expert", expert_axis=0)
 
     weights = llama.attention_weights(c) | {
-        "router": Weight((c.N, c.D), (moe + "gate.weight",)),
+        "router": Weight((c.N, c.D), (moe + "gate.weight",), exact=True),
         "gate_up": stacked((gate, up), c.F_expert, c.D),
         "down": stacked((down,), c.D, c.F_expert),
     }
