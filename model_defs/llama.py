@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 
+LAYER = "model.layers.{layer}."
+
 
 @dataclass(frozen=True)
 class Config:
@@ -65,7 +67,7 @@ class Config:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "row"] = ""  # whether q and k are normalized: each head, or all of a row together
 
 
 def from_hf(hf: HF) -> Config:
@@ -101,7 +103,7 @@ def from_hf(hf: HF) -> Config:
         qkv_bias=bias or qwen2,
         o_bias=bias,
         mlp_bias=llama and switch(hf, "mlp_bias", False),
-        qk_norm=qwen3,
+        qk_norm="head" if qwen3 else "",
     )
 
 
@@ -126,34 +128,42 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    hf = "model.layers.{layer}."
-    attn, mlp = hf + "self_attn.", hf + "mlp."
-    parts = (c.H * c.E, c.K * c.E, c.K * c.E)
-
-    def merged(names: str, of: str, segments: tuple[int, ...], width: tuple[int, ...] = (c.D,)) -> Weight:
-        leaf = "weight" if width else "bias"
-        sources = tuple(f"{of}{name}_proj.{leaf}" for name in names.split())
-        return Weight((sum(segments), *width), sources, segments, shard="output")
-
-    weights = {
-        "attn_norm": Weight((c.D,), (hf + "input_layernorm.weight",)),
-        "qkv": merged("q k v", attn, parts),
-        "o": Weight((c.D, c.H * c.E), (attn + "o_proj.weight",), shard="input"),
-        "ffn_norm": Weight((c.D,), (hf + "post_attention_layernorm.weight",)),
-        "gate_up": merged("gate up", mlp, (c.F, c.F)),
+    mlp = LAYER + "mlp."
+    weights = attention_weights(c) | {
+        "gate_up": merged("gate up", mlp, (c.F, c.F), c.D),
         "down": Weight((c.D, c.F), (mlp + "down_proj.weight",), shard="input"),
     }
+    if c.mlp_bias:
+        weights["gate_up_bias"] = merged("gate up", mlp, (c.F, c.F))
+        weights["down_bias"] = Weight((c.D,), (mlp + "down_proj.bias",))
+    return weights
+
+
+def attention_weights(c: Config) -> dict[str, Weight]:
+    """Those of a layer's attention and its two norms."""
+    attn, parts = LAYER + "self_attn.", (c.H * c.E, c.K * c.E, c.K * c.E)
+    weights = {
+        "attn_norm": Weight((c.D,), (LAYER + "input_layernorm.weight",)),
+        "qkv": merged("q k v", attn, parts, c.D),
+        "o": Weight((c.D, c.H * c.E), (attn + "o_proj.weight",), shard="input"),
+        "ffn_norm": Weight((c.D,), (LAYER + "post_attention_layernorm.weight",)),
+    }
     if c.qkv_bias:
-        weights["qkv_bias"] = merged("q k v", attn, parts, ())
+        weights["qkv_bias"] = merged("q k v", attn, parts)
     if c.o_bias:
         weights["o_bias"] = Weight((c.D,), (attn + "o_proj.bias",))
-    if c.mlp_bias:
-        weights["gate_up_bias"] = merged("gate up", mlp, (c.F, c.F), ())
-        weights["down_bias"] = Weight((c.D,), (mlp + "down_proj.bias",))
     if c.qk_norm:
-        weights["q_norm"] = Weight((c.E,), (attn + "q_norm.weight",))
-        weights["k_norm"] = Weight((c.E,), (attn + "k_norm.weight",))
+        widths = (c.H * c.E, c.K * c.E) if c.qk_norm == "row" else (c.E, c.E)
+        weights["q_norm"] = Weight(widths[:1], (attn + "q_norm.weight",))
+        weights["k_norm"] = Weight(widths[1:], (attn + "k_norm.weight",))
     return weights
+
+
+def merged(names: str, of: str, segments: tuple[int, ...], *width: int) -> Weight:
+    """Projections of the same rows as one: their matrices, or without a width their biases."""
+    leaf = "weight" if width else "bias"
+    sources = tuple(f"{of}{name}_proj.{leaf}" for name in names.split())
+    return Weight((sum(segments), *width), sources, segments, shard="output")
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
@@ -172,17 +182,24 @@ def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, t
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    h_TD = rms_norm(x_TD, w.attn_norm, c.eps)
+    x_TD = x_TD + attend(c, layer_type, w, rms_norm(x_TD, w.attn_norm, c.eps), ctx)
+    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
+    gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
+    return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
+
+
+def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    """The attention of a layer, from normalized rows to what is added to the stream."""
     q_THE, k_TKE, v_TKE = split_heads(linear(h_TD, w.qkv, getattr(w, "qkv_bias", None)), c.H, c.K, c.E)
-    if c.qk_norm:
+    if c.qk_norm == "row":
+        q_THE = rms_norm(q_THE.flatten(1), w.q_norm, c.eps).unflatten(1, (c.H, c.E))
+        k_TKE = rms_norm(k_TKE.flatten(1), w.k_norm, c.eps).unflatten(1, (c.K, c.E))
+    elif c.qk_norm:
         q_THE, k_TKE = rms_norm(q_THE, w.q_norm, c.eps), rms_norm(k_TKE, w.k_norm, c.eps)
     q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
     window = c.window if layer_type == "sliding" else 0
     a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.scale, window=window)
-    x_TD = x_TD + linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
-    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
-    gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
-    return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
+    return linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:

@@ -67,7 +67,7 @@ def _encoding(plan: WeightPlan, entry: str, wanted: str | None) -> str | None:
     leaves = list(walk(expr))
     if any(isinstance(e, (Values, Decode, Encode)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
         return None
-    return wanted
+    return None if plan[entry].exact else wanted
 
 
 def _encode_entry(plan: WeightPlan, name: str, encoding: Encoding) -> WeightPlan:

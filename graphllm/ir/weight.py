@@ -24,7 +24,8 @@ class Weight:
     shard: how tensor parallelism divides it: "output" makes a part of the outputs on each rank (dimension 0, each
     segment by itself), "input" takes a part of the inputs (the last dimension), "vocab" holds a part of the vocabulary
     (dimension 0), "expert" some of the experts; None is copied. expert_axis: the dimension that counts experts, if
-    there is one. dtype: "model" (the artifact's dtype) or "float32".
+    there is one. dtype: "model" (the artifact's dtype) or "float32". exact: ``quantization`` leaves it alone, because
+    it decides and does not only compute, as a router does.
     """
 
     shape: tuple[int, ...]
@@ -39,3 +40,4 @@ class Weight:
     shard: Shard | None = None
     expert_axis: int | None = None
     dtype: Literal["model", "float32"] = "model"
+    exact: bool = False

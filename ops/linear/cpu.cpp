@@ -4,9 +4,9 @@
 // rows. Few rows of x: the time is that of reading the weights once, so everything serves the memory stream: dot products,
 // some weight rows at a time, or AMX with 16 weight rows as the left operand, loaded straight from memory, and x, which is
 // small, packed once per thread as the right operand. Many rows: weights packed on the way, a panel at a time.
-#include "cpu_panels.h"
-#include "few_rows.h"
-#include "tiles.h"
+#include "cpu_few_rows.h"
+#include "cpu_many_rows.h"
+#include "cpu_tiles.h"
 
 namespace graphllm {
 namespace {
@@ -14,48 +14,6 @@ namespace {
 constexpr i64 kBlockRows = 128;        // rows of x that AMX multiplies without packing weights
 constexpr i64 kPartBytes = 256 << 10;  // of weights that a thread takes at least at a time for few rows of x
 constexpr i64 kMinBytes = 128 << 10;   // less weight than this is not worth waking another thread
-
-#ifdef GRAPHLLM_AVX512
-
-// A panel for k in [k0, k0 + depth), zero where its rows end.
-void pack_panel(const Product& a, const Panel& panel, i64 k0, i64 depth, bf16* to) {
-  for (i64 k = 0; k < depth; k += 32) {
-    const __mmask32 inside = first32(std::max<i64>(0, a.K - k0 - k));
-    for (i64 half = 0; half < 2; half++) {
-      const bf16* from = a.weight + panel.row[half] * a.weight_stride + k0 + k;
-      __m512i r[16];
-      for (i64 i = 0; i < 16; i++)
-        r[i] = i < panel.valid[half] ? (__m512i)load_pairs(from + i * a.weight_stride, inside) : _mm512_setzero_si512();
-      transpose16(r);
-      for (i64 p = 0; p < 16; p++) _mm512_store_si512(to + (k / 2 + p) * 2 * kPanel + half * 32, r[p]);
-    }
-  }
-}
-
-#else  // GRAPHLLM_AVX512
-
-// Weights for k in [k0, k0 + depth), eight rows of eight transposed at a time.
-void pack_panel(const Product& a, const Panel& panel, i64 k0, i64 depth, float* to) {
-  depth = std::min(depth, a.K - k0);
-  for (i64 h = 0; h < 2; h++) {
-    const bf16* from = a.weight + panel.row[h] * a.weight_stride + k0;
-    i64 k = 0;
-    if (panel.valid[h] == kRun)
-      for (; k + 8 <= depth; k += 8) {
-        Eight r[8];
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) r[i] = load8(from + i * a.weight_stride + k);
-        transpose8(r);
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; i++) store8(to + (k + i) * kPanel + h * kRun, r[i]);
-      }
-    for (; k < depth; k++)
-      for (i64 i = 0; i < kRun; i++)
-        to[k * kPanel + h * kRun + i] = i < panel.valid[h] ? to_float(from[i * a.weight_stride + k]) : 0.0f;
-  }
-}
-
-#endif
 
 // The outputs `mine`, with a gate, from those of both halves of the weight, [M, N].
 void gate(const Product& a, Range mine, const bf16* halves) {
@@ -102,15 +60,7 @@ int threads_for(const Product& a) {
 i64 part(const Product& a, i64 rows) { return std::max<i64>(1, kPartBytes / (rows * a.K * 2)); }
 
 void many(const Product& a) {
-  const auto pack = [&](const Panel& panel, i64 k0, i64 depth, auto* to) { pack_panel(a, panel, k0, depth, to); };
-#ifdef GRAPHLLM_AMX
-  if (amx_granted()) return panels_by_thread<AmxTile>(a, pack);
-#endif
-#ifdef GRAPHLLM_AVX512
-  panels_by_thread<DotTile>(a, pack);
-#else
-  panels_by_thread<FloatTile>(a, pack);
-#endif
+  with_tile(a, [&](auto tile, const auto& pack) { panels_by_thread<typename decltype(tile)::Kind>(a, pack); });
 }
 
 }  // namespace

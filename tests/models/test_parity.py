@@ -30,6 +30,8 @@ LLAMA = {
     "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.15,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
 }  # fmt: skip
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SCALES = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
 GPT2 = {
     "vocab_size": V, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512, "initializer_range": 0.35,
     "bos_token_id": None, "eos_token_id": None,
@@ -104,6 +106,22 @@ ARCHS = (
     Arch("phi3_longrope", "Phi3",
          LLAMA | {"original_max_position_embeddings": 100}
          | _rope("longrope", short_factor=SHORT[:6], long_factor=LONG[:6], partial_rotary_factor=0.75), True),
+    Arch("mixtral", "Mixtral", LLAMA | {"num_local_experts": 4}),
+    Arch("mixtral_window", "Mixtral", LLAMA | {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 40}),
+    Arch("qwen2_moe", "Qwen2Moe", LLAMA | EXPERTS | {"shared_expert_intermediate_size": 72}),
+    Arch("qwen2_moe_some_dense", "Qwen2Moe",
+         LLAMA | EXPERTS | {"shared_expert_intermediate_size": 40, "num_hidden_layers": 4, "decoder_sparse_step": 2,
+                            "mlp_only_layers": [1], "norm_topk_prob": True}),
+    Arch("qwen3_moe", "Qwen3Moe", LLAMA | EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+    Arch("olmoe", "Olmoe", LLAMA | {"num_experts": 8, "num_experts_per_tok": 3}),
+    Arch("granite", "Granite", LLAMA | SCALES),
+    Arch("granite_moe", "GraniteMoe", LLAMA | SCALES | {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    Arch("phimoe", "Phimoe", LLAMA | {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True}),
+    Arch("phimoe_longrope", "Phimoe",
+         # transformers takes the short factors at any length.
+         LLAMA | _rope("longrope", short_factor=SHORT, long_factor=SHORT, factor=4.0, short_mscale=1.2, long_mscale=1.2,
+                       original_max_position_embeddings=100)
+         | {"num_local_experts": 4, "router_jitter_noise": 0.3}, True),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),

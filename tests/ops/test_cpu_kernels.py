@@ -28,6 +28,8 @@ from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import CallSite
 from graphllm.ops.fused_linear import fused_linear
 from graphllm.ops.fused_linear.cpu import gated_linear
+from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.fused_moe.cpu import experts_in_turn
 from graphllm.ops.linear import linear
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.paged_attention import paged_attention
@@ -42,7 +44,7 @@ from graphllm.ops.token_logprobs import token_logprobs
 from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
-TYPED = ("paged_attention", "sample", "process_logits", "token_logprobs")
+TYPED = ("fused_moe", "paged_attention", "sample", "process_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_linear_gated", "graphllm_record_tokens"),
     *(f"graphllm_{op}_{t}" for op in TYPED for t in ("f32", "bf16")),
@@ -55,6 +57,7 @@ LEVELS = {
     "avx2": ["-march=x86-64-v3"],
     "generic": [*OLDEST, "-DGRAPHLLM_GENERIC"],
 }
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
 LESS_THAN = {"no-amx": "amx_bf16", "avx2": "avx512_bf16"}  # what the host has where a level is not the native one
 
 
@@ -161,6 +164,25 @@ def test_linear_is_chosen_only_where_it_is_faster() -> None:
     assert not supports(_linear_site(("avx",), torch.bfloat16, 1))
 
 
+# ---- fused_moe
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("T", "experts"), [(40, 4), (300, 2), (300, 7)])
+def test_experts_with_many_rows(level: str, threads: int, T: int, experts: int, dtype: torch.dtype) -> None:
+    """More rows than dot products serve, and more than AMX takes without packing; experts that nobody chose."""
+    draw = torch.Generator().manual_seed(T)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw)
+
+    given = [t.to(dtype) for t in (normal(T, 80), normal(8, 208, 80) / 9, normal(8, 80, 104) / 10)]
+    weights, chosen = torch.softmax(normal(T, 2), -1), normal(T, experts).topk(2, -1).indices.int()
+    names = dict(zip(("x_TD", "gate_up_N2FD", "down_NDF"), given, strict=True))
+    found = experts_in_turn(**names, weights_TA=weights, experts_TA=chosen)
+    assert _error(found, fused_moe(*(t.double() for t in given), weights, chosen)) < TOLERANCE[dtype]
+
+
 # ---- paged_attention
 
 
@@ -211,7 +233,6 @@ def _check_attention(
         assert _error(out[:rows], reference[:rows]) < tolerance
 
 
-TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3}
 RAGGED = {
     "decode": [(1, 1), (1, 64), (1, 65), (0, 0), (1, 130)],
     "decode-long": [(1, 1700)],

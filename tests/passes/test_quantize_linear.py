@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -147,6 +148,11 @@ def test_near_misses_in_the_plan() -> None:
     ):
         _, report, _ = _run(lambda v: (OPS["linear"](v["x"], v["w.a"]),), _plan(a=expr))
         assert report == PassReport(0)
+    exact = WeightPlan(tuple(replace(e, exact=e.name.endswith(".a")) for e in _plan()))
+    _, report, targets = _run(_both, exact)
+    assert (report.changed, targets.count("graphllm::quant_linear")) == (1, 1)
+    assert report.plan is not None
+    assert {e.name for e in report.plan if ".a" in e.name} == {"layers.0.a", "layers.1.a", "layers.2.a"}
 
 
 def test_nothing_without_the_option() -> None:

@@ -305,7 +305,7 @@ void plain_rows(const Product& a, const Widened& wide, Range rows,
       for (i64 r = 0; r < kR; r++) {
         const i64 n = row(i, r);
         const float bias = a.bias ? to_float(a.bias[n]) : 0.0f;
-        for (i64 m = 0; m < a.M; m++) store(a.out + m * a.N + n, sums[i][m / pass][m % pass * kR + r] + bias);
+        for (i64 m = 0; m < a.M; m++) store(a.out + m * a.out_stride + n, sums[i][m / pass][m % pass * kR + r] + bias);
       }
   }
 }

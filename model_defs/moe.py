@@ -1,0 +1,139 @@
+"""Relatives of Llama whose feed-forward layers are experts: Mixtral, Qwen2-MoE (with an expert that all tokens share,
+behind a gate), Qwen3-MoE and OLMoE. Some layers may be dense."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from graphllm.config import ConfigError
+from graphllm.config.fields import switch, whole
+from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model
+from graphllm.model_defs import llama
+from graphllm.model_defs.common import HF, only
+from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.linear import linear
+from graphllm.ops.moe_route import moe_route
+from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.swiglu import swiglu
+
+# What stands in for the attention of each architecture, and where its experts lie in a layer.
+_LIKE = {"Mixtral": "Mistral", "Qwen2Moe": "Qwen2", "Qwen3Moe": "Qwen3", "Olmoe": "Llama"}
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    """N experts of width F_expert, A of them for each token. The types of layers are Llama's, with "_sparse" behind
+    those with experts."""
+
+    N: int = 0
+    A: int = 0
+    F_expert: int = 0
+    F_shared: int = 0  # of the expert that all tokens share, 0 for none
+    renormalize: bool = True
+    mixtral: bool = False  # what Mixtral's checkpoints call things
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of any of the family's ``config.json``. Raises ConfigError for settings that are not supported."""
+    name = hf["architectures"][0].removesuffix("ForCausalLM")
+    mixtral, olmoe = name == "Mixtral", name == "Olmoe"
+    only(hf, "clip_qkv", None)
+    only(hf, "qkv_bias", True, None)
+    window = hf.get("sliding_window") or None  # 0 is none, too
+    dense = llama.from_hf({**hf, "sliding_window": window, "architectures": [f"{_LIKE[name]}ForCausalLM"]})
+    N = whole(hf, "num_local_experts" if "num_local_experts" in hf else "num_experts")
+    A = whole(hf, "num_experts_per_tok")
+    if not 1 <= A <= N:
+        raise ConfigError(f"config.json: num_experts_per_tok is {A}; set it to the checkpoint's, from 1 to {N} experts")
+    every, plain = whole(hf, "decoder_sparse_step", 1), hf.get("mlp_only_layers") or ()
+    types = (
+        f"{kind}_sparse" if i not in plain and (i + 1) % every == 0 else kind
+        for i, kind in enumerate(dense.layer_types)
+    )
+    fields = asdict(dense) | {
+        "rope": dense.rope, "layer_types": tuple(types), "qk_norm": "row" if olmoe else dense.qk_norm,
+    }  # fmt: skip
+    return Config(
+        **fields,
+        N=N,
+        A=A,
+        F_expert=dense.F if mixtral or olmoe else whole(hf, "moe_intermediate_size"),
+        F_shared=whole(hf, "shared_expert_intermediate_size") if name == "Qwen2Moe" else 0,
+        renormalize=mixtral or switch(hf, "norm_topk_prob", False),
+        mixtral=mixtral,
+    )
+
+
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
+    if not _sparse(layer_type):
+        return llama.layer_weights(c, layer_type)
+    moe = llama.LAYER + ("block_sparse_moe." if c.mixtral else "mlp.")
+    gate, up, down = ("w1", "w3", "w2") if c.mixtral else ("gate_proj", "up_proj", "down_proj")
+
+    def stacked(names: tuple[str, ...], rows: int, inner: int) -> Weight:
+        sources = tuple(f"{moe}experts.{n}.{name}.weight" for n in range(c.N) for name in names)
+        segments = (rows,) * len(sources)
+        return Weight((c.N, len(names) * rows, inner), sources, segments, shard="expert", expert_axis=0)
+
+    weights = llama.attention_weights(c) | {
+        "router": Weight((c.N, c.D), (moe + "gate.weight",), exact=True),
+        "gate_up": stacked((gate, up), c.F_expert, c.D),
+        "down": stacked((down,), c.D, c.F_expert),
+    }
+    if c.F_shared:
+        shared = moe + "shared_expert."
+        weights["shared_gate_up"] = llama.merged("gate up", shared, (c.F_shared, c.F_shared), c.D)
+        weights["shared_down"] = Weight((c.D, c.F_shared), (shared + "down_proj.weight",), shard="input")
+        weights["shared_gate"] = Weight((1, c.D), (moe + "shared_expert_gate.weight",))
+    return weights
+
+
+def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
+    return llama.states(c, attention_type(layer_type))
+
+
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    if not _sparse(layer_type):
+        return llama.layer(c, layer_type, w, x_TD, ctx)
+    h_TD = rms_norm(x_TD, w.attn_norm, c.eps)
+    x_TD = x_TD + llama.attend(c, attention_type(layer_type), w, h_TD, ctx)
+    h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
+    weights_TA, experts_TA = moe_route(linear(h_TD, w.router), c.A, renormalize=c.renormalize)
+    out_TD = fused_moe(h_TD, w.gate_up, w.down, weights_TA, experts_TA)
+    if c.F_shared:
+        shared_TD = linear(swiglu(linear(h_TD, w.shared_gate_up)), w.shared_down)
+        out_TD = out_TD + torch.sigmoid(linear(h_TD, w.shared_gate)) * shared_TD
+    return x_TD + out_TD
+
+
+def attention_type(layer_type: str) -> str:
+    """Llama's type of layer, which says what attention it has."""
+    return layer_type.removesuffix("_sparse")
+
+
+def _sparse(layer_type: str) -> bool:
+    return layer_type.endswith("_sparse")
+
+
+register_model(
+    Model(
+        architectures=tuple(f"{name}ForCausalLM" for name in _LIKE),
+        config=from_hf,
+        graphs=(
+            Graph(
+                layer_types=lambda c: c.layer_types,
+                embed_weights=llama.embed_weights,
+                layer_weights=layer_weights,
+                head_weights=llama.head_weights,
+                embed=llama.embed,
+                layer=layer,
+                head=llama.head,
+                states=states,
+            ),
+        ),
+    )
+)

@@ -1,0 +1,93 @@
+"""Phi-3.5-MoE: Llama's attention between LayerNorms, and two experts a token that are chosen one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from graphllm.config import ConfigError
+from graphllm.config.fields import number, switch
+from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
+from graphllm.model_defs import llama, moe
+from graphllm.model_defs.common import HF
+from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.layer_norm import layer_norm
+from graphllm.ops.linear import linear
+from graphllm.ops.moe_route import moe_route
+
+
+@dataclass(frozen=True)
+class Config(moe.Config):
+    jitter: float = 0.01
+    head_bias: bool = False
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
+    inner = moe.from_hf({**hf, "architectures": ["MixtralForCausalLM"]})
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    scales = {scaling[name] for name in ("short_mscale", "long_mscale") if scaling.get(name) is not None}
+    if len(scales) > 1:
+        raise ConfigError(
+            f"config.json: short_mscale and long_mscale are {sorted(scales)}; only equal ones are supported"
+        )
+    bias = switch(hf, "attention_bias", False)
+    given = {
+        "rope": replace(inner.rope, scale=scales.pop()) if scales else inner.rope,
+        "qkv_bias": bias,
+        "o_bias": bias,
+    }
+    return Config(
+        **asdict(inner) | given,
+        jitter=number(hf, "router_jitter_noise", 0.01),
+        head_bias=switch(hf, "lm_head_bias", False),
+    )
+
+
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
+    return moe.layer_weights(c, layer_type) | {
+        "attn_norm_bias": Weight((c.D,), (llama.LAYER + "input_layernorm.bias",)),
+        "ffn_norm_bias": Weight((c.D,), (llama.LAYER + "post_attention_layernorm.bias",)),
+    }
+
+
+def head_weights(c: Config) -> dict[str, Weight]:
+    biases = {"norm_bias": Weight((c.D,), ("model.norm.bias",))}
+    if c.head_bias:
+        biases["lm_head_bias"] = Weight((c.V,), ("lm_head.bias",), shard="vocab")
+    return llama.head_weights(c) | biases
+
+
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    h_TD = layer_norm(x_TD, w.attn_norm, w.attn_norm_bias, c.eps)
+    x_TD = x_TD + llama.attend(c, moe.attention_type(layer_type), w, h_TD, ctx)
+    h_TD = layer_norm(x_TD, w.ffn_norm, w.ffn_norm_bias, c.eps)
+    route = moe_route(linear(h_TD, w.router), c.A, scoring="sparsemixer", jitter=c.jitter)
+    return x_TD + fused_moe(h_TD, w.gate_up, w.down, *route)
+
+
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    h_RD = layer_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, w.norm_bias, c.eps)
+    return linear(h_RD, w.lm_head, getattr(w, "lm_head_bias", None))
+
+
+register_model(
+    Model(
+        architectures=("PhimoeForCausalLM",),
+        config=from_hf,
+        graphs=(
+            Graph(
+                layer_types=lambda c: c.layer_types,
+                embed_weights=llama.embed_weights,
+                layer_weights=layer_weights,
+                head_weights=head_weights,
+                embed=llama.embed,
+                layer=layer,
+                head=head,
+                states=moe.states,
+            ),
+        ),
+    )
+)

@@ -1,0 +1,66 @@
+"""Inputs for fused_moe: routing at random, skewed, collapsed on one expert, with none for some; every activation."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from graphllm.config import Bucket
+from graphllm.ir.testing import Case, Maker
+
+_TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
+_REASON = "hidden numbers, what each expert gives and the sum are rounded to the dtype, in the interpreter towards zero"
+Routing = Literal["random", "skewed", "collapsed", "some_none"]
+
+
+def choose(make: Maker, T: int, N: int, k: int, routing: Routing) -> torch.Tensor:
+    """Experts [T, k] int32, different in each row: any; some more than others; the same ones; or some missing."""
+    scores = make.normal(T, N, dtype=torch.float32)
+    if routing == "skewed":
+        scores += 1.5 * torch.linspace(2, -2, N, device=make.device)
+    elif routing == "collapsed":
+        scores[:] = torch.arange(N, device=make.device)
+    chosen = scores.topk(k, -1).indices.to(torch.int32)
+    return chosen.masked_fill(make.integers(0, 3, T, k) == 0, -1) if routing == "some_none" else chosen
+
+
+def _case(
+    T: int, N: int, k: int, D: int, F: int, routing: Routing = "random", biases: bool = False,
+    size: Literal["small", "real"] = "small", **more: Any,
+) -> Case:  # fmt: skip
+    def inputs(make: Maker) -> dict[str, Any]:
+        return {
+            "x_TD": make.normal(T, D),
+            "gate_up_N2FD": make.normal(N, 2 * F, D, scale=D**-0.5),
+            "down_NDF": make.normal(N, D, F, scale=F**-0.5),
+            "weights_TA": torch.softmax(make.normal(T, k, dtype=torch.float32), -1),
+            "experts_TA": choose(make, T, N, k, routing),
+            "gate_up_bias_N2F": make.normal(N, 2 * F, scale=0.3) if biases else None,
+            "down_bias_ND": make.normal(N, D, scale=0.3) if biases else None,
+            **more,
+        }
+
+    name = "_".join([f"T{T}_N{N}_k{k}_D{D}_F{F}", routing, *(str(v) for v in more.values()), *["bias"] * biases])
+    bucket = Bucket("mixed" if T > 64 else "decode", T, T)
+    return Case(name, inputs, _TOLERANCE, _REASON, bucket, size)
+
+
+_CLAMPED: dict[str, Any] = {"activation": "clamped", "limit": 1.0}
+
+CASES = (
+    _case(1, 4, 1, 16, 24),
+    _case(3, 8, 2, 40, 33),
+    _case(7, 8, 2, 32, 16, "skewed", activation="gelu_tanh"),
+    _case(9, 16, 4, 48, 40, "collapsed", biases=True, **_CLAMPED),
+    _case(20, 60, 4, 24, 16, "some_none", biases=True),
+    _case(70, 8, 2, 32, 48),
+    _case(33, 512, 10, 16, 8),
+    _case(300, 8, 2, 16, 8, "skewed"),
+    _case(0, 8, 2, 32, 16),
+    # Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS 20B.
+    *(_case(T, 128, 8, 2048, 768, size="real") for T in (1, 8, 32, 64, 128, 1024, 8192)),
+    *(_case(T, 128, 8, 2048, 768, "skewed", size="real") for T in (32, 1024)),
+    *(_case(T, 8, 2, 4096, 14336, size="real") for T in (1, 32, 1024)),
+    *(_case(T, 32, 4, 2880, 2880, biases=True, size="real", activation="clamped", limit=7.0) for T in (1, 32, 1024)),
+)

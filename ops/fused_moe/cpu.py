@@ -1,0 +1,58 @@
+"""fused_moe on the CPU: every expert that was chosen is read once, by all threads; products as those of linear."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from graphllm.ir.kernels import CKernel
+from graphllm.ir.op import CallSite
+from graphllm.ops.fused_moe.op import fused_moe
+
+_ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu.cpp
+_KERNELS = {
+    dtype: CKernel(
+        f"graphllm_fused_moe_{name}",
+        "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"
+        " Tensor? down_bias, Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride,"
+        " int activation, float limit) -> ()",
+        Path(__file__).with_name("cpu.cpp"),
+    )
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
+}
+
+
+def _supports(site: CallSite) -> bool:
+    x_TD, weights_TA = site.args["x_TD"], site.args["weights_TA"]
+    rest = [t for n, t in site.args.items() if isinstance(t, Tensor) and n != "x_TD"]
+    return (
+        x_TD.dtype in _KERNELS
+        and x_TD.stride(-1) == 1
+        and weights_TA.dtype == torch.float32
+        and all(t.is_contiguous() for t in rest)
+    )
+
+
+@fused_moe.impl("cpu_experts", device="cpu", supports=_supports)
+def experts_in_turn(
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+) -> Tensor:
+    """Tokens are sorted by expert. For bfloat16, gate, up and what each expert gives are rounded to it as well."""
+    T, A = experts_TA.shape
+    N, D, F = down_NDF.shape
+    out_TD = x_TD.new_empty((T, D))
+    _KERNELS[x_TD.dtype](
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, gate_up_bias_N2F, down_bias_ND, out_TD, T, A, N, D, F,
+        x_TD.stride(0), _ACTIVATIONS.index(activation), limit,
+    )  # fmt: skip
+    return out_TD

@@ -1,0 +1,89 @@
+"""fused_moe: the feed-forward layers of the experts that were chosen for each token, added up by weight."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+
+
+def _cost(
+    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor,
+    gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None,
+) -> Cost:  # fmt: skip
+    T, A = experts_TA.shape
+    N = gate_up_N2FD.shape[0]
+    of_one = nbytes(gate_up_N2FD[:1], down_NDF[:1], *(b[:1] for b in (gate_up_bias_N2F, down_bias_ND) if b is not None))
+    read = int(distinct_experts(T, N, A) * of_one)
+    numbers = gate_up_N2FD[:1].numel() + down_NDF[:1].numel()
+    return Cost(read + 2 * nbytes(x_TD) + nbytes(weights_TA, experts_TA), 2 * T * A * numbers)
+
+
+def distinct_experts(T: int, N: int, A: int) -> float:
+    """How many of N experts T tokens are expected to choose when each chooses A of them at random."""
+    return N * (1 - (1 - A / N) ** T)
+
+
+@op(cost=_cost, rowwise=True)
+def fused_moe(
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+) -> Tensor:
+    """sum over a of weights_TA[:, a] * mlp(x_TD, experts_TA[:, a]): [T, D] in x's dtype, contiguous.
+
+    x_TD [T, D]. gate_up_N2FD [N, 2F, D]: of each of the N experts, the rows of the gate before those of up. down_NDF
+    [N, D, F]. weights_TA [T, A] float32. experts_TA [T, A] int32: the experts of each token, all different; a negative
+    number is none, and counts nothing. gate_up_bias_N2F [N, 2F] and down_bias_ND [N, D] are added to the products.
+
+    mlp(x, n) = down_NDF[n] @ h + bias, with h = act(gate) * up, gate and up from gate_up_N2FD[n] @ x + bias. act is
+    "silu", or "gelu_tanh"; or "clamped": gate is at most ``limit``, up between -limit and limit, and h = (up + 1) *
+    gate * sigmoid(1.702 * gate).
+
+    Products, biases and activation are in float32 (float64 for float64 inputs); h is rounded to x's dtype once, and the
+    weighted sum once in the end. Sources: Shazeer et al. 2017; OpenAI 2025, gpt-oss (clamped).
+    """
+    T, A = experts_TA.shape
+    N, D = gate_up_N2FD.shape[0], x_TD.shape[1]
+    wide = torch.promote_types(x_TD.dtype, torch.float32)
+    experts = experts_TA.flatten().long()
+    out_PD = torch.zeros(T * A, D, dtype=wide, device=x_TD.device)
+    # The pairs of a token and an expert, in the order of the experts.
+    order = torch.argsort(experts, stable=True)
+    ends = torch.searchsorted(experts[order], torch.arange(N + 1, device=x_TD.device)).tolist()
+    for n, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if begin == end:
+            continue
+        pairs = order[begin:end]
+        gate_up = x_TD[pairs // A].to(wide) @ gate_up_N2FD[n].to(wide).T
+        if gate_up_bias_N2F is not None:
+            gate_up = gate_up + gate_up_bias_N2F[n].to(wide)
+        hidden = activate(gate_up, activation, limit).to(x_TD.dtype)
+        out = hidden.to(wide) @ down_NDF[n].to(wide).T
+        out_PD[pairs] = out if down_bias_ND is None else out + down_bias_ND[n].to(wide)
+    return (out_PD.unflatten(0, (T, A)) * weights_TA.to(wide).unsqueeze(-1)).sum(1).to(x_TD.dtype)
+
+
+def activate(gate_up: Tensor, activation: str, limit: float) -> Tensor:
+    """act(gate) * up of rows of 2F, as `fused_moe` says."""
+    gate, up = gate_up.chunk(2, -1)
+    if activation == "clamped":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    if activation == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return torch.nn.functional.silu(gate) * up
+
+
+@fused_moe.fake
+def _(x_TD: Tensor) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)
