@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import stat
 import sys
 import time
 import uuid
@@ -292,6 +293,8 @@ class JsonlSink:
 def _locked(path: Path) -> IO[bytes]:
     """The file, to read from its beginning and to append to, for this process alone."""
     file = path.open("a+b")
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        raise ConfigError(f"output: {path} is no file that could be continued; give another path")
     file.seek(0)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -17,7 +17,9 @@ bench_app = typer.Typer(
 )
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or embedded.")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write all figures here as JSON.")]
+Output = Annotated[
+    Path | None, typer.Option("--output", "-o", dir_okay=False, writable=True, help="Write all figures here as JSON.")
+]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 InputLen = Annotated[str, typer.Option(help="Tokens of a random prompt, or a range such as 100-1024.")]
 OutputLen = Annotated[str, typer.Option(help="Tokens to generate, or a range.")]
@@ -38,7 +40,7 @@ def serve_command(
         Path | None, typer.Option(help="JSONL with prompt or messages, instead of random token ids.")
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests; default: 1000, or the lines of the dataset.")
+        int | None, typer.Option(min=1, max=10**7, help="Requests; default: 1000, or the lines of the dataset.")
     ] = None,
     request_rate: Annotated[float, typer.Option(help="Requests sent per second; inf: all at once.")] = math.inf,
     burstiness: Annotated[
@@ -77,7 +79,7 @@ def serve_command(
 def throughput_command(
     args: EngineArgs,
     model: ModelName = "embedded",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 1000,
+    num_prompts: Annotated[int, typer.Option(min=1, max=10**7, help="Requests, all at once.")] = 1000,
     input_len: InputLen = "512",
     output_len: OutputLen = "128",
     prefix_len: PrefixLen = 0,
