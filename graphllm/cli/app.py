@@ -186,9 +186,7 @@ def op_test(name: Annotated[str | None, typer.Argument(help="Op; default: all.")
 @op_app.command("bench")
 def op_bench(
     name: Annotated[str | None, typer.Argument(help="Op; default: all.")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", dir_okay=False, writable=True, help="Write JSON here.")
-    ] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write JSON here.")] = None,
 ) -> None:
     """Time the implementations over the real-size cases and print bytes and flops per second."""
     from graphllm.cli.ops import bench_ops

@@ -17,9 +17,7 @@ bench_app = typer.Typer(
 )
 
 ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or embedded.")]
-Output = Annotated[
-    Path | None, typer.Option("--output", "-o", dir_okay=False, writable=True, help="Write all figures here as JSON.")
-]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write all figures here as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 InputLen = Annotated[str, typer.Option(help="Tokens of a random prompt, or a range such as 100-1024.")]
 OutputLen = Annotated[str, typer.Option(help="Tokens to generate, or a range.")]
@@ -124,7 +122,7 @@ def startup_command(
     ] = None,
     model: ModelName = "embedded",
     runs: Annotated[int, typer.Option(min=1, help="Starts, after an untimed one that may compile.")] = 5,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a start has failed.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a start has failed.")] = 1800.0,
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:
