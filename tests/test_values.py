@@ -222,9 +222,13 @@ def test_config_json(families: dict[str, Family], examples: int) -> None:
             return
         same = c == family.read(family.config)
         counts["neutral" if same else "compared"] += 1
-        if examples < 1000:
+        if examples < 1000 or c.max_len < len(TOKENS):
             return
-        theirs = family.theirs(family.config if same and family.theirs(hf) is None else hf)
+        theirs = family.theirs(hf)
+        if theirs is None and (same or name in ("max_position_embeddings", "n_positions")):
+            theirs = family.theirs(
+                family.config
+            )  # nothing has changed, or there are fewer positions, which are the same
         assert theirs is not None, f"{name}: transformers refuses it"
         torch.testing.assert_close(family.ours(hf, c), theirs, rtol=2e-4, atol=2e-4)
 
