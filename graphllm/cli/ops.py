@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from graphllm.cli.bench.report import check_output
 from graphllm.config import ConfigError
 from graphllm.ir.op import Op
 from graphllm.ir.registry import load_ops
@@ -74,6 +75,7 @@ def _chosen(name: str | None) -> Mapping[str, Op]:
 
 def bench_ops(name: str | None, output: Path | None) -> None:
     """Time one op, or all, on this machine's GPU or else its CPU, on the real cases; ``output``: write JSON there."""
+    check_output(output)
     import torch
 
     from graphllm.ir.testing.bench import time_op

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import time
@@ -27,6 +28,9 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
     """Serve a model until it is told to stop; the exit status. child: the engine's process. Raises ConfigError for what
     cannot be used."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    for setting, seconds in (("shutdown-timeout", options.shutdown_timeout), ("step-timeout", host.step_timeout)):
+        if not 0 <= seconds < math.inf:
+            raise ConfigError(f"{setting} is {seconds}: give seconds from 0")
     name = _EMBEDDED if args.model is None else Path(args.model).resolve().name
     keys = [*options.keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
     if any(not key.strip() for key in keys):

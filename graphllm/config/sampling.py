@@ -232,7 +232,7 @@ class SamplingParams:
         given = {name: value for name, value in fields.items() if value is not None}
         raise_all(
             [
-                f"{name:.80} is {value!r:.80}: not supported; leave it out"
+                f"{name!s:.80} is {value!r:.80}: not supported; leave it out"
                 for name, value in given.items()
                 if name not in known and not _changes_nothing(name, value)
             ]

@@ -70,7 +70,7 @@ class StructuredOutputsParams:
         given = {name: value for name, value in fields.items() if value is not None}
         raise_all(
             [
-                f"structured_outputs.{n:.80} is {v!r:.80}: not supported; leave it out"
+                f"structured_outputs.{n!s:.80} is {v!r:.80}: not supported; leave it out"
                 for n, v in given.items()
                 if n not in known
             ]

@@ -533,16 +533,20 @@ def test_kernels_trace_to_one_call() -> None:
         lengths = torch.empty(3, dtype=torch.int32)
 
         adjustments = _adjustments(9, 40, torch.bfloat16, True)
+        experts = (torch.empty(8, 192, 64, dtype=torch.bfloat16), torch.empty(8, 64, 96, dtype=torch.bfloat16))
+        routing = (torch.empty(5, 2), torch.empty(5, 2, dtype=torch.int32))
 
     def all_of_them(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         attended = cpu_paged_attention(*t[2:4], t[3], *t[4:8], 0.2)
-        tokens, changed = cpu_sample(*t[8:15]), t[15:]
+        tokens, changed = cpu_sample(*t[8:15]), t[19:]
         scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
         last, counts = changed[1].clone(), changed[8].clone()
         recorded = cpu_record_tokens(tokens, changed[1], changed[2], last, counts)
-        return streaming_linear(t[0], t[1]), attended, cpu_process_logits(*changed), scores, recorded
+        mixed = experts_in_turn(t[0], *t[15:19])
+        return streaming_linear(t[0], t[1]), attended, mixed, cpu_process_logits(*changed), scores, recorded
 
-    inputs = (x, weight, q, k, cache, table, starts, lengths, *args.values(), *adjustments.values())
+    inputs = (x, weight, q, k, cache, table, starts, lengths, *args.values(), *experts, *routing)
+    inputs = (*inputs, *adjustments.values())
     graph = make_fx(all_of_them, tracing_mode="symbolic")(*inputs)
     called = {n.target._schema.name for n in graph.graph.nodes if "graphllm_c" in str(n.target)}
     names = ("graphllm_linear", "graphllm_record_tokens", *(f"graphllm_{op}_bf16" for op in TYPED))

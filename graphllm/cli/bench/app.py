@@ -40,7 +40,7 @@ def serve_command(
         Path | None, typer.Option(help="JSONL with prompt or messages, instead of random token ids.")
     ] = None,
     num_prompts: Annotated[
-        int | None, typer.Option(min=1, help="Requests; default: 1000, or the lines of the dataset.")
+        int | None, typer.Option(min=1, max=10**7, help="Requests; default: 1000, or the lines of the dataset.")
     ] = None,
     request_rate: Annotated[float, typer.Option(help="Requests sent per second; inf: all at once.")] = math.inf,
     burstiness: Annotated[
@@ -79,7 +79,7 @@ def serve_command(
 def throughput_command(
     args: EngineArgs,
     model: ModelName = "embedded",
-    num_prompts: Annotated[int, typer.Option(min=1, help="Requests, all at once.")] = 1000,
+    num_prompts: Annotated[int, typer.Option(min=1, max=10**7, help="Requests, all at once.")] = 1000,
     input_len: InputLen = "512",
     output_len: OutputLen = "128",
     prefix_len: PrefixLen = 0,
@@ -124,7 +124,7 @@ def startup_command(
     ] = None,
     model: ModelName = "embedded",
     runs: Annotated[int, typer.Option(min=1, help="Starts, after an untimed one that may compile.")] = 5,
-    timeout: Annotated[float, typer.Option(help="Seconds after which a start has failed.")] = 1800.0,
+    timeout: Annotated[float, typer.Option(min=1, help="Seconds after which a start has failed.")] = 1800.0,
     output: Output = None,
     quiet: Quiet = False,
 ) -> None:

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import is_folder
 from graphllm.machine import detect_target
 from graphllm.version import __version__
 
@@ -59,8 +60,10 @@ def _without_secrets(arguments: Sequence[str]) -> list[str]:
 
 def check_output(output: Path | None) -> None:
     """Raises ConfigError when the results could not be written in the end."""
-    if output is not None and not output.absolute().parent.is_dir():
+    if output is not None and not is_folder(output.absolute().parent):
         raise ConfigError(f"output is {str(output)!r:.80}: there is no such folder; make it first")
+    if output is not None and is_folder(output):
+        raise ConfigError(f"output is {str(output)!r:.80}: that is a folder; give a file in it")
 
 
 def write(output: Path | None, result: Mapping[str, Any]) -> None:

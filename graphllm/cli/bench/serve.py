@@ -58,6 +58,8 @@ class Load:
             raise ConfigError(f"request-rate is {self.request_rate}: give requests per second, or inf for all at once")
         if not 0 < self.burstiness < math.inf:
             raise ConfigError(f"burstiness is {self.burstiness}: give a number above 0; 1 is a Poisson process")
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"request-timeout is {self.timeout}: give seconds above 0")
 
 
 class Server(NamedTuple):

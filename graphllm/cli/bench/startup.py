@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,6 +41,8 @@ def bench_startup(
     """Start the server runs + 1 times, the first untimed because it may compile. options: further ones of
     `graphllm serve`. Raises ConfigError when it does not start or does not stop."""
     report.check_output(output)
+    if math.isnan(timeout):
+        raise ConfigError(f"timeout is {timeout}: give seconds from 1")
     arguments = [*([] if model is None else [str(model)]), *options]
     starts = []
     for number in track(range(runs + 1), "starts", console=console, transient=True, disable=quiet):
