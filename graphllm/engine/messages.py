@@ -1,4 +1,8 @@
-"""What the engine core's process and its front say to each other: msgspec structs in MessagePack over ZMQ."""
+"""What the engine core's process and its fronts say to each other: msgspec structs in MessagePack over ZMQ.
+
+A front sends two frames, its name and the message; the core answers to that name. One front, the first, has started the
+process: it alone is told of its heartbeats and its death.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +37,10 @@ class EngineDeadError(RuntimeError):
 
 
 # ---- front to core
+
+
+class Hello(msgspec.Struct, tag=True):
+    """A front is there; the answer is Ready."""
 
 
 class Add(msgspec.Struct, tag=True):
@@ -112,17 +120,21 @@ class Dead(msgspec.Struct, tag=True):
     cause: DeathCause
 
 
-ToCore = Add | Abort | ResetPrefixCache | GetStats | Shutdown
+ToCore = Hello | Add | Abort | ResetPrefixCache | GetStats | Shutdown
 FromCore = Ready | Updates | Rejected | Reply | BadMessage | Heartbeat | Dead
 
 
 class Launch(msgspec.Struct):
-    """What the child reads from stdin. folder: of the sockets. started: `time.monotonic` of the launch."""
+    """What the child reads from stdin. folder: of the sockets. front: name of the first one. started: `time.monotonic`
+    of the launch."""
 
     settings: dict[str, Any]
     folder: str
+    front: str
     heartbeat: float
     started: float
 
-    def address(self, end: Literal["core", "front"]) -> str:
-        return f"ipc://{self.folder}/{end}"
+
+def address(folder: str, socket: Literal["requests", "answers", "heartbeats"]) -> str:
+    """Of a socket in the folder of a core. The core binds the first two, the first front the third."""
+    return f"ipc://{folder}/{socket}"

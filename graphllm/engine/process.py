@@ -1,4 +1,4 @@
-"""The engine core in its own process: the child's loop, `run_core`. The front's side is `graphllm.engine.client`.
+"""The engine core in its own process: the child's loop, `run_core`. The fronts' side is `graphllm.engine.link`.
 
 Sockets are Unix sockets in a folder that only this user may enter. The child reads its settings as one line of JSON
 from stdin and lives for as long as that pipe does.
@@ -29,6 +29,7 @@ from graphllm.engine.messages import (
     DeathCause,
     GetStats,
     Heartbeat,
+    Hello,
     Launch,
     Ready,
     Rejected,
@@ -37,10 +38,12 @@ from graphllm.engine.messages import (
     Shutdown,
     ToCore,
     Updates,
+    address,
 )
-from graphllm.engine.request import Core, EngineRequest, QueueFullError
+from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
+_CONNECTING = 1.0  # seconds that a front may take to connect its socket for answers
 
 
 Load = Callable[[dict[str, Any], Callable[[str, float], None]], Core]
@@ -75,15 +78,44 @@ class _Progress:
         return Heartbeat(now, self.steps, self.unfinished, quiet, self.activity)
 
 
+class _Answers:
+    """The way to the fronts, by name."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        socket.set(zmq.ROUTER_MANDATORY, 1)  # else what is sent to a front that is gone is dropped in silence
+        socket.set(zmq.ROUTER_HANDOVER, 1)  # a name may come again before the end of its old connection was seen
+        socket.set(zmq.SNDHWM, 0)
+        self._socket, self._encode = socket, msgspec.msgpack.Encoder().encode
+
+    def send(self, front: bytes, message: msgspec.Struct) -> bool:
+        """False when no front has this name any more."""
+        try:
+            self._socket.send_multipart([front, self._encode(message)])
+        except zmq.ZMQError as problem:
+            if problem.errno != zmq.EHOSTUNREACH:
+                raise
+            return False
+        return True
+
+    def send_first(self, front: bytes, message: msgspec.Struct) -> bool:
+        """Send to one that may not be connected yet."""
+        deadline = time.monotonic() + _CONNECTING
+        while not (sent := self.send(front, message)) and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return sent
+
+
 class _Loop:
-    """Feeds a core from its inbox and sends its updates, until Shutdown or SIGTERM; raises what the core raises."""
+    """Feeds a core with requests and sends its updates, until Shutdown or SIGTERM; raises what the core raises. ready:
+    the answer to fronts that come."""
 
     def __init__(
-        self, core: Core, inbox: zmq.Socket[bytes], send: Callable[[msgspec.Struct], None], progress: _Progress
+        self, core: Core, requests: zmq.Socket[bytes], answers: _Answers, ready: Ready, progress: _Progress
     ) -> None:
-        self._core, self._inbox, self._send, self._progress = core, inbox, send, progress
+        self._core, self._requests, self._answers, self._ready = core, requests, answers, ready
+        self._progress = progress
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
-        self.live: dict[str, None] = {}  # unfinished ids, oldest first
+        self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and whose they are
         self._shutdown: Shutdown | None = None
         self._aborted = False  # the update of an abort comes with the next step, even when nothing else is left
 
@@ -94,9 +126,9 @@ class _Loop:
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
                     return
-                self._handle(self._inbox.recv())
-            while self._inbox.poll(0):
-                self._handle(self._inbox.recv())
+                self._handle(*self._requests.recv_multipart())
+            while self._requests.poll(0):
+                self._handle(*self._requests.recv_multipart())
             if self._busy() and not self._over():
                 self._step()
 
@@ -116,47 +148,54 @@ class _Loop:
         updates = self._core.step()
         progress.since = time.monotonic()
         progress.steps += 1
-        if updates:
-            for update in updates:
-                if update.finish_reason is not None:
-                    self.live.pop(update.id, None)
-            self._send(Updates(updates))
+        shares: dict[bytes, list[EngineCoreOutput]] = {}
+        for update in updates:
+            id = update.id
+            front = self.live[id] if update.finish_reason is None else self.live.pop(id)
+            shares.setdefault(front, []).append(update)
+        for front, share in shares.items():
+            if not self._answers.send(front, Updates(share)):
+                self._abort([id for id, owner in self.live.items() if owner == front])
 
-    def _handle(self, data: bytes) -> None:
+    def _abort(self, ids: list[str]) -> None:
+        if ids:
+            self._core.abort(ids)
+            self._aborted = True
+
+    def _handle(self, front: bytes, data: bytes) -> None:
         try:
             message = self._decode(data)
         except msgspec.MsgspecError as e:
-            self._send(BadMessage(f"{len(data)} bytes: {e}"))
+            self._answers.send(front, BadMessage(f"{len(data)} bytes: {e}"))
             return
         match message:
+            case Hello():
+                self._answers.send_first(front, self._ready)
             case Add(requests):
-                self._add(requests)
+                self._add(front, requests)
             case Abort(ids):
-                self._core.abort(ids)
-                self._aborted = True
+                self._abort(ids)
             case ResetPrefixCache(call):
-                self._send(Reply(call, reset=self._core.reset_prefix_cache()))
+                self._answers.send(front, Reply(call, reset=self._core.reset_prefix_cache()))
             case GetStats(call):
-                self._send(Reply(call, stats=self._core.stats()))
+                self._answers.send(front, Reply(call, stats=self._core.stats()))
             case Shutdown():
                 self._shutdown = message
 
-    def _add(self, requests: list[EngineRequest]) -> None:
+    def _add(self, front: bytes, requests: list[EngineRequest]) -> None:
         ids = [r.id for r in requests]
         if self._shutdown is not None:
-            self._send(Rejected(ids, "the engine is shutting down", "closing"))
+            self._answers.send(front, Rejected(ids, "the engine is shutting down", "closing"))
             return
         for at, request in enumerate(requests):
             try:
                 self._core.add(request)
             except ConfigError as e:
-                self._core.abort(ids[:at])
-                self._aborted = at > 0
-                for id in ids[:at]:
-                    del self.live[id]
-                self._send(Rejected(ids, str(e), "queue_full" if isinstance(e, QueueFullError) else "invalid"))
+                self._abort(ids[:at])
+                kind: Literal["queue_full", "invalid"] = "queue_full" if isinstance(e, QueueFullError) else "invalid"
+                self._answers.send(front, Rejected(ids, str(e), kind))
                 return
-            self.live[request.id] = None
+            self.live[request.id] = front
 
 
 def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
@@ -180,25 +219,21 @@ def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
     }
     signal.signal(signal.SIGTERM, progress.on_sigterm)
     context = zmq.Context(io_threads=1)
-    inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    inbox.connect(launch.address("core"))
-    outbox.connect(launch.address("front"))
-    encode = msgspec.msgpack.Encoder().encode
+    requests, router = context.socket(zmq.PULL), context.socket(zmq.ROUTER)
+    requests.bind(address(launch.folder, "requests"))
+    router.bind(address(launch.folder, "answers"))
+    answers = _Answers(router)
     done = threading.Event()
     heart = threading.Thread(target=_beat, args=(context, launch, progress, done), daemon=True)
     heart.start()
     threading.Thread(target=_end_with_parent, args=(launch.folder,), daemon=True).start()
-
-    def send(message: msgspec.Struct) -> None:
-        outbox.send(encode(message))
 
     core: Core | None = None
     loop: _Loop | None = None
     cause: DeathCause | None = None
     try:
         core = load(launch.settings, lambda name, seconds: phases.update({name: phases.get(name, 0.0) + seconds}))
-        send(Ready(core.info, phases))
-        loop = _Loop(core, inbox, send, progress)
+        loop = _Loop(core, requests, answers, Ready(core.info, phases), progress)
         progress.core, progress.activity = core, "idle"
         loop.run()
     except _Terminated:
@@ -216,7 +251,7 @@ def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
         live = list(loop.live) if loop else []
         cause = DeathCause(kind="terminated", message="ended by SIGTERM", steps=progress.steps, running=live)
     if cause is not None:
-        send(Dead(cause))
+        answers.send_first(launch.front.encode(), Dead(cause))
     if core is not None and not failed:
         core.close()
     done.set()
@@ -241,7 +276,7 @@ def _beat(context: zmq.Context[Any], launch: Launch, progress: _Progress, done: 
     with context.socket(zmq.PUSH) as socket:
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.SNDHWM, 4)
-        socket.connect(launch.address("front"))
+        socket.connect(address(launch.folder, "heartbeats"))
         while True:
             with contextlib.suppress(zmq.Again):  # the front does not read now; it wants none of the old ones later
                 socket.send(msgspec.msgpack.encode(progress.beat()), zmq.NOBLOCK)

@@ -24,6 +24,7 @@ from graphllm.config import ConfigError
 from graphllm.config.sampling import RequestOutputKind, SamplingParams, StructuredOutputsParams
 from graphllm.engine import messages
 from graphllm.engine.client import CoreClient, Health
+from graphllm.engine.link import CoreLink
 from graphllm.engine.messages import DeathCause, EngineDeadError, Rejected
 from graphllm.engine.process import run_core
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest, QueueFullError
@@ -137,7 +138,7 @@ async def running(settings: dict[str, Any] | None = None, **options: Any) -> Asy
             await client.close()
 
 
-async def collect(client: CoreClient, count: int) -> dict[str, tuple[list[int], str | None]]:
+async def collect(client: CoreLink, count: int) -> dict[str, tuple[list[int], str | None]]:
     """Tokens and finish reason by id, once ``count`` requests are done."""
     tokens: dict[str, list[int]] = {}
     ended: dict[str, str | None] = {}
@@ -262,7 +263,7 @@ def test_an_exception_in_the_core_is_told_in_full() -> None:
 
 def test_exit_code_after_an_exception(tmp_path: Path) -> None:
     """Seen by whoever else watches the process."""
-    launch = messages.Launch({"load": "error"}, str(tmp_path), 0.1, time.monotonic())
+    launch = messages.Launch({"load": "error"}, str(tmp_path), "first", 0.1, time.monotonic())
     child = subprocess.run(COMMAND, input=msgspec.json.encode(launch) + b"\n", timeout=300)
     assert child.returncode == 1
 
@@ -401,7 +402,7 @@ def test_giving_up_on_a_long_start_ends_the_child() -> None:
 def test_close_can_wait_for_the_requests(tmp_path: Path) -> None:
     async def run() -> None:
         async with running({"step": 0.02, "closed": str(tmp_path / "closed")}) as client:
-            folder = Path(client._folder)
+            folder = Path(client.folder)
             assert stat.S_IMODE(folder.stat().st_mode) == 0o700
             client.add([request("a", [1], 50)])
             while (await client.stats()).steps == 0:
@@ -463,7 +464,7 @@ async def run():
     await client.start()
     client.add([EngineRequest(id="a", prompt=[1], params=SamplingParams(), stop_ids=[], limit=10**9, seed=0)])
     await asyncio.sleep(0.5)
-    print(client.pid, client._folder, flush=True)
+    print(client.pid, client.folder, flush=True)
     time.sleep(1000)
 asyncio.run(run())
 """
@@ -501,7 +502,7 @@ def test_unreadable_messages_are_reported_and_ignored(tmp_path: Path, caplog: py
     async def run() -> None:
         async with running() as client:
             for data in bad:
-                client._outbox.send(data)
+                client._send_bytes(data)
             client.add([request("a", [1], 5)])
             assert await collect(client, 1) == {"a": (expected([1], 5), "length")}
 
@@ -510,6 +511,37 @@ def test_unreadable_messages_are_reported_and_ignored(tmp_path: Path, caplog: py
     assert len(reports) == len(bad)
     assert "10000 bytes" in reports[3]
     assert not (tmp_path / "bomb").exists()
+
+
+def test_several_fronts_of_one_core() -> None:
+    """Each is told of its own requests alone; those of one that is gone, waiting ones too, leave no trace."""
+
+    async def run() -> None:
+        async with running({"step": 0.005}) as client:
+            links = [CoreLink(f"front-{i}") for i in range(3)]
+            for link in links:
+                assert await link.connect(client.folder) == client.ready
+            for i, link in enumerate([client, *links]):
+                link.add([request(f"{i}-{k}", [i, k], 20 + k) for k in range(8)])
+            for i, link in enumerate([client, *links]):
+                found = await collect(link, 8)
+                assert found == {f"{i}-{k}": (expected([i, k], 20 + k), "length") for k in range(8)}
+            links[0].add([request(f"endless-{k}", [1], 10**9) for k in range(5)])
+            links[1].add([request("other", [2], 30)])
+            while (await links[2].stats()).running < 6:
+                await asyncio.sleep(0.01)
+            links[0].disconnect()
+            assert await collect(links[1], 1) == {"other": (expected([2], 30), "length")}
+            while (await links[2].stats()).running:
+                await asyncio.sleep(0.01)
+            again = CoreLink("front-0")  # the same name is free
+            await again.connect(client.folder)
+            again.add([request("again", [3], 5)])
+            assert await collect(again, 1) == {"again": (expected([3], 5), "length")}
+            for link in (links[1], links[2], again):
+                link.disconnect()
+
+    asyncio.run(run())
 
 
 def test_requests_arrive_as_they_were_sent() -> None:
@@ -530,7 +562,7 @@ def test_an_unreadable_core_is_dead() -> None:
     async def run() -> None:
         async with running() as client:
             with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-                socket.connect(f"ipc://{client._folder}/front")
+                socket.connect(f"ipc://{client.folder}/heartbeats")
                 socket.send(b"nonsense")
                 cause = await death(client)
             assert cause.kind == "protocol"
