@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.endings import endings
 from graphllm.cli.options import engine_options, sampling_options
+from graphllm.cli.vllm_flags import EngineCommand
 from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
 from graphllm.version import __version__
 
@@ -53,7 +54,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command("compile")
+@app.command("compile", cls=EngineCommand)
 @engine_options(only=(*definitions(CompileConfig), "load_format", "speculative_model"))
 def compile_command(
     args: EngineArgs,
@@ -69,7 +70,7 @@ def compile_command(
     build(replace(args, model=model), output, bake_weights)
 
 
-@app.command("run")
+@app.command("run", cls=EngineCommand)
 @engine_options(without=("seed", "dump", "max_num_queued_reqs"))
 @sampling_options(shown={"max_tokens": "256 for a plain prompt, OpenAI's for a line of a batch file"})
 def run_command(
@@ -106,7 +107,7 @@ def run_command(
     raise typer.Exit(run(replace(args, model=model), Inputs(file, prompt or [], raw, system, output), sampling, quiet))
 
 
-@app.command("serve")
+@app.command("serve", cls=EngineCommand)
 @engine_options(without=("dump",), max_num_queued_reqs=2048)
 def serve_command(
     args: EngineArgs,
