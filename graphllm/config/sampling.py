@@ -279,13 +279,6 @@ class SamplingParams:
         """
         known = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
         given = {name: value for name, value in fields.items() if value is not None}
-        raise_all(
-            [
-                f"{name!s:.80} is {value!r:.80}: not supported; leave it out"
-                for name, value in given.items()
-                if name not in known and name not in SAMPLING_NAMES
-            ]
-        )
         return dataclasses.replace(defaults or SamplingParams(), **as_settings(given, known, SAMPLING_NAMES))
 
     @staticmethod

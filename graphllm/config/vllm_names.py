@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from graphllm.config.errors import ConfigError
+from graphllm.config.parameter import raise_all
 
 _log = logging.getLogger(__name__)
 
@@ -294,26 +295,34 @@ def as_settings(
     given: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, ForeignName] = VLLM_NAMES
 ) -> dict[str, Any]:
     """What a user of vLLM's names has said, as settings. defaults: of all settings, by name. names: which others are
-    known. Raises ConfigError naming what cannot be, and the nearest name for one that nobody knows."""
+    known. Raises ConfigError naming all that cannot be, and the nearest name for one that nobody knows."""
     found = {name: spelled(name, value) for name, value in given.items() if name in defaults}
+    problems = []
     for name, value in given.items():
-        if name in defaults:
+        if name in defaults or (value is None and name in names):
             continue
-        if name not in names:
-            raise ConfigError(f"{name} is {value!r:.80}: there is no such name; {_nearest(name, defaults, names)}")
-        if value is None:
-            continue
-        for setting, meant in _meaning(name, value, names[name]).items():
-            if found.get(setting, defaults[setting]) not in (defaults[setting], meant):
-                raise ConfigError(
-                    f"{name} is {value!r:.80}: that is {setting}={meant!r:.80}, which is given as "
-                    f"{found[setting]!r:.80}; leave one of them out"
-                )
-            found[setting] = meant
+        try:
+            for setting, meant in _meaning(name, value, names, defaults).items():
+                if found.get(setting, defaults[setting]) not in (defaults[setting], meant):
+                    raise ConfigError(
+                        f"{name} is {value!r:.80}: that is {setting}={meant!r:.80}, which is given as "
+                        f"{found[setting]!r:.80}; leave one of them out"
+                    )
+                found[setting] = meant
+        except ConfigError as problem:
+            problems.append(str(problem))
+    raise_all(problems)
     return found
 
 
-def _meaning(name: str, value: Any, entry: ForeignName) -> Mapping[str, Any]:
+def _meaning(
+    name: str, value: Any, names: Mapping[str, ForeignName], settings: Collection[str]
+) -> Mapping[str, Any]:
+    if name not in names:
+        near = difflib.get_close_matches(name, settings, 1) or difflib.get_close_matches(name, names, 1)
+        also = f", or did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name!s:.80} is {value!r:.80}: not supported; leave it out{also}")
+    entry = names[name]
     if entry.means is not None:
         return entry.means(value)
     if not any(_same(value, neutral) for neutral in entry.neutral):
@@ -334,8 +343,3 @@ def read_text(text: str) -> Any:
 def _same(value: Any, neutral: Any) -> bool:
     """1 is not True."""
     return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
-
-
-def _nearest(name: str, settings: Collection[str], others: Collection[str]) -> str:
-    near = difflib.get_close_matches(name, settings, 1) or difflib.get_close_matches(name, others, 1)
-    return f"did you mean {near[0]}?" if near else "docs/settings.md lists them all"

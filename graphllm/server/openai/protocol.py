@@ -214,7 +214,7 @@ class ChatChoice(Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "repetition"]
     stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
 
 
@@ -234,7 +234,7 @@ class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "repetition"]
     stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
     prompt_logprobs: PromptLogprobs = Field(default=[])
 

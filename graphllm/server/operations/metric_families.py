@@ -20,7 +20,7 @@ _SECONDS = (
 )  # fmt: skip
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _COUNT = (1, 2, 5, 10, 20)
-_REASONS: tuple[Labels, ...] = (("stop",), ("length",), ("abort",), ("error",))
+_REASONS: tuple[Labels, ...] = (("stop",), ("length",), ("repetition",), ("abort",), ("error",))
 _PLAIN: tuple[Labels, ...] = ((),)
 
 

@@ -213,7 +213,7 @@ class Tracker:
             self._metrics.between_tokens.observe(pace, sum(count - 1 for count in self._tokens if count))
 
     def _finish(self, output: RequestOutput) -> None:
-        if all(reason in ("stop", "length") for reason in self._reasons):
+        if all(reason in ("stop", "length", "repetition") for reason in self._reasons):
             prompt = len(output.prompt_token_ids)
             self._metrics.finished(
                 Finished(output.metrics, self._params, prompt, output.num_cached_tokens, self._tokens)
