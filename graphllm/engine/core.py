@@ -21,7 +21,7 @@ from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
 from graphllm.engine.item_cache import check_items
-from graphllm.engine.options import LogitsProcessor, Row
+from graphllm.engine.options import LogitsProcessor, Row, imported
 from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
     BucketStats,
@@ -88,7 +88,12 @@ class EngineCore:
         if processors and executor.task != "generate":
             raise ConfigError("logits_processors: the model has no logits; leave them out")
         caching = options.enable_prefix_caching and executor.shareable
-        self._scheduler = Scheduler(limits, executor.layout, caching, options.cache_secret)
+        policy = Scheduler if options.scheduler_cls is None else imported("scheduler_cls", options.scheduler_cls)
+        if not (isinstance(policy, type) and issubclass(policy, Scheduler)):
+            raise ConfigError(
+                f"scheduler_cls is {options.scheduler_cls!r}: give a subclass of graphllm.engine.scheduler.Scheduler"
+            )
+        self._scheduler = policy(limits, executor.layout, caching, options.cache_secret)
         self._pool = self._scheduler.cache.pool
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab)
         self._providers = find_providers(executor.inputs.values())
@@ -270,8 +275,10 @@ class EngineCore:
         if not self._processors:
             return None
         states = [started.output.requests[e] for e in started.batch.rows.entry]
+        inside = (started.batch.rows.sample_index < 0).tolist()
         told = [
-            Row(s.request.id, s.request.prompt, list(s.output), dict(s.request.params.extra_args or {})) for s in states
+            Row(s.request.id, s.request.prompt, list(s.output), dict(p.extra_args or {}), p, within)
+            for s, p, within in zip(states, (s.request.params for s in states), inside, strict=True)
         ]
 
         def edit(logits: torch.Tensor) -> None:

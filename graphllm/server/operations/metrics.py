@@ -1,7 +1,7 @@
 """Prometheus metrics of the server, each family under this project's name and, where there is one, vLLM's.
 
 Used from one event loop. Requests are counted by their `Tracker`; the engine core's own figures come with each reading.
-The table of families is `graphllm.server.operations.metric_families`.
+The table of families is `graphllm.engine.metric_families`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import RequestMetrics, RequestOutput
 from graphllm.engine.request import CoreStats, Distribution
-from graphllm.server.operations.metric_families import (
+from graphllm.engine.metric_families import (
     BY_NAME,
     COUNTED,
     FAMILIES,
