@@ -22,8 +22,8 @@ def engine_options(
     only: Collection[str] | None = None, without: Collection[str] = (), config: type = EngineConfig, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command, of class `EngineCommand`, the options of all settings in a tree of config dataclasses. They come
-    as its first argument, an `EngineArgs`. only, without: names of settings, where not all mean something to it. defaults: other ones than the
-    settings' own."""
+    as its first argument, an `EngineArgs`. only, without: names of settings, where not all mean something to it.
+    defaults: other ones than the settings' own."""
     defined = {
         name: d
         for name, d in definitions(config).items()

@@ -13,7 +13,9 @@ from graphllm.config.setting import definitions
 from graphllm.config.vllm_names import as_settings
 
 _DOC = "A model and how to run it. Names and meanings are vLLM's where it has them; other names of vLLM's are accepted"
-_DOC += " where they\nmean a setting or change nothing (docs/compatibility.md). Raises ConfigError for a name that there"
+_DOC += (
+    " where they\nmean a setting or change nothing (docs/compatibility.md). Raises ConfigError for a name that there"
+)
 _DOC += " is not and for\na value that a setting cannot have.\n\n"
 
 
@@ -24,7 +26,7 @@ def args_class(config: type, name: str = "EngineArgs") -> type:
     defaults = {name: d.unsaid for name, d in defined.items()}
     first = next(iter(defined))
 
-    def __init__(self: Any, /, *named: Any, **given: Any) -> None:
+    def read_all(self: Any, /, *named: Any, **given: Any) -> None:
         if len(named) > 1:
             raise ConfigError(f"{name} has {len(named)} arguments without a name: give all but {first} by name")
         given = {**dict(zip((first,), named, strict=False)), **given}
@@ -37,7 +39,7 @@ def args_class(config: type, name: str = "EngineArgs") -> type:
         for number, d in enumerate(defined.values())
     ]
     lines = (textwrap.fill(f"{d.name}: {d.help}", 112, subsequent_indent="    ") for d in defined.values())
-    namespace = {"__init__": __init__, "__doc__": _DOC + "\n".join(lines), "__module__": __name__}
+    namespace = {"__init__": read_all, "__doc__": _DOC + "\n".join(lines), "__module__": __name__}
     return dataclasses.make_dataclass(name, fields, frozen=True, namespace=namespace)
 
 

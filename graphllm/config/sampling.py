@@ -145,12 +145,12 @@ def _with_vllm_names(params: type[T]) -> type[T]:
     defaults = {f.name: f.default for f in dataclasses.fields(cast(Any, params))}
 
     @functools.wraps(init)
-    def __init__(self: Any, *values: Any, **given: Any) -> None:
+    def accept(self: Any, *values: Any, **given: Any) -> None:
         if not given.keys() <= defaults.keys():
             given = as_settings(given, defaults, SAMPLING_NAMES)
         init(self, *values, **given)
 
-    params.__init__ = __init__  # type: ignore[method-assign]
+    params.__init__ = accept  # type: ignore[method-assign]
     return params
 
 

@@ -1,5 +1,7 @@
-"""vLLM's names of engine options and sampling parameters that there are not here, as data: what each means, which values are what happens
-anyway, and what to do about others. One line each; a name that becomes a setting leaves this table.
+"""vLLM's names of engine options and sampling parameters that there are not here, as data.
+
+Each says what it means, which values are what happens anyway, and what to do about others. One line each; a name that
+becomes a setting leaves this table.
 
 A name is one of four: it *means* settings of ours; it is *fixed*, and only its neutral values are accepted; it is a
 *hint* about speed or logs that cannot change an answer, accepted with a line in the log where it has no effect; or it
@@ -153,8 +155,8 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         "models here read text only, where it has no effect", language_model_only=False, skip_mm_profiling=False,
         mm_processor_cache_gb=4, mm_processor_cache_type="lru", mm_shm_cache_max_object_size_mb=128,
         mm_encoder_tp_mode="weights", mm_encoder_attn_backend=(), mm_hasher_algorithm="blake3", mm_tensor_ipc=(),
-        mm_ipc_gpu_memory_gb=(), mm_processor_device=(), mm_device_do_normalize=False, disable_mm_preprocessor_cache=False,
-        mm_encoder_fp8_scale_save_margin=(), disable_chunked_mm_input=False, renderer_num_workers=1,
+        mm_ipc_gpu_memory_gb=(), mm_processor_device=(), mm_device_do_normalize=False,
+        disable_mm_preprocessor_cache=False, mm_encoder_fp8_scale_save_margin=(), disable_chunked_mm_input=False, renderer_num_workers=1,
         enable_shm_tensor_arena=False,
     ),
     # Kinds of models and of answers.
@@ -258,7 +260,7 @@ SAMPLING_NAMES: Mapping[str, ForeignName] = {
     **_fixed("a request gets the completions that it asks for; use n", best_of=1),
     **_fixed("log-probabilities come as lists of dicts; leave it out", flat_logprobs=False),
     **_fixed("use LLM.beam_search", use_beam_search=False, length_penalty=1, early_stopping=False),
-    **_fixed("processors belong to the engine; use LLM(logits_processors=...) and extra_args (docs/logits-processors.md)",
+    **_fixed("processors belong to the engine; use LLM(logits_processors=...) and extra_args",
              logits_processors=([], ())),
     **_fixed("log-probabilities are of the likeliest tokens; use logprobs", logprob_token_ids=(),
              prompt_logprob_token_ids=()),
@@ -315,9 +317,7 @@ def as_settings(
     return found
 
 
-def _meaning(
-    name: str, value: Any, names: Mapping[str, ForeignName], settings: Collection[str]
-) -> Mapping[str, Any]:
+def _meaning(name: str, value: Any, names: Mapping[str, ForeignName], settings: Collection[str]) -> Mapping[str, Any]:
     if name not in names:
         near = difflib.get_close_matches(name, settings, 1) or difflib.get_close_matches(name, names, 1)
         also = f", or did you mean {near[0]}?" if near else ""

@@ -140,6 +140,8 @@ class EngineCore:
             request = msgspec.structs.replace(request, params=SamplingParams())
         if request.items:
             check_items(request, *self._executor.item_input)
+        for processor in self._processors:
+            self._validate(processor, request.params)
         if request.id in self._compiling:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
         if request.params.structured_outputs is None:
@@ -152,6 +154,14 @@ class EngineCore:
             request,
             self._compiler.submit(self.grammars.compile, request.params.structured_outputs),
         )
+
+    @staticmethod
+    def _validate(processor: LogitsProcessor, params: SamplingParams) -> None:
+        """Let a processor that is a class refuse a request's parameters."""
+        try:
+            getattr(processor, "validate_params", lambda params: None)(params)
+        except ValueError as wrong:
+            raise ConfigError(f"logits_processors: {wrong}") from wrong
 
     def abort(self, ids: Iterable[str]) -> None:
         """End requests; their last update comes with the next step. Ids that are not known are ignored."""

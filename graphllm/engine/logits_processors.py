@@ -1,7 +1,8 @@
 """Logits processors as classes that keep a state for the whole batch, of vLLM's shape.
 
 A class is told what joins, leaves and moves in the batch (`BatchUpdate`) before it edits the logits of a step, so that
-it can hold its own arrays by row. `adapted` makes of it what the engine calls; docs/logits-processors.md has both kinds.
+it can hold its own arrays by row. `adapted` makes of it what the engine calls; docs/logits-processors.md has both
+kinds.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class LogitsProcessor(ABC):
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
-        """Never called here: refuse what cannot be where you make the parameters."""
+        """Raise ValueError for parameters of a request that cannot be."""
+        return
 
     @abstractmethod
     def __init__(self, vllm_config: ProcessorConfig, device: torch.device, is_pin_memory: bool) -> None: ...
@@ -135,7 +137,7 @@ def _bound(function: Callable[..., Any], prompt: list[int], output: list[int]) -
 def adapted(processor: Any, config: ProcessorConfig, device: torch.device) -> Function:
     """A function as it is; of a class, one instance that is told of the batch."""
     if not isinstance(processor, type):
-        return processor  # type: ignore[no-any-return]
+        return processor
     return _Batch(processor(config, device, False))
 
 
@@ -144,6 +146,7 @@ class _Batch:
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
+        self.validate_params = getattr(processor, "validate_params", lambda params: None)
         self._order: list[str] = []  # request ids by row
         self._outputs: dict[str, list[int]] = {}
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """What a logits processor is told of one row: the request's id, its tokens so far, its ``extra_args`` and all of its
-    parameters. in_prompt: a row inside the prompt, which only reports log-probabilities."""
+    """What a logits processor is told of one row: the request's id, its tokens so far, its ``extra_args`` and
+    all of its parameters. in_prompt: a row inside the prompt, which only reports log-probabilities."""
 
     request_id: str
     prompt: Sequence[int]

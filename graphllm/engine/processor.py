@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
@@ -21,6 +21,22 @@ from graphllm.engine.text_length import encode_at_most
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens"}
 _BAD_WORDS, _BAD_WORDS_LENGTH = 1024, 64 << 10  # how many, and characters of all together: each is tokenized twice
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. add_special_tokens: False for a text that has them."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    add_special_tokens: NotRequired[bool]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. prompt: its text, for the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class GrammarChecker(Protocol):

@@ -5,6 +5,7 @@ Built on the `tokenizers` library and jinja2 alone, imported when first needed; 
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -139,6 +140,13 @@ class Tokenizer:
             return template.render({**plain, "add_generation_prompt": add_generation_prompt})
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
             raise ConfigError(f"chat template: {e}") from e
+
+    def with_chat_template(self, text: str) -> Tokenizer:
+        """The same tokenizer with this template in place of the checkpoint's. Raises ConfigError when it does not
+        compile."""
+        other = copy.copy(self)
+        other._templates, other._compiled = {"default": text}, {"default": _compile(text)}
+        return other
 
     def _template(self, for_tools: bool) -> jinja2.Template:
         name = "tool_use" if for_tools and "tool_use" in self._templates else "default"

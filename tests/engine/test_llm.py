@@ -280,7 +280,7 @@ def test_close(core: StubCore, tokenizer: Tokenizer) -> None:
 
 @pytest.mark.parametrize("name", ["encode", "embed", "classify", "score"])
 def test_pooling_is_reserved(llm: LLM, name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name}: pooling models are not available yet; use generate or chat"):
+    with pytest.raises(ConfigError, match=f"^{name}: not supported; the model generates text; use generate or chat"):
         getattr(llm, name)("a", pooling_task="x")
 
 

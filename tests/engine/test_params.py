@@ -21,7 +21,8 @@ DEFAULTS = {
     "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "structured_outputs": None, "logit_bias": None,
-    "allowed_token_ids": None, "bad_words": (), "repetition_detection": None, "skip_reading_prefix_cache": None, "extra_args": None,
+    "allowed_token_ids": None, "bad_words": (), "repetition_detection": None,
+    "skip_reading_prefix_cache": None, "extra_args": None,
 }  # fmt: skip
 
 
@@ -124,7 +125,7 @@ def test_fields_of_a_request() -> None:
         ("best_of", "2"), ("thinking_token_budget", "1"), ("temprature", "0"), ("use_beam_search", "0")
     ]  # fmt: skip
     assert "temprature is 0: not supported; leave it out, or did you mean temperature?" in message
-    with pytest.raises(ConfigError, match="best_of is 2: .*; use n; .*temprature is 0"):
+    with pytest.raises(ConfigError, match=r"best_of is 2: .*; use n; .*temprature is 0"):
         SamplingParams(**bad)  # type: ignore[arg-type]
 
 

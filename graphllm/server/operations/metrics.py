@@ -17,8 +17,6 @@ from prometheus_client.openmetrics import exposition
 from prometheus_client.registry import Collector
 
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
-from graphllm.engine.outputs import RequestMetrics, RequestOutput
-from graphllm.engine.request import CoreStats, Distribution
 from graphllm.engine.metric_families import (
     BY_NAME,
     COUNTED,
@@ -30,6 +28,8 @@ from graphllm.engine.metric_families import (
     Labels,
     Series,
 )
+from graphllm.engine.outputs import RequestMetrics, RequestOutput
+from graphllm.engine.request import CoreStats, Distribution
 from graphllm.version import __version__
 
 _UNKNOWN = 10  # seconds after which to ask again, while no request has ended yet
