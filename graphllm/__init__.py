@@ -17,6 +17,12 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
     from graphllm.config.sampling import StructuredOutputsParams as GuidedDecodingParams
+    from graphllm.engine.logits_processors import (
+        AdapterLogitsProcessor,
+        BatchUpdate,
+        LogitsProcessor,
+        MoveDirectionality,
+    )
     from graphllm.engine.outputs import CompletionOutput, RequestOutput
     from graphllm.engine.processor import Prompt as PromptType
     from graphllm.engine.processor import TextPrompt, TokensPrompt
@@ -24,17 +30,26 @@ if TYPE_CHECKING:
     from graphllm.entrypoints.async_llm import AsyncLLM as AsyncLLMEngine
     from graphllm.entrypoints.llm import LLM
     from graphllm.entrypoints.llm_engine import LLMEngine
+    from graphllm.entrypoints.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
 
 __all__ = [
     "LLM",
+    "AdapterLogitsProcessor",
     "AsyncEngineArgs",
     "AsyncLLM",
     "AsyncLLMEngine",
+    "BatchUpdate",
     "BeamSearchParams",
     "CompletionOutput",
+    "Counter",
     "EngineArgs",
+    "Gauge",
     "GuidedDecodingParams",
+    "Histogram",
     "LLMEngine",
+    "LogitsProcessor",
+    "Metric",
+    "MoveDirectionality",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
@@ -43,11 +58,16 @@ __all__ = [
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
+    "Vector",
 ]
 
 # Where each name is, and what it is called there where that is another name.
 _PLACES = {
     "LLM": "entrypoints.llm",
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "entrypoints.metrics_reader"),
+    **dict.fromkeys(
+        ("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"), "engine.logits_processors"
+    ),
     "LLMEngine": "entrypoints.llm_engine",
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",

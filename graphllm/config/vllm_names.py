@@ -156,7 +156,8 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         mm_processor_cache_gb=4, mm_processor_cache_type="lru", mm_shm_cache_max_object_size_mb=128,
         mm_encoder_tp_mode="weights", mm_encoder_attn_backend=(), mm_hasher_algorithm="blake3", mm_tensor_ipc=(),
         mm_ipc_gpu_memory_gb=(), mm_processor_device=(), mm_device_do_normalize=False,
-        disable_mm_preprocessor_cache=False, mm_encoder_fp8_scale_save_margin=(), disable_chunked_mm_input=False, renderer_num_workers=1,
+        mm_encoder_fp8_scale_save_margin=(), disable_mm_preprocessor_cache=False,
+        disable_chunked_mm_input=False, renderer_num_workers=1,
         enable_shm_tensor_arena=False,
     ),
     # Kinds of models and of answers.
@@ -278,6 +279,8 @@ SAMPLING_NAMES: Mapping[str, ForeignName] = {
 SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "max_model_len": {-1: None, "-1": None, "auto": None},
+    "logits_processors": {None: ()},
+    "enable_prefix_caching": {None: True},
     "reasoning_parser": {"deepseek_r1": "think", "qwen3": "think", "": "auto"},
 }
 
@@ -290,7 +293,7 @@ SHORT = {
 def spelled(name: str, value: Any) -> Any:
     """The word for a value that the setting has."""
     words = SPELLINGS.get(name, {})
-    return words.get(value, value) if isinstance(value, (str, int)) and not isinstance(value, bool) else value
+    return words.get(value, value) if isinstance(value, str | int | None) and not isinstance(value, bool) else value
 
 
 def as_settings(

@@ -341,5 +341,10 @@ _MISSING = {
 }
 
 
+def missing_methods() -> dict[str, str]:
+    """Methods of vLLM's class that this one refuses, and what to do instead."""
+    return _MISSING
+
+
 def _not_here(name: str, *_: object, **__: object) -> NoReturn:
     raise ConfigError(f"{name}: not supported; {_MISSING[name]}")
