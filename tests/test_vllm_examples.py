@@ -18,10 +18,10 @@ SCRIPTS = sorted(FOLDER.glob("*.py"))
 # What each prints, by a pattern for the whole.
 SAID = {
     "async_stream": r"(request-[01]: '.+'\n){2}",
-    "basic": r"('.+' -> '.+'\n){3}",
+    "basic": r"('.+' -> '.*'\n){3}",
     "beam_search": r"( +-\d+\.\d{3} '.*'\n){6}",
     "conversation": r"The capital of France is Paris\.\n12 \+ 7 = 19\.\n20 \+ 22 = 42\.\n12 \+ 7 = 19\.\n",
-    "engine_loop": r"0 \['.*'\]\n1 \['.*', '.*'\]\n",
+    "engine_loop": r"(?=(?s:.*)0 \['.*'\]\n)(?=(?s:.*)1 \['.*', '.*'\]\n)(.*\n){2}",
     "logits_processor": r"\[.*\]\n\[67, 67, 67, 67, 67, 67\]\n\[.*\]\n\[128, 128, 128, 128, 128, 128, 128, 128\]\n",
     "metrics": r"(?s)(?=.*vllm:generation_tokens \(counter\) = 24\n)(?=.*vllm:request_success \(counter\) = 3\n)"
     r"(?=.*vllm:time_to_first_token_seconds \(histogram\): sum = 0?\.\d+|.*count = 3\n).*",

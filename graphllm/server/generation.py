@@ -15,7 +15,8 @@ from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import Prompt
 from graphllm.engine.request import QueueFullError
-from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
+from graphllm.entrypoints.async_llm import EngineUnhealthyError
+from graphllm.entrypoints.engine_client import EngineClient
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
 from graphllm.server.chat.replies import ReplyReader
@@ -32,7 +33,7 @@ class News(NamedTuple):
 
 
 async def generate(
-    engine: AsyncLLM, call: Call, prompts: Sequence[Prompt], record: Record, metrics: Metrics
+    engine: EngineClient, call: Call, prompts: Sequence[Prompt], record: Record, metrics: Metrics
 ) -> AsyncGenerator[News, None]:
     """Deltas of a streamed call, and of one that ends with its first tool call; else one finished output for each
     prompt. Closing it aborts what runs.
@@ -82,7 +83,7 @@ class _Turns:
 
 
 async def _run(
-    engine: AsyncLLM, call: Call, prompt: Prompt, number: int, metrics: Metrics, record: Record, turns: _Turns
+    engine: EngineClient, call: Call, prompt: Prompt, number: int, metrics: Metrics, record: Record, turns: _Turns
 ) -> AsyncGenerator[News, None]:
     tracker = metrics.track(call.params)
     readers = [ReplyReader(call.reply) for _ in range(call.params.n)] if call.reply.single else []
