@@ -9,6 +9,7 @@ from graphllm.version import __version__ as __version__
 if TYPE_CHECKING:
     from graphllm.config import EngineArgs
     from graphllm.config import EngineArgs as AsyncEngineArgs
+    from graphllm.config.parser import FlexibleArgumentParser
     from graphllm.config.sampling import (
         BeamSearchParams,
         RepetitionDetectionParams,
@@ -43,6 +44,7 @@ __all__ = [
     "CompletionOutput",
     "Counter",
     "EngineArgs",
+    "FlexibleArgumentParser",
     "Gauge",
     "GuidedDecodingParams",
     "Histogram",
@@ -73,6 +75,7 @@ _PLACES = {
     "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",
     "EngineArgs": "config",
     "AsyncEngineArgs": "config:EngineArgs",
+    "FlexibleArgumentParser": "config.parser",
     "CompletionOutput": "engine.outputs",
     "RequestOutput": "engine.outputs",
     "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",

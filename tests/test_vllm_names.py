@@ -227,6 +227,23 @@ def test_names_to_import() -> None:
     assert subprocess.run([sys.executable, "-c", fast], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_a_scripts_own_options() -> None:
+    parser = EngineArgs.add_cli_args(graphllm.FlexibleArgumentParser())
+    parser.add_argument("--n", type=int, default=1)
+    words = "--model 7 --n 3 --max_model_len 4k --enforce-eager --no-enable-prefix-caching --swap-space 4"
+    given = parser.parse_args([*words.split(), "--speculative-config", '{"model": "d", "num_speculative_tokens": 2}'])
+    args = EngineArgs.from_cli_args(given)
+    assert given.n == 3
+    assert args == EngineArgs(
+        "7", backend="eager", max_model_len=4000, enable_prefix_caching=False, speculative_model="d",
+        num_speculative_tokens=2,
+    )  # fmt: skip
+    text = " ".join(parser.format_help().split())
+    assert ("--gpu-memory-utilization" in text, "--swap-space" in text) == (True, False)
+    with pytest.raises(ConfigError, match="cpu_offload_gb is 3: weights stay on the device"):
+        EngineArgs.from_cli_args(parser.parse_args(["--cpu-offload-gb=3"]))
+
+
 def test_methods_and_fields() -> None:
     llm = graphllm.LLM.__new__(graphllm.LLM)
     llm.llm_engine = None  # type: ignore[assignment]

@@ -23,9 +23,11 @@ choose how something is done there: they have no effect, which the log says once
 _PYTHON = """
 ## Python and engine options
 
-Names of vLLM's package, imported from `graphllm`: `LLM`, `SamplingParams`, `LLMEngine`, `AsyncLLMEngine`, `EngineArgs`,
-`AsyncEngineArgs`, `RequestOutput`, `CompletionOutput`, `TextPrompt`, `TokensPrompt`, `PromptType`, `BeamSearchParams`,
-`StructuredOutputsParams`, `RepetitionDetectionParams`. [Ten scripts](examples/vllm) show them at work.
+Names of vLLM's package and of its modules, imported from `graphllm`: `LLM`, `SamplingParams`, `LLMEngine`,
+`AsyncLLMEngine`, `EngineArgs`, `AsyncEngineArgs`, `RequestOutput`, `CompletionOutput`, `TextPrompt`, `TokensPrompt`,
+`PromptType`, `BeamSearchParams`, `StructuredOutputsParams`, `RepetitionDetectionParams`, `RequestOutputKind`,
+`LogitsProcessor`, `BatchUpdate`, `FlexibleArgumentParser` and more.
+[Ten scripts](examples/vllm) show them at work.
 
 ### Keywords of LLM and EngineArgs, flags of serve
 

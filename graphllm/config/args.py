@@ -12,6 +12,9 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions
 from graphllm.config.vllm_names import as_settings
 
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
 _DOC = "A model and how to run it. Names and meanings are vLLM's where it has them; other names of vLLM's are accepted"
 _DOC += (
     " where they\nmean a setting or change nothing (docs/compatibility.md). Raises ConfigError for a name that there"
@@ -34,12 +37,31 @@ def args_class(config: type, name: str = "EngineArgs") -> type:
         for definition in defined.values():
             object.__setattr__(self, definition.name, definition.read(settings[definition.name]))
 
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Give a parser options for all of these."""
+        from graphllm.config.parser import add_options
+
+        add_options(parser, defined)
+        return parser
+
+    def from_cli_args(cls: Any, args: Namespace) -> Any:
+        """From what such a parser has read."""
+        from graphllm.config.parser import options_of
+
+        return cls(**options_of(args, defined))
+
     fields = [
         (d.name, d.said, dataclasses.field(default=d.unsaid, kw_only=number > 0))
         for number, d in enumerate(defined.values())
     ]
     lines = (textwrap.fill(f"{d.name}: {d.help}", 112, subsequent_indent="    ") for d in defined.values())
-    namespace = {"__init__": read_all, "__doc__": _DOC + "\n".join(lines), "__module__": __name__}
+    namespace = {
+        "__init__": read_all,
+        "__doc__": _DOC + "\n".join(lines),
+        "__module__": __name__,
+        "add_cli_args": staticmethod(add_cli_args),
+        "from_cli_args": classmethod(from_cli_args),
+    }
     return dataclasses.make_dataclass(name, fields, frozen=True, namespace=namespace)
 
 
@@ -51,6 +73,10 @@ if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
         def __init__(self, model: str | Path | None = None, **settings: Any) -> None: ...
+        @staticmethod
+        def add_cli_args(parser: ArgumentParser) -> ArgumentParser: ...
+        @classmethod
+        def from_cli_args(cls, args: Namespace) -> EngineArgs: ...
         def __getattr__(self, name: str) -> Any: ...
 
 else:
