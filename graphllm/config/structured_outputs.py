@@ -53,7 +53,7 @@ class StructuredOutputsParams:
                 "give True or False",
             ),
             ("whitespace_pattern", isinstance(self.whitespace_pattern, text), "give a regular expression"),
-            ("structural_tag", self.structural_tag is None, "not supported; give a grammar, or tools"),
+            ("structural_tag", self.structural_tag is None, "not supported; leave it out"),
         )
         raise_all(
             [f"structured_outputs.{name} is {getattr(self, name)!r:.80}: {way}" for name, ok, way in checks if not ok]
