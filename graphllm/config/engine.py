@@ -146,5 +146,5 @@ class CoreConfig:
     load: LoadConfig
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
-    log: LogConfig = LogConfig()
     stop_ids: tuple[int, ...] = ()
+    log: LogConfig = LogConfig()
