@@ -38,6 +38,7 @@ from graphllm.config.structured_outputs import StructuredOutputsParams
 from graphllm.config.vllm_names import SAMPLING_NAMES, as_settings
 
 T = TypeVar("T")
+MAX_LOGPROB_IDS = 128
 MAX_N = 16384  # completions of one request; more is a mistake, and each costs the front memory before it runs
 
 _COUNT = whole("give a number from 0 to 1024", ge=0, le=1024)
@@ -216,6 +217,16 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         None, _TOP, normal=_count, bounds={"ge": 0}, cli=False, help="The same for each position of the prompt."
     )
+    logprob_token_ids: tuple[int, ...] | None = parameter(
+        None, optional(Check(lambda value: is_ids(value) and 0 < len(value) <= MAX_LOGPROB_IDS,
+                             f"give 1 to {MAX_LOGPROB_IDS} token ids")),
+        normal=_tuple_or_none, body=list[int], cli=False,
+        help="Tokens whose log-probabilities are given at each position of the output, beside those of logprobs.",
+    )  # fmt: skip
+    thinking_token_budget: int | None = parameter(
+        None, optional(whole("give a number from 0", ge=0)),
+        help="Tokens of thinking at most; then `</think>` follows. Of models that think in these tags.",
+    )  # fmt: skip
     detokenize: bool = parameter(True, SWITCH, body=False, cli=False, help="False gives token ids only.")
     skip_special_tokens: bool = parameter(True, SWITCH, help="Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = parameter(True, SWITCH, help="Where the decoder puts spaces.")
@@ -258,6 +269,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         normalize(self)
         raise_all(self._conflicts())
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
 
     def _conflicts(self) -> list[str]:
         """What is wrong between fields that are each right."""

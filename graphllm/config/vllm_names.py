@@ -50,6 +50,9 @@ def _hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
     return {name: entry._replace(hint=True) for name, entry in _fixed(remedy, **neutral).items()}
 
 
+fixed, hints = _fixed, _hints  # for tables beside this one
+
+
 def _speculation(value: Any) -> Mapping[str, Any]:
     """vLLM's speculative_config, of a draft model."""
     known = {"model": "speculative_model", "num_speculative_tokens": "num_speculative_tokens"}
@@ -263,12 +266,10 @@ SAMPLING_NAMES: Mapping[str, ForeignName] = {
     **_fixed("use LLM.beam_search", use_beam_search=False, length_penalty=1, early_stopping=False),
     **_fixed("processors belong to the engine; use LLM(logits_processors=...) and extra_args",
              logits_processors=([], ())),
-    **_fixed("log-probabilities are of the likeliest tokens; use logprobs", logprob_token_ids=(),
-             prompt_logprob_token_ids=()),
+    **_fixed("log-probabilities are of the likeliest tokens; use logprobs", prompt_logprob_token_ids=()),
     **_fixed("prompt_logprobs are of the whole prompt; leave it out", prompt_logprob_start=0),
     **_fixed("models here have no routed experts to report; leave it out", routed_experts_prompt_start=0),
     **_fixed("answers come as they are made; leave it out", stream_interval=1, output_text_buffer_length=0),
-    **_fixed("reasoning ends where the model ends it; use max_tokens", thinking_token_budget=()),
     **_fixed("tokens are chosen by the model; leave it out", trace_decode_token_ids=()),
     **_fixed("a prompt that is too long is refused; shorten it", truncate_prompt_tokens=()),
     **_fixed(_WATERMARK, watermarking=False),
@@ -282,6 +283,8 @@ SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     "logits_processors": {None: ()},
     "enable_prefix_caching": {None: True},
     "reasoning_parser": {"deepseek_r1": "think", "qwen3": "think", "": "auto"},
+    "tool_call_parser": {"llama3_json": "llama3", "llama4_json": "llama3", "": "auto"},
+    "uvicorn_log_level": {"trace": "debug", "critical": "error"},
 }
 
 SHORT = {

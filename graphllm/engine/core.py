@@ -222,8 +222,8 @@ class EngineCore:
         for state in output.admitted:
             id, request = state.request.id, state.request
             state.scheduled = state.scheduled or begun
-            several = any(len(words) > 1 for words in request.bad_words)
-            if self._table.admit(state, always_masked=id in self._matchers or several):
+            masked = request.thinking is not None or any(len(words) > 1 for words in request.bad_words)
+            if self._table.admit(state, always_masked=id in self._matchers or masked):
                 bias = request.params.logit_bias or {}
                 self._executor.write_entry(state.slot, self._table.states(request.prompt, state.output, bias))
             if self._processors or self._table.must_be_seen(state.slot):
@@ -279,7 +279,9 @@ class EngineCore:
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
         params = started.output.requests[rows.entry[row]].request.params
-        return (params.logprobs if rows.sample_index[row] >= 0 else params.prompt_logprobs) == -1
+        if rows.sample_index[row] < 0:
+            return params.prompt_logprobs == -1
+        return params.logprobs == -1 or params.logprob_token_ids is not None
 
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
@@ -364,7 +366,13 @@ class EngineCore:
                 continue
             inside = rows.sample_index[row] < 0
             token = int(step.batch.step.arrays["target"][row]) if inside else int(result.tokens[row])
-            ranked = _ranked(token, scores[row], int(rows.wanted[row]), result.whole.get(int(row)))
+            params = state.request.params
+            named = () if inside else params.logprob_token_ids or ()
+            every = (params.prompt_logprobs if inside else params.logprobs) == -1
+            whole = result.whole.get(int(row))
+            ranked = _ranked(token, scores[row], int(rows.wanted[row]), whole if every else None)
+            if named and whole is not None:
+                ranked.named = [(i, float(whole[i]), 1 + int(np.count_nonzero(whole > whole[i]))) for i in named]
             (self._scored if inside else found).setdefault(state.request.id, []).append(ranked)
         return found
 

@@ -195,6 +195,8 @@ class OutputProcessor:
         ranks = range(1, len(ranked.top_ids) + 1)
         best = zip(ranked.top_ids, map(Logprob, ranked.top_logprobs, ranks, map(piece, ranked.top_ids)), strict=True)
         found = {ranked.token: own, **dict(best)}
+        for token, logprob, rank in ranked.named:
+            found.setdefault(token, Logprob(logprob, rank, piece(token)))
         found[ranked.token] = own  # with its own rank, which is another than its place where several are equal
         return found
 

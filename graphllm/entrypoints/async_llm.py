@@ -17,7 +17,7 @@ from typing import Any
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.grammar_trial import MAX_WAITING
+from graphllm.engine.limited_process import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
@@ -205,7 +205,7 @@ class AsyncLLM:
         text = fields.get("prompt")
         if not isinstance(text, str) or len(text) <= _LONG or fields.get("prompt_token_ids") is not None:
             return prompt
-        steps = self._processor.encode(text, fields.get("add_special_tokens", True))
+        steps = self._processor.encode(text, fields.get("add_special_tokens", True), "truncation" in fields)
         return {**fields, "prompt_token_ids": await self._in_turns(text, steps)}
 
     async def encode(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:

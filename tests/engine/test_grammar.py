@@ -614,14 +614,14 @@ def test_large_grammars_are_tried_elsewhere_first() -> None:
     compiler = GrammarCompiler(EMBEDDED, 4096, frozenset([2]))
     compiler.check(Spec(json=WRITTEN["invoice"][0]))
     compiler.check(Spec(regex="a"))
-    assert compiler._trial._process is None  # who never needs the process never starts it
+    assert compiler._trial._process._process is None  # who never needs the process never starts it
     with pytest.raises(ConfigError, match=r"^structured_outputs\.json: .*regex is empty"):
         compiler.check(Spec(json=large(9)))  # its own verdict comes back
-    process = compiler._trial._process
+    process = compiler._trial._process._process
     assert process is not None
     usual = {"type": "object", "properties": {f"p{i}": {"type": "string", "maxLength": i} for i in range(900)}}
     compiler.check(Spec(json=usual))
-    assert compiler._trial._process is process
+    assert compiler._trial._process._process is process
     assert [len(cache) for cache in compiler._caches.values()] == [2, 0]  # it was compiled there only
     compiler.compile(Spec(json=usual))
     assert [len(cache) for cache in compiler._caches.values()] == [2, 1]

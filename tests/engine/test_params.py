@@ -21,8 +21,8 @@ DEFAULTS = {
     "max_tokens": 16, "min_tokens": 0, "logprobs": None, "prompt_logprobs": None, "detokenize": True,
     "skip_special_tokens": True, "spaces_between_special_tokens": True, "include_stop_str_in_output": False,
     "output_kind": RequestOutputKind.CUMULATIVE, "structured_outputs": None, "logit_bias": None,
-    "allowed_token_ids": None, "bad_words": (), "repetition_detection": None,
-    "skip_reading_prefix_cache": None, "extra_args": None,
+    "allowed_token_ids": None, "logprob_token_ids": None, "thinking_token_budget": None, "bad_words": (),
+    "repetition_detection": None, "skip_reading_prefix_cache": None, "extra_args": None,
 }  # fmt: skip
 
 
@@ -117,12 +117,12 @@ def test_fields_of_a_request() -> None:
     assert SamplingParams.from_fields(fields, defaults) == SamplingParams(
         temperature=0.6, max_tokens=99, top_k=5, presence_penalty=0.5
     )
-    bad = {"best_of": 2, "thinking_token_budget": 1, "temprature": 0, "use_beam_search": 0, "top_k": 1}
+    bad = {"best_of": 2, "length_penalty": 2, "temprature": 0, "use_beam_search": 0, "top_k": 1}
     with pytest.raises(ConfigError) as e:
         SamplingParams.from_fields(bad)
     message = str(e.value)
     assert re.findall(r"(\w+) is (\d)", message) == [
-        ("best_of", "2"), ("thinking_token_budget", "1"), ("temprature", "0"), ("use_beam_search", "0")
+        ("best_of", "2"), ("length_penalty", "2"), ("temprature", "0"), ("use_beam_search", "0")
     ]  # fmt: skip
     assert "temprature is 0: not supported; leave it out, or did you mean temperature?" in message
     with pytest.raises(ConfigError, match=r"best_of is 2: .*; use n; .*temprature is 0"):
