@@ -37,10 +37,14 @@ _very_long = ThreadPoolExecutor(1, "very-long-bodies")
 
 @dataclass
 class Record:
-    """What a route adds to the log line of its request, and what errors are made of. body: of JSON, once it is read;
-    size: its bytes. headers: more of the answer. held: the room that its body takes; closed once there are tokens."""
+    """What a route adds to the log line of its request, and what errors are made of. id: as the client calls it,
+    which another one may do, too; named: in a header. traceparent: the header of that name. body: of JSON, once it
+    is read; size: its bytes. headers: more of the answer. held: the room that its body takes; closed once there are
+    tokens."""
 
     id: str
+    named: bool = False
+    traceparent: str = ""
     body: Any = None
     size: int = 0
     notes: dict[str, object] = field(default_factory=dict)
