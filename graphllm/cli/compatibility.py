@@ -84,7 +84,14 @@ def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
     return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
 
 
-PARTS: tuple[Callable[[], str], ...] = (python_part,)
+def http_part() -> str:
+    """Fields of requests, routes, flags of the server, metrics."""
+    from graphllm.server import compatibility
+
+    return compatibility.http_part(table, state)
+
+
+PARTS: tuple[Callable[[], str], ...] = (python_part, http_part)
 
 if __name__ == "__main__":
     print(page(PARTS), end="")

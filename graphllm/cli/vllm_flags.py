@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from typer.core import TyperCommand
 
 from graphllm.config import ConfigError, EngineConfig, definitions
-from graphllm.config.vllm_names import SHORT, VLLM_NAMES, read_text, spelled
+from graphllm.config.vllm_names import SHORT, VLLM_NAMES, ForeignName, as_settings, read_text, spelled
 
 OPTION = "--vllm-name"  # given as name=value, the value as JSON
 
 
 class EngineCommand(TyperCommand):
-    """A command with options of the engine."""
+    """A command with options of the engine. others: names of vLLM's that are not the engine's."""
+
+    others: Mapping[str, ForeignName] = {}
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read a command line."""
-        return super().parse_args(ctx, _Words(args, self.name or "", self.params).rewritten())
+        return super().parse_args(ctx, _Words(args, self.name or "", self.params, self.others).rewritten())
 
 
 def vllm_values(given: Iterable[str]) -> dict[str, Any]:
@@ -35,7 +37,10 @@ def vllm_values(given: Iterable[str]) -> dict[str, Any]:
 
 
 class _Words:
-    def __init__(self, words: list[str], command: str, params: Iterable[Any]) -> None:
+    def __init__(
+        self, words: list[str], command: str, params: Iterable[Any], others: Mapping[str, ForeignName]
+    ) -> None:
+        self._others, self._names = others, {**VLLM_NAMES, **others}
         self._words, self._command = list(reversed(words)), command
         self._options = {option: p for p in params for option in (*p.opts, *p.secondary_opts)}
         self._foreign: dict[str, Any] = {}
@@ -55,6 +60,8 @@ class _Words:
         return out + self._as_options()
 
     def _as_options(self) -> list[str]:
+        others = {name: self._foreign.pop(name) for name in [*self._foreign] if name in self._others}
+        as_settings(others, {}, self._others)  # they change nothing, or are refused
         return [word for name, value in self._foreign.items() for word in (OPTION, f"{name}={json.dumps(value)}")]
 
     def _option(self, word: str) -> list[str]:
@@ -76,14 +83,14 @@ class _Words:
             return [value] if equals else self._values(False)
         name, _, member = name.partition(".")
         off = name.removeprefix("no_")
-        if off != name and off in VLLM_NAMES and VLLM_NAMES[off].switch:
+        if off != name and off in self._names and self._names[off].switch:
             self._foreign[off] = False
-        elif name in VLLM_NAMES:
+        elif name in self._names:
             self._other(name, member, value if equals else None)
         elif name in definitions(EngineConfig) or off in definitions(EngineConfig):
             raise ConfigError(f"{option}: `graphllm {self._command}` does not have it; leave it out (docs/settings.md)")
         else:
-            near = difflib.get_close_matches(option, [*self._options, *map(_flag, VLLM_NAMES)], 1)
+            near = difflib.get_close_matches(option, [*self._options, *map(_flag, self._names)], 1)
             if near and near[0] not in self._options:
                 raise ConfigError(f"No such option: {option}; did you mean {near[0]}?")
             return [option + equals + value]  # the command names the nearest of its own
@@ -105,7 +112,7 @@ class _Words:
         found: Any = True
         if value is not None:
             found = read_text(value)
-        elif not VLLM_NAMES[name].switch:
+        elif not self._names[name].switch:
             values = [read_text(word) for word in self._values(self._named)]
             if not values:
                 raise ConfigError(f"{_flag(name)}: a value is missing behind it")
