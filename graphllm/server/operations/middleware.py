@@ -26,7 +26,7 @@ from graphllm.server.operations.metrics import Metrics
 _PROBES = frozenset({"/health", "/health/startup", "/health/live", "/health/ready", "/ping"})
 # Probes of an orchestrator have no key, and the pages, which hold nothing of anybody, are where a person types it in.
 OPEN_PATHS = _PROBES | {"/", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
-_OPEN_FOLDER = "/static-offline-docs/"  # style and script of /docs
+_OPEN_FOLDERS = ("/static-offline-docs/", "/page/")  # style and script of /docs, files of the chat page
 _QUIET = _PROBES | {"/metrics"}  # asked every few seconds: logged at debug
 _ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _BODY_SECONDS = 60.0  # for a whole body
@@ -87,7 +87,7 @@ class Middleware:
 
     async def _pass(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         path = scope["path"]
-        is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
+        is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
         if self._keys and not is_open and not self._knows(headers):
             message = "api key: missing or wrong; send the header Authorization: Bearer KEY"
             await error_response(scope, 401, message, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)

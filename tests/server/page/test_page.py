@@ -19,7 +19,7 @@ import pytest
 from browser import DESKTOP, PHONE, Box, ChatPage, Chromium, chromium, needs_chromium
 from fake_server import CARD, Reply, State, answer, call, chunk, error, serving, usage
 
-from graphllm.server.page.routes import chat_page
+from graphllm.server.page.routes import chat_page, page_files
 
 pytestmark = needs_chromium
 HOSTILE = """<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>"""
@@ -33,9 +33,9 @@ def _policy(page: str) -> str:
         return f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
 
     return (
-        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
+        f"default-src 'none'; script-src 'self' {digest('script')}; style-src 'self' {digest('style')}; "
+        "font-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
     )
 
 
@@ -52,6 +52,7 @@ def _serve_page(state: State, strict: bool = True) -> None:
     if strict:
         headers["Content-Security-Policy"] = _policy(text)
     state.files |= {path: (headers, text.encode()) for path in ("", "/")}
+    state.files |= {f"/page/{name}": ({"Content-Type": kind}, data) for name, (kind, data) in page_files().items()}
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def test_a_conversation_goes_on_is_edited_and_begins_anew(server: State, page: C
         page.wait_until_done()
     first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "One."}]
     assert server.chats()[1]["messages"] == [*first, {"role": "user", "content": "b"}]
-    page.tab.get_by_role("button", name="Retry").click()
+    page.tab.get_by_role("button", name="Retry").last.click()
     page.wait_for_text("Three.")
     page.wait_until_done()
     assert server.chats()[2]["messages"] == server.chats()[1]["messages"]
@@ -283,7 +284,9 @@ Some **bold**, *slanted*, `a <b> & c` and [a link](https://example.org/a_(b)), h
 def _outline(page: ChatPage) -> Any:
     """The answer's elements as nested lists: [tag, child or text ...]."""
     script = """(node) => {
-      const walk = (n) => n.nodeType === 3 ? n.data : [n.tagName.toLowerCase(), ...inside(n)];
+      const walk = (n) => n.nodeType === 3 || n.matches("code, .formula") ? leaf(n)
+        : [n.tagName.toLowerCase(), ...inside(n)];
+      const leaf = (n) => n.nodeType === 3 ? n.data : [n.tagName.toLowerCase(), n.textContent];
       const inside = (n) => [...n.childNodes].map(walk).filter((x) => x !== "");
       return inside(node);
     }"""
@@ -474,7 +477,8 @@ def test_below_a_prefix(browser: Chromium, slash: str) -> None:
             page.ask("Where?")
             page.wait_for_text("Here.")
             assert page.problems == []
-        assert {r.path.removeprefix("/some/where") for r in server.requests} == {
+        asked = {r.path.removeprefix("/some/where") for r in server.requests}
+        assert {path for path in asked if not path.startswith("/page/")} == {
             slash, "/v1/models", "/version", "/health/ready", "/v1/chat/completions"
         }  # fmt: skip
 
