@@ -210,4 +210,6 @@ startHistory({
   },
 });
 applyTheme();
+showComposer(); // something may have been typed while this was loading
+$("greeting").textContent = "Ask a question";
 watchHealth();

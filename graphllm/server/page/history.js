@@ -52,9 +52,9 @@ const discard = (id, title) => attempt(async () => {
   await refresh();
 });
 
-$("open-history").onclick = () => {
+$("open-history").onclick = async () => {
   told.textContent = "";
-  refresh();
+  await refresh();
   dialog.showModal();
 };
 $("close-history").onclick = () => dialog.close();

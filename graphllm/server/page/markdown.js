@@ -100,7 +100,7 @@ function blocks(text, depth = 0) {
       const closes = (l) => l.trim().startsWith(fence[1]) && !l.trim().replaceAll(fence[1][0], "");
       const [, ...inside] = take((l) => !closes(l));
       i++; // the closing fence
-      draw = () => codeBlock(fence[2], inside.join("\n"));
+      draw = () => codeBlock(fence[2], inside.join("\n"), fence[2]);
     } else if (heading) {
       i++;
       draw = () => el(`h${Math.min(heading[1].length + 2, 5)}`, { dir: "auto" }, ...inline(heading[2]));

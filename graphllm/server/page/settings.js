@@ -3,8 +3,8 @@ import { $ } from "./dom.js";
 import { KEY } from "./server.js";
 
 const STORED = "graphllm.settings";
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-  "max_tokens", "seed"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty",
+  "repetition_penalty", "max_tokens", "seed"];
 const form = $("settings").querySelector("form"), fields = form.elements;
 
 export function settings() {

@@ -10,7 +10,8 @@ const textOrNull = { is: (value) => value === null || typeof value === "string",
 const listOf = (fields) => ({ is: Array.isArray, name: "a list", fields });
 const TURN = {
   id: text, parent: textOrNull, question: text, files: listOf({ name: text, text }), text, reasoning: text,
-  calls: listOf({ id: text, name: text, json: text }), ending: textOrNull, error: textOrNull, figures: text, thought: text,
+  calls: listOf({ id: text, name: text, json: text }), ending: textOrNull, error: textOrNull, figures: text,
+  thought: text,
 };
 const CONVERSATION = { id: text, title: text, changed: number, leaf: textOrNull, turns: listOf(TURN) };
 
@@ -55,7 +56,9 @@ export async function readConversations(file, present) {
   } catch (reason) {
     throw new Error(`${file.name} is not JSON (${reason.message.slice(0, 100)})`);
   }
-  if (data?.format !== FORMAT) throw new Error(`${file.name} is not an export of this page: its format is not ${FORMAT}`);
+  if (data?.format !== FORMAT) {
+    throw new Error(`${file.name} is not an export of this page: its format is not ${FORMAT}`);
+  }
   if (data.version !== VERSION) throw new Error(`${file.name} has version ${data.version}: this page reads ${VERSION}`);
   if (!Array.isArray(data.conversations)) throw wrong("conversations", data.conversations, "a list");
   const taken = new Map(present.map(({ id, changed }) => [id, changed])), found = [];

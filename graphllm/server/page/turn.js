@@ -15,7 +15,7 @@ export class TurnView {
     this.painted = painted;
     const retry = () => act.retry(turn);
     this.waiting = el("span", { className: "waiting" });
-    this.thinking = el("details", { className: "thinking", hidden: true, open: !turn.thought }, el("summary"), el("div"));
+    this.thinking = el("details", { className: "thinking", open: !turn.thought }, el("summary"), el("div"));
     this.prose = el("div", { className: "prose" });
     this.callBox = el("div");
     this.alert = el("div", { className: "error", role: "alert", hidden: true }, el("span"),
@@ -27,7 +27,8 @@ export class TurnView {
       this.thinking, this.prose, this.callBox, this.waiting, this.alert, this.figures, this.tools);
     const copyAsked = quiet("Copy", () => copy(turn.question, copyAsked));
     this.branches = el("span", { className: "branches", role: "group", ariaLabel: "Branches", hidden: true });
-    const files = el("ul", { className: "files", hidden: !turn.files.length, ariaLabel: "Files" }, ...fileList(turn.files));
+    const files = el("ul", { className: "files", hidden: !turn.files.length, ariaLabel: "Files" },
+      ...fileList(turn.files));
     this.root = el("section", { className: "turn" },
       el("article", { className: "asked", ariaLabel: "You" }, files,
         el("p", { dir: "auto", textContent: turn.question, hidden: !turn.question }),
@@ -64,7 +65,8 @@ export class TurnView {
     summary.textContent = told;
     if (thoughts.textContent !== reasoning) thoughts.textContent = reasoning;
     update(this.prose, text);
-    this.callBox.replaceChildren(...calls.map(({ name, json }) => codeBlock(`Tool call: ${name}`, pretty(json), "json")));
+    this.callBox.replaceChildren(
+      ...calls.map(({ name, json }) => codeBlock(`Tool call: ${name}`, pretty(json), "json")));
     this.waiting.hidden = !this.busy || Boolean(text || calls.length);
     this.alert.hidden = !error;
     this.alert.firstChild.textContent = error ?? "";
