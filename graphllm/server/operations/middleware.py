@@ -29,7 +29,7 @@ from graphllm.server.rate_limit import RateLimiter
 _PROBES = frozenset({"/health", "/health/startup", "/health/live", "/health/ready", "/ready", "/ping"})
 # Probes of an orchestrator have no key, and the pages, which hold nothing of anybody, are where a person types it in.
 OPEN_PATHS = _PROBES | {"/", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
-_OPEN_FOLDER = "/static-offline-docs/"  # style and script of /docs
+_OPEN_FOLDERS = ("/static-offline-docs/", "/page/")  # style and script of /docs, files of the chat page
 _QUIET = _PROBES | {"/metrics"}  # asked every few seconds: logged at debug
 _ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _BODY_SECONDS = 60.0  # for a whole body
@@ -127,7 +127,7 @@ class Middleware:
 
     def _refusal(self, scope: Scope, path: str, headers: dict[bytes, bytes]) -> App | None:
         """The answer to who may not ask, or not so often."""
-        if path in OPEN_PATHS or path.startswith(_OPEN_FOLDER):
+        if path in OPEN_PATHS or path.startswith(_OPEN_FOLDERS):
             return None
         key = _key(headers)
         admin = _is_one(key, self._admins)
