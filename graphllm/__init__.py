@@ -8,35 +8,87 @@ from graphllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from graphllm.config import EngineArgs
-    from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from graphllm.config import EngineArgs as AsyncEngineArgs
+    from graphllm.config.parser import FlexibleArgumentParser
+    from graphllm.config.sampling import (
+        BeamSearchParams,
+        RepetitionDetectionParams,
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
+    from graphllm.config.sampling import StructuredOutputsParams as GuidedDecodingParams
+    from graphllm.engine.logits_processors import (
+        AdapterLogitsProcessor,
+        BatchUpdate,
+        LogitsProcessor,
+        MoveDirectionality,
+    )
     from graphllm.engine.outputs import CompletionOutput, RequestOutput
+    from graphllm.engine.processor import Prompt as PromptType
+    from graphllm.engine.processor import TextPrompt, TokensPrompt
     from graphllm.entrypoints.async_llm import AsyncLLM
+    from graphllm.entrypoints.async_llm import AsyncLLM as AsyncLLMEngine
     from graphllm.entrypoints.llm import LLM
+    from graphllm.entrypoints.llm_engine import LLMEngine
+    from graphllm.entrypoints.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
 
 __all__ = [
     "LLM",
+    "AdapterLogitsProcessor",
+    "AsyncEngineArgs",
     "AsyncLLM",
+    "AsyncLLMEngine",
+    "BatchUpdate",
     "BeamSearchParams",
     "CompletionOutput",
+    "Counter",
     "EngineArgs",
+    "FlexibleArgumentParser",
+    "Gauge",
+    "GuidedDecodingParams",
+    "Histogram",
+    "LLMEngine",
+    "LogitsProcessor",
+    "Metric",
+    "MoveDirectionality",
+    "PromptType",
+    "RepetitionDetectionParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
     "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "Vector",
 ]
 
-_MODULES = {
+# Where each name is, and what it is called there where that is another name.
+_PLACES = {
     "LLM": "entrypoints.llm",
+    **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), "entrypoints.metrics_reader"),
+    **dict.fromkeys(
+        ("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"), "engine.logits_processors"
+    ),
+    "LLMEngine": "entrypoints.llm_engine",
     "AsyncLLM": "entrypoints.async_llm",
+    "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",
     "EngineArgs": "config",
+    "AsyncEngineArgs": "config:EngineArgs",
+    "FlexibleArgumentParser": "config.parser",
     "CompletionOutput": "engine.outputs",
     "RequestOutput": "engine.outputs",
+    "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",
+    "PromptType": "engine.processor:Prompt",
+    "TextPrompt": "engine.processor",
+    "TokensPrompt": "engine.processor",
 }
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"graphllm.{_MODULES.get(name, 'config.sampling')}"), name)
+    module, _, own = _PLACES.get(name, "config.sampling").partition(":")
+    found = getattr(importlib.import_module(f"graphllm.{module}"), own or name)
     globals()[name] = found
     return found

@@ -136,8 +136,8 @@ def test_values_a_setting_cannot_have() -> None:
     for name, value in (("scheduling_policy", "random"), ("load_format", "dumy"), ("backend", "x"), ("target", "tpu")):
         with pytest.raises(ConfigError, match=rf"^{name} is '{value}': use "):
             args(**{name: value})
-    with pytest.raises(TypeError, match="max_sequences"):
-        args(max_sequences=3)
+    with pytest.raises(ConfigError, match=r"^max_num_seq is 3: not supported; .* did you mean max_num_seqs\?$"):
+        args(max_num_seq=3)
 
 
 def test_a_sampling_parameter_is_one_line() -> None:

@@ -12,7 +12,9 @@ from typer.core import TyperGroup
 from graphllm.cli.bench.app import bench_app
 from graphllm.cli.endings import endings
 from graphllm.cli.options import engine_options, sampling_options
+from graphllm.cli.vllm_flags import EngineCommand
 from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
+from graphllm.server.frontend_names import FRONTEND_NAMES
 from graphllm.version import __version__
 
 
@@ -53,7 +55,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
         raise typer.Exit
 
 
-@app.command("compile")
+@app.command("compile", cls=EngineCommand)
 @engine_options(only=(*definitions(CompileConfig), "load_format", "speculative_model"))
 def compile_command(
     args: EngineArgs,
@@ -69,7 +71,7 @@ def compile_command(
     build(replace(args, model=model), output, bake_weights)
 
 
-@app.command("run")
+@app.command("run", cls=EngineCommand)
 @engine_options(without=("seed", "dump", "max_num_queued_reqs"))
 @sampling_options(shown={"max_tokens": "256 for a plain prompt, OpenAI's for a line of a batch file"})
 def run_command(
@@ -106,7 +108,11 @@ def run_command(
     raise typer.Exit(run(replace(args, model=model), Inputs(file, prompt or [], raw, system, output), sampling, quiet))
 
 
-@app.command("serve")
+class _ServeCommand(EngineCommand):
+    others = FRONTEND_NAMES
+
+
+@app.command("serve", cls=_ServeCommand)
 @engine_options(without=("dump",), max_num_queued_reqs=2048)
 def serve_command(
     args: EngineArgs,
@@ -118,9 +124,23 @@ def serve_command(
         list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
     ] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
-    allowed_origins: Annotated[
-        list[str] | None, typer.Option("--allowed-origin", help="Pages of this origin may ask; may be repeated.")
+    admin_api_key: Annotated[
+        list[str] | None, typer.Option(help="For /server_info, /reset_prefix_cache and the like; may be repeated.")
     ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option("--allowed-origin", "--allowed-origins", help="Pages of this origin may ask; may be repeated."),
+    ] = None,
+    allowed_methods: Annotated[list[str] | None, typer.Option(help="Of these pages; default: all.")] = None,
+    allowed_headers: Annotated[list[str] | None, typer.Option(help="Of these pages; default: all.")] = None,
+    allow_credentials: Annotated[
+        bool, typer.Option("--allow-credentials", help="These pages may send the browser's credentials.")
+    ] = False,
+    rate_limit_token: Annotated[
+        int | None, typer.Option(help="Requests of one key, or one address, in --rate-limit-interval.")
+    ] = None,
+    rate_limit_interval: Annotated[float, typer.Option(help="Seconds.")] = 60.0,
+    root_path: Annotated[str, typer.Option(help="Of this server at the proxy before it, such as /models/chat.")] = "",
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate in PEM: serve HTTPS.")] = None,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key; default: in the same file.")] = None,
     ssl_ca_certs: Annotated[Path | None, typer.Option(help="Of who signs the certificates of clients.")] = None,
@@ -140,6 +160,40 @@ def serve_command(
     reasoning_parser: Annotated[
         Literal["auto", "think", "none"], typer.Option(help="auto: by the chat template.")
     ] = "auto",
+    chat_template: Annotated[
+        str | None, typer.Option(help="In place of the checkpoint's: a file, or the template itself.")
+    ] = None,
+    default_chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="Variables of chat templates where a request has none, as JSON.")
+    ] = None,
+    trust_request_chat_template: Annotated[
+        bool, typer.Option("--trust-request-chat-template", help="Requests may bring a template of their own.")
+    ] = False,
+    response_role: Annotated[str, typer.Option(help="Of answers of /v1/chat/completions.")] = "assistant",
+    strict_fields: Annotated[
+        bool, typer.Option("--strict-fields", help="Refuse fields that would be ignored, such as user and store.")
+    ] = False,
+    return_tokens_as_token_ids: Annotated[
+        bool, typer.Option("--return-tokens-as-token-ids", help="In log-probabilities, tokens are token_id:ID.")
+    ] = False,
+    enable_force_include_usage: Annotated[
+        bool, typer.Option("--enable-force-include-usage", help="Every stream ends with its usage.")
+    ] = False,
+    disable_fastapi_docs: Annotated[
+        bool, typer.Option("--disable-fastapi-docs", help="No /docs and no /openapi.json.")
+    ] = False,
+    disable_uvicorn_access_log: Annotated[
+        bool, typer.Option("--disable-uvicorn-access-log", help="No line for each request.")
+    ] = False,
+    disable_access_log_for_endpoints: Annotated[
+        str | None, typer.Option(help="Paths without such lines, behind commas.")
+    ] = None,
+    uvicorn_log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], typer.Option(help="Of the HTTP library.")
+    ] = "warning",
+    otlp_traces_endpoint: Annotated[
+        str | None, typer.Option(help="Send a span for each request there, by HTTP; needs graphllm[otel].")
+    ] = None,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the log on stderr.")] = "text",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="info: a line for each request.")
@@ -150,17 +204,39 @@ def serve_command(
 
     child = spawn()  # first of all: what takes longest is its import of torch
     try:
-        from graphllm.cli.serve import serve, start_log, started_at
+        from graphllm.cli import serve as told
+        from graphllm.server.access import Access
+        from graphllm.server.chat.call import Rules
         from graphllm.server.launch import ServerOptions
         from graphllm.server.operations.engine_supervisor import SupervisorOptions
 
-        start_log(log_format, log_level)
+        told.start_log(log_format, log_level, uvicorn_log_level, not disable_uvicorn_access_log)
+        access = Access(
+            keys=api_key or (),
+            admin_keys=admin_api_key or (),
+            origins=told.words(allowed_origins),
+            methods=told.words(allowed_methods, ("*",)),
+            headers=told.words(allowed_headers, ("*",)),
+            credentials=allow_credentials,
+            rate=told.rate_limit(rate_limit_token, rate_limit_interval),
+            root_path=told.root_path(root_path),
+            docs=not disable_fastapi_docs,
+            quiet=told.words([disable_access_log_for_endpoints] if disable_access_log_for_endpoints else None),
+        )
+        rules = Rules(
+            strict=strict_fields,
+            templates=trust_request_chat_template,
+            template_kwargs=told.read_kwargs(default_chat_template_kwargs),
+            tokens_as_ids=return_tokens_as_token_ids,
+            usage=enable_force_include_usage,
+            role=response_role,
+        )
         options = ServerOptions(
             host=host,
             port=port,
             uds=uds,
-            keys=api_key or (),
-            origins=allowed_origins or (),
+            access=access,
+            rules=rules,
             names=served_model_name or (),
             shutdown_timeout=shutdown_timeout,
             max_body=parse_bytes("max-body-size", max_body_size),
@@ -169,10 +245,18 @@ def serve_command(
             keyfile=ssl_keyfile,
             ca_certs=ssl_ca_certs,
             cert_reqs=ssl_cert_reqs,
-            started=started_at(),
+            traces=otlp_traces_endpoint,
+            started=told.started_at(),
         )
-        watched = SupervisorOptions(args.seed, restart_engine, step_timeout, tool_call_parser, reasoning_parser)
-        raise typer.Exit(serve(replace(args, model=model), options, watched, child))
+        watched = SupervisorOptions(
+            args.seed,
+            restart_engine,
+            step_timeout,
+            tool_call_parser,
+            reasoning_parser,
+            chat_template=told.read_template(chat_template),
+        )
+        raise typer.Exit(told.serve(replace(args, model=model), options, watched, child))
     finally:
         child.kill()
 

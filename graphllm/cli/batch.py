@@ -104,6 +104,8 @@ class BatchItem:
         call = parse_call(self.url, self.body, defaults)
         if call.stream:
             raise ConfigError("stream is True: a batch has whole answers; leave it out")
+        if call.beams is not None:
+            raise ConfigError("use_beam_search is True: not in a batch; leave it out, or call LLM.beam_search")
         return call
 
     def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:

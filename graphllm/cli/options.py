@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
+from graphllm.cli.vllm_flags import OPTION, vllm_values
 from graphllm.config import EngineArgs, EngineConfig
 from graphllm.config.parameter import ParameterDefinition, parameters
 from graphllm.config.sampling import SamplingParams
@@ -20,16 +21,24 @@ from graphllm.config.setting import Definition, choices, definitions
 def engine_options(
     only: Collection[str] | None = None, without: Collection[str] = (), config: type = EngineConfig, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the options of all settings in a tree of config dataclasses. They come as its first argument, an
-    `EngineArgs`. only, without: names of settings, where not all mean something to it. defaults: other ones than the
-    settings' own."""
+    """Give a command, of class `EngineCommand`, the options of all settings in a tree of config dataclasses. They come
+    as its first argument, an `EngineArgs`. only, without: names of settings, where not all mean something to it.
+    defaults: other ones than the settings' own."""
     defined = {
         name: d
         for name, d in definitions(config).items()
         if d.option is not None and (only is None or name in only) and name not in without
     }
     parameters = [_parameter(d, defaults.get(name, d.unsaid)) for name, d in defined.items()]
-    return _with_options(parameters, lambda given: EngineArgs(**given))
+    other = typer.Option(OPTION, hidden=True, help="name=value, of another name of vLLM's.")
+    kind: Any = Annotated[list[str] | None, other]
+    parameters.append(inspect.Parameter("vllm_name", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind))
+
+    def make(given: dict[str, Any]) -> EngineArgs:
+        other = vllm_values(given.pop("vllm_name", ()))
+        return EngineArgs(**given, **other)
+
+    return _with_options(parameters, make)
 
 
 def sampling_options(

@@ -6,8 +6,10 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,11 @@ from graphllm.cli.build import build_errors
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.engine.spawn import Child
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
+from graphllm.server.chat.call import check_template_kwargs
 from graphllm.server.launch import ServerOptions
 from graphllm.server.launch import serve as serve_forever
 from graphllm.server.operations.engine_supervisor import SupervisorOptions
+from graphllm.server.rate_limit import RateLimit
 
 _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
@@ -32,10 +36,12 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"{setting} is {seconds}: give seconds from 0")
     name = _EMBEDDED if args.model is None else Path(args.model).resolve().name
-    keys = [*options.keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
-    if any(not key.strip() for key in keys):
-        raise ConfigError("api-key is empty: give one of at least one character, or leave it out")
-    options = replace(options, keys=keys, names=tuple(options.names) or (name,))
+    access = options.access
+    keys = [*access.keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
+    for option, given in (("api-key", keys), ("admin-api-key", access.admin_keys)):
+        if any(not key.strip() for key in given):
+            raise ConfigError(f"{option} is empty: give one of at least one character, or leave it out")
+    options = replace(options, access=replace(access, keys=keys), names=tuple(options.names) or (name,))
     if not keys and options.uds is None and options.host not in ("127.0.0.1", "localhost", "::1"):
         logging.getLogger(__name__).warning(
             "listening on %s without --api-key: everybody there can use it", options.host
@@ -55,13 +61,62 @@ def started_at() -> float:
     return ticks / os.sysconf("SC_CLK_TCK") - booted
 
 
-def start_log(form: str, level: str) -> None:
-    """Everything goes to stderr, a line each."""
+def read_template(given: str | None) -> str | None:
+    """A chat template: a file, or the text itself. Raises ConfigError for a file that cannot be read."""
+    if given is None or "{" in given or "\n" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as reason:
+        raise ConfigError(f"chat-template is {given!r:.80}: no file that can be read, and no template") from reason
+
+
+def read_kwargs(given: str | None) -> dict[str, Any]:
+    """Variables of chat templates, as JSON. Raises ConfigError."""
+    try:
+        found = json.loads(given or "{}")
+    except ValueError as damage:
+        raise ConfigError(f"default-chat-template-kwargs is {given!r:.80}: no JSON ({damage})") from damage
+    if not isinstance(found, dict):
+        raise ConfigError(f"default-chat-template-kwargs is {given!r:.80}: give a JSON object")
+    check_template_kwargs(found, "default-chat-template-kwargs")
+    return found
+
+
+def words(given: Sequence[str] | None, default: Sequence[str] = ()) -> tuple[str, ...]:
+    """What came in an option that may be repeated; vLLM's users give a JSON list, or several behind commas."""
+    found: list[str] = []
+    for text in given or default:
+        found += json.loads(text) if text.startswith("[") else text.split(",")
+    return tuple(found)
+
+
+def root_path(given: str) -> str:
+    """A path without a slash at its end. Raises ConfigError."""
+    path = given.rstrip("/")
+    if path and not re.fullmatch(r"(/[\w.~-]+)+", path):
+        raise ConfigError(f"root-path is {given!r:.80}: give a path such as /models/chat")
+    return path
+
+
+def rate_limit(tokens: int | None, seconds: float) -> RateLimit | None:
+    """Of each caller. Raises ConfigError."""
+    if tokens is None:
+        return None
+    if tokens < 1 or not 0 < seconds < math.inf:
+        name, value = ("token", tokens) if tokens < 1 else ("interval", seconds)
+        raise ConfigError(f"rate-limit-{name} is {value}: give a number above 0")
+    return RateLimit(tokens, seconds)
+
+
+def start_log(form: str, level: str, http_level: str = "warning", access: bool = True) -> None:
+    """Everything goes to stderr, a line each. http_level: of uvicorn. access: there is a line for each request."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     # It says at info what our own lines say better, and stays for what goes wrong.
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(http_level.upper())
+    logging.getLogger("graphllm.access").setLevel(logging.NOTSET if access else logging.WARNING)
 
 
 class _TextFormatter(logging.Formatter):

@@ -11,7 +11,15 @@ from graphllm.config.compilation import (
     default_buckets,
     parse_buckets,
 )
-from graphllm.config.engine import CacheConfig, CoreConfig, EngineConfig, LoadConfig, ModelConfig, SchedulerConfig
+from graphllm.config.engine import (
+    CacheConfig,
+    CoreConfig,
+    EngineConfig,
+    LoadConfig,
+    LogConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
@@ -26,6 +34,7 @@ __all__ = [
     "EngineConfig",
     "Env",
     "LoadConfig",
+    "LogConfig",
     "ModelConfig",
     "Quantization",
     "SchedulerConfig",

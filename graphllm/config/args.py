@@ -8,28 +8,60 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from graphllm.config.engine import EngineConfig
+from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions
+from graphllm.config.vllm_names import as_settings
 
-_DOC = "A model and how to run it. Names and meanings are vLLM's where it has them. Raises ConfigError for a value that"
-_DOC += " a setting cannot have.\n\n"
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+_DOC = "A model and how to run it. Names and meanings are vLLM's where it has them; other names of vLLM's are accepted"
+_DOC += (
+    " where they\nmean a setting or change nothing (docs/compatibility.md). Raises ConfigError for a name that there"
+)
+_DOC += " is not and for\na value that a setting cannot have.\n\n"
 
 
 def args_class(config: type, name: str = "EngineArgs") -> type:
     """A flat frozen dataclass with a keyword for every setting in a tree of config dataclasses; the first one may be
     given without its name."""
     defined = definitions(config)
+    defaults = {name: d.unsaid for name, d in defined.items()}
+    first = next(iter(defined))
 
-    def read_all(self: Any) -> None:
+    def read_all(self: Any, /, *named: Any, **given: Any) -> None:
+        if len(named) > 1:
+            raise ConfigError(f"{name} has {len(named)} arguments without a name: give all but {first} by name")
+        given = {**dict(zip((first,), named, strict=False)), **given}
+        settings = defaults | as_settings(given, defaults)
         for definition in defined.values():
-            value = definition.read(getattr(self, definition.name))
-            object.__setattr__(self, definition.name, value)
+            object.__setattr__(self, definition.name, definition.read(settings[definition.name]))
+
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Give a parser options for all of these."""
+        from graphllm.config.parser import add_options
+
+        add_options(parser, defined)
+        return parser
+
+    def from_cli_args(cls: Any, args: Namespace) -> Any:
+        """From what such a parser has read."""
+        from graphllm.config.parser import options_of
+
+        return cls(**options_of(args, defined))
 
     fields = [
         (d.name, d.said, dataclasses.field(default=d.unsaid, kw_only=number > 0))
         for number, d in enumerate(defined.values())
     ]
     lines = (textwrap.fill(f"{d.name}: {d.help}", 112, subsequent_indent="    ") for d in defined.values())
-    namespace = {"__post_init__": read_all, "__doc__": _DOC + "\n".join(lines), "__module__": __name__}
+    namespace = {
+        "__init__": read_all,
+        "__doc__": _DOC + "\n".join(lines),
+        "__module__": __name__,
+        "add_cli_args": staticmethod(add_cli_args),
+        "from_cli_args": classmethod(from_cli_args),
+    }
     return dataclasses.make_dataclass(name, fields, frozen=True, namespace=namespace)
 
 
@@ -41,6 +73,10 @@ if TYPE_CHECKING:
         __dataclass_fields__: ClassVar[dict[str, Any]]
 
         def __init__(self, model: str | Path | None = None, **settings: Any) -> None: ...
+        @staticmethod
+        def add_cli_args(parser: ArgumentParser) -> ArgumentParser: ...
+        @classmethod
+        def from_cli_args(cls, args: Namespace) -> EngineArgs: ...
         def __getattr__(self, name: str) -> Any: ...
 
 else:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
 from graphllm.config.errors import ConfigError
-from graphllm.config.setting import definitions, not_key, setting
+from graphllm.config.setting import definitions, not_key, parse_count, setting
 
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -120,13 +121,28 @@ class CompileConfig:
         help="Batch sizes to specialize for, such as decode-1,decode-2-64,mixed-2-2048.",
     )
     max_model_len: int = setting(
-        2048, auto="the model's own", help="Tokens of a prompt and its output together.", ge=2, le=2**31 - 1
+        2048,
+        auto="the model's own",
+        parse=functools.partial(parse_count, "max_model_len"),
+        help="Tokens of a prompt and its output together, such as 8192 or 8k.",
+        ge=2,
+        le=2**31 - 1,
     )
     max_num_seqs: int = setting(
-        64, auto="64 on a CPU, 256 or 1024 by the memory of a GPU", help="Sequences in one step.", ge=1, le=2**16
+        64,
+        auto="64 on a CPU, 256 or 1024 by the memory of a GPU",
+        parse=functools.partial(parse_count, "max_num_seqs"),
+        help="Sequences in one step.",
+        ge=1,
+        le=2**16,
     )
     max_num_batched_tokens: int = setting(
-        2048, auto="2048 on a CPU, 8192 on a GPU", help="Tokens in one step.", ge=2, le=_LARGEST_BUCKET
+        2048,
+        auto="2048 on a CPU, 8192 on a GPU",
+        parse=functools.partial(parse_count, "max_num_batched_tokens"),
+        help="Tokens in one step.",
+        ge=2,
+        le=_LARGEST_BUCKET,
     )
     block_size: int = setting(16, auto="16", help="Tokens in one block of the cache.", ge=1, le=2**16)
     max_logprobs: int = setting(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
 from graphllm.config.setting import parse_bytes, setting
@@ -36,8 +36,8 @@ class ModelConfig:
     seed: int | None = setting(0, help="Of requests without one; None: they differ each time.", key=_RUNNING)
     logits_processors: tuple[str, ...] = setting(
         (),
-        written=Sequence[str | Callable[..., None]],
-        help="Functions that edit the logits, as package.module:name; in Python also the functions themselves.",
+        written=Sequence[str | Callable[..., Any]],
+        help="What edits the logits, as package.module:name; in Python also the functions or classes themselves.",
         key=_RUNNING,
     )
 
@@ -98,6 +98,12 @@ class SchedulerConfig:
     long_prefill_token_threshold: int = setting(
         0, help="Tokens of one prompt in one step at most; 0: as many as fit.", key=_RUNNING, ge=0
     )
+    scheduler_cls: str | None = setting(
+        None,
+        written=str | type | None,
+        help="A subclass of `graphllm.engine.scheduler.Scheduler`, or its name as package.module:name.",
+        key=_RUNNING,
+    )
     cache_secret: str | None = setting(
         None, help="Engines with the same one may exchange cached prefixes; None: nobody can.", key=_RUNNING
     )
@@ -106,6 +112,15 @@ class SchedulerConfig:
         help="Recurrent states are kept for reuse at a prompt's end and about every so many tokens; 0: only there.",
         key=_RUNNING,
         ge=0,
+    )
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """What an engine tells of itself while it runs."""
+
+    disable_log_stats: bool = setting(
+        False, help="No line in the log every ten seconds with the throughput and the load.", key=_RUNNING
     )
 
 
@@ -119,6 +134,7 @@ class EngineConfig:
     compilation: CompileConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    log: LogConfig
 
 
 @dataclass(frozen=True)
@@ -131,3 +147,4 @@ class CoreConfig:
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     stop_ids: tuple[int, ...] = ()
+    log: LogConfig = LogConfig()

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from graphllm.config.errors import ConfigError
 from graphllm.config.fields import read, read_json
@@ -34,30 +35,53 @@ from graphllm.config.parameter import (
     whole,
 )
 from graphllm.config.structured_outputs import StructuredOutputsParams
+from graphllm.config.vllm_names import SAMPLING_NAMES, as_settings
 
+T = TypeVar("T")
+MAX_LOGPROB_IDS = 128
 MAX_N = 16384  # completions of one request; more is a mistake, and each costs the front memory before it runs
 
-# What other servers accept and this one does not have yet, with the value that changes nothing; None never does.
-_NEUTRAL: dict[str, Any] = {
-    "best_of": 1,
-    "flat_logprobs": False,
-    "length_penalty": 1,
-    "logits_processors": [],
-    "logprob_token_ids": None,
-    "prompt_logprob_start": None,
-    "prompt_logprob_token_ids": None,
-    "repetition_detection": None,
-    "routed_experts_prompt_start": 0,
-    "stream_interval": 1,
-    "thinking_token_budget": None,
-    "trace_decode_token_ids": None,
-    "truncate_prompt_tokens": None,
-    "use_beam_search": False,
-    "watermarking": False,
-}
+_COUNT = whole("give a number from 0 to 1024", ge=0, le=1024)
 _FROM_GENERATION_CONFIG = {"max_new_tokens": "max_tokens"} | {
     name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 }
+
+
+@documented
+@dataclass(frozen=True)
+class RepetitionDetectionParams:
+    """When an output counts as repeating itself, which ends it with finish_reason "repetition": the same pattern of
+    tokens stands ``min_count`` times at its end. Raises ConfigError."""
+
+    max_pattern_size: int = parameter(0, _COUNT, help="Tokens of a pattern at most; 0 looks for none.")
+    min_pattern_size: int = parameter(0, _COUNT, help="Tokens of a pattern at least; 0 is 1.")
+    min_count: int = parameter(0, _COUNT, help="How often it stands there, from 2.")
+
+    def __post_init__(self) -> None:
+        normalize(self)
+        if self.min_pattern_size > self.max_pattern_size:
+            raise ConfigError(
+                f"repetition_detection.min_pattern_size is {self.min_pattern_size}: give at most max_pattern_size, "
+                f"which is {self.max_pattern_size}"
+            )
+        if self.max_pattern_size and self.min_count < 2:
+            raise ConfigError(f"repetition_detection.min_count is {self.min_count}: give a number from 2")
+
+    @staticmethod
+    def from_fields(fields: Mapping[str, Any]) -> RepetitionDetectionParams:
+        """From a request's object. Raises ConfigError naming a field that there is not."""
+        known = {f.name: f.default for f in dataclasses.fields(RepetitionDetectionParams)}
+        return RepetitionDetectionParams(**as_settings(fields, known, {}))
+
+    def found_in(self, tokens: Sequence[int]) -> bool:
+        """Whether these end with a pattern that repeats."""
+        for size in range(max(1, self.min_pattern_size), self.max_pattern_size + 1):
+            length = size * self.min_count
+            if length > len(tokens):
+                break
+            if all(tokens[-i] == tokens[-i - size] for i in range(1, length - size + 1)):
+                return True
+        return False
 
 
 class RequestOutputKind(enum.Enum):
@@ -94,6 +118,10 @@ def _structured(value: Any) -> Any:
     return StructuredOutputsParams.from_fields(value) if isinstance(value, Mapping) else value
 
 
+def _repetition(value: Any) -> Any:
+    return RepetitionDetectionParams.from_fields(value) if isinstance(value, Mapping) else value
+
+
 def _biases(value: Any) -> Any:
     return {_token(k): _clamped(v) for k, v in value.items()} or None if isinstance(value, Mapping) else value
 
@@ -112,6 +140,22 @@ _PENALTY = number("give a number from -2 to 2", ge=-2, le=2)
 _TOP = optional(whole("give a number from 0, or -1 for the whole vocabulary", ge=-1))
 
 
+def _with_vllm_names(params: type[T]) -> type[T]:
+    """A decorator: a dataclass takes vLLM's further names, as `SAMPLING_NAMES` says."""
+    init: Any = params.__init__
+    defaults = {f.name: f.default for f in dataclasses.fields(cast(Any, params))}
+
+    @functools.wraps(init)
+    def accept(self: Any, *values: Any, **given: Any) -> None:
+        if not given.keys() <= defaults.keys():
+            given = as_settings(given, defaults, SAMPLING_NAMES)
+        init(self, *values, **given)
+
+    params.__init__ = accept  # type: ignore[method-assign]
+    return params
+
+
+@_with_vllm_names
 @documented
 @dataclass(frozen=True)
 class SamplingParams:
@@ -173,6 +217,16 @@ class SamplingParams:
     prompt_logprobs: int | None = parameter(
         None, _TOP, normal=_count, bounds={"ge": 0}, cli=False, help="The same for each position of the prompt."
     )
+    logprob_token_ids: tuple[int, ...] | None = parameter(
+        None, optional(Check(lambda value: is_ids(value) and 0 < len(value) <= MAX_LOGPROB_IDS,
+                             f"give 1 to {MAX_LOGPROB_IDS} token ids")),
+        normal=_tuple_or_none, body=list[int], cli=False,
+        help="Tokens whose log-probabilities are given at each position of the output, beside those of logprobs.",
+    )  # fmt: skip
+    thinking_token_budget: int | None = parameter(
+        None, optional(whole("give a number from 0", ge=0)),
+        help="Tokens of thinking at most; then `</think>` follows. Of models that think in these tags.",
+    )  # fmt: skip
     detokenize: bool = parameter(True, SWITCH, body=False, cli=False, help="False gives token ids only.")
     skip_special_tokens: bool = parameter(True, SWITCH, help="Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = parameter(True, SWITCH, help="Where the decoder puts spaces.")
@@ -198,6 +252,12 @@ class SamplingParams:
     bad_words: tuple[str, ...] = parameter(
         (), STRINGS, normal=_texts, body=list[str], help="Strings that never appear in the output."
     )
+    repetition_detection: RepetitionDetectionParams | None = parameter(
+        None,
+        optional(instance(RepetitionDetectionParams, "give a RepetitionDetectionParams or an object with its fields")),
+        normal=_repetition, body=dict[str, int], cli=False,
+        help="End an output that repeats itself: max_pattern_size, min_pattern_size, min_count.",
+    )  # fmt: skip
     skip_reading_prefix_cache: bool | None = parameter(
         None, optional(SWITCH), body=False, cli=False,
         help="Compute the prompt anew; None does where prompt_logprobs need it.",
@@ -209,6 +269,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         normalize(self)
         raise_all(self._conflicts())
+        if self.logprob_token_ids is not None and self.logprobs is None:
+            object.__setattr__(self, "logprobs", 0)
 
     def _conflicts(self) -> list[str]:
         """What is wrong between fields that are each right."""
@@ -228,18 +290,9 @@ class SamplingParams:
 
         Fields without support are refused by name, never ignored, unless their value changes nothing.
         """
-        known = {f.name for f in dataclasses.fields(SamplingParams)}
+        known = {f.name: f.default for f in dataclasses.fields(SamplingParams)}
         given = {name: value for name, value in fields.items() if value is not None}
-        raise_all(
-            [
-                f"{name!s:.80} is {value!r:.80}: not supported; leave it out"
-                for name, value in given.items()
-                if name not in known and not _changes_nothing(name, value)
-            ]
-        )
-        return dataclasses.replace(
-            defaults or SamplingParams(), **{name: value for name, value in given.items() if name in known}
-        )
+        return dataclasses.replace(defaults or SamplingParams(), **as_settings(given, known, SAMPLING_NAMES))
 
     @staticmethod
     def from_generation_config(config: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
@@ -284,9 +337,3 @@ class BeamSearchParams:
 def sampling_columns() -> tuple[Column, ...]:
     """The sampling parameters that reach the device, one entry for each sampled row."""
     return columns(SamplingParams)
-
-
-def _changes_nothing(name: str, value: object) -> bool:
-    """Of a field without support. 0 asks for something where False does not, so types count."""
-    neutral = _NEUTRAL.get(name)
-    return name in _NEUTRAL and value == neutral and isinstance(value, bool) == isinstance(neutral, bool)

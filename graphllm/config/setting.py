@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -213,6 +214,15 @@ def plain(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     return value
+
+
+def parse_count(name: str, text: str) -> int:
+    """The number in "4096", "4k" (4,000) or "4K" (4,096). Raises ConfigError naming the setting when it is none."""
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)([kmgKMG]?)", text.strip())
+    step = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G": 2**30}[found[2]] if found else 1
+    if found is None or (count := float(found[1]) * step) % 1:
+        raise ConfigError(f"{name} is {text!r:.80}: give a whole number, such as 4096, 4k (4,000) or 4K (4,096)")
+    return int(found[1]) * step if found[1].isdigit() else int(count)
 
 
 def parse_bytes(name: str, text: str) -> int:

@@ -33,6 +33,7 @@ class StructuredOutputsParams:
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    structural_tag: str | None = None  # for scripts that name it; only None
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -52,6 +53,7 @@ class StructuredOutputsParams:
                 "give True or False",
             ),
             ("whitespace_pattern", isinstance(self.whitespace_pattern, text), "give a regular expression"),
+            ("structural_tag", self.structural_tag is None, "not supported; leave it out"),
         )
         raise_all(
             [f"structured_outputs.{name} is {getattr(self, name)!r:.80}: {way}" for name, ok, way in checks if not ok]

@@ -102,7 +102,8 @@ class SamplingTable:
         return {"counts": counts, "bias_token": tokens, "bias_value": values}
 
     def mask_row(self, row: np.ndarray, slot: int, state: RequestState, sample_index: int) -> None:
-        """Write the mask [words] of everything but a grammar: allowed ids, bad words, and no stop before min_tokens.
+        """Write the mask [words] of everything but a grammar: allowed ids, bad words, the end of thinking, and no
+        stop before min_tokens.
 
         row holds what is allowed so far and is narrowed.
         """
@@ -113,6 +114,9 @@ class SamplingTable:
         for *before, last in (words for words in request.bad_words if len(words) > 1):
             if output[-len(before) :] == before:
                 _set(row, last, False)
+        if request.thinking is not None and (forced := request.thinking.forced(output)) is not None:
+            row[:] = 0
+            _set(row, forced, True)
         if sample_index < request.params.min_tokens:
             narrowed = row.copy()
             for token in request.stop_ids:

@@ -21,7 +21,7 @@ from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
 from graphllm.engine.item_cache import check_items
-from graphllm.engine.options import LogitsProcessor, Row
+from graphllm.engine.options import LogitsProcessor, Row, imported
 from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
     BucketStats,
@@ -88,7 +88,12 @@ class EngineCore:
         if processors and executor.task != "generate":
             raise ConfigError("logits_processors: the model has no logits; leave them out")
         caching = options.enable_prefix_caching and executor.shareable
-        self._scheduler = Scheduler(limits, executor.layout, caching, options.cache_secret)
+        policy = Scheduler if options.scheduler_cls is None else imported("scheduler_cls", options.scheduler_cls)
+        if not (isinstance(policy, type) and issubclass(policy, Scheduler)):
+            raise ConfigError(
+                f"scheduler_cls is {options.scheduler_cls!r}: give a subclass of graphllm.engine.scheduler.Scheduler"
+            )
+        self._scheduler = policy(limits, executor.layout, caching, options.cache_secret)
         self._pool = self._scheduler.cache.pool
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab)
         self._providers = find_providers(executor.inputs.values())
@@ -135,6 +140,8 @@ class EngineCore:
             request = msgspec.structs.replace(request, params=SamplingParams())
         if request.items:
             check_items(request, *self._executor.item_input)
+        for processor in self._processors:
+            self._validate(processor, request.params)
         if request.id in self._compiling:
             raise ConfigError(f"request_id: {request.id!r} is already running; ids must be unique")
         if request.params.structured_outputs is None:
@@ -147,6 +154,14 @@ class EngineCore:
             request,
             self._compiler.submit(self.grammars.compile, request.params.structured_outputs),
         )
+
+    @staticmethod
+    def _validate(processor: LogitsProcessor, params: SamplingParams) -> None:
+        """Let a processor that is a class refuse a request's parameters."""
+        try:
+            getattr(processor, "validate_params", lambda params: None)(params)
+        except ValueError as wrong:
+            raise ConfigError(f"logits_processors: {wrong}") from wrong
 
     def abort(self, ids: Iterable[str]) -> None:
         """End requests; their last update comes with the next step. Ids that are not known are ignored."""
@@ -207,8 +222,8 @@ class EngineCore:
         for state in output.admitted:
             id, request = state.request.id, state.request
             state.scheduled = state.scheduled or begun
-            several = any(len(words) > 1 for words in request.bad_words)
-            if self._table.admit(state, always_masked=id in self._matchers or several):
+            masked = request.thinking is not None or any(len(words) > 1 for words in request.bad_words)
+            if self._table.admit(state, always_masked=id in self._matchers or masked):
                 bias = request.params.logit_bias or {}
                 self._executor.write_entry(state.slot, self._table.states(request.prompt, state.output, bias))
             if self._processors or self._table.must_be_seen(state.slot):
@@ -264,14 +279,18 @@ class EngineCore:
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
         params = started.output.requests[rows.entry[row]].request.params
-        return (params.logprobs if rows.sample_index[row] >= 0 else params.prompt_logprobs) == -1
+        if rows.sample_index[row] < 0:
+            return params.prompt_logprobs == -1
+        return params.logprobs == -1 or params.logprob_token_ids is not None
 
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
             return None
         states = [started.output.requests[e] for e in started.batch.rows.entry]
+        inside = (started.batch.rows.sample_index < 0).tolist()
         told = [
-            Row(s.request.id, s.request.prompt, list(s.output), dict(s.request.params.extra_args or {})) for s in states
+            Row(s.request.id, s.request.prompt, list(s.output), dict(p.extra_args or {}), p, within)
+            for s, p, within in zip(states, (s.request.params for s in states), inside, strict=True)
         ]
 
         def edit(logits: torch.Tensor) -> None:
@@ -347,7 +366,13 @@ class EngineCore:
                 continue
             inside = rows.sample_index[row] < 0
             token = int(step.batch.step.arrays["target"][row]) if inside else int(result.tokens[row])
-            ranked = _ranked(token, scores[row], int(rows.wanted[row]), result.whole.get(int(row)))
+            params = state.request.params
+            named = () if inside else params.logprob_token_ids or ()
+            every = (params.prompt_logprobs if inside else params.logprobs) == -1
+            whole = result.whole.get(int(row))
+            ranked = _ranked(token, scores[row], int(rows.wanted[row]), whole if every else None)
+            if named and whole is not None:
+                ranked.named = [(i, float(whole[i]), 1 + int(np.count_nonzero(whole > whole[i]))) for i in named]
             (self._scored if inside else found).setdefault(state.request.id, []).append(ranked)
         return found
 

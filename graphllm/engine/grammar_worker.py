@@ -4,7 +4,6 @@ what is wrong with it. Beyond the limits it ends. It lives for as long as its st
 from __future__ import annotations
 
 import contextlib
-import resource
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from graphllm.config import ConfigError
 from graphllm.config.sampling import StructuredOutputsParams
 from graphllm.engine.grammar import STACK_BYTES, GrammarCompiler
 from graphllm.engine.grammar_trial import CPU_SECONDS, MEMORY_MB, Setup
+from graphllm.engine.limited_process import limit_memory, limit_time
 
 
 def main() -> None:
@@ -22,15 +22,10 @@ def main() -> None:
     compiler = GrammarCompiler(Path(setup.folder), setup.vocab, frozenset(setup.stop_ids))
     with contextlib.suppress(ConfigError):  # it comes again with the first grammar
         compiler.compile(StructuredOutputsParams(regex="a"))  # what is made once is not limited
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + STACK_BYTES + (MEMORY_MB << 20)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    limit_memory(STACK_BYTES + (MEMORY_MB << 20))
     _answer("")
     for line in sys.stdin.buffer:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        most = int(used.ru_utime + used.ru_stime) + 1 + CPU_SECONDS
-        resource.setrlimit(resource.RLIMIT_CPU, (most, resource.RLIM_INFINITY))
+        limit_time(CPU_SECONDS)
         try:
             compiler.compile(msgspec.json.decode(line, type=StructuredOutputsParams))
         except ConfigError as wrong:

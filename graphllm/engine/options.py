@@ -1,22 +1,45 @@
-"""The hook for users' logits processors. Imports no torch."""
+"""What users may put into an engine: logits processors, and objects by their names. Imports no torch."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphllm.config import ConfigError
+from graphllm.config.sampling import SamplingParams
 
 if TYPE_CHECKING:
     import torch
 
 
 class Row(NamedTuple):
-    """What a logits processor is told of one row: the request's id, its tokens so far, and its ``extra_args``."""
+    """What a logits processor is told of one row: the request's id, its tokens so far, its ``extra_args`` and
+    all of its parameters. in_prompt: a row inside the prompt, which only reports log-probabilities."""
 
     request_id: str
     prompt: Sequence[int]
     output: Sequence[int]
     extra_args: dict[str, object]
+    params: SamplingParams
+    in_prompt: bool = False
 
 
 # Edits float32 logits [R, V] in place, one row for each entry of the list; docs/logits-processors.md has an example.
 LogitsProcessor = Callable[["torch.Tensor", Sequence[Row]], None]
+
+
+def imported(setting: str, name: str) -> Any:
+    """The object behind "package.module:name", or "package.module.name". Raises ConfigError when there is none."""
+    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as missing:
+        raise ConfigError(f"{setting}: {name!r} cannot be imported ({missing}); give package.module:name") from missing
+
+
+def name_of(setting: str, found: type) -> str:
+    """The name under which another process finds a class. Raises ConfigError for one that is inside a function."""
+    if "<locals>" in found.__qualname__:
+        raise ConfigError(f"{setting} is {found.__qualname__}: put the class at the top of a module")
+    return f"{found.__module__}:{found.__qualname__}"

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import msgspec
+
 from graphllm.config import ConfigError
-from graphllm.config.sampling import RequestOutputKind
+from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind
 from graphllm.engine.processor import ParsedRequest
 from graphllm.engine.request import EngineCoreOutput, PositionLogprobs
 from graphllm.engine.text import Detokenizer, Tokenizer
@@ -32,7 +34,8 @@ Position = dict[int, Logprob]  # by token id: the token that stands there first,
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. finish_reason: "stop", "length", "abort", "error", or None while it runs. stop_reason: the stop
+    """One completion. finish_reason: "stop", "length", "repetition", "abort", "error", or None while
+    it runs. stop_reason: the stop
     string or the id of stop_token_ids that ended it, None for an end-of-sequence token. cumulative_logprob: of all its
     tokens, where logprobs were asked for. error: what went wrong, for people."""
 
@@ -192,6 +195,8 @@ class OutputProcessor:
         ranks = range(1, len(ranked.top_ids) + 1)
         best = zip(ranked.top_ids, map(Logprob, ranked.top_logprobs, ranks, map(piece, ranked.top_ids)), strict=True)
         found = {ranked.token: own, **dict(best)}
+        for token, logprob, rank in ranked.named:
+            found.setdefault(token, Logprob(logprob, rank, piece(token)))
         found[ranked.token] = own  # with its own rank, which is another than its place where several are equal
         return found
 
@@ -258,7 +263,10 @@ class _Stream:
 
     def take(self, update: EngineCoreOutput) -> int:
         """Add an update's tokens; how many of them count, which is fewer when a stop string comes before the last."""
-        tokens, p = update.tokens, self.params
+        p = self.params
+        if p.repetition_detection is not None:
+            update = self._until_it_repeats(update, p.repetition_detection)
+        tokens = update.tokens
         self.news = True
         shown = tokens
         if update.finish_reason is not None:
@@ -281,6 +289,18 @@ class _Stream:
                     return i
             self.tokens += tokens
         return len(tokens)
+
+    def _until_it_repeats(self, update: EngineCoreOutput, how: RepetitionDetectionParams) -> EngineCoreOutput:
+        """An update up to where the output repeats itself, which is its end then."""
+        known = self.tokens.copy()
+        for i, token in enumerate(update.tokens, 1):
+            known.append(token)
+            ended = i == len(update.tokens) and update.finish_reason is not None
+            if len(known) > self.params.min_tokens and not ended and how.found_in(known):
+                return msgspec.structs.replace(
+                    update, tokens=update.tokens[:i], finish_reason="repetition", stop_reason=None, error=None
+                )
+        return update
 
     def _step_finds_stop(self, token: int, number: int, detokenizer: Detokenizer | _Joined) -> bool:
         """Decode the ``number``th token of the output; whether the text has a stop string now, and was cut."""

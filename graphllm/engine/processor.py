@@ -10,17 +10,34 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
-from graphllm.engine.request import CoreInfo, EngineRequest
+from graphllm.engine.request import CoreInfo, EngineRequest, ThinkingBudget
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import encode_at_most
 
-_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens"}
+_PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "truncation"}
+_TRUNCATED = 1 << 16  # tokens of a prompt that is truncated, or twice the context where that is more
 _BAD_WORDS, _BAD_WORDS_LENGTH = 1024, 64 << 10  # how many, and characters of all together: each is tokenized twice
 Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class TextPrompt(TypedDict):
+    """A prompt as text. add_special_tokens: False for a text that has them."""
+
+    prompt: str
+    cache_salt: NotRequired[str]
+    add_special_tokens: NotRequired[bool]
+
+
+class TokensPrompt(TypedDict):
+    """A prompt as token ids. prompt: its text, for the output."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+    cache_salt: NotRequired[str]
 
 
 class GrammarChecker(Protocol):
@@ -28,6 +45,27 @@ class GrammarChecker(Protocol):
 
     def check(self, spec: StructuredOutputsParams) -> None:
         """Raises ConfigError when it cannot."""
+
+
+class Truncation(NamedTuple):
+    """How many tokens of a prompt are kept, -1 for as many as leave room for the output, and on which side it is
+    cut. What a tokenizer puts around a text stays."""
+
+    tokens: int
+    side: str = "left"
+
+    def cut(self, ids: Sequence[int], room: int, around: tuple[int, int]) -> list[int]:
+        """room: tokens of a prompt at most. around: how many the tokenizer has put before and behind the text."""
+        keep = room if self.tokens == -1 else self.tokens
+        if keep > room:
+            raise ConfigError(f"truncate_prompt_tokens is {keep}: there is room for {room}; give no more, or -1")
+        before, behind = around if sum(around) < keep else (0, 0)
+        end = len(ids) - behind
+        if len(ids) <= keep:
+            return list(ids)
+        left = keep - before - behind
+        middle = ids[end - left : end] if self.side == "left" else ids[before : before + left]
+        return [*ids[:before], *middle, *ids[end:]]
 
 
 class ParsedRequest(NamedTuple):
@@ -70,11 +108,11 @@ class Processor:
         """Check a request and split it into its completions.
 
         prompt: text, token ids, or a mapping with ``prompt`` and/or ``prompt_token_ids`` (which is used when there are
-        both), and maybe ``cache_salt``, and ``add_special_tokens``, False for a text that has them. Completions are
-        named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError naming field,
-        value and remedy.
+        both), and maybe ``cache_salt``, ``truncation``, and ``add_special_tokens``, False for a text that has them.
+        Completions are named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError
+        naming field, value and remedy.
         """
-        text, ids, salt = self._prompt(prompt)
+        text, ids, salt = self._prompt(prompt, params)
         limit = self._limit(len(ids), params)
         self._check_counts(params)
         self._check_ids(params)
@@ -100,6 +138,7 @@ class Processor:
             "cache_salt": cache_salt or salt,
             "bad_words": self._bad_words(params),
             "arrival": time.monotonic(),
+            "thinking": self._thinking(ids, params),
         }
         requests = [
             EngineRequest(id=name, seed=_int64(seed + i), fork_of=names[0] if i else "", **common)
@@ -107,13 +146,22 @@ class Processor:
         ]
         return ParsedRequest(request_id, text, ids, params, requests, eos)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> Iterator[list[int] | None]:
-        """The token ids of a prompt, as `encode_at_most` gives them for the context."""
+    def encode(self, text: str, add_special_tokens: bool = True, truncated: bool = False) -> Iterator[list[int] | None]:
+        """The token ids of a prompt, as `encode_at_most` gives them for the context. truncated: it will be."""
         if self._tokenizer is None:
             raise ConfigError("prompt is text and there is no tokenizer; give prompt_token_ids")
-        return encode_at_most(self._tokenizer, text, self._info.max_model_len - 1, add_special_tokens)
+        most = self._info.max_model_len
+        limit = max(2 * most, _TRUNCATED) if truncated else most - 1
+        return encode_at_most(self._tokenizer, text, limit, add_special_tokens)
 
-    def _prompt(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+    def _around(self) -> tuple[int, int]:
+        """How many tokens the tokenizer puts before and behind a text."""
+        assert self._tokenizer is not None
+        plain, whole = (self._tokenizer.encode("a", add_special_tokens=special) for special in (False, True))
+        at = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return at, len(whole) - at - len(plain)
+
+    def _prompt(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[int], str]:
         """Text if there is any, token ids, cache salt."""
         fields = prompt if isinstance(prompt, Mapping) else {}
         if fields.keys() - _PROMPT_KEYS:
@@ -127,7 +175,10 @@ class Processor:
         if ids is None:
             if text is None:
                 raise ConfigError("prompt is missing: give text, or token ids as prompt_token_ids")
-            *_, ids = self.encode(text, fields.get("add_special_tokens", True))
+            *_, ids = self.encode(text, fields.get("add_special_tokens", True), "truncation" in fields)
+        if "truncation" in fields:
+            around = self._around() if text is not None and fields.get("add_special_tokens", True) else (0, 0)
+            ids = fields["truncation"].cut(ids, self._info.max_model_len - (params.max_tokens or 1), around)
         return text, self._checked(ids), str(fields.get("cache_salt") or "")
 
     def _checked(self, ids: Any) -> list[int]:
@@ -175,9 +226,25 @@ class Processor:
         self._check_vocabulary("stop_token_ids", params.stop_token_ids)
         self._check_vocabulary("logit_bias", list(params.logit_bias or ()))
         self._check_vocabulary("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_vocabulary("logprob_token_ids", params.logprob_token_ids or ())
 
     def _check_vocabulary(self, field: str, ids: Sequence[int]) -> None:
         check_vocabulary(field, ids, self._info.vocab)
+
+    def _thinking(self, prompt: Sequence[int], params: SamplingParams) -> ThinkingBudget | None:
+        budget = params.thinking_token_budget
+        if budget is None or params.structured_outputs is not None:  # a grammar leaves no place for thinking
+            return None
+        if self._tokenizer is None:
+            raise ConfigError(f"thinking_token_budget is {budget}: there is no tokenizer; leave it out")
+        tags = [self._tokenizer.encode(tag, add_special_tokens=False) for tag in ("<think>", "</think>")]
+        if any(len(tag) != 1 for tag in tags):
+            raise ConfigError(
+                f"thinking_token_budget is {budget}: the model has no tokens <think> and </think>; give max_tokens"
+            )
+        (start,), (end,) = tags
+        last = next((i for i in reversed(prompt) if i in (start, end)), end)
+        return ThinkingBudget(budget, start, end, last == start)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the words, as they stand at the beginning of a text and behind a space."""

@@ -6,7 +6,7 @@ Plain data that msgspec writes to a socket; in one process the same objects are 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -44,6 +44,24 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     shape: tuple[int, ...] = ()
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True):
+    """How long a sequence may think. tokens: at most. start, end: the tokens of the tags. begun: the prompt ends within
+    the thinking."""
+
+    tokens: int
+    start: int
+    end: int
+    begun: bool
+
+    def forced(self, output: Sequence[int]) -> int | None:
+        """The token that must come next; None where any may."""
+        if not self.begun and self.start not in output:
+            return None
+        begin = 0 if self.begun else output.index(self.start) + 1
+        over = len(output) - begin >= self.tokens and self.end not in output[begin:]
+        return self.end if over else None
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate; a user's request with ``n`` completions becomes n of these.
 
@@ -52,7 +70,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
     for none). bad_words: token sequences that must not appear. arrival: seconds, `time.monotonic` of the machine.
     adapter_id: entry of the adapters' tables, 0 for none. adapter: what tells its adapter from others in every process,
-    such as a hash of its weights; the prefix cache goes by it. items: encoded inputs.
+    such as a hash of its weights; the prefix cache goes by it. items: encoded inputs. thinking: how long it may think.
     """
 
     id: str
@@ -69,12 +87,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter_id: int = 0
     adapter: str = ""
     items: list[Item] = []
+    thinking: ThinkingBudget | None = None
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
     """Log-probabilities at one position, of the model's own distribution (before temperature, penalties and masks).
 
     rank: 1 for the likeliest. top_ids, top_logprobs: the likeliest tokens, best first, as many as were asked for.
+    named: (token, log-probability, rank) of tokens that were asked for by their ids.
     """
 
     token: int
@@ -82,6 +102,7 @@ class PositionLogprobs(msgspec.Struct, array_like=True):
     rank: int
     top_ids: list[int]
     top_logprobs: list[float]
+    named: list[tuple[int, float, int]] = []
 
 
 class EngineCoreOutput(msgspec.Struct, omit_defaults=True):

@@ -108,10 +108,14 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises as `check` does."""
         self.check(request)
-        priority = request.priority if self._limits.policy == "priority" else 0
-        state = RequestState(request, (priority, next(self._arrivals)))
+        state = RequestState(request, (self.urgency(request), next(self._arrivals)))
         self._by_id[request.id] = state
         heapq.heappush(self._waiting, state)
+
+    def urgency(self, request: EngineRequest) -> int:
+        """The place of a request among others: lower goes first, and what came first of equal ones. A subclass may say
+        another."""
+        return request.priority if self._limits.policy == "priority" else 0
 
     def abort(self, ids: Iterable[str]) -> list[RequestState]:
         """Drop requests; what is in flight for them is ignored when it comes. Those that there were."""

@@ -5,8 +5,9 @@ Built on the `tokenizers` library and jinja2 alone, imported when first needed; 
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +34,7 @@ _TOKEN_IDS = Check(
     lambda value: is_int(value) or (isinstance(value, list) and all(is_int(i) for i in value)),
     "set it to the checkpoint's token id, or a list of them",
 )
+Render = Callable[[Mapping[str, Any]], str]
 _TEMPLATES = Check(
     lambda value: (
         isinstance(value, str)
@@ -121,24 +123,32 @@ class Tokenizer:
         /,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
+        render: Render | None = None,
         **variables: Any,
     ) -> str:
         """The prompt that the checkpoint's chat template makes of a conversation.
 
-        tools: JSON schemas. variables: others that the template knows, such as ``enable_thinking``. Raises ConfigError
-        when there is no template, when it does not compile, and with its own message when it refuses the messages.
+        tools: JSON schemas. variables: others that the template knows, such as ``enable_thinking``. render: writes the
+        variables out in place of the checkpoint's template. Raises ConfigError when there is no template, when it does
+        not compile, and with its own message when it refuses the messages.
         """
-        import jinja2
-
-        template = self._template(for_tools=tools is not None)
         known = [_with_reasoning({k: v for k, v in m.items() if v is not None}) for m in messages]
         if not known:
             raise ConfigError("messages: empty; give at least one message")
         plain = _plain({"messages": known, "tools": tools, "documents": None, **self._special, **variables})
-        try:
-            return template.render({**plain, "add_generation_prompt": add_generation_prompt})
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
-            raise ConfigError(f"chat template: {e}") from e
+        told = {**plain, "add_generation_prompt": add_generation_prompt}
+        return render(told) if render else render_template(self._template(for_tools=tools is not None), told)
+
+    def with_chat_template(self, text: str) -> Tokenizer:
+        """The same tokenizer with this template in place of the checkpoint's. Raises ConfigError when it does not
+        compile."""
+        other = copy.copy(self)
+        other._templates, other._compiled = {"default": text}, {"default": compile_template(text)}
+        return other
+
+    def token_id(self, token: str) -> int | None:
+        """Of a token by its text; None where there is no such token."""
+        return self._backend.token_to_id(token)
 
     def _template(self, for_tools: bool) -> jinja2.Template:
         name = "tool_use" if for_tools and "tool_use" in self._templates else "default"
@@ -149,7 +159,7 @@ class Tokenizer:
                 "chat_template.jinja in the model's folder"
             )
         if name not in self._compiled:
-            self._compiled[name] = _compile(self._templates[name])
+            self._compiled[name] = compile_template(self._templates[name])
         return self._compiled[name]
 
     def _id_of(self, name: str, ids: Mapping[str, list[int]]) -> int | None:
@@ -240,7 +250,17 @@ def _plain(value: Any) -> Any:
     raise ConfigError(f"chat: a {type(value).__name__} cannot be passed to the template; give plain JSON values")
 
 
-def _compile(text: str) -> jinja2.Template:
+def render_template(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
+    """The text that it makes. Raises ConfigError with its own message when it refuses."""
+    import jinja2
+
+    try:
+        return template.render(variables)
+    except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as e:
+        raise ConfigError(f"chat template: {e}") from e
+
+
+def compile_template(text: str) -> jinja2.Template:
     """The template in the environment that checkpoints are written for, which is the one of transformers."""
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -17,7 +17,7 @@ from typing import Any
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
-from graphllm.engine.grammar_trial import MAX_WAITING
+from graphllm.engine.limited_process import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
@@ -25,7 +25,9 @@ from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, Queue
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
+from graphllm.entrypoints.llm_engine import refuse
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
+from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
@@ -55,9 +57,10 @@ class AsyncLLM:
         tokenizer: Tokenizer | None,
         grammar: Callable[[CoreInfo], GrammarChecker] | None = None,
         seed: int | None = None,
+        loggers: Sequence[StatLogger] = (),
     ) -> None:
-        """client: not started yet. grammar: makes the checker once the core's vocabulary is known. The others: as for
-        `Processor`."""
+        """client: not started yet. grammar: makes the checker once the core's vocabulary is known. loggers: told of
+        the core's figures every ten seconds. The others: as for `Processor`."""
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
@@ -65,6 +68,8 @@ class AsyncLLM:
         self._parsers = concurrent.futures.ThreadPoolExecutor(2 * MAX_WAITING, "graphllm-parse")
         self._starting: asyncio.Task[None] | None = None
         self._receiver: asyncio.Task[None] | None = None
+        self._loggers = loggers
+        self._teller: asyncio.Task[None] | None = None
         self._numbers = itertools.count()
         self._names: dict[str, str] = {}  # what the core calls a request: it may not hear of the end of one in time
         self._streams: dict[str, _Stream] = {}  # by that name
@@ -72,10 +77,17 @@ class AsyncLLM:
         self._cause: DeathCause | None = None
 
     @classmethod
-    def from_engine_args(cls, args: EngineArgs) -> AsyncLLM:
-        """Find the model and its artifact, which is built when the policy says so; `start` then loads it in a process
-        of its own. Raises ConfigError."""
-        return cls.from_resolved(resolve_model(args), args.seed)
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+    ) -> AsyncLLM:
+        """Find the model and its artifact, which is built when the policy says so; `start`, or the first request, then
+        loads it in a process of its own. stat_loggers: made and told in place of the line in the log. The others change
+        nothing. Raises ConfigError."""
+        return cls.from_resolved(resolve_model(engine_args), engine_args.seed, factories=stat_loggers)
 
     @classmethod
     def from_resolved(
@@ -85,8 +97,10 @@ class AsyncLLM:
         unresponsive: float = 10.0,
         stuck: float = 60.0,
         child: Child | None = None,
+        factories: Sequence[StatLoggerFactory] | None = None,
     ) -> AsyncLLM:
-        """An engine for a model that is found. The others: as for `CoreClient`. Raises ConfigError."""
+        """An engine for a model that is found. factories: of stat loggers, None for the line in the log. The others: as
+        for `CoreClient`. Raises ConfigError."""
         if resolved.processors:
             raise ConfigError(
                 f"logits_processors has {resolved.processors[0]!r}: functions cannot cross to the engine's process; "
@@ -100,7 +114,8 @@ class AsyncLLM:
             return GrammarCompiler(folder, info.vocab, stop_ids)
 
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
-        return cls(client, resolved.tokenizer, grammar if resolved.tokenizer else None, seed)
+        loggers = stat_loggers(resolved.config.log.disable_log_stats, factories)
+        return cls(client, resolved.tokenizer, grammar if resolved.tokenizer else None, seed, loggers)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
@@ -113,6 +128,22 @@ class AsyncLLM:
         grammar = self._grammar(info) if self._grammar else None
         self._processor = Processor(self._tokenizer, info, grammar, self._seed)
         self._receiver = asyncio.create_task(self._receive())
+        if self._loggers:
+            self._teller = asyncio.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        """Tell the loggers, until the core is gone."""
+        with contextlib.suppress(EngineDeadError):
+            while True:
+                await asyncio.sleep(SECONDS)
+                await self.do_log_stats()
+
+    async def do_log_stats(self) -> None:
+        """Tell the loggers now. Raises EngineDeadError."""
+        stats = await self.stats()
+        for logger in self._loggers:
+            logger.record(stats)
+            logger.log()
 
     async def generate(
         self,
@@ -122,12 +153,15 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: None = None,
+        trace_headers: None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request as they come; leaving the stream early aborts it.
 
         Outputs that nobody has taken yet are merged into one. Raises ConfigError for a request that cannot run,
         QueueFullError when too many wait, EngineDeadError when the core is dead or dies.
         """
+        refuse(lora_request=lora_request)
         if self._processor is None:
             await self.start()
         if request_id in self._names:
@@ -171,7 +205,7 @@ class AsyncLLM:
         text = fields.get("prompt")
         if not isinstance(text, str) or len(text) <= _LONG or fields.get("prompt_token_ids") is not None:
             return prompt
-        steps = self._processor.encode(text, fields.get("add_special_tokens", True))
+        steps = self._processor.encode(text, fields.get("add_special_tokens", True), "truncation" in fields)
         return {**fields, "prompt_token_ids": await self._in_turns(text, steps)}
 
     async def encode(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
@@ -259,6 +293,8 @@ class AsyncLLM:
 
     async def close(self, drain_timeout: float = 0.0) -> None:
         """End the core, after ``drain_timeout`` seconds for the requests there are; new ones are refused at once."""
+        if self._teller is not None:
+            self._teller.cancel()
         await self._client.close(drain_timeout)
         self._long_texts.shutdown(wait=False, cancel_futures=True)
         if self._receiver is not None:

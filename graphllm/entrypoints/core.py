@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -64,6 +63,8 @@ def _load(
 
     from graphllm.engine.core import EngineCore
     from graphllm.engine.grammar import GrammarCompiler
+    from graphllm.engine.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
+    from graphllm.engine.options import imported
     from graphllm.runtime.executor import Executor
     from graphllm.weights.formats.integers import KERNELS
     from graphllm.weights.loader import load_weights
@@ -72,7 +73,7 @@ def _load(
 
     place = Path(config.load.artifact)
     source = open_source(config.model.model, config.load.load_format, config.model.speculative_model)
-    named = [_named(name) for name in config.model.logits_processors]
+    named = [imported("logits_processors", name) for name in config.model.logits_processors]
     compiled = manifest["factors"]["compile"]
     if compiled["tensor_parallel_size"] != 1:
         raise ConfigError(
@@ -101,7 +102,12 @@ def _load(
         executor.warm_up()
         warm_up_host(executor, compiled["max_model_len"], compiled["max_num_batched_tokens"])
         clock("warm up")
-    return EngineCore(executor, compiled["max_model_len"], config.scheduler, grammars, [*named, *processors])
+    told = ProcessorConfig(
+        ModelLimits(compiled["max_model_len"], executor.vocab),
+        BatchLimits(executor.max_num_seqs, executor.max_num_batched_tokens),
+    )
+    ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
+    return EngineCore(executor, compiled["max_model_len"], config.scheduler, grammars, ready)
 
 
 def warm_up_host(executor: Executor, max_model_len: int, max_num_batched_tokens: int) -> None:
@@ -119,17 +125,6 @@ def warm_up_host(executor: Executor, max_model_len: int, max_num_batched_tokens:
         core.add(EngineRequest(id=f"{number}", prompt=prompt, params=params, stop_ids=[], limit=limit, seed=0))
         while core.unfinished:
             core.step()
-
-
-def _named(name: str) -> LogitsProcessor:
-    """The object behind "package.module:name". Raises ConfigError when there is none."""
-    module, _, attribute = name.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as missing:
-        raise ConfigError(
-            f"logits_processors: {name!r} cannot be imported ({missing}); give package.module:name"
-        ) from missing
 
 
 class _Phases:

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
+from graphllm.engine.processor import GrammarChecker, ParsedRequest, Prompt
 from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
-from graphllm.entrypoints.core import load_core
-from graphllm.entrypoints.model import resolve_model
+from graphllm.entrypoints.llm_engine import LLMEngine, load_engine, refuse
+from graphllm.entrypoints.metrics_reader import Metric
 
 _T = TypeVar("_T")
 Message = Mapping[str, Any]
 Done = Callable[[RequestOutput], None]
+Bars = Callable[..., Any]  # makes a context manager with ``update``, as tqdm's class does
+Show = bool | Bars
 
 
 class LLM:
@@ -33,11 +37,7 @@ class LLM:
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
-        args = EngineArgs(model, **options)
-        resolved = resolve_model(args)
-        core = load_core(resolved.config, processors=resolved.processors)
-        grammar = core.grammars if resolved.tokenizer else None
-        self._attach(core, resolved.tokenizer, resolved.defaults, grammar, args.seed)
+        self._attach(load_engine(EngineArgs(model, **options)))
 
     @classmethod
     def from_core(
@@ -50,20 +50,13 @@ class LLM:
     ) -> LLM:
         """An LLM that drives this core, and closes it in the end."""
         llm = cls.__new__(cls)
-        llm._attach(core, tokenizer, defaults or SamplingParams(), grammar, seed)
+        llm._attach(LLMEngine(core, tokenizer, defaults, grammar, seed))
         return llm
 
-    def _attach(
-        self,
-        core: Core,
-        tokenizer: Tokenizer | None,
-        defaults: SamplingParams,
-        grammar: GrammarChecker | None,
-        seed: int | None,
-    ) -> None:
-        self._core, self._tokenizer, self._defaults = core, tokenizer, defaults
-        self._processor = Processor(tokenizer, core.info, grammar, seed)
-        self._outputs = OutputProcessor(tokenizer)
+    def _attach(self, engine: LLMEngine) -> None:
+        self.llm_engine = engine
+        self._core, self._tokenizer, self._defaults = engine.core, engine.tokenizer, engine.defaults
+        self._processor, self._outputs = engine.processor, engine.outputs
         self._count = 0
 
     def __enter__(self) -> LLM:
@@ -80,49 +73,77 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: Show = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """Finish every prompt; one output each, in their order.
 
         prompts: text, token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of these.
-        sampling_params: for all of them or one each, None for `get_default_sampling_params`. use_tqdm: show progress.
-        priority: one each, lower goes first, with scheduling_policy="priority". Raises ConfigError before anything runs
-        when one of them cannot run. What goes wrong later is in the output: finish_reason "error".
+        sampling_params: for all of them or one each, None for `get_default_sampling_params`. use_tqdm: show progress in
+        a terminal; or what makes a progress bar, such as tqdm's class. priority: one each, lower goes first, with
+        scheduling_policy="priority". Raises ConfigError before anything runs when one of them cannot run. What goes
+        wrong later is in the output: finish_reason "error".
         """
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         given = sampling_params if sampling_params is not None else self._defaults
         each = _each("sampling_params", given, SamplingParams, len(listed))
         priorities = _each("priority", priority if priority is not None else 0, int, len(listed))
         final = {id(p): _final(p) for p in each}  # mostly the same object for all
-        return self._run(listed, [final[id(p)] for p in each], priorities, use_tqdm)
+        return self._run(listed, [final[id(p)] for p in each], priorities, _bars(use_tqdm))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = False,
+        use_tqdm: Show = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        mm_processor_kwargs: None = None,
+        tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
         """`generate` for one conversation or a list of them, written out by the checkpoint's chat template.
 
-        tools: JSON schemas. chat_template_kwargs: variables that the template knows.
+        chat_template: the text of another one, which you trust. continue_final_message: the output goes on with the
+        last message; give add_generation_prompt=False with it. tools: JSON schemas. chat_template_kwargs: variables
+        that the template knows. chat_template_content_format: makes no difference, content goes in as it is.
         """
+        refuse(mm_processor_kwargs=mm_processor_kwargs)
+        if continue_final_message and add_generation_prompt:
+            raise ConfigError("continue_final_message is True: give add_generation_prompt=False with it")
         tokenizer = self.get_tokenizer()
+        if chat_template is not None:
+            tokenizer = tokenizer.with_chat_template(chat_template)
         one = not messages or isinstance(messages[0], Mapping)
         chats = [cast(Sequence[Message], messages)] if one else cast(Sequence[Sequence[Message]], messages)
         options = {"add_generation_prompt": add_generation_prompt, "tools": tools, **(chat_template_kwargs or {})}
         prompts = []
         for chat in chats:
             text = tokenizer.render_chat(chat, **options)
+            if continue_final_message:
+                text = _up_to_the_end_of(chat, text)
             # The template has written BOS where it wants one, so none is added.
             prompts.append({"prompt": text, "add_special_tokens": False})
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, None, tokenization_kwargs)
 
-    def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams) -> list[BeamSearchOutput]:
-        """The likeliest sequences that beam search finds for each prompt."""
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        lora_request: None = None,
+        use_tqdm: Show = False,
+        concurrency_limit: int | None = None,
+    ) -> list[BeamSearchOutput]:
+        """The likeliest sequences that beam search finds for each prompt. use_tqdm, concurrency_limit: change nothing;
+        all prompts run beside each other, as far as a step has room."""
+        refuse(lora_request=lora_request)
         info, tokenizer = self._core.info, self._tokenizer
         step = step_params(params, info.max_logprobs)
         listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
@@ -131,16 +152,18 @@ class LLM:
         searches = [BeamSearch(p.prompt_token_ids, params, eos, info.max_model_len) for p in parsed]
         while live := [(search, wanted) for search in searches if (wanted := search.prompts())]:
             beams = [beam for _, wanted in live for beam in wanted]
-            found = iter(self._run(beams, [step] * len(beams), [0] * len(beams), False))
+            found = iter(self._run(beams, [step] * len(beams), [0] * len(beams), None))
             for search, wanted in live:
                 search.advance([_position(next(found)) for _ in wanted])
         return [BeamSearchOutput(search.best(tokenizer)) for search in searches]
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises ConfigError where there is none."""
-        if self._tokenizer is None:
-            raise ConfigError("tokenizer: there is none; leave out skip_tokenizer_init, or work with token ids")
-        return self._tokenizer
+        return self.llm_engine.get_tokenizer()
+
+    def get_metrics(self) -> list[Metric]:
+        """All that was counted since the start, as gauges, counters and histograms with vLLM's names."""
+        return self.llm_engine.get_metrics()
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the checkpoint's ``generation_config.json`` asks for."""
@@ -150,21 +173,12 @@ class LLM:
         """Forget the cached blocks of earlier prompts."""
         return self._core.reset_prefix_cache()
 
-    def encode(self, *_: Any, **__: Any) -> NoReturn:
-        """Reserved for pooling models."""
-        _no_pooling("encode")
+    if not TYPE_CHECKING:
 
-    def embed(self, *_: Any, **__: Any) -> NoReturn:
-        """Reserved for pooling models."""
-        _no_pooling("embed")
-
-    def classify(self, *_: Any, **__: Any) -> NoReturn:
-        """Reserved for pooling models."""
-        _no_pooling("classify")
-
-    def score(self, *_: Any, **__: Any) -> NoReturn:
-        """Reserved for pooling models."""
-        _no_pooling("score")
+        def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+            if name not in _MISSING:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return functools.partial(_not_here, name)
 
     def _parse(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int]
@@ -179,16 +193,47 @@ class LLM:
         return parsed
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int], show: bool
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int], show: Bars | None
     ) -> list[RequestOutput]:
         parsed = self._parse(prompts, params, priority)
-        if not show:
-            return run_to_completion(self._core, self._outputs, parsed)
+        with show(total=len(parsed), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
+            done = (lambda output: bar.update(1)) if bar is not None else (lambda output: None)
+            outputs = run_to_completion(self._core, self._outputs, parsed, done)
+        for output, request in zip(outputs, parsed, strict=True):
+            self.llm_engine.metrics.finished(output, request.params)
+        return outputs
+
+
+class _Bar:
+    """Progress in a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int, desc: str) -> None:
+        from rich.console import Console
         from rich.progress import Progress
 
-        with Progress(transient=True) as view:
-            task = view.add_task("generating", total=len(parsed))
-            return run_to_completion(self._core, self._outputs, parsed, lambda _: view.advance(task))
+        console = Console(stderr=True)
+        self._view = Progress(console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._view.add_task(desc, total=total)
+
+    def __enter__(self) -> _Bar:
+        self._view.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._view.stop()
+
+    def update(self, count: int) -> None:
+        """So many more are done."""
+        self._view.advance(self._task, count)
+
+
+def _bars(show: Show) -> Bars | None:
+    """What makes a progress bar; None for none."""
+    if callable(show):
+        return show
+    if not isinstance(show, bool):
+        raise ConfigError(f"use_tqdm is {show!r:.80}: give True, False or what makes a progress bar, such as tqdm.tqdm")
+    return _Bar if show else None
 
 
 def run_to_completion(
@@ -275,5 +320,31 @@ def _position(output: RequestOutput) -> Any:
     return completion.logprobs[0]
 
 
-def _no_pooling(name: str) -> NoReturn:
-    raise ConfigError(f"{name}: pooling models are not available yet; use generate or chat")
+def _up_to_the_end_of(chat: Sequence[Message], text: str) -> str:
+    """A written out conversation without what follows the content of its last message."""
+    last = chat[-1].get("content") if chat else None
+    for written in (last, last.strip()) if isinstance(last, str) else ():
+        if written and (at := text.rfind(written)) >= 0:
+            return text[: at + len(written)]
+    raise ConfigError("continue_final_message: the last message has no text that the prompt ends with; give it some")
+
+
+_POOLING = "the model generates text; use generate or chat, and a pooling server for embeddings, classes and scores"
+_SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"
+_WORKERS = "there are no worker processes; use the engine's settings"
+_MISSING = {
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _POOLING),
+    **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
+    **dict.fromkeys(("collective_rpc", "apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
+    **dict.fromkeys(("start_profile", "stop_profile"), "run the script under py-spy or nsys, or see `graphllm bench`"),
+    "set_tokenizer": "the tokenizer is the checkpoint's; put another into its folder",
+}
+
+
+def missing_methods() -> dict[str, str]:
+    """Methods of vLLM's class that this one refuses, and what to do instead."""
+    return _MISSING
+
+
+def _not_here(name: str, *_: object, **__: object) -> NoReturn:
+    raise ConfigError(f"{name}: not supported; {_MISSING[name]}")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
-from graphllm.engine.options import LogitsProcessor
+from graphllm.engine.options import LogitsProcessor, name_of
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
 from graphllm.entrypoints.source import open_source
@@ -57,6 +57,7 @@ def resolve_model(
     defaults = SamplingParams.from_fields(sampling or {}, SamplingParams.from_checkpoint(source.folder, base))
     tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_folder(source.folder)
     place, threads = take_artifact(source, args, progress or log_progress())
+    scheduler = args.scheduler_cls
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
     resolved = {
         "model": str(source.folder),
@@ -64,6 +65,7 @@ def resolve_model(
         "artifact": str(place),
         "threads": threads,
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
+        "scheduler_cls": scheduler if isinstance(scheduler, str | None) else name_of("scheduler_cls", scheduler),
         "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
     }
     return ResolvedModel(assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions)

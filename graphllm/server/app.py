@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -15,10 +13,13 @@ from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
 
+from graphllm.server.access import Access
 from graphllm.server.anthropic.routes import anthropic_routes
 from graphllm.server.http.errors import KNOWN, describe, error_response
+from graphllm.server.http.unserved import UNSERVED
 from graphllm.server.http.wire import App, GoneError, record_of
 from graphllm.server.openai.routes import openai_routes
+from graphllm.server.operations.admin import admin_routes
 from graphllm.server.operations.middleware import Middleware
 from graphllm.server.operations.probes import probe_routes
 from graphllm.server.page.routes import page_routes
@@ -27,34 +28,35 @@ from graphllm.server.service import Service
 from graphllm.version import __version__
 
 
-@dataclass(frozen=True)
-class Access:
-    """Who may ask. keys: any of them; none: everybody. origins: of pages on other hosts that may, for CORS."""
-
-    keys: Sequence[str] = ()
-    origins: Sequence[str] = ()
-
-
-def create_app(service: Service, access: Access = Access()) -> App:
+def create_app(service: Service, access: Access) -> App:
     """The ASGI application of one service."""
-    app = FastAPIOffline(  # /docs with its scripts from here: a server may have no way to the Internet
+    kind = FastAPIOffline if access.docs else FastAPI  # with the scripts of /docs: there may be no way to the Internet
+    app = kind(
         title="graphllm",
         version=__version__,
         description="OpenAI's and Anthropic's APIs, served by graphllm.",
         redoc_url=None,
+        openapi_url="/openapi.json" if access.docs else None,
         # For /docs, which then asks for the key and sends it.
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.keys else [],
     )
-    for routes in (openai_routes, responses_routes, anthropic_routes):
+    for routes in (openai_routes, responses_routes, anthropic_routes, admin_routes):
         app.include_router(routes(service))
-    middleware = Middleware(app, access.keys, service.limits.body, service.metrics)
+    middleware = Middleware(app, access, service.limits.body, service.metrics)
     app.include_router(probe_routes(service.supervisor, service.metrics, middleware))
     app.include_router(page_routes())
     _add_errors(app)
     if not access.origins:
         return middleware
     headers = ["x-request-id", "retry-after", "x-max-tokens-clamped"]
-    return CORSMiddleware(middleware, access.origins, allow_methods=["*"], allow_headers=["*"], expose_headers=headers)
+    return CORSMiddleware(
+        middleware,
+        access.origins,
+        allow_methods=access.methods,
+        allow_headers=access.headers,
+        allow_credentials=access.credentials,
+        expose_headers=headers,
+    )
 
 
 def _add_errors(app: FastAPI) -> None:
@@ -65,6 +67,8 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
         path, headers = request.scope["path"], error.headers
+        if error.status_code in (404, 405) and path in UNSERVED:
+            return error_response(request.scope, 404, f"path: {path} is not served; {UNSERVED[path]}")
         if error.status_code == 404:
             message = f"path: nothing is at {path!r:.80}; see /docs"
         elif error.status_code == 405:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,13 +15,16 @@ from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import Prompt
 from graphllm.engine.request import QueueFullError
-from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
+from graphllm.entrypoints.async_llm import EngineUnhealthyError, merge
+from graphllm.entrypoints.engine_client import EngineClient
+from graphllm.server.beams import search
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
 from graphllm.server.chat.replies import ReplyReader
 from graphllm.server.http.errors import EngineFailureError
 from graphllm.server.http.wire import Record
 from graphllm.server.operations.metrics import Metrics
+from graphllm.server.operations.tracing import Tracing
 
 
 class News(NamedTuple):
@@ -31,8 +34,36 @@ class News(NamedTuple):
     output: RequestOutput
 
 
+class Running:
+    """Requests in an engine by the ids that clients gave them, which several may share."""
+
+    def __init__(self) -> None:
+        self._ids: dict[str, set[str]] = {}
+
+    @contextlib.contextmanager
+    def noted(self, name: str, id: str) -> Iterator[None]:
+        """While this runs, the client's request ``name`` is the engine's request ``id``, too."""
+        self._ids.setdefault(name, set()).add(id)
+        try:
+            yield
+        finally:
+            self._ids[name].discard(id)
+            if not self._ids[name]:
+                del self._ids[name]
+
+    def of(self, names: Iterable[str]) -> list[str]:
+        """The engine's ids of clients' requests."""
+        return [id for name in names for id in self._ids.get(name, ())]
+
+
 async def generate(
-    engine: AsyncLLM, call: Call, prompts: Sequence[Prompt], record: Record, metrics: Metrics
+    engine: EngineClient,
+    call: Call,
+    prompts: Sequence[Prompt],
+    record: Record,
+    metrics: Metrics,
+    running: Running,
+    tracing: Tracing | None = None,
 ) -> AsyncGenerator[News, None]:
     """Deltas of a streamed call, and of one that ends with its first tool call; else one finished output for each
     prompt. Closing it aborts what runs.
@@ -45,11 +76,11 @@ async def generate(
     kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
     call = call._replace(params=replace(call.params, output_kind=kind))
     # As many as one step takes, so that a body of a thousand leaves others their place in the queue.
-    turns = _Turns(asyncio.Lock(), asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n)), len(prompts))
+    turns = _Turns(asyncio.Lock(), asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n)), len(prompts), running)
     runs = [_run(engine, call, prompt, i, metrics, record, turns) for i, prompt in enumerate(prompts)]
     found = runs[0] if len(runs) == 1 else _merged(runs)
     tokens = cached = prompt_tokens = 0
-    reasons = []
+    reasons, counts = [], [0] * len(prompts)
     async with contextlib.aclosing(found) as news:
         async for one in news:
             output = one.output
@@ -60,6 +91,9 @@ async def generate(
                 room := info.max_model_len - len(output.prompt_token_ids)
             ):
                 record.headers["x-max-tokens-clamped"] = str(room)
+            counts[one.prompt] += sum(len(c.token_ids) for c in output.outputs)
+            if output.finished and tracing is not None:
+                tracing.request(record.id, record.traceparent, call.params, output, counts[one.prompt])
             if output.finished:
                 prompt_tokens += len(output.prompt_token_ids)
                 cached += output.num_cached_tokens
@@ -73,16 +107,18 @@ async def generate(
 @dataclass
 class _Turns:
     """What the prompts of one call share. tokenizing: held by one of them, so that those of others come in between.
-    running: how many may be in the engine. untokenized: how many are still text. begun: one has given something."""
+    running: how many may be in the engine. untokenized: how many are still text. requests: of all calls. begun: one
+    has given something."""
 
     tokenizing: asyncio.Lock
     running: asyncio.Semaphore
     untokenized: int
+    requests: Running
     begun: bool = False
 
 
 async def _run(
-    engine: AsyncLLM, call: Call, prompt: Prompt, number: int, metrics: Metrics, record: Record, turns: _Turns
+    engine: EngineClient, call: Call, prompt: Prompt, number: int, metrics: Metrics, record: Record, turns: _Turns
 ) -> AsyncGenerator[News, None]:
     tracker = metrics.track(call.params)
     readers = [ReplyReader(call.reply) for _ in range(call.params.n)] if call.reply.single else []
@@ -95,17 +131,23 @@ async def _run(
                 record.held.close()
             while not tracker.over:
                 id = secrets.token_hex(8)  # not that of the record: a client may send it twice
-                outputs = engine.generate(prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt)
+                if call.beams is not None:
+                    outputs = search(engine, call, prompt)
+                else:
+                    outputs = engine.generate(
+                        prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt
+                    )
                 try:
-                    async with contextlib.aclosing(outputs) as stream:
-                        async for output in stream:
-                            turns.begun = True
-                            tracker.output(output)
-                            for completion in output.outputs if readers else ():
-                                readers[completion.index].feed(completion.text)
-                                if readers[completion.index].done and not completion.finished:
-                                    engine.finish(id, completion.index)
-                            yield News(number, output)
+                    with turns.requests.noted(record.id, id):
+                        async with contextlib.aclosing(outputs) as stream:
+                            async for output in stream:
+                                turns.begun = True
+                                tracker.output(output)
+                                for completion in output.outputs if readers else ():
+                                    readers[completion.index].feed(completion.text)
+                                    if readers[completion.index].done and not completion.finished:
+                                        engine.finish(id, completion.index)
+                                yield News(number, output)
                 except QueueFullError:
                     if not turns.begun:
                         raise
@@ -122,6 +164,21 @@ async def _run(
         raise
     finally:
         tracker.end()
+
+
+async def paced(news: AsyncGenerator[News, None], interval: int) -> AsyncGenerator[News, None]:
+    """Outputs of a stream with so many new tokens each, but for the first and the last of each prompt."""
+    waiting: dict[int, RequestOutput] = {}
+    begun: set[int] = set()
+    async with contextlib.aclosing(news) as stream:
+        async for one in stream:
+            output = merge(waiting.pop(one.prompt, None), one.output)
+            ready = output.finished or any(c.finished for c in output.outputs) or one.prompt not in begun
+            if ready or sum(len(c.token_ids) for c in output.outputs) >= interval:
+                begun.add(one.prompt)
+                yield News(one.prompt, output)
+            else:
+                waiting[one.prompt] = output
 
 
 async def _merged(runs: Sequence[AsyncGenerator[News, None]]) -> AsyncGenerator[News, None]:

@@ -23,12 +23,15 @@ from graphllm.config import ConfigError
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.spawn import Child
 from graphllm.entrypoints.model import ResolvedModel
+from graphllm.server.access import Access
+from graphllm.server.chat.call import Rules
 
 if TYPE_CHECKING:
     import uvicorn
 
     from graphllm.server.operations.engine_supervisor import EngineSupervisor, SupervisorOptions
     from graphllm.server.operations.metrics import Metrics
+    from graphllm.server.operations.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 _BACKLOG = 2048
@@ -40,16 +43,17 @@ _LAST_WORDS = 2  # seconds for the ends of answers to reach their clients
 @dataclass(frozen=True)
 class ServerOptions:
     """uds: a Unix socket instead of host and port. shutdown_timeout: seconds that requests in flight may take after
-    SIGTERM. names: of the model, as requests give it. max_body: bytes of a request. keep_alive: seconds without an
-    event in a stream before a sign of life, 0 for none. certfile, keyfile: of this server, in PEM, for TLS; keyfile
-    None: in certfile. ca_certs: of those who sign clients' certificates; cert_reqs: whether clients must have one, as a
-    number of `ssl.VerifyMode`. started: `time.monotonic` when the process began."""
+    SIGTERM. access: who may ask. rules: of bodies. names: of the model, as requests give it. max_body: bytes of a
+    request. keep_alive: seconds without an event in a stream before a sign of life, 0 for none. certfile, keyfile:
+    of this server, in PEM, for TLS; keyfile None: in certfile. ca_certs: of those who sign clients' certificates;
+    cert_reqs: whether clients must have one, as a number of `ssl.VerifyMode`. traces: URL of a collector of
+    OpenTelemetry's. started: `time.monotonic` when the process began."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     uds: Path | None = None
-    keys: Sequence[str] = ()
-    origins: Sequence[str] = ()
+    access: Access = field(default_factory=Access)
+    rules: Rules = field(default_factory=Rules)
     names: Sequence[str] = ()
     shutdown_timeout: float = 30.0
     max_body: int = 32 << 20
@@ -58,6 +62,7 @@ class ServerOptions:
     keyfile: Path | None = None
     ca_certs: Path | None = None
     cert_reqs: int = 0
+    traces: str | None = None
     started: float = field(default_factory=time.monotonic)
 
 
@@ -66,7 +71,10 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""
+    from graphllm.server.operations.tracing import Tracing
+
     tls = _tls(options)
+    tracing = Tracing(options.traces) if options.traces else None
     # Memory of large bodies goes back at once: by default, the first that is freed makes the C library keep more.
     mallopt = ctypes.CDLL(None).mallopt
     mallopt(_M_MMAP_THRESHOLD, 1 << 20)
@@ -80,7 +88,12 @@ def serve(
         from graphllm.server.operations.engine_supervisor import EngineSupervisor
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(EngineSupervisor(open, supervisor_options, child), options, listener, tls))
+            supervisor = EngineSupervisor(open, supervisor_options, child)
+            try:
+                return runner.run(_serve(supervisor, options, listener, tls, tracing))
+            finally:
+                if tracing is not None:
+                    tracing.close()
 
 
 @contextlib.contextmanager
@@ -173,7 +186,11 @@ def _tls(options: ServerOptions) -> ssl.SSLContext | None:
 
 
 async def _serve(
-    supervisor: EngineSupervisor, options: ServerOptions, listener: socket.socket, tls: ssl.SSLContext | None
+    supervisor: EngineSupervisor,
+    options: ServerOptions,
+    listener: socket.socket,
+    tls: ssl.SSLContext | None,
+    tracing: Tracing | None,
 ) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -195,7 +212,7 @@ async def _serve(
     # The engine's process loads while the application is imported here; its start must not wait for that.
     await asyncio.wait({engine}, timeout=0.05)
     begun = time.monotonic()
-    server, metrics = _http(supervisor, options, tls)
+    server, metrics = _http(supervisor, options, tls, tracing)
     supervisor.phases["application"] = time.monotonic() - begun
     http = asyncio.create_task(server.serve([listener]))
     scheme = "https" if tls else "http"
@@ -222,11 +239,11 @@ async def _serve(
 
 
 def _http(
-    supervisor: EngineSupervisor, options: ServerOptions, tls: ssl.SSLContext | None
+    supervisor: EngineSupervisor, options: ServerOptions, tls: ssl.SSLContext | None, tracing: Tracing | None
 ) -> tuple[uvicorn.Server, Metrics]:
     import uvicorn
 
-    from graphllm.server.app import Access, create_app
+    from graphllm.server.app import create_app
     from graphllm.server.http.connection import LimitedProtocol
     from graphllm.server.operations.metrics import Metrics
     from graphllm.server.service import Limits, Service
@@ -238,9 +255,10 @@ def _http(
 
     names = tuple(options.names)
     metrics = Metrics(names[0], {"model": names[0]})
-    service = Service(supervisor, names, metrics, Limits(body=options.max_body), options.keep_alive)
+    limits = Limits(body=options.max_body)
+    service = Service(supervisor, names, metrics, limits, options.keep_alive, options.rules, tracing=tracing)
     config = uvicorn.Config(
-        create_app(service, Access(options.keys, options.origins)),
+        create_app(service, options.access),
         http=LimitedProtocol,
         ws="none",
         lifespan="off",

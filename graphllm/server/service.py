@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request
 
@@ -14,25 +14,41 @@ from graphllm.config import ConfigError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import check_vocabulary
 from graphllm.engine.request import CoreInfo
+from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import merge
-from graphllm.server.chat.call import CHAT, MAX_COMPLETIONS, Call, check_priority, parse_call, rendered, write_out
-from graphllm.server.generation import News, generate
+from graphllm.server.chat.call import (
+    CHAT,
+    CHAT_BATCH,
+    MAX_COMPLETIONS,
+    Call,
+    Rules,
+    check_priority,
+    parse_call,
+    rendered,
+    write_out,
+)
+from graphllm.server.generation import News, Running, generate, paced
 from graphllm.server.http.errors import NotFoundError, UnavailableError
-from graphllm.server.http.wire import aside, cancelled, encode, record_of, while_there
+from graphllm.server.http.wire import Record, aside, cancelled, encode, record_of, while_there
 from graphllm.server.operations.engine_supervisor import EngineSupervisor
 from graphllm.server.operations.metrics import Metrics
+from graphllm.server.operations.tracing import Tracing
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one request. body: bytes. prompts: of a completion. completions: n for each prompt, all together. stops: stop
+    """Of one request. body: bytes. prompts: of a completion. completions: n for each prompt, all together; beams: the
+    same with use_beam_search. stops: stop
     strings; stop_length: characters of each. schema: bytes of a JSON schema. counted: tokens of a text that is only
     tokenized, or twice the context where that is more."""
 
     body: int = 32 << 20
     prompts: int = 1024
     completions: int = MAX_COMPLETIONS
+    beams: int = 256
     stops: int = 64
     stop_length: int = 1024
     schema: int = 1 << 20
@@ -45,6 +61,8 @@ class Limits:
             raise ConfigError(f"prompt has {count} entries: give at most {self.prompts}")
         if max(count, 1) * n > self.completions:
             raise ConfigError(f"n is {n}: give at most {self.completions} completions in one request")
+        if call.beams is not None and call.beams.beam_width * max(count, 1) > self.beams:
+            raise ConfigError(f"n is {n}: give at most {self.beams} beams in one request")
         if len(stop) > self.stops or any(len(s) > self.stop_length for s in stop):
             raise ConfigError(
                 f"stop is {stop!r:.80}: give at most {self.stops} strings of at most {self.stop_length} characters"
@@ -66,14 +84,19 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """names: of the model, the first is its own. keep_alive: seconds without an event in a stream after which a sign of
-    life is sent, 0 for none. created: Unix time of the start."""
+    """names: of the model, the first is its own. keep_alive: seconds without an event in a stream after which a
+    sign of life is sent, 0 for none. rules: of bodies. templates: renders those of requests. created: Unix time of
+    the start."""
 
     supervisor: EngineSupervisor
     names: tuple[str, ...]
     metrics: Metrics
     limits: Limits = Limits()
     keep_alive: float = 15.0
+    rules: Rules = field(default_factory=Rules)
+    templates: TemplateTrial = field(default_factory=TemplateTrial)
+    running: Running = field(default_factory=Running)
+    tracing: Tracing | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, name: str | None) -> None:
@@ -108,18 +131,46 @@ class Service:
     async def start(self, request: Request, url: str, body: Any) -> Started:
         """Raises what `describe` knows, before anything runs."""
         engine, record = self.supervisor.engine, record_of(request.scope)
-        call, prompts = await aside(record, self._checked, url, body)
-        return Started(call, generate(engine, call, prompts, record, self.metrics))
+        call, prompts = await self._aside(record, body, self._checked, url, body)
+        if call.request_id and not record.named:
+            record.id = call.request_id
+        news = generate(engine, call, prompts, record, self.metrics, self.running, self.tracing)
+        return Started(call, paced(news, call.interval) if call.stream and call.interval > 1 else news)
+
+    async def _aside(self, record: Record, body: dict[str, Any], work: Callable[..., T], *args: Any) -> T:
+        """What ``work`` returns. A template of a request may take seconds, in which a thread waits for it."""
+        if body.get("chat_template") is not None and self.rules.templates:
+            return await asyncio.to_thread(work, *args)
+        return await aside(record, work, *args)
 
     def _checked(self, url: str, body: Any) -> tuple[Call, Sequence[Any]]:
         """What a body asks for, and its prompts."""
+        if url == CHAT_BATCH:
+            return self._batch(body)
         supervisor = self.supervisor
-        call = parse_call(url, body, supervisor.defaults)
+        call = parse_call(url, body, supervisor.defaults, self.rules)
         self.check_model(call.model)
         self.limits.check(call)
         assert supervisor.opened is not None
         check_priority(call, supervisor.opened.config.scheduler)
-        return write_out(call, self.tokenizer, supervisor.style) if call.chat or call.echo else (call, call.prompts)
+        texts = call.chat or call.echo or call.suffix or call.truncation or call.special is False
+        return write_out(call, self.tokenizer, supervisor.style, self.templates) if texts else (call, call.prompts)
+
+    def _batch(self, body: dict[str, Any]) -> tuple[Call, Sequence[Any]]:
+        """Several conversations, each a chat with what else the body says; they become the prompts of one call."""
+        chats = body["messages"]
+        if len(chats) > self.limits.prompts:
+            raise ConfigError(f"messages has {len(chats)} conversations: give at most {self.limits.prompts}")
+        for name in ("stream", "tools"):
+            if body.get(name):
+                raise ConfigError(f"{name} is {body[name]!r:.80}: not in a batch; leave it out")
+        calls = [self._checked(CHAT, {**body, "messages": chat}) for chat in chats]
+        first = calls[0][0]
+        if len(chats) * first.params.n > self.limits.completions:
+            raise ConfigError(
+                f"n is {first.params.n}: give at most {self.limits.completions} completions in one request"
+            )
+        return first, [prompt for _, prompts in calls for prompt in prompts]
 
     async def whole(self, request: Request, started: Started) -> list[Any]:
         """The finished outputs, in the order of the prompts. Raises GoneError when the client leaves."""
@@ -132,10 +183,15 @@ class Service:
 
         return await while_there(request, collect())
 
-    def conversation(self, body: dict[str, Any]) -> str:
+    async def conversation(self, record: Record, body: dict[str, Any]) -> str:
         """The text of the body of a chat, as the model would see it."""
-        supervisor = self.supervisor
-        return rendered(parse_call(CHAT, body, supervisor.defaults), self.tokenizer, supervisor.style)
+
+        def write() -> str:
+            supervisor = self.supervisor
+            call = parse_call(CHAT, body, supervisor.defaults, self.rules)
+            return rendered(call, self.tokenizer, supervisor.style, self.templates)
+
+        return await self._aside(record, body, write)
 
     async def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text that need not fit the context, for those who ask how long it is."""

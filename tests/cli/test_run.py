@@ -318,7 +318,7 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
             {"id": "good", "prompt": PROMPTS[0]},
             {"id": "empty", "messages": []},
             {"id": "hot", "prompt": "x", "temperature": -1},
-            {"id": "future", "prompt": "x", "thinking_token_budget": 2},
+            {"id": "future", "prompt": "x", "watermarking": True},
         ],
     )
     out = tmp_path / "out.jsonl"
@@ -328,7 +328,7 @@ def test_one_bad_request_does_not_stop_the_others(run: Run, answers: dict[str, s
     assert "there is room for 95 tokens" in rows["long"]["error"]
     assert "messages: empty" in rows["empty"]["error"]
     assert "temperature is -1" in rows["hot"]["error"]
-    assert "thinking_token_budget is 2: not supported" in rows["future"]["error"]
+    assert "watermarking is True: " in rows["future"]["error"]
 
 
 # --- mistakes

@@ -20,9 +20,10 @@ from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from graphllm.engine.request import QueueFullError
+from graphllm.engine.request import CoreStats, QueueFullError
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError, merge
+from graphllm.entrypoints.engine_client import EngineClient
 
 COMMAND = (sys.executable, str(Path(__file__).with_name("test_process.py")))
 VOCAB, CONTEXT = 320, 96  # as the stub has them
@@ -57,8 +58,9 @@ def sampling(count: int, **options: Any) -> SamplingParams:
 @contextlib.asynccontextmanager
 async def serving(tokenizer: Any, settings: dict[str, Any] | None = None, **options: Any) -> AsyncIterator[AsyncLLM]:
     """An engine, closed afterwards."""
+    loggers = options.pop("loggers", ())
     client = CoreClient(settings or {}, COMMAND, **{"heartbeat": 0.1, "grace": 1.0, **options})
-    llm = AsyncLLM(client, tokenizer)
+    llm = AsyncLLM(client, tokenizer, loggers=loggers)
     async with asyncio.timeout(300):
         try:
             yield llm
@@ -66,10 +68,12 @@ async def serving(tokenizer: Any, settings: dict[str, Any] | None = None, **opti
             await llm.close()
 
 
-async def everything(llm: AsyncLLM, prompt: Any, params: SamplingParams, id: str, pause: float = 0.0) -> list[Any]:
+async def everything(
+    llm: AsyncLLM, prompt: Any, params: SamplingParams, id: str, pause: float = 0.0, **options: Any
+) -> list[Any]:
     """All outputs of a request, by a reader who pauses after each."""
     outputs = []
-    async for output in llm.generate(prompt, params, id):
+    async for output in llm.generate(prompt, params, id, **options):
         outputs.append(output)
         await asyncio.sleep(pause)
     return outputs
@@ -455,3 +459,49 @@ def test_the_real_core_says_what_transformers_says(checkpoint: Path, eager_artif
         assert [outputs[0].outputs[0].token_ids for outputs in found] == wanted
 
     asyncio.run(run())
+
+
+# --- under vLLM's names
+
+
+def test_a_front_needs_an_engine_client(tokenizer: Tokenizer) -> None:
+    llm: EngineClient = AsyncLLM(CoreClient({}, COMMAND), tokenizer)
+    assert isinstance(llm, EngineClient)
+    assert not isinstance(tokenizer, EngineClient)
+
+
+def test_arguments_of_vllm(tokenizer: Tokenizer) -> None:
+    async def run() -> None:
+        async with serving(tokenizer) as llm:
+            stream = llm.generate(prompt=[5], sampling_params=sampling(3), request_id="a", lora_request=None)
+            found = [output async for output in stream]
+            assert found[-1].outputs[0].token_ids == expected([5], 3)
+            with pytest.raises(ConfigError, match="lora_request is 1: LoRA adapters cannot be loaded yet"):
+                await everything(llm, [5], sampling(3), "b", lora_request=1)
+
+    asyncio.run(run())
+
+
+def test_loggers_are_told(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the engine lives, and no longer."""
+    monkeypatch.setattr("graphllm.entrypoints.async_llm.SECONDS", 0.02)
+    told: list[str] = []
+
+    class Logger:
+        def record(self, stats: CoreStats) -> None:
+            told.append("record")
+
+        def log(self) -> None:
+            told.append("log")
+
+    async def run() -> None:
+        async with serving(tokenizer, loggers=[Logger()]) as llm:
+            await everything(llm, [5], sampling(3), "a")
+            while len(told) < 6:
+                await asyncio.sleep(0.01)
+        there = len(told)
+        await asyncio.sleep(0.1)
+        assert len(told) == there
+
+    asyncio.run(run())
+    assert told[:4] == ["record", "log"] * 2

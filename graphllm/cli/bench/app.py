@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import typer
 
 from graphllm.cli.options import engine_options
+from graphllm.cli.vllm_flags import EngineCommand
 from graphllm.config import EngineArgs
 
 bench_app = typer.Typer(
@@ -74,7 +75,7 @@ def serve_command(
     raise typer.Exit(bench_serve(load, output, quiet))
 
 
-@bench_app.command("throughput")
+@bench_app.command("throughput", cls=EngineCommand)
 @engine_options(without=_MEANINGLESS)
 def throughput_command(
     args: EngineArgs,
@@ -96,7 +97,7 @@ def throughput_command(
     bench_throughput(replace(args, model=_folder(model)), work, output, quiet)
 
 
-@bench_app.command("latency")
+@bench_app.command("latency", cls=EngineCommand)
 @engine_options(without=_MEANINGLESS)
 def latency_command(
     args: EngineArgs,

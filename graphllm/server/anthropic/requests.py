@@ -10,10 +10,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from graphllm.config import ConfigError
+from graphllm.server.chat.fields import judged
 from graphllm.server.http.bodies import Items, Object, choice, fields, objects, optional, refuse_unless, required
 
-_NEUTRAL: dict[str, Any] = {"speed": "standard"}
-_SAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt")  # as in a chat
+NEUTRAL: dict[str, Any] = {"speed": "standard"}
+_SAME = ("model", "temperature", "top_p", "top_k", "stream", "cache_salt", "vllm_xargs")  # as in a chat
 
 _ROLES = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "tool_use"), "system": ("text",)}
 _BLOCKS: dict[str, frozenset[str]] = {
@@ -107,15 +108,19 @@ class MessagesRequest(CountTokensRequest):
     metadata: dict[str, Any] | None = Field(None, description="Not used.")
     service_tier: Literal["auto", "standard_only"] | None = Field(None, description="Not used.")
     cache_salt: str | None = Field(None, description="Prefixes are shared only between requests with the same salt.")
+    vllm_xargs: dict[str, Any] | None = Field(None, description="For your own logits processors.")
 
 
-def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A body of OpenAI's chat that asks for the same. Raises ConfigError naming the field in this body."""
-    given = fields(body, "", MessagesRequest.model_fields)
-    refuse_unless(given, _NEUTRAL)
+def to_chat(body: Mapping[str, Any], strict: bool = False) -> dict[str, Any]:
+    """A body of OpenAI's chat that asks for the same. strict: no field is ignored. Raises ConfigError naming the field
+    in this body."""
+    given = fields(judged(body, MessagesRequest.model_fields, strict), "", MessagesRequest.model_fields)
+    refuse_unless(given, NEUTRAL)
     chat = {name: given[name] for name in _SAME if name in given}
     chat["max_tokens"] = required(given, "max_tokens", int)
     chat["messages"] = _messages(given)
+    if chat["messages"][-1]["role"] == "assistant":  # the beginning of the reply
+        chat["continue_final_message"] = bool(chat["messages"][-1]["content"])
     if stop := optional(given, "stop_sequences", list):
         if not all(isinstance(text, str) and text for text in stop):
             raise ConfigError(f"stop_sequences is {stop!r:.80}: give strings that are not empty")
@@ -126,9 +131,10 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     return chat | _tool_choice(given, bool(tools)) | _template(given, output) | _format(given, output)
 
 
-def count_to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+def count_to_chat(body: Mapping[str, Any], strict: bool = False) -> dict[str, Any]:
     """As `to_chat`, for a body that only asks how long its prompt is."""
-    return to_chat({**fields(body, "", CountTokensRequest.model_fields), "max_tokens": 1})
+    known = CountTokensRequest.model_fields
+    return to_chat({**fields(judged(body, known, strict), "", known), "max_tokens": 1})
 
 
 def omits_thinking(body: Mapping[str, Any]) -> bool:
@@ -154,10 +160,8 @@ def _messages(given: Mapping[str, Any]) -> list[dict[str, Any]]:
             turns.append((role, blocks))
     if not turns:
         raise ConfigError("messages is []: give at least one message")
-    if turns[-1][0] == "assistant":
-        raise ConfigError(
-            f"{messages[-1][0]}.role is 'assistant': a reply cannot be begun for the model; end with user"
-        )
+    if turns[-1][0] == "assistant" and any(block["type"] == "tool_use" for block in turns[-1][1]):
+        raise ConfigError(f"{messages[-1][0]} ends with a tool_use: give its tool_result in a message of the user")
     make = {"system": _system, "user": _user, "assistant": _assistant}
     return found + [message for role, blocks in turns for message in make[role](blocks)]
 

@@ -15,7 +15,7 @@ from graphllm.server.chat.reading import Reading
 from graphllm.server.generation import News
 from graphllm.server.http.document import READS, answers, errors
 from graphllm.server.http.errors import event_body
-from graphllm.server.http.wire import EventStream, JsonRoute, aside, json_response, named_event, record_of
+from graphllm.server.http.wire import EventStream, JsonRoute, json_response, named_event, record_of
 from graphllm.server.service import Service, first_and_rest
 
 _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
@@ -30,7 +30,7 @@ def anthropic_routes(service: Service) -> APIRouter:
     async def messages(body: requests.MessagesRequest, request: Request) -> Response:
         """The next message of a conversation; with stream: true as server-sent events."""
         record = record_of(request.scope)
-        started = await service.start(request, CHAT, requests.to_chat(record.body))
+        started = await service.start(request, CHAT, requests.to_chat(record.body, service.rules.strict))
         reading = Reading(started.call, service.count)
         name = started.call.model or service.names[0]
         writer = MessageWriter(f"msg_{record.id}", name, requests.omits_thinking(record.body))
@@ -51,8 +51,8 @@ def anthropic_routes(service: Service) -> APIRouter:
         """Tokens of the prompt that these messages make."""
         service.check_model(body.model)
         record = record_of(request.scope)
-        chat = requests.count_to_chat(record.body)
-        return InputTokens(input_tokens=len(await service.encode(await aside(record, service.conversation, chat))))
+        text = await service.conversation(record, requests.count_to_chat(record.body, service.rules.strict))
+        return InputTokens(input_tokens=len(await service.encode(text)))
 
     return router
 

@@ -8,13 +8,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.parameter import parameters
-from graphllm.config.sampling import SamplingParams
-from graphllm.engine.processor import Prompt
+from graphllm.config.sampling import BeamSearchParams, SamplingParams
+from graphllm.engine.processor import Prompt, Truncation
+from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
+from graphllm.server.chat.fields import judged, unguided
+from graphllm.server.chat.infill import infilled
 from graphllm.server.chat.replies import ReplyFormat
 from graphllm.server.chat.tools import (
     ToolUse,
@@ -27,26 +31,23 @@ from graphllm.server.chat.tools import (
 )
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT_BATCH = "/v1/chat/completions/batch"
 MAX_COMPLETIONS = 1024  # of one request
 _DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
-# About whose request it is and how it is billed, not about the output.
-_IGNORED = frozenset(
-    {"metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "user"}
-)
-# Without support, with the value that changes nothing.
-_NEUTRAL: dict[str, Any] = {
-    "continue_final_message": False,
-    "functions": [],
-    "modalities": ["text"],
-    "return_token_ids": False,
-    "return_tokens_as_token_ids": False,
-    "store": False,
-    "suffix": "",
-}
+_END = "CONTINUE-FROM-HERE "  # stands for the end of a message that is continued; templates may strip its space
+_REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
 # Fields of SamplingParams that are none of a request's body.
+_MAX_BEAM_TOKENS = 1 << 30  # where a body gives no limit, that of the context
+_RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "render", "chat_template"})
 _INTERNAL = frozenset(name for name, d in parameters(SamplingParams).items() if d.body is None)
 _ROLE = re.compile(r"[a-zA-Z][a-zA-Z0-9_-]{0,31}")  # some templates know others than OpenAI's
-_KINDS: dict[type, str] = {bool: "true or false", int: "a whole number", str: "a string", dict: "an object"}
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    str: "a string",
+    dict: "an object",
+    list: "a list",
+}
 
 
 class Style(NamedTuple):
@@ -62,11 +63,32 @@ class Style(NamedTuple):
         return Style(detect_tools(template), detect_reasoning(template))
 
 
+class Rules(NamedTuple):
+    """What a server makes of bodies. strict: no field is ignored. templates: bodies may bring a chat template.
+    template_kwargs: variables of chat templates where a body says nothing else. tokens_as_ids: of log-probabilities.
+    usage: every stream ends with it. role: of answers."""
+
+    strict: bool = False
+    templates: bool = False
+    template_kwargs: Mapping[str, Any] = {}
+    tokens_as_ids: bool = False
+    usage: bool = False
+    role: str = "assistant"
+
+
+_NO_RULES = Rules()
+
+
 class Call(NamedTuple):
     """What a body asks for. chat: of which endpoint. model: as the body names it. prompts: of a completion, text or
     token ids. messages, template: a conversation, and what else the chat template is told. tools: that it may call.
     priority: lower goes first. stream, usage, running_usage: chunks, one with the usage at the end, or in every chunk.
     echo: the prompt comes before the completion; alone: and nothing else does. reasoning: it is shown.
+    role: of the answer. prefix: text that an answer begins with, as echo has it in a chat. continues: the last message
+    goes on. chat_template: in place of the model's. special: the tokenizer adds BOS and such; None where that is usual.
+    suffix: what comes behind a completion. truncation: of the prompt. token_ids, prompt_text: are shown. tokens_as_ids:
+    in log-probabilities tokens are written as their ids. interval: tokens of a chunk. beams: how n of them are searched
+    for. request_id: as the client calls it.
     reply, hidden: how the text is read, and tokens that end it and are not shown (from `write_out`).
     """
 
@@ -85,25 +107,40 @@ class Call(NamedTuple):
     echo: bool = False
     alone: bool = False
     reasoning: bool = True
+    role: str = "assistant"
+    prefix: str = ""
+    continues: bool = False
+    chat_template: str | None = None
+    special: bool | None = None
+    suffix: str = ""
+    truncation: Truncation | None = None
+    token_ids: bool = False
+    prompt_text: bool = False
+    tokens_as_ids: bool = False
+    interval: int = 1
+    beams: BeamSearchParams | None = None
+    request_id: str = ""
     reply: ReplyFormat = ReplyFormat()
     hidden: tuple[str, ...] = ()
 
 
-def parse_call(url: object, body: object, defaults: SamplingParams) -> Call:
+def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules = _NO_RULES) -> Call:
     """Check the body of a request to ``url``.
 
-    defaults: for what the body leaves open; max_tokens None is the endpoint's own default. Raises ConfigError, whose
-    message begins with the field's name (`error_body`).
+    defaults: for what the body leaves open; max_tokens None is the endpoint's own default. rules: of the server. Raises
+    ConfigError, whose message begins with the field's name (`error_body`).
     """
     if url not in (CHAT, COMPLETIONS):
         raise ConfigError(f"url is {url!r:.80}: give {CHAT} or {COMPLETIONS}")
     if not isinstance(body, dict):
         raise ConfigError(f"body is {body!r:.80}: give an object")
     chat = url == CHAT
-    rest = {name: value for name, value in body.items() if value is not None and name not in _IGNORED}
-    for name, neutral in {**_NEUTRAL, "add_special_tokens": not chat}.items():
-        if (value := rest.pop(name, neutral)) != neutral:
-            raise ConfigError(f"{name} is {value!r:.80}: not supported; leave it out")
+    rest = judged(body, strict=rules.strict)
+    rest |= unguided(rest)
+    if "vllm_xargs" in rest:  # which SamplingParams has under its own name
+        rest["extra_args"] = _take(rest, "vllm_xargs", dict, {})
+    elif "extra_args" in rest:
+        raise ConfigError(f"extra_args is {rest['extra_args']!r:.80}: not supported; give vllm_xargs")
     call = Call(
         chat,
         defaults,
@@ -112,43 +149,135 @@ def parse_call(url: object, body: object, defaults: SamplingParams) -> Call:
         cache_salt=_take(rest, "cache_salt", str, "") or None,
         stream=_take(rest, "stream", bool, False),
         echo=_take(rest, "echo", bool, False),
+        special=_take(rest, "add_special_tokens", bool, not chat) if "add_special_tokens" in rest else None,
+        token_ids=_take(rest, "return_token_ids", bool, False),
+        tokens_as_ids=_take(rest, "return_tokens_as_token_ids", bool, rules.tokens_as_ids),
+        truncation=_truncation(rest),
+        interval=_interval(rest),
+        request_id=_request_id(rest),
+        role=rules.role,
     )
-    call = _streaming(call, rest)
+    call = _streaming(call, rest, rules.usage)
     if chat:
-        if call.echo:
-            raise ConfigError("echo is True: not supported; leave it out")
         tools = check_tools(
             rest.pop("tools", None), rest.pop("tool_choice", None), _take(rest, "parallel_tool_calls", bool, True)
         )
         call = call._replace(
             messages=_messages(rest.pop("messages", None)),
-            template=_template(rest),
+            chat_template=_chat_template(rest, rules.templates),
+            continues=_take(rest, "continue_final_message", bool, False),
+            prompt_text=_take(rest, "return_prompt_text", bool, False),
             tools=tools,
             reasoning=_take(rest, "include_reasoning", bool, True),
         )
+        call = _turn(call._replace(template=_template(rest, call.continues, rules.template_kwargs)))
         rest |= _chat_sampling(rest)
     else:
-        call = call._replace(prompts=_prompts(rest.pop("prompt", None)))
+        call = call._replace(prompts=_prompts(rest.pop("prompt", None)), suffix=_take(rest, "suffix", str, ""))
         if call.echo and rest.get("max_tokens") == 0 and type(rest["max_tokens"]) is int:
             call, rest["max_tokens"] = call._replace(alone=True), 1
     rest |= _constraint(rest, call.tools)
-    internal = sorted(_INTERNAL & rest.keys())
+    beams = _beam_fields(rest)
+    internal = sorted((_INTERNAL - {"extra_args"}) & rest.keys())
     if internal:
         raise ConfigError(f"{internal[0]} is {rest[internal[0]]!r:.80}: not supported; leave it out")
-    params = SamplingParams.from_fields(rest, defaults)
+    params = SamplingParams.from_fields(rest, defaults if beams is None else replace(defaults, temperature=1.0))
     if params.max_tokens is None and not chat:
         params = replace(params, max_tokens=_DEFAULT_MAX_TOKENS)
     if call.echo and params.logprobs is not None and params.prompt_logprobs is None:
         params = replace(params, prompt_logprobs=params.logprobs)
-    return call._replace(params=params)
+    call = call._replace(params=params)
+    return call if beams is None else _with_beams(call, beams, rest)
 
 
-def _streaming(call: Call, rest: dict[str, Any]) -> Call:
+def _truncation(rest: dict[str, Any]) -> Truncation | None:
+    """Takes the fields about it out of a body."""
+    side = _take(rest, "truncation_side", str, "left")
+    if side not in ("left", "right"):
+        raise ConfigError(f"truncation_side is {side!r:.80}: give left or right")
+    if "truncate_prompt_tokens" not in rest:
+        return None
+    tokens = _take(rest, "truncate_prompt_tokens", int, 0)
+    if tokens < 1 and tokens != -1:
+        raise ConfigError(f"truncate_prompt_tokens is {tokens}: give a number from 1, or -1 for as many as fit")
+    return Truncation(tokens, side)
+
+
+def _interval(rest: dict[str, Any]) -> int:
+    interval = _take(rest, "stream_interval", int, 1)
+    if interval < 1:
+        raise ConfigError(f"stream_interval is {interval}: give a number of tokens from 1")
+    return interval
+
+
+def _request_id(rest: dict[str, Any]) -> str:
+    id = _take(rest, "request_id", str, "")
+    if id and not _REQUEST_ID.fullmatch(id):
+        raise ConfigError(f"request_id is {id!r:.80}: give up to 128 letters, digits, and any of . : / + = _ -")
+    return id
+
+
+def _chat_template(rest: dict[str, Any], allowed: bool) -> str | None:
+    if "chat_template" not in rest:
+        return None
+    template = _take(rest, "chat_template", str, "")
+    if not allowed:
+        raise ConfigError(
+            f"chat_template is {template!r:.80}: not taken from requests; leave it out, or start the server with "
+            "--trust-request-chat-template"
+        )
+    return template
+
+
+def _turn(call: Call) -> Call:
+    """Whose turn it is: of the last message, where that goes on, or where nothing says that another begins."""
+    last = call.messages[-1]
+    if call.continues and not last.get("content"):
+        raise ConfigError("continue_final_message is True: the last message has no text; give some, or leave it out")
+    other = call.template["add_generation_prompt"]
+    role = call.role if other or call.continues else last["role"]
+    # As vLLM: an answer in the name of who spoke last begins with what was said.
+    prefix = last.get("content") if call.echo and last["role"] == role else None
+    return call._replace(role=role, prefix=prefix or "")
+
+
+def _beam_fields(rest: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes the fields of a beam search out of a body; None where there is none."""
+    wanted, penalty = _take(rest, "use_beam_search", bool, False), rest.pop("length_penalty", 1)
+    if wanted:
+        return {"length_penalty": penalty, "temperature": rest.pop("temperature", 0.0)}
+    if penalty != 1:
+        raise ConfigError(f"length_penalty is {penalty!r:.80}: it has a meaning only with use_beam_search: true")
+    return None
+
+
+def _with_beams(call: Call, beams: Mapping[str, Any], rest: Mapping[str, Any]) -> Call:
+    """A call whose completions are found by a beam search of width n."""
+    p = call.params
+    if call.stream:
+        raise ConfigError("use_beam_search is True: the best sequences are known at the end; leave out stream")
+    known = {"n", "max_tokens", "ignore_eos", "include_stop_str_in_output", "logprobs", "seed"}
+    other = next((name for name in rest if name not in known and rest[name] not in (None, [], "", {})), None)
+    if other is not None:
+        raise ConfigError(f"{other} is {rest[other]!r:.80}: it has no meaning with use_beam_search; leave it out")
+    if call.alone:
+        raise ConfigError("max_tokens is 0: a beam search needs tokens; give a number from 1")
+    params = BeamSearchParams(
+        beam_width=p.n,
+        max_tokens=p.max_tokens or _MAX_BEAM_TOKENS,
+        ignore_eos=p.ignore_eos,
+        include_stop_str_in_output=p.include_stop_str_in_output,
+        **beams,
+    )
+    return call._replace(beams=params)
+
+
+def _streaming(call: Call, rest: dict[str, Any], always: bool) -> Call:
     """Takes stream_options out of a body."""
     options = dict(_take(rest, "stream_options", dict, {}))
     if options and not call.stream:
         raise ConfigError(f"stream_options is {options!r:.80}: it has a meaning only with stream: true")
-    usage = _take(options, "include_usage", bool, False, "stream_options.")
+    usage = _take(options, "include_usage", bool, False, "stream_options.") or (always and call.stream)
     running = _take(options, "continuous_usage_stats", bool, False, "stream_options.")
     if options.pop("include_obfuscation", False) is not False or options:
         raise ConfigError(
@@ -164,14 +293,25 @@ def _take(rest: dict[str, Any], name: str, kind: type, default: Any, within: str
     return value
 
 
-def _template(rest: dict[str, Any]) -> dict[str, Any]:
+def _template(rest: dict[str, Any], continues: bool, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Takes the fields for the chat template out of a body."""
     kwargs = _take(rest, "chat_template_kwargs", dict, {})
-    reserved = sorted(kwargs.keys() & {"messages", "tools", "add_generation_prompt"})
-    if reserved:
-        raise ConfigError(f"chat_template_kwargs has {reserved[0]!r}: it cannot be set there; leave it out")
+    check_template_kwargs(kwargs, "chat_template_kwargs")
+    begins = _take(rest, "add_generation_prompt", bool, not continues)
+    if begins and continues:
+        raise ConfigError(
+            "continue_final_message is True: with add_generation_prompt another message begins; give one of the two"
+        )
+    documents = {"documents": _take(rest, "documents", list, [])} if "documents" in rest else {}
     effort = {"reasoning_effort": _take(rest, "reasoning_effort", str, "")} if "reasoning_effort" in rest else {}
-    return {**effort, **kwargs, "add_generation_prompt": _take(rest, "add_generation_prompt", bool, True)}
+    return {**defaults, **documents, **effort, **kwargs, "add_generation_prompt": begins}
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for variables that a conversation itself sets."""
+    reserved = sorted(kwargs.keys() & _RESERVED)
+    if reserved:
+        raise ConfigError(f"{where} has {reserved[0]!r}: it cannot be set there; leave it out")
 
 
 def _chat_sampling(rest: dict[str, Any]) -> dict[str, Any]:
@@ -257,21 +397,28 @@ def check_priority(call: Call, options: SchedulerConfig) -> None:
         raise ConfigError(f"priority is {call.priority}: it has a meaning only with --scheduling-policy priority")
 
 
-def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Sequence[Prompt]]:
+def write_out(
+    call: Call, tokenizer: Tokenizer, style: Style, templates: TemplateTrial | None = None
+) -> tuple[Call, Sequence[Prompt]]:
     """What a processor takes, a chat written out by the chat template, and the call with how its reply is read. Prompts
-    that are echoed have their text with them.
+    that are echoed have their text with them. templates: renders those of requests.
 
     Raises ConfigError when the template refuses, and for tools that the model has no known way to call.
     """
     if not call.chat:
-        return call, [_with_text(prompt, tokenizer) for prompt in call.prompts] if call.echo else call.prompts
-    use, text = call.tools, rendered(call, tokenizer, style)
+        prompts: Sequence[Prompt] = call.prompts
+        if call.suffix:
+            prompts = [infilled(prompt, call.suffix, tokenizer) for prompt in prompts]
+        if call.echo:
+            prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
+        return call, [_told(prompt, call) for prompt in prompts]
+    use, text = call.tools, rendered(call, tokenizer, style, templates)
     constrained = call.params.structured_outputs is not None
     call = call._replace(
         reply=ReplyFormat(
             reasoning=style.reasoning,
             # A grammar holds from the first token on, so there is no thinking before it.
-            thinking=style.reasoning and text.rstrip().endswith("<think>") and not constrained,
+            thinking=style.reasoning and _thinks(text, call.continues) and not constrained,
             tools=_tool_format(use, style),
             name=use.choice if use.choice not in ("none", "auto", "required") else "",
             names=frozenset(tool["function"]["name"] for tool in use.tools),
@@ -287,7 +434,25 @@ def write_out(call: Call, tokenizer: Tokenizer, style: Style) -> tuple[Call, Seq
             hidden=tuple(tokenizer.decode([i], skip_special_tokens=False) for i in sorted(ends)),
         )
     # The template has written BOS where it wants one, so none is added.
-    return call, [{"prompt": text, "add_special_tokens": False}]
+    return call, [_told({"prompt": text, "add_special_tokens": bool(call.special)}, call)]
+
+
+def _told(prompt: Prompt, call: Call) -> Prompt:
+    """A prompt with what the call says of it."""
+    more: dict[str, Any] = {} if call.truncation is None else {"truncation": call.truncation}
+    if not call.chat and call.special is False:
+        more["add_special_tokens"] = False
+    if not more:
+        return prompt
+    given = (
+        prompt if isinstance(prompt, Mapping) else {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+    )
+    return {**given, **more}
+
+
+def _thinks(text: str, continues: bool) -> bool:
+    """Whether a reply to this begins within the thinking."""
+    return text.rfind("<think>") > text.rfind("</think>") if continues else text.rstrip().endswith("<think>")
 
 
 def _with_text(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
@@ -297,10 +462,24 @@ def _with_text(prompt: Prompt, tokenizer: Tokenizer) -> Prompt:
     return {"prompt": tokenizer.decode(prompt, skip_special_tokens=False), "prompt_token_ids": prompt}
 
 
-def rendered(call: Call, tokenizer: Tokenizer, style: Style) -> str:
+def rendered(call: Call, tokenizer: Tokenizer, style: Style, templates: TemplateTrial | None = None) -> str:
     """A chat as the model sees it. Raises ConfigError when its template refuses."""
+    source = call.chat_template
+    render = None if source is None or templates is None else partial(templates.render, source)
     shown: dict[str, Any] = {} if call.tools.choice == "none" else {"tools": call.tools.tools}
-    return tokenizer.render_chat(for_template(call.messages, style.tools), **shown, **call.template)
+    messages = for_template(call.messages, style.tools)
+    write = partial(tokenizer.render_chat, render=render, **shown, **call.template)
+    if not call.continues:
+        return write(messages)
+    *earlier, last = messages
+    text = write([*earlier, {**last, "content": last["content"] + _END}])
+    before, found, behind = text.rpartition(_END.rstrip())
+    if not found:
+        raise ConfigError(
+            "continue_final_message is True: the chat template does not show the last message's text as it is; leave "
+            "it out"
+        )
+    return before if behind.startswith(" ") else before.rstrip()  # as templates strip what they show
 
 
 def _tool_format(use: ToolUse, style: Style) -> str | None:

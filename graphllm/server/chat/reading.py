@@ -87,7 +87,7 @@ class Reading:
         if self._last is not None and self._thoughts:
             # Once it is whole: pieces of a text may have more tokens.
             self._used = self._used._replace(reasoning=self._count("".join(self._thoughts)))
-        return parts
+        return parts if self._call.reasoning else [part for part in parts if not isinstance(part, Reasoning)]
 
     @property
     def usage(self) -> Usage:

@@ -58,8 +58,8 @@ class Usage(NamedTuple):
 
 
 class Ending(NamedTuple):
-    """finish_reason: "stop", "length", "tool_calls", "abort" or "error". stop_reason: the stop string or token id that
-    ended it. error: what went wrong, for people."""
+    """finish_reason: "stop", "length", "repetition", "tool_calls", "abort" or "error". stop_reason: the stop string or
+    token id that ended it. error: what went wrong, for people."""
 
     finish_reason: str
     usage: Usage

@@ -11,6 +11,7 @@ Responses = dict[int | str, dict[str, Any]]
 _ERRORS = {
     400: "A field of the request is wrong; the message names it",
     401: "The key is missing or wrong",
+    403: "The key is not an admin's",
     404: "There is no such thing here; the message says what",
     408: "The body did not come in time",
     413: "The body is too large",

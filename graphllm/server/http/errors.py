@@ -18,7 +18,7 @@ from graphllm.server.http.wire import json_response, record_of
 
 _FOLDERS = re.compile(r"(?<![\w/:.])(?:/[^\s/'\",;:()]+)+/(?=[^\s/'\",;:()])")
 _log = logging.getLogger(__name__)
-_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 _LONGEST = 2000  # characters of a message; names of fields, and lists of mistakes, are as long as somebody made them
 
 

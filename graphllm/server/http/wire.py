@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -30,14 +31,20 @@ _MAX_CONTAINERS = 1 << 18  # lists and objects: one of three bytes takes a hundr
 # The next list or object with what stands before it, strings as a whole; or what stands behind the last.
 _CONTAINER = re.compile(rb'(?:[^"\[{]++|"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z))*+(?:[\[{]|\Z)', re.DOTALL)
 LONG = 16 << 10  # bytes of a body from which a thread reads and checks it; others get their tokens meanwhile
+_VERY_LONG = 1 << 20  # these take turns: many threads that each hold the interpreter for long would stop the event loop
+_very_long = ThreadPoolExecutor(1, "very-long-bodies")
 
 
 @dataclass
 class Record:
-    """What a route adds to the log line of its request, and what errors are made of. body: of JSON, once it is read;
-    size: its bytes. headers: more of the answer. held: the room that its body takes; closed once there are tokens."""
+    """What a route adds to the log line of its request, and what errors are made of. id: as the client calls it,
+    which another one may do, too; named: in a header. traceparent: the header of that name. body: of JSON, once it
+    is read; size: its bytes. headers: more of the answer. held: the room that its body takes; closed once there are
+    tokens."""
 
     id: str
+    named: bool = False
+    traceparent: str = ""
     body: Any = None
     size: int = 0
     notes: dict[str, object] = field(default_factory=dict)
@@ -73,7 +80,10 @@ class _JsonRequest(Request):
 
 async def aside(record: Record, work: Callable[..., T], *args: Any) -> T:
     """What ``work`` returns; in a thread for the long body of a request."""
-    return await asyncio.to_thread(work, *args) if record.size > LONG else work(*args)
+    if record.size <= LONG:
+        return work(*args)
+    executor = _very_long if record.size > _VERY_LONG else None
+    return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
 
 
 def read_json(data: bytes) -> Any:

@@ -38,34 +38,56 @@ def response_body(
         "choices": choices,
         "usage": usage_body(used._replace(reasoning=reasoning), call.reply.reasoning),
     }
-    if call.chat and outputs[0].prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_logprobs(outputs[0].prompt_logprobs)
+    if call.chat:
+        body |= _of_prompt(call, outputs[0])
     return body
+
+
+def _of_prompt(call: Call, output: RequestOutput) -> dict[str, Any]:
+    """What was asked for of a prompt: log-probabilities, token ids, text."""
+    found: dict[str, Any] = {}
+    if output.prompt_logprobs is not None:
+        found["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+    if call.token_ids:
+        found["prompt_token_ids"] = output.prompt_token_ids
+    if call.prompt_text:
+        found["prompt_text"] = output.prompt
+    return found
+
+
+def _tokens(call: Call, completion: CompletionOutput) -> dict[str, Any]:
+    """Token ids, where they were asked for."""
+    return {"token_ids": [] if call.alone else completion.token_ids} if call.token_ids else {}
+
+
+def _named(call: Call, positions: list[Position] | None) -> list[Position] | None:
+    """Log-probabilities with tokens as their ids, where that was asked for."""
+    if positions is None or not call.tokens_as_ids:
+        return positions
+    return [{i: e._replace(decoded_token=f"token_id:{i}") for i, e in position.items()} for position in positions]
 
 
 def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, index: int) -> tuple[dict[str, Any], str]:
     """A choice, and the reasoning in it."""
     ended = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     if not call.chat:
-        text, logprobs = completion.text, completion.logprobs
+        text, logprobs = completion.text, _named(call, completion.logprobs)
         if call.alone:
             text, logprobs, ended["finish_reason"] = "", None if logprobs is None else [], "length"
         given = None if logprobs is None else completion_logprobs(logprobs)
         if call.echo:
             text = (output.prompt or "") + text
             if logprobs is not None:
-                first, others = _echoed(output)
+                first, others = _echoed(call, output)
                 given = completion_logprobs([*others, *logprobs], first=first)
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": given, **ended}
-        if output.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
-        return choice, ""
+        choice = {"index": index, "text": text, "logprobs": given, **ended, **_tokens(call, completion)}
+        return choice | _of_prompt(call, output), ""
     reader = reader_of(call)
     reply = merged(parts_of(call, completion, reader))
     # Text that is all calls is null, as OpenAI has it.
     message: dict[str, Any] = {
-        "role": "assistant",
-        "content": reply.text or (None if reply.calls else ""),
+        "role": call.role,
+        "content": call.prefix + reply.text or (None if reply.calls else ""),
         "refusal": None,
     }
     if reply.calls:
@@ -76,9 +98,16 @@ def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, ind
         ended["finish_reason"] = finish_reason(completion, reader)
     if reply.reasoning and call.reasoning:
         message |= {"reasoning_content": reply.reasoning, "reasoning": reply.reasoning}
-    content = None if completion.logprobs is None else chat_logprobs(completion.logprobs, call.params.logprobs or 0)
-    logprobs_body = None if content is None else {"content": content, "refusal": None}
-    return {"index": index, "message": message, "logprobs": logprobs_body, **ended}, reply.reasoning
+    whole = {"index": index, "message": message, "logprobs": _chat_logprobs(call, completion), **ended}
+    return whole | _tokens(call, completion), reply.reasoning
+
+
+def _chat_logprobs(call: Call, completion: CompletionOutput) -> dict[str, Any] | None:
+    positions = _named(call, completion.logprobs)
+    if positions is None:
+        return None
+    content = chat_logprobs(positions, call.params.logprobs or 0, frozenset(call.params.logprob_token_ids or ()))
+    return {"content": content, "refusal": None}
 
 
 class ChunkWriter:
@@ -98,6 +127,7 @@ class ChunkWriter:
         self._thoughts: dict[int, list[str]] = {}  # of each choice that goes on
         self._reasoning = 0  # tokens, of choices that have ended
         self._prompts: dict[int, list[Position | None]] = {}  # their log-probabilities, which come only once
+        self._told: set[int] = set()  # prompts of which all was told
 
     def write(self, prompt: int, output: RequestOutput) -> list[dict[str, Any]]:
         """The chunks of what is new. prompt: its number, of several."""
@@ -115,8 +145,10 @@ class ChunkWriter:
             index = prompt * self._call.params.n + completion.index
             choices = self._chat(index, completion) if self._call.chat else self._text(index, output, completion)
             chunks += [self._chunk([choice]) for choice in choices]
-        if self._call.chat and chunks and prompt in self._prompts:
-            chunks[0]["prompt_logprobs"] = prompt_logprobs(self._prompts.pop(prompt))
+        if self._call.chat and chunks and prompt not in self._told:
+            self._told.add(prompt)
+            chunks[0] |= _of_prompt(self._call, output)
+            self._prompts.pop(prompt, None)
         return chunks
 
     def last(self) -> list[dict[str, Any]]:
@@ -141,10 +173,9 @@ class ChunkWriter:
         parts = parts_of(call, completion, reader)
         self._think(index, parts, completion.finished)
         deltas = [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
-        content: dict[str, Any] | None = None
-        if completion.logprobs is not None:
-            content = {"content": chat_logprobs(completion.logprobs, call.params.logprobs or 0), "refusal": None}
-            deltas = deltas or [{"content": ""}]  # the text is held back, the log-probabilities are not
+        content, tokens = _chat_logprobs(call, completion), _tokens(call, completion)
+        if content is not None or tokens.get("token_ids"):
+            deltas = deltas or [{"content": ""}]  # the text is held back, these are not
         if completion.finished and not deltas:
             deltas = [{}]
         choices: list[dict[str, Any]] = [
@@ -152,9 +183,11 @@ class ChunkWriter:
             {"index": index, "delta": delta, "logprobs": content if i == 0 else None, "finish_reason": None}
             for i, delta in enumerate(deltas)
         ]
+        if choices:
+            choices[0] |= tokens
         if begins:
             # Clients take log-probabilities in a choice's first chunk twice.
-            role = {"role": "assistant", "content": ""}
+            role = {"role": call.role, "content": call.prefix}
             choices.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
         if completion.finished:
             choices[-1] |= {"finish_reason": finish_reason(completion, reader), "stop_reason": completion.stop_reason}
@@ -170,22 +203,23 @@ class ChunkWriter:
     def _text(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[dict[str, Any]]:
         call, begins = self._call, index not in self._offsets
         text = "" if call.alone else completion.text
-        positions, first = None if completion.logprobs is None else list(completion.logprobs), None
+        positions, first = _named(call, None if completion.logprobs is None else list(completion.logprobs)), None
+        tokens = _tokens(call, completion)
         if positions and call.alone:
             positions = []
-        if not (text or positions or completion.finished or (call.echo and begins)):
+        if not (text or positions or completion.finished or tokens.get("token_ids") or (call.echo and begins)):
             return []
         offset = self._offsets.setdefault(index, 0)
         if call.echo and begins:
             text = (output.prompt or "") + text
             if positions is not None:
-                first, others = _echoed(output)
+                first, others = _echoed(call, output)
                 positions = [*others, *positions]
         logprobs = None if positions is None else completion_logprobs(positions, offset, first)
         self._offsets[index] += len("".join(logprobs["tokens"])) if logprobs else 0
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
-        if begins and output.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(output.prompt_logprobs)
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, **tokens}
+        if begins:
+            choice |= _of_prompt(call, output)
         if completion.finished:
             reason = "length" if call.alone else completion.finish_reason
             choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
@@ -216,21 +250,25 @@ def usage_body(used: Usage, reasoning: bool = False) -> dict[str, Any]:
     return body | ({"completion_tokens_details": {"reasoning_tokens": used.reasoning}} if reasoning else {})
 
 
-def _echoed(output: RequestOutput) -> tuple[str, list[Position]]:
+def _echoed(call: Call, output: RequestOutput) -> tuple[str, list[Position]]:
     """Text of the prompt's first token, which has no log-probability, and the other positions."""
     others = [position for position in output.prompt_logprobs or () if position is not None]
+    if call.tokens_as_ids:
+        return f"token_id:{output.prompt_token_ids[0]}", _named(call, others) or []
     texts = "".join(next(iter(position.values())).decoded_token or "" for position in others)
     prompt = output.prompt or ""
     return prompt[: -len(texts)] if texts and prompt.endswith(texts) else "", others
 
 
-def chat_logprobs(positions: Iterable[Position], top: int) -> list[dict[str, Any]]:
-    """Log-probabilities in a chat's form. top: the likeliest tokens listed for each, -1 for all."""
+def chat_logprobs(positions: Iterable[Position], top: int, named: frozenset[int] = frozenset()) -> list[dict[str, Any]]:
+    """Log-probabilities in a chat's form. top: the likeliest tokens listed for each, -1 for all. named: tokens that are
+    listed, too."""
     found = []
     for position in positions:
         # The token that was taken stands first, wherever it ranks.
         likeliest = sorted(position.values(), key=lambda entry: entry.rank or 0)
         listed = likeliest if top < 0 else [e for e in likeliest if (e.rank or 0) <= top][:top]
+        listed = listed + [e for i, e in position.items() if i in named and e not in listed]
         taken = next(iter(position.values()))
         found.append({**_token(taken), "top_logprobs": [_token(entry) for entry in listed]})
     return found

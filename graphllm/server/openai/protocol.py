@@ -51,8 +51,16 @@ class Sampling(SamplingFields):
     stream_options: dict[str, Any] | None = Field(None, description="include_usage, continuous_usage_stats.")
     priority: Int64 | None = Field(None, description="Lower goes first, with --scheduling-policy priority.")
     cache_salt: str | None = Field(None, description="Only requests with the same salt share cached prompts.")
-    user: str | None = Field(None, description="Ignored.")
-    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    return_token_ids: bool | None = Field(None, description="Show the token ids of prompt and output.")
+    return_tokens_as_token_ids: bool | None = Field(None, description="In log-probabilities, tokens are token_id:ID.")
+    truncate_prompt_tokens: Int64 | None = Field(None, description="Keep so many tokens of a prompt; -1: what fits.")
+    truncation_side: Literal["left", "right"] | None = Field(None, description="Where it is cut; left by default.")
+    stream_interval: Int64 | None = Field(None, ge=1, description="Tokens of a chunk.")
+    use_beam_search: bool | None = Field(None, description="The n best sequences that a beam search of width n finds.")
+    length_penalty: float | None = Field(None, description="Of a beam search.")
+    request_id: str | None = Field(None, description="For the log, the answer's id and the header x-request-id.")
+    add_special_tokens: bool | None = Field(None, description="Of the tokenizer, such as BOS; not in chats by default.")
+    vllm_xargs: dict[str, Any] | None = Field(None, description="For your own logits processors.")
 
 
 class ChatMessage(BaseModel):
@@ -81,7 +89,18 @@ class ChatBody(Sampling):
     include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer.")
     reasoning_effort: str | None = Field(None, description="For chat templates that know it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables of the chat template.")
-    add_generation_prompt: bool | None = None
+    add_generation_prompt: bool | None = Field(None, description="false: no turn of the assistant is begun.")
+    continue_final_message: bool | None = Field(None, description="The answer goes on with the last message.")
+    chat_template: str | None = Field(None, description="In place of the model's, with --trust-request-chat-template.")
+    documents: Items[dict[str, Any]] | None = Field(None, description="For chat templates that know them.")
+    echo: bool | None = Field(None, description="The answer begins with the last message, if it is the assistant's.")
+    return_prompt_text: bool | None = Field(None, description="Show the prompt as the model sees it.")
+
+
+class ChatBatchBody(ChatBody):
+    """POST /v1/chat/completions/batch: several conversations, one answer with the choices of all, in their order."""
+
+    messages: Items[Items[ChatMessage]] = Field(min_length=1)  # type: ignore[assignment]
 
 
 class CompletionBody(Sampling):
@@ -89,6 +108,7 @@ class CompletionBody(Sampling):
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]] = Field(description="Text or token ids, one or several.")
     echo: bool | None = Field(None, description="Put the prompt before the completion; max_tokens may be 0 then.")
+    suffix: str | None = Field(None, description="What comes behind the gap, of models for filling it.")
 
 
 class TokenizeBody(Body):
@@ -99,6 +119,8 @@ class TokenizeBody(Body):
     tools: Items[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
@@ -202,7 +224,7 @@ class ToolCall(Answer):
 
 
 class AssistantMessage(Answer):
-    role: Literal["assistant"]
+    role: str
     content: str | None
     refusal: None
     tool_calls: list[ToolCall] = Field(default=[])
@@ -214,8 +236,9 @@ class ChatChoice(Answer):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length", "tool_calls"]
+    finish_reason: Literal["stop", "length", "tool_calls", "repetition", "abort"]
     stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
+    token_ids: list[int] = Field(default=[])
 
 
 class ChatCompletion(Answer):
@@ -228,15 +251,19 @@ class ChatCompletion(Answer):
     choices: list[ChatChoice]
     usage: UsageBlock
     prompt_logprobs: PromptLogprobs = Field(default=[])
+    prompt_token_ids: list[int] = Field(default=[])
+    prompt_text: str = Field(default="")
 
 
 class CompletionChoice(Answer):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "repetition", "abort"]
     stop_reason: str | int | None = Field(description="The stop string or stop token, if one was met.")
     prompt_logprobs: PromptLogprobs = Field(default=[])
+    token_ids: list[int] = Field(default=[])
+    prompt_token_ids: list[int] = Field(default=[])
 
 
 class Completion(Answer):

@@ -7,18 +7,22 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fastapi import APIRouter, Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from pydantic import ValidationError
 
 from graphllm.config import ConfigError
-from graphllm.server.chat.call import CHAT, COMPLETIONS
+from graphllm.server.chat.call import CHAT, CHAT_BATCH, COMPLETIONS
+from graphllm.server.chat.fields import judged
 from graphllm.server.generation import News
 from graphllm.server.http.bodies import fields
 from graphllm.server.http.document import GENERATES, READS, errors
 from graphllm.server.http.document import answers as made
 from graphllm.server.http.errors import NotFoundError, event_body
-from graphllm.server.http.wire import EventStream, JsonRoute, aside, event, json_response, record_of
+from graphllm.server.http.wire import EventStream, JsonRoute, Record, aside, event, json_response, record_of
 from graphllm.server.openai import answers
 from graphllm.server.openai.protocol import (
+    ChatBatchBody,
     ChatBody,
     ChatCompletion,
     Completion,
@@ -43,6 +47,21 @@ def openai_routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """The next message of a conversation; with stream: true as server-sent events."""
         return await answer(service, request, CHAT)
+
+    @router.post(CHAT_BATCH, tags=["OpenAI"], responses=made(ChatCompletion) | errors(*GENERATES))
+    async def batch(body: ChatBatchBody, request: Request) -> Response:
+        """The next messages of several conversations; those of conversation i begin with choice i times n."""
+        return await answer(service, request, CHAT_BATCH)
+
+    @router.post("/invocations", tags=["OpenAI"], responses=errors(*GENERATES))
+    async def invocations(body: dict[str, Any], request: Request) -> Response:
+        """For SageMaker: a chat where there are messages, else a completion."""
+        kind, url = (ChatBody, CHAT) if "messages" in body else (CompletionBody, COMPLETIONS)
+        try:
+            kind.model_validate(body)
+        except ValidationError as wrong:
+            raise RequestValidationError([{**e, "loc": ("body", *e["loc"])} for e in wrong.errors()]) from wrong
+        return await answer(service, request, url)
 
     @router.post(COMPLETIONS, tags=["OpenAI"], responses=made(Completion, _CHUNKS) | errors(*GENERATES))
     async def completions(body: CompletionBody, request: Request) -> Response:
@@ -72,7 +91,7 @@ def openai_routes(service: Service) -> APIRouter:
         """Token ids of a prompt, or of messages as the chat template writes them."""
         service.check_model(body.model)
         record = record_of(request.scope)
-        ids = await service.encode(*await aside(record, _text, service, record.body))
+        ids = await service.encode(*await _text(service, record))
         texts = await aside(record, _texts, service, ids) if record.body.get("return_token_strs") else None
         return Tokens(count=len(ids), max_model_len=service.info.max_model_len, tokens=ids, token_strs=texts)
 
@@ -91,11 +110,11 @@ def _texts(service: Service, ids: list[int]) -> list[str]:
     return [service.tokenizer.decode([i], skip_special_tokens=False) for i in ids]
 
 
-def _text(service: Service, body: dict[str, Any]) -> tuple[str, bool]:
+async def _text(service: Service, record: Record) -> tuple[str, bool]:
     """What is to be tokenized, and whether special tokens are added."""
-    given = {
-        name: value for name, value in body.items() if name not in ("model", "return_token_strs") and value is not None
-    }
+    given = judged(record.body, strict=service.rules.strict)
+    for name in ("model", "return_token_strs"):
+        given.pop(name, None)
     if ("prompt" in given) == ("messages" in given):
         raise ConfigError(f"prompt is {given.get('prompt')!r:.80}: give either prompt or messages")
     if "prompt" in given:
@@ -104,7 +123,7 @@ def _text(service: Service, body: dict[str, Any]) -> tuple[str, bool]:
             name = next(name for name in given if name != "prompt")
             raise ConfigError(f"{name} is {given[name]!r:.80}: not supported with a prompt; leave it out")
         return given["prompt"], special
-    return service.conversation(given), False
+    return await service.conversation(record, given), given.get("add_special_tokens", False)
 
 
 async def answer(service: Service, request: Request, url: str) -> Response:

@@ -34,7 +34,7 @@ _STATS_TIMEOUT = 1.0  # seconds that a question to the core may take; it answers
 class SupervisorOptions:
     """seed: of requests without one. restart: bring a dead engine back. step_timeout: seconds of one step, without the
     end of a kernel, after which the engine counts as stuck. tool_parser, reasoning_parser: "auto" follows the chat
-    template. silence: seconds without a heartbeat."""
+    template. silence: seconds without a heartbeat. chat_template: in place of the checkpoint's."""
 
     seed: int | None = 0
     restart: bool = False
@@ -42,6 +42,7 @@ class SupervisorOptions:
     tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
     reasoning_parser: Literal["auto", "think", "none"] = "auto"
     silence: float = 8.0
+    chat_template: str | None = None
 
     def style(self, tokenizer: Tokenizer) -> Style:
         """How the model's replies are read."""
@@ -78,8 +79,11 @@ class EngineSupervisor:
         async with self._announced():
             begun = time.monotonic()
             self.opened = await asyncio.to_thread(self.open)
-            if self.opened.tokenizer is not None:
-                self.style = self.options.style(self.opened.tokenizer)
+            if (tokenizer := self.opened.tokenizer) is not None:
+                if (template := self.options.chat_template) is not None:
+                    tokenizer = tokenizer.with_chat_template(template)
+                    self.opened = self.opened._replace(tokenizer=tokenizer)
+                self.style = self.options.style(tokenizer)
             folder = Path(self.opened.config.model.model)
             self.defaults = SamplingParams.from_checkpoint(folder, SamplingParams(max_tokens=None))
             self.phases["open"] = time.monotonic() - begun

@@ -1,7 +1,7 @@
 """Prometheus metrics of the server, each family under this project's name and, where there is one, vLLM's.
 
 Used from one event loop. Requests are counted by their `Tracker`; the engine core's own figures come with each reading.
-The table of families is `graphllm.server.operations.metric_families`.
+The table of families is `graphllm.engine.metric_families`.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from prometheus_client.openmetrics import exposition
 from prometheus_client.registry import Collector
 
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
-from graphllm.engine.outputs import RequestMetrics, RequestOutput
-from graphllm.engine.request import CoreStats, Distribution
-from graphllm.server.operations.metric_families import (
+from graphllm.engine.metric_families import (
     BY_NAME,
     COUNTED,
     FAMILIES,
@@ -30,6 +28,8 @@ from graphllm.server.operations.metric_families import (
     Labels,
     Series,
 )
+from graphllm.engine.outputs import RequestMetrics, RequestOutput
+from graphllm.engine.request import CoreStats, Distribution
 from graphllm.version import __version__
 
 _UNKNOWN = 10  # seconds after which to ask again, while no request has ended yet
@@ -213,7 +213,7 @@ class Tracker:
             self._metrics.between_tokens.observe(pace, sum(count - 1 for count in self._tokens if count))
 
     def _finish(self, output: RequestOutput) -> None:
-        if all(reason in ("stop", "length") for reason in self._reasons):
+        if all(reason in ("stop", "length", "repetition") for reason in self._reasons):
             prompt = len(output.prompt_token_ids)
             self._metrics.finished(
                 Finished(output.metrics, self._params, prompt, output.num_cached_tokens, self._tokens)

@@ -11,6 +11,7 @@ import gc
 import hashlib
 import hmac
 import logging
+import math
 import re
 import secrets
 import time
@@ -18,15 +19,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from graphllm.server.access import ADMIN_PATHS, Access
 from graphllm.server.http.errors import error_response
 from graphllm.server.http.room import Room
 from graphllm.server.http.wire import App, Message, Receive, Record, Scope, Send, record_of
 from graphllm.server.operations.metrics import Metrics
+from graphllm.server.rate_limit import RateLimiter
 
-_PROBES = frozenset({"/health", "/health/startup", "/health/live", "/health/ready", "/ping"})
+_PROBES = frozenset({"/health", "/health/startup", "/health/live", "/health/ready", "/ready", "/ping"})
 # Probes of an orchestrator have no key, and the pages, which hold nothing of anybody, are where a person types it in.
 OPEN_PATHS = _PROBES | {"/", "/docs", "/docs/oauth2-redirect", "/openapi.json"}
-_OPEN_FOLDER = "/static-offline-docs/"  # style and script of /docs
+_OPEN_FOLDERS = ("/static-offline-docs/", "/page/")  # style and script of /docs, files of the chat page
 _QUIET = _PROBES | {"/metrics"}  # asked every few seconds: logged at debug
 _ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _BODY_SECONDS = 60.0  # for a whole body
@@ -39,12 +42,16 @@ _log = logging.getLogger("graphllm.access")
 
 
 class Middleware:
-    """ASGI middleware. keys: any of them opens; none: everything is open. max_body: bytes."""
+    """ASGI middleware. access: who may. max_body: bytes."""
 
-    def __init__(self, app: App, keys: Sequence[str], max_body: int, metrics: Metrics) -> None:
+    def __init__(self, app: App, access: Access, max_body: int, metrics: Metrics) -> None:
         self._app, self._max_body, self._metrics = app, max_body, metrics
         self._room, self._values = Room(max(_ROOM, max_body)), Room(_VALUES)
-        self._keys = [_digest(key.encode()) for key in keys]
+        self._keys, self._admins = (
+            [_digest(key.encode()) for key in keys] for keys in (access.keys, access.admin_keys)
+        )
+        self._limiter = None if access.rate is None else RateLimiter(access.rate)
+        self._root, self._quiet = access.root_path, _QUIET.union(access.quiet)
         self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -57,9 +64,18 @@ class Middleware:
         method = scope["method"]
         if method == "HEAD":  # as GET, everywhere; what writes the answer leaves its body out
             scope = {**scope, "method": "GET"}
+        if self._root:
+            path = scope["path"]
+            inside = path.startswith(self._root + "/")  # of proxies that leave it there
+            scope = {**scope, "root_path": self._root, "path": path.removeprefix(self._root) if inside else path}
         headers = dict(scope["headers"])
         given = headers.get(b"x-request-id", b"")
-        record = scope["graphllm"] = Record(given.decode() if _ID.fullmatch(given) else secrets.token_hex(16))
+        named = _ID.fullmatch(given) is not None
+        record = scope["graphllm"] = Record(
+            given.decode() if named else secrets.token_hex(16),
+            named,
+            headers.get(b"traceparent", b"").decode("latin-1"),
+        )
         began, status = time.perf_counter(), 499  # nobody was there to hear the answer
 
         async def sent(message: Message) -> None:
@@ -87,10 +103,9 @@ class Middleware:
 
     async def _pass(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         path = scope["path"]
-        is_open = path in OPEN_PATHS or path.startswith(_OPEN_FOLDER)
-        if self._keys and not is_open and not self._knows(headers):
-            message = "api key: missing or wrong; send the header Authorization: Bearer KEY"
-            await error_response(scope, 401, message, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        refusal = self._refusal(scope, path, headers)
+        if refusal is not None:
+            await refusal(scope, receive, send)
             return
         try:
             body = await asyncio.wait_for(self._body(headers, receive, record_of(scope)), _BODY_SECONDS)
@@ -110,13 +125,30 @@ class Middleware:
         if body is not None:
             await self._app(scope, _replay([body], receive), send)
 
-    def _knows(self, headers: dict[bytes, bytes]) -> bool:
-        scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() != b"bearer":
-            given = headers.get(b"x-api-key", b"")
-        digest = _digest(given.strip())
-        # All of them are compared, whole: the time says nothing about the keys.
-        return sum(hmac.compare_digest(digest, key) for key in self._keys) > 0
+    def _refusal(self, scope: Scope, path: str, headers: dict[bytes, bytes]) -> App | None:
+        """The answer to who may not ask, or not so often."""
+        if path in OPEN_PATHS or path.startswith(_OPEN_FOLDERS):
+            return None
+        key = _key(headers)
+        admin = _is_one(key, self._admins)
+        if path in ADMIN_PATHS:
+            if admin:
+                return None
+            what = "wrong, or not an admin's" if self._admins else "the server was started without --admin-api-key"
+            return error_response(scope, 403, f"api key: {what}; {path} needs the key of --admin-api-key")
+        if self._keys and not (admin or _is_one(key, self._keys)):
+            message = "api key: missing or wrong; send the header Authorization: Bearer KEY"
+            return error_response(scope, 401, message, headers={"WWW-Authenticate": "Bearer"})
+        if self._limiter is None or admin or scope["method"] != "POST":
+            return None
+        client = scope.get("client")
+        seconds = self._limiter.take(key if self._keys else client[0] if client else "local")
+        if not seconds:
+            return None
+        self._metrics.rejected("rate_limit")
+        later = {"Retry-After": str(math.ceil(seconds))}
+        message = f"too many requests: send the next one in {math.ceil(seconds)} s"
+        return error_response(scope, 429, message, headers=later)
 
     async def _body(self, headers: dict[bytes, bytes], receive: Receive, record: Record) -> bytearray | None:
         """None when the client left before its end."""
@@ -144,7 +176,7 @@ class Middleware:
         path = scope["path"]
         route = getattr(scope.get("route"), "path", None)
         self._metrics.http(route or "none", status, seconds)
-        level = logging.DEBUG if path in _QUIET else logging.INFO
+        level = logging.DEBUG if path in self._quiet else logging.INFO
         if _log.isEnabledFor(level):
             client = scope.get("client")
             notes = {"id": record.id, "client": client[0] if client else "local", "ms": round(1000 * seconds, 1)}
@@ -183,6 +215,19 @@ async def _refuse(response: App, scope: Scope, receive: Receive, send: Send) -> 
     with contextlib.suppress(TimeoutError):
         await asyncio.wait_for(drain(), _LINGER_SECONDS)
     await send({"type": "http.response.body", "body": b""})
+
+
+def _key(headers: dict[bytes, bytes]) -> bytes:
+    """The digest of the key that a request brings."""
+    scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+    if scheme.lower() != b"bearer":
+        given = headers.get(b"x-api-key", b"")
+    return _digest(given.strip())
+
+
+def _is_one(digest: bytes, keys: Sequence[bytes]) -> bool:
+    """All of them are compared, whole: the time says nothing about the keys."""
+    return sum(hmac.compare_digest(digest, key) for key in keys) > 0
 
 
 def _digest(key: bytes) -> bytes:

@@ -61,8 +61,10 @@ def probe_routes(supervisor: EngineSupervisor, metrics: Metrics, middleware: Mid
         return health(supervisor.live)
 
     @router.get("/health/ready", **probe)
+    @router.get("/ready", **probe)
     @router.get("/health", **probe)
     @router.get("/ping", **probe)
+    @router.post("/ping", **probe)
     async def ready() -> Response:
         """200 while the engine makes progress, or could."""
         return health(supervisor.ready)

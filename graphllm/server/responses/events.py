@@ -104,7 +104,7 @@ class ResponseWriter:
     def end(self, ending: Ending) -> list[dict[str, Any]]:
         """The last events."""
         reason = ending.finish_reason
-        closed = self._close("completed" if reason in ("stop", "tool_calls") else "incomplete")
+        closed = self._close("completed" if reason in ("stop", "tool_calls", "repetition") else "incomplete")
         self._usage = ending.usage
         if reason in ("error", "abort"):
             self._status = "failed"

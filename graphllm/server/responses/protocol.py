@@ -55,6 +55,16 @@ class ResponseObject(BaseModel):
     tool_choice: str | dict[str, Any]
 
 
+class InputItems(Answer):
+    """A page of the items that a response was asked with."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class Deleted(Answer):
     id: str
     object: Literal["response"]

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from graphllm.config import ConfigError
+from graphllm.server.chat.fields import judged
 from graphllm.server.http.bodies import (
     Items,
     Object,
@@ -29,8 +30,9 @@ _SAME = (  # as in a chat
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "presence_penalty",
     "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "priority", "cache_salt",
+    "include_reasoning", "request_id", "vllm_xargs",
 )  # fmt: skip
-_NEUTRAL: dict[str, Any] = {"top_logprobs": 0, "truncation": "disabled"}
+NEUTRAL: dict[str, Any] = {"top_logprobs": 0, "truncation": "disabled"}
 _NEUTRAL_TOOL: dict[str, Any] = {"async": False, "defer_loading": False, "allowed_callers": ["direct"]}
 _LOGPROBS = "message.output_text.logprobs"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -75,7 +77,7 @@ class TextFormat(Object):
 
 class TextConfig(Object):
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="Not used.")
 
 
 class StreamOptions(Object):
@@ -146,14 +148,19 @@ class ResponsesRequest(Object):
     priority: _Int64 | None = Field(None, description="Lower goes first.")
     cache_salt: str | None = Field(None, description="Prefixes are shared only between requests with the same salt.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="What else the chat template is told.")
+    include_reasoning: bool | None = Field(None, description="false leaves the reasoning out of the answer.")
+    request_id: str | None = Field(None, description="For the log and the header x-request-id.")
+    vllm_xargs: dict[str, Any] | None = Field(None, description="For your own logits processors.")
 
 
-def to_chat(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """A body of OpenAI's chat that asks for the same. earlier: the conversation of the previous response.
+def to_chat(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = (), strict: bool = False) -> dict[str, Any]:
+    """A body of OpenAI's chat that asks for the same. earlier: the conversation of the previous response. strict: no
+    field is ignored.
 
     Raises ConfigError naming the field in this body.
     """
-    given = fields(body, "", ResponsesRequest.model_fields)
+    known = ResponsesRequest.model_fields
+    given = fields(judged(body, known, strict), "", known)
     _check(given)
     chat = {name: given[name] for name in _SAME if name in given}
     chat["messages"] = _instructed(optional(given, "instructions", str), conversation(given, earlier))
@@ -175,9 +182,24 @@ def conversation(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] =
     return [*map(dict, earlier), *messages]
 
 
+def input_items(body: Mapping[str, Any], response_id: str) -> Chat:
+    """The items of a request that `to_chat` has taken, in OpenAI's form, each with an id."""
+    given = body["input"]
+    items = [{"role": "user", "content": given}] if isinstance(given, str) else given
+    found = []
+    for i, item in enumerate(items):
+        item = {"id": f"item_{response_id.removeprefix('resp_')}_{i}", "type": "message", **item}
+        if item["type"] == "message" and isinstance(item["content"], str):
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            more: dict[str, Any] = {"annotations": []} if kind == "output_text" else {}
+            item["content"] = [{"type": kind, "text": item["content"], **more}]
+        found.append(item)
+    return found
+
+
 def _check(given: Mapping[str, Any]) -> None:
     """What no chat has, and is kept or answered by the endpoint, or cannot be served."""
-    refuse_unless(given, _NEUTRAL)
+    refuse_unless(given, NEUTRAL)
     for name in ("previous_response_id", "user", "safety_identifier", "prompt_cache_key"):
         optional(given, name, str)
     for name in ("store", "background", "parallel_tool_calls"):
@@ -325,7 +347,8 @@ def _tool_choice(wanted: object, tools: bool) -> dict[str, Any]:
 
 def _format(given: Mapping[str, Any]) -> dict[str, Any]:
     text = fields(optional(given, "text", dict) or {}, "text", TextConfig.model_fields)
-    refuse_unless(text, {"verbosity": "medium"}, "text")
+    if "verbosity" in text:
+        choice(text["verbosity"], "text.verbosity", ("low", "medium", "high"))
     wanted = fields(optional(text, "format", dict, "text") or {"type": "text"}, "text.format", _FORMAT)
     kind = choice(wanted.get("type"), "text.format.type", ("text", "json_object", "json_schema"))
     if kind == "text":

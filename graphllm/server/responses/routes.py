@@ -7,9 +7,9 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import Response
 
 from graphllm.config import ConfigError
@@ -22,7 +22,7 @@ from graphllm.server.http.errors import NotFoundError, describe, event_body
 from graphllm.server.http.wire import EventStream, JsonRoute, json_response, named_event, record_of
 from graphllm.server.responses import requests
 from graphllm.server.responses.events import ResponseWriter
-from graphllm.server.responses.protocol import Deleted, ResponseObject
+from graphllm.server.responses.protocol import Deleted, InputItems, ResponseObject
 from graphllm.server.responses.requests import Chat, ResponsesRequest
 from graphllm.server.responses.store import ResponseStore, StoredResponse
 from graphllm.server.service import Service, Started, first_and_rest
@@ -40,7 +40,7 @@ def responses_routes(service: Service) -> APIRouter:
         """The answer to text or items, maybe as a continuation of an earlier response."""
         given = record_of(request.scope).body
         earlier = _earlier(store, given.get("previous_response_id"))
-        started = await service.start(request, CHAT, requests.to_chat(given, earlier))
+        started = await service.start(request, CHAT, requests.to_chat(given, earlier, service.rules.strict))
         # Not the id of the request, which others may guess.
         id = f"resp_{secrets.token_hex(16)}"
         name = started.call.model or service.names[0]
@@ -50,7 +50,8 @@ def responses_routes(service: Service) -> APIRouter:
 
         def keep(task: asyncio.Task[None] | None = None) -> None:
             if given.get("store") is not False:
-                store.put(id, StoredResponse(writer.body(), [*chat, *writer.conversation()], task))
+                conversation = [*chat, *writer.conversation()]
+                store.put(id, StoredResponse(writer.body(), conversation, task, requests.input_items(given, id)))
 
         if given.get("background"):
             if started.call.stream or given.get("store") is False:
@@ -76,6 +77,29 @@ def responses_routes(service: Service) -> APIRouter:
         if stream:
             raise ConfigError("stream is True: the events of a response are not kept; leave it out, and ask again")
         return json_response(_kept(store, id).body)
+
+    @router.get("/v1/responses/{id}/input_items", responses=answers(InputItems) | errors(400, 401, 404))
+    async def input_items(
+        id: str,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> Response:
+        """What a response was asked with."""
+        items = _kept(store, id).input
+        items = items if order == "asc" else items[::-1]
+        if after is not None:
+            ids = [item["id"] for item in items]
+            if after not in ids:
+                raise ConfigError(
+                    f"after is {after!r:.80}: no item of this response; give the id of one, or leave it out"
+                )
+            items = items[ids.index(after) + 1 :]
+        page = items[:limit]
+        first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+        return json_response(
+            {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": len(items) > limit}
+        )
 
     @router.post("/v1/responses/{id}/cancel", responses=answers(ResponseObject) | errors(400, 401, 404))
     async def cancel(id: str) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -13,12 +13,13 @@ from graphllm.server.responses.requests import Chat
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """body: the response. conversation: the chat up to its end, without instructions. task: what writes the response,
-    while it runs in the background."""
+    """body: the response. conversation: the chat up to its end, without instructions. input: its items. task: what
+    writes the response, while it runs in the background."""
 
     body: dict[str, Any]
     conversation: Chat
     task: asyncio.Task[Any] | None = None
+    input: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def running(self) -> bool:
@@ -42,7 +43,7 @@ class ResponseStore:
     def put(self, id: str, record: StoredResponse) -> None:
         """Keeps a record, as the newest, in the place of one with the same id."""
         self.remove(id)
-        size = len(msgspec.json.encode([record.body, record.conversation]))
+        size = len(msgspec.json.encode([record.body, record.conversation, *record.input]))
         self._records[id] = record, size
         self.bytes += size
         count, bytes = self._limits

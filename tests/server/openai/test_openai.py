@@ -106,13 +106,14 @@ def test_fields_that_change_nothing() -> None:
     inert = {
         "user": "me", "metadata": {"a": "b"}, "service_tier": "auto", "stream": False, "stream_options": None,
         "store": False, "safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "24h",
-        "echo": False, "suffix": None, "tools": [], "tool_choice": "none", "best_of": 1, "use_beam_search": False,
+        "verbosity": "low", "prediction": {"type": "content", "content": "x"}, "context_management": {}, "echo": False,
+        "suffix": None, "tools": [], "tool_choice": "none", "best_of": 1, "use_beam_search": False,
         "length_penalty": 1.0, "logprob_token_ids": None, "unheard_of": None,
     }  # fmt: skip
     of_tools = {"tools", "tool_choice"}
     completion = {name: value for name, value in inert.items() if name not in of_tools}
-    assert _completion(**completion, add_special_tokens=True) == _completion()
-    chat = _chat(**inert, add_special_tokens=False, parallel_tool_calls=True, functions=[], modalities=["text"])
+    assert _completion(**completion) == _completion()
+    chat = _chat(**inert, parallel_tool_calls=True, functions=[], modalities=["text"])
     assert chat == _chat()
 
 
@@ -175,8 +176,20 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (CHAT, {"function_call": "auto"}, "function_call", "function_call is 'auto': not supported"),
         (CHAT, {"reasoning_effort": 3}, "reasoning_effort", "reasoning_effort is 3: give a string"),
         (CHAT, {"include_reasoning": "no"}, "include_reasoning", "include_reasoning is 'no'"),
-        (CHAT, {"continue_final_message": True}, "continue_final_message", "continue_final_message is True"),
-        (CHAT, {"echo": True}, "echo", "echo is True"),
+        (CHAT, {"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message",
+         "continue_final_message is True: with add_generation_prompt another message begins"),
+        (CHAT, {"chat_template": "x"}, "chat_template", "start the server with --trust-request-chat-template"),
+        (CHAT, {"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "truncate_prompt_tokens is 0"),
+        (CHAT, {"truncation_side": "middle"}, "truncation_side", "truncation_side is 'middle'"),
+        (CHAT, {"stream_interval": 0}, "stream_interval", "stream_interval is 0"),
+        (CHAT, {"request_id": "a b"}, "request_id", "request_id is 'a b'"),
+        (CHAT, {"length_penalty": 0.5}, "length_penalty", "only with use_beam_search"),
+        (CHAT, {"use_beam_search": True, "stream": True}, "use_beam_search", "leave out stream"),
+        (CHAT, {"use_beam_search": True, "top_k": 3}, "top_k", "no meaning with use_beam_search"),
+        (CHAT, {"logprob_token_ids": []}, "logprob_token_ids", "logprob_token_ids is ()"),
+        (CHAT, {"thinking_token_budget": -2}, "thinking_token_budget", "thinking_token_budget is -2"),
+        (CHAT, {"guided_json": {}, "structured_outputs": {"regex": "a"}}, "guided_json", "both given"),
+        (CHAT, {"kv_transfer_params": {"a": 1}}, "kv_transfer_params", "caches do not move"),
         (CHAT, {"best_of": 2}, "best_of", "best_of is 2"),
         (CHAT, {"n": 0}, "n", "n is 0"),
         (CHAT, {"n": 2, "temperature": 0}, "n", "n is 2: with temperature 0"),
@@ -212,11 +225,10 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (CHAT, {"prompt": "x"}, "prompt", "prompt is 'x': not supported"),
         (CHAT, {"detokenize": False}, "detokenize", "detokenize is False"),
         (CHAT, {"output_kind": 2}, "output_kind", "output_kind is 2"),
-        (CHAT, {"add_special_tokens": True}, "add_special_tokens", "add_special_tokens is True"),
+        (CHAT, {"extra_args": {"a": 1}}, "extra_args", "give vllm_xargs"),
         (COMPLETIONS, {"prompt": None}, "prompt", "prompt is None"),
         (COMPLETIONS, {"prompt": []}, "prompt", "prompt is []"),
         (COMPLETIONS, {"prompt": [1, "a"]}, "prompt", "prompt is [1, 'a']"),
-        (COMPLETIONS, {"suffix": "x"}, "suffix", "suffix is 'x'"),
         (COMPLETIONS, {"echo": "yes"}, "echo", "echo is 'yes': give true or false"),
         (COMPLETIONS, {"max_tokens": 0}, "max_tokens", "max_tokens is 0"),
         (COMPLETIONS, {"echo": True, "max_tokens": False}, "max_tokens", "max_tokens is False"),

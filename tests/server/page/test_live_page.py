@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator
 
 import pytest
-from browser import DESKTOP, PHONE, ChatPage, Chromium, chromium, needs_chromium
+from browser import DESKTOP, PHONE, ChatPage, Chromium, needs_chromium
 from live import Served
 
 pytestmark = needs_chromium
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    with chromium() as running:
-        yield running
 
 
 def _ink(page: ChatPage) -> float:

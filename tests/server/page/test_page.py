@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import io
 import itertools
 import json
@@ -11,80 +9,16 @@ import re
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from browser import DESKTOP, PHONE, Box, ChatPage, Chromium, chromium, needs_chromium
+from browser import DESKTOP, PHONE, Box, ChatPage, Chromium, needs_chromium
 from fake_server import CARD, Reply, State, answer, call, chunk, error, serving, usage
-
-from graphllm.server.page.routes import chat_page
+from served_page import opened, serve_page
 
 pytestmark = needs_chromium
 HOSTILE = """<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>"""
-
-
-def _policy(page: str) -> str:
-    """The strictest policy that the page can live with; no string may become HTML."""
-
-    def digest(tag: str) -> str:
-        (body,) = re.findall(rf"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)
-        return f"'sha256-{base64.b64encode(hashlib.sha256(body.encode()).digest()).decode()}'"
-
-    return (
-        f"default-src 'none'; script-src {digest('script')}; style-src {digest('style')}; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-        "require-trusted-types-for 'script'; trusted-types 'none'"
-    )
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Chromium]:
-    """One browser for all tests here."""
-    with chromium() as running:
-        yield running
-
-
-def _serve_page(state: State, strict: bool = True) -> None:
-    text, _ = chat_page()
-    headers = {"Content-Type": "text/html; charset=utf-8"}
-    if strict:
-        headers["Content-Security-Policy"] = _policy(text)
-    state.files |= {path: (headers, text.encode()) for path in ("", "/")}
-
-
-@pytest.fixture
-def server() -> Iterator[State]:
-    """A scripted server that has the page."""
-    with serving() as state:
-        _serve_page(state)
-        yield state
-
-
-@contextmanager
-def _opened(browser: Chromium, server: State, refusals: bool = False, **look: Any) -> Iterator[ChatPage]:
-    """The page, which must ask nobody else and report nothing to the console but refusals that the test expects."""
-    with browser.page(**look) as page:
-        page.open(server.url)
-        yield page
-        origin = server.url.removesuffix(server.prefix)
-        assert [a for a in page.addresses if not a.startswith((f"{origin}/", "data:"))] == []
-        assert [p for p in page.problems if not (refusals and p.startswith("Failed to load resource"))] == []
-
-
-@pytest.fixture
-def page(browser: Chromium, server: State) -> Iterator[ChatPage]:
-    """The page, opened on a desktop."""
-    with _opened(browser, server) as opened:
-        yield opened
-
-
-@pytest.fixture
-def wary_page(browser: Chromium, server: State) -> Iterator[ChatPage]:
-    """The same where the server is going to refuse something."""
-    with _opened(browser, server, refusals=True) as opened:
-        yield opened
 
 
 # --- Answers
@@ -159,7 +93,7 @@ def test_a_conversation_goes_on_is_edited_and_begins_anew(server: State, page: C
         page.wait_until_done()
     first = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "One."}]
     assert server.chats()[1]["messages"] == [*first, {"role": "user", "content": "b"}]
-    page.tab.get_by_role("button", name="Retry").click()
+    page.tab.get_by_role("button", name="Retry").last.click()
     page.wait_for_text("Three.")
     page.wait_until_done()
     assert server.chats()[2]["messages"] == server.chats()[1]["messages"]
@@ -283,7 +217,9 @@ Some **bold**, *slanted*, `a <b> & c` and [a link](https://example.org/a_(b)), h
 def _outline(page: ChatPage) -> Any:
     """The answer's elements as nested lists: [tag, child or text ...]."""
     script = """(node) => {
-      const walk = (n) => n.nodeType === 3 ? n.data : [n.tagName.toLowerCase(), ...inside(n)];
+      const walk = (n) => n.nodeType === 3 || n.matches("code, .formula") ? leaf(n)
+        : [n.tagName.toLowerCase(), ...inside(n)];
+      const leaf = (n) => n.nodeType === 3 ? n.data : [n.tagName.toLowerCase(), n.textContent];
       const inside = (n) => [...n.childNodes].map(walk).filter((x) => x !== "");
       return inside(node);
     }"""
@@ -356,7 +292,7 @@ def test_hostile_text_stays_text(browser: Chromium) -> None:
     links = '[a](javascript:window.hacked=1) ![b](https://example.org/i.png) [c](data:text/html,x) [d](https://x.y"onclick=z)'
     said = f"{HOSTILE}\n\n# {HOSTILE}\n\n- {HOSTILE}\n\n| {HOSTILE} |\n|---|\n| {HOSTILE} |\n\n{fence}\n\n{links}"
     with serving() as server, browser.page() as page:
-        _serve_page(server, strict=False)
+        serve_page(server, strict=False)
         server.ready, server.cause = False, HOSTILE
         server.models = [CARD | {"id": HOSTILE, "root": HOSTILE}, CARD | {"id": f"2{HOSTILE}"}]
         server.replies += [
@@ -458,7 +394,7 @@ def test_health_is_watched(browser: Chromium, server: State) -> None:
 def test_a_server_that_went_away(browser: Chromium) -> None:
     with browser.page() as page:
         with serving() as server:
-            _serve_page(server)
+            serve_page(server)
             page.open(server.url)
         page.ask("Anyone?")
         page.tab.get_by_role("alert").get_by_text("does not answer").wait_for()
@@ -467,14 +403,15 @@ def test_a_server_that_went_away(browser: Chromium) -> None:
 @pytest.mark.parametrize("slash", ["", "/"])
 def test_below_a_prefix(browser: Chromium, slash: str) -> None:
     with serving("/some/where") as server:
-        _serve_page(server)
+        serve_page(server)
         server.replies.append(Reply(answer("Here.")))
         with browser.page() as page:
             page.open(server.url + slash)
             page.ask("Where?")
             page.wait_for_text("Here.")
             assert page.problems == []
-        assert {r.path.removeprefix("/some/where") for r in server.requests} == {
+        asked = {r.path.removeprefix("/some/where") for r in server.requests}
+        assert {path for path in asked if not path.startswith("/page/")} == {
             slash, "/v1/models", "/version", "/health/ready", "/v1/chat/completions"
         }  # fmt: skip
 
@@ -630,7 +567,7 @@ def test_looks(browser: Chromium, server: State, size: tuple[int, int], colors: 
     """Nothing is wider than the window, hidden, on top of another thing, hard to read, or of the wrong colors."""
     server.models = [CARD | {"id": "graphllm-embedded-with-a-long-name"}]
     server.replies += [Reply(answer("Hello! How can I help?")), Reply(answer(LONG, reasoning="Pages, as in a book."))]
-    with _opened(browser, server, size=size, colors=colors) as page:
+    with opened(browser, server, size=size, colors=colors) as page:
         for question in ("H" + "m" * 200, "How does paged attention work?"):
             page.ask(question)
             page.wait_until_done()

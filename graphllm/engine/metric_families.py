@@ -20,7 +20,7 @@ _SECONDS = (
 )  # fmt: skip
 _TOKENS = tuple(m * 10**e for e in range(6) for m in (1, 2, 5))
 _COUNT = (1, 2, 5, 10, 20)
-_REASONS: tuple[Labels, ...] = (("stop",), ("length",), ("abort",), ("error",))
+_REASONS: tuple[Labels, ...] = (("stop",), ("length",), ("repetition",), ("abort",), ("error",))
 _PLAIN: tuple[Labels, ...] = ((),)
 
 
@@ -73,6 +73,10 @@ OF_CORE = (
         "requests_waiting", "gauge", "Sequences in the queue.", "num_requests_waiting", core=lambda s: {(): s.waiting}
     ),
     Family(
+        "requests_waiting_by_reason", "gauge", "Sequences in the queue, by what they wait for.",
+        "num_requests_waiting_by_reason", labels=("reason",), core=lambda s: {("capacity",): s.waiting},
+    ),
+    Family(
         "kv_cache_usage_ratio", "gauge", "Share of the KV cache's blocks that running sequences hold, 0 to 1.",
         "kv_cache_usage_perc", core=lambda s: {(): s.kv_usage},
     ),
@@ -95,6 +99,16 @@ OF_CORE = (
     Family(
         "prompt_tokens_cached", "counter", "Tokens of computed prompts that the prefix cache held.",
         "prompt_tokens_cached", core=lambda s: {(): s.cached_tokens},
+    ),
+    Family(
+        "prompt_tokens_by_source", "counter", "Tokens of prompts, computed and from the prefix cache.",
+        "prompt_tokens_by_source", labels=("source",), core=lambda s: {
+            ("local_compute",): s.prompt_tokens - s.cached_tokens, ("local_cache_hit",): s.cached_tokens
+        },
+    ),
+    Family(
+        "prompt_tokens_cached_by_source", "counter", "Tokens of prompts that were not computed, by where they were.",
+        "prompt_tokens_cached_by_source", labels=("source",), core=lambda s: {("local_cache_hit",): s.cached_tokens},
     ),
     Family(
         "generation_tokens", "counter", "Tokens generated.", "generation_tokens",
@@ -203,3 +217,21 @@ COUNTED = (
 
 FAMILIES = (*OF_CORE, *OF_REQUESTS, *COUNTED)
 BY_NAME = {family.name: family for family in FAMILIES}
+
+# vLLM's names for what there is not, with why.
+_NO_LIFETIMES = "blocks have no clock; see prefix_cache_hits and kv_cache_usage_perc"
+NOT_MEASURED = {
+    "num_requests_kv_fetch_by_stage": "caches do not move between engines",
+    "external_prefix_cache_queries": "caches do not move between engines",
+    "external_prefix_cache_hits": "caches do not move between engines",
+    "engine_sleep_state": "an engine does not sleep; see graphllm_engine_up",
+    "corrupted_requests": "logits that are no numbers end a request with finished_reason error: see request_success",
+    "watermark_requests": "answers carry no watermark",
+    "mm_cache_queries": "models here read text only",
+    "mm_cache_hits": "models here read text only",
+    "request_num_preemptions": "counted for all together: see num_preemptions",
+    "kv_block_lifetime_seconds": _NO_LIFETIMES,
+    "kv_block_idle_before_evict_seconds": _NO_LIFETIMES,
+    "kv_block_reuse_gap_seconds": _NO_LIFETIMES,
+    "lora_requests_info": "LoRA adapters cannot be loaded yet",
+}

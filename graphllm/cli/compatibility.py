@@ -1,0 +1,97 @@
+"""What of vLLM's surface is here, docs/compatibility.md; write it with
+``python -m graphllm.cli.compatibility > docs/compatibility.md``. Made from the live objects, a function for a part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from graphllm.config import EngineConfig, definitions
+from graphllm.config.parameter import parameters
+from graphllm.config.sampling import SamplingParams
+from graphllm.config.vllm_names import SAMPLING_NAMES, VLLM_NAMES, ForeignName
+
+_HEAD = """# Coming from vLLM
+
+This page is generated from the live objects; `python -m graphllm.cli.compatibility` prints it.
+
+A script or a command line that was written for vLLM changes its import line or its first word. Each name of vLLM's
+works; or is accepted where its value is what happens here anyway ("accepted"); or is refused with what to do instead.
+None is an unknown name, and none is ignored where it would change an answer. *Any value* is said of names that only
+choose how something is done there: they have no effect, which the log says once.
+"""
+_PYTHON = """
+## Python and engine options
+
+Names of vLLM's package and of its modules, imported from `graphllm`: `LLM`, `SamplingParams`, `LLMEngine`,
+`AsyncLLMEngine`, `EngineArgs`, `AsyncEngineArgs`, `RequestOutput`, `CompletionOutput`, `TextPrompt`, `TokensPrompt`,
+`PromptType`, `BeamSearchParams`, `StructuredOutputsParams`, `RepetitionDetectionParams`, `RequestOutputKind`,
+`LogitsProcessor`, `BatchUpdate`, `FlexibleArgumentParser` and more.
+[Ten scripts](examples/vllm) show them at work.
+
+### Keywords of LLM and EngineArgs, flags of serve
+
+A keyword `some_name` is the flag `--some-name`, also written `--some_name`; `-tp`, `-q`, `-O3`, `--model X` and
+`--compilation-config.mode 3` are read as vLLM does.
+"""
+
+
+def page(parts: Sequence[Callable[[], str]]) -> str:
+    """The whole page, in Markdown."""
+    return "".join([_HEAD, *(part() for part in parts)])
+
+
+def python_part() -> str:
+    """Keywords, flags, sampling parameters and methods."""
+    from graphllm.entrypoints.llm import missing_methods
+
+    settings: dict[str, str] = {name: d.setting.help for name, d in definitions(EngineConfig).items()}
+    fields = {name: p.parameter.help for name, p in parameters(SamplingParams).items()}
+    methods = [(f"`{name}`", f"refused: {remedy}") for name, remedy in sorted(missing_methods().items())]
+    return "\n".join(
+        [
+            _PYTHON,
+            table(("name", "here"), states(settings, VLLM_NAMES)),
+            "\n### Fields of SamplingParams\n",
+            table(("name", "here"), states(fields, SAMPLING_NAMES)),
+            "\n### Methods of LLM that are not here\n",
+            table(("name", "here"), methods),
+            "",
+        ]
+    )
+
+
+def states(works: Mapping[str, str], others: Mapping[str, ForeignName]) -> list[tuple[str, str]]:
+    """A row for each name. works: names that do, with what they are. others: names that mean or change nothing."""
+    rows = {name: f"works: {help}" for name, help in works.items()}
+    rows |= {name: state(entry) for name, entry in others.items()}
+    return [(f"`{name}`", text) for name, text in sorted(rows.items())]
+
+
+def state(entry: ForeignName) -> str:
+    """What happens to a name that there is not here, by its values."""
+    if entry.means is not None:
+        return f"works: means {entry.remedy}"
+    if entry.hint:
+        return f"accepted: any value; {entry.remedy}"
+    neutral = ", ".join(f"`{value}`" for value in (None, *entry.neutral) if value != "")
+    return f"accepted: {neutral}; others are refused: {entry.remedy}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A table in Markdown."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def http_part() -> str:
+    """Fields of requests, routes, flags of the server, metrics."""
+    from graphllm.server import compatibility
+
+    return compatibility.http_part(table, state)
+
+
+PARTS: tuple[Callable[[], str], ...] = (python_part, http_part)
+
+if __name__ == "__main__":
+    print(page(PARTS), end="")

@@ -1,0 +1,351 @@
+"""vLLM's names of engine options and sampling parameters that there are not here, as data.
+
+Each says what it means, which values are what happens anyway, and what to do about others. One line each; a name that
+becomes a setting leaves this table.
+
+A name is one of four: it *means* settings of ours; it is *fixed*, and only its neutral values are accepted; it is a
+*hint* about speed or logs that cannot change an answer, accepted with a line in the log where it has no effect; or it
+is unknown, which is an error that names the nearest name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
+
+from graphllm.config.errors import ConfigError
+from graphllm.config.parameter import raise_all
+
+_log = logging.getLogger(__name__)
+
+
+class ForeignName(NamedTuple):
+    """An option of vLLM's that is no setting here.
+
+    neutral: values that change nothing here; None always is one. remedy: why there are no others, and what to do.
+    means: makes settings of the value, where it means some. hint: other values are accepted, too. switch: an option
+    without a value on the command line.
+    """
+
+    neutral: tuple[Any, ...] = ()
+    remedy: str = ""
+    means: Callable[[Any], Mapping[str, Any]] | None = None
+    hint: bool = False
+    switch: bool = False
+
+
+def _fixed(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
+    """Names of which only some values are accepted: one, or several in a tuple."""
+    made = {}
+    for name, value in neutral.items():
+        values = value if isinstance(value, tuple) else (value,)
+        made[name] = ForeignName(values, remedy, switch=any(isinstance(v, bool) for v in values))
+    return made
+
+
+def _hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
+    return {name: entry._replace(hint=True) for name, entry in _fixed(remedy, **neutral).items()}
+
+
+fixed, hints = _fixed, _hints  # for tables beside this one
+
+
+def _speculation(value: Any) -> Mapping[str, Any]:
+    """vLLM's speculative_config, of a draft model."""
+    known = {"model": "speculative_model", "num_speculative_tokens": "num_speculative_tokens"}
+    fixed = {"method": ("draft_model",), "draft_tensor_parallel_size": (1,)}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"speculative_config is {value!r:.80}: give an object with model and num_speculative_tokens")
+    wrong = [k for k, v in value.items() if k not in known and v is not None and v not in fixed.get(k, ())]
+    if wrong:
+        raise ConfigError(
+            f"speculative_config.{wrong[0]} is {value[wrong[0]]!r:.80}: drafts come from a draft model of one device; "
+            "give model and num_speculative_tokens only"
+        )
+    return {ours: value[theirs] for theirs, ours in known.items() if value.get(theirs) is not None}
+
+
+def _eager(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, bool):
+        raise ConfigError(f"enforce_eager is {value!r:.80}: give True or False")
+    return {"backend": "eager"} if value else {}
+
+
+def _renamed(setting: str) -> ForeignName:
+    return ForeignName(means=lambda value: {setting: value})
+
+
+_MEANINGS = {
+    "enforce_eager": ForeignName(means=_eager, switch=True, remedy="`backend`: True is `eager`, False the default"),
+    "device": _renamed("target")._replace(remedy="`target`"),
+    "device_memory_utilization": _renamed("gpu_memory_utilization")._replace(remedy="`gpu_memory_utilization`"),
+    "spec_model": _renamed("speculative_model")._replace(remedy="`speculative_model`"),
+    "spec_tokens": _renamed("num_speculative_tokens")._replace(remedy="`num_speculative_tokens`"),
+    "num_lookahead_slots": _renamed("num_speculative_tokens")._replace(remedy="`num_speculative_tokens`"),
+    "speculative_config": ForeignName(
+        means=_speculation, remedy="`speculative_model` and `num_speculative_tokens`, of an object with these"
+    ),
+}
+
+_ONE_DEVICE = "an engine runs on one device; leave it out, and start one engine for each device"
+_TEXT = "models here read text only; leave it out"
+_NO_LORA = "LoRA adapters cannot be loaded yet; leave it out, or merge the adapter into the checkpoint"
+_NO_POOLING = "the API here is for models that generate text; leave it out"
+_CACHE = "the cache lies on the device, in the model's dtype; leave it out, or choose its size by kv_cache_memory_bytes"
+_WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"
+_WATERMARK = "answers carry no watermark; leave it out"
+_TRANSFER = "caches do not move between engines; leave it out"
+_NO_SLEEP = "an engine does not sleep; leave it out, and close it in place of that"
+_COMPILED = "all is compiled ahead of time, with kernels that are chosen then; see buckets and tune in docs/settings.md"
+_HOST = "this engine's host works in another way, and has nothing to choose there"
+_LOGS = "it changes what is logged or measured there, not an answer"
+_STATES = "recurrent states are kept in the model's own way; leave it out"
+_OWN_CODE = "the engine's parts are its own; leave it out (docs/architecture.md has what can be added)"
+
+VLLM_NAMES: Mapping[str, ForeignName] = {
+    **_MEANINGS,
+    # Where the model comes from. What is not here is a setting.
+    **_fixed(
+        "the checkpoint is a folder on this machine; leave it out",
+        revision="main", code_revision="main", tokenizer_revision="main", tokenizer=(), hf_config_path=(),
+        config_format=("auto", "hf"), hf_overrides=({},), ignore_patterns=(), model_loader_extra_config=({},),
+    ),
+    **_hints("the checkpoint is a folder on this machine", hf_token=(), download_dir=()),
+    **_hints("no code of a checkpoint ever runs; what needs it is refused by name", trust_remote_code=False),
+    **_fixed("the tokenizer is the checkpoint's tokenizer.json; use auto", tokenizer_mode=("auto", "hf")),
+    **_fixed("models are those of docs/adding-a-model.md; use auto", model_impl=("auto", "vllm"),
+             model_class_overrides=({},)),
+    **_fixed("defaults are those of the checkpoint's generation_config.json; give sampling parameters in requests",
+             generation_config="auto", override_generation_config=({},)),
+    **_fixed("set rope_scaling in a copy of the checkpoint's config.json", rope_scaling=({},), rope_theta=()),
+    **_fixed(_OWN_CODE, worker_cls="auto", worker_extension_cls="", additional_config=({},), io_processor_plugin=()),
+    **_fixed(
+        "quantization here takes int8 and int4; leave it out", quantization_config=({},),
+        allow_deprecated_quantization=False, quantization_param_path=(),
+    ),
+    # Several devices.
+    **_fixed(
+        _ONE_DEVICE, pipeline_parallel_size=1, data_parallel_size=1, data_parallel_size_local=1,
+        data_parallel_rank=0, data_parallel_start_rank=0, data_parallel_external_lb=False,
+        data_parallel_hybrid_lb=False, data_parallel_multi_port_external_lb=False, decode_context_parallel_size=1,
+        prefill_context_parallel_size=1, nnodes=1, node_rank=0, device_ids=(), worker_use_ray=False,
+        distributed_executor_backend=("uni", "mp"), enable_expert_parallel=False, enable_eplb=False,
+        enable_elastic_ep=False, elastic_ep_max_dp_size=(), enable_fault_tolerance=False,
+        fault_tolerance_config=({},), fully_sharded_loras=False, enable_dbo=False, enable_batch_sharded_sampling=False,
+        enable_hc_sp=False, enable_ep_weight_filter=False,
+    ),
+    **_hints(
+        "an engine runs on one device, where it has no effect", data_parallel_address=(), data_parallel_backend="mp",
+        data_parallel_rpc_port=(), master_addr="127.0.0.1", master_port=29501, disable_custom_all_reduce=False,
+        all2all_backend=(), eplb_config=(), expert_placement_strategy="linear", max_parallel_loading_workers=(),
+        ray_workers_use_nsight=False, distributed_timeout_seconds=(), cpu_distributed_timeout_seconds=(),
+        cp_kv_cache_interleave_size=1, dcp_kv_cache_interleave_size=1, dcp_comm_backend=(), dcp_q_replicate=False,
+        dbo_decode_token_threshold=32, dbo_prefill_token_threshold=512, ubatch_size=0, dp_sync_interval=(),
+        disable_nccl_for_dp_synchronization=False, enable_nccl_comm_suspend=False,
+    ),
+    # Images, sound, other inputs.
+    **_fixed(
+        _TEXT, allowed_local_media_path="", allowed_media_domains=((), []), media_io_kwargs=({},),
+        limit_mm_per_prompt=({},), mm_processor_kwargs=({},), interleave_mm_strings=False, enable_mm_embeds=False,
+        enable_prompt_embeds=False, mm_encoder_only=False, default_mm_loras=({},), mm_encoder_attn_dtype=(),
+        mm_encoder_fp8_scale_path=(), mm_encoder_fp8_scale_save_path=(), diffusion_config=(), engram_config=(),
+        video_pruning_rate=(0, 0.0), video_pruning_method=(),
+    ),
+    **_hints(
+        "models here read text only, where it has no effect", language_model_only=False, skip_mm_profiling=False,
+        mm_processor_cache_gb=4, mm_processor_cache_type="lru", mm_shm_cache_max_object_size_mb=128,
+        mm_encoder_tp_mode="weights", mm_encoder_attn_backend=(), mm_hasher_algorithm="blake3", mm_tensor_ipc=(),
+        mm_ipc_gpu_memory_gb=(), mm_processor_device=(), mm_device_do_normalize=False,
+        mm_encoder_fp8_scale_save_margin=(), disable_mm_preprocessor_cache=False,
+        disable_chunked_mm_input=False, renderer_num_workers=1,
+        enable_shm_tensor_arena=False,
+    ),
+    # Kinds of models and of answers.
+    **_fixed(_NO_POOLING, runner=("auto", "generate"), convert=("auto", "none"), task=("auto", "generate"),
+             pooler_config=({},), override_pooler_config=({},)),
+    **_fixed(
+        _NO_LORA, enable_lora=False, enable_lora_bias=False, lora_target_modules=(), enable_tower_connector_lora=False,
+        enable_mixed_moe_lora_format=False, enable_moe_shared_loras=False,
+    ),
+    **_hints(
+        "there are no LoRA adapters, so it has no effect", max_loras=1, max_lora_rank=16, lora_dtype="auto",
+        max_cpu_loras=(), lora_extra_vocab_size=256, max_lora_cls_labels=(), specialize_active_lora=False,
+    ),
+    **_fixed(_WATERMARK, watermark=(False,), watermark_config=({},)),
+    **_fixed(
+        "log-probabilities are the model's own, before temperature and penalties; use raw_logprobs",
+        logprobs_mode="raw_logprobs",
+    ),
+    **_fixed("answers do not have it; leave it out", enable_return_routed_experts=False, return_sampling_mask=False,
+             aux_output_config=({},), enable_trace_replay=False),
+    **_fixed("grammars are llguidance's; use auto or guidance", guided_decoding_backend=("auto", "guidance"),
+             structured_outputs_config=({}, {"backend": "auto"}, {"backend": "guidance"})),
+    **_fixed("reasoning ends where the model ends it; leave it out", reasoning_config=({},)),
+    **_hints("only `graphllm serve` takes reasoning out of answers", reasoning_parser=("", "auto"),
+             reasoning_parser_plugin=""),
+    **_hints("random draws are this engine's own", use_fp64_gumbel=False),
+    # Drafts.
+    **_fixed("drafts come from a draft model; use draft_model, with speculative_model", spec_method="draft_model"),
+    # The cache and the memory.
+    **_fixed(
+        _CACHE, kv_cache_dtype="auto", calculate_kv_scales=False, kv_cache_dtype_skip_layers=((), []),
+        kv_sharing_fast_prefill=False, num_gpu_blocks_override=(), kv_offloading_size=(),
+        prefix_cache_retention_interval=(), swa_bounded_replay=False,
+    ),
+    **_hints("the cache never leaves the device", swap_space=(0, 4), kv_offloading_backend=("native",),
+             preemption_mode="recompute"),
+    **_hints("windows of attention are the model's own, and their blocks are freed", disable_sliding_window=False,
+             disable_hybrid_kv_cache_manager=False, use_v2_block_manager=True),
+    **_hints("blocks are told apart by SHA-256", prefix_caching_hash_algo="sha256", prefix_match_unit=()),
+    **_fixed(
+        _WEIGHTS, cpu_offload_gb=(0, 0.0), cpu_offload_params=((), []), offload_backend="auto", offload_group_size=0,
+        offload_params=((), []),
+    ),
+    **_hints("no weights are offloaded", offload_num_in_group=1, offload_prefetch_step=1),
+    **_fixed(_TRANSFER, kv_transfer_config=({},), ec_transfer_config=({},), ec_manager_config=({},),
+             kv_events_config=({},), weight_transfer_config=({},)),
+    **_fixed(_NO_SLEEP, enable_sleep_mode=False, sleep_preserve_parameter_names=((), [])),
+    **_hints("an engine does not sleep", sleep_mode_backend=(), sleep_mode_offload_cudagraph=False,
+             enable_cumem_allocator=False),
+    **_fixed(
+        _STATES, mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", mamba_cache_mode=("none", "align", "all"),
+        enable_mamba_cache_stochastic_rounding=False, mamba_block_size=(), use_replayssm=False,
+    ),
+    **_hints(
+        "recurrent states are computed in this engine's own way", mamba_backend=(), mamba_cache_philox_rounds=(),
+        mamba_ssu_algorithm=(), enable_mamba_shared_prefix_checkpoint=False, replayssm_buffer_len=(),
+        gdn_prefill_backend=(), kda_decode_backend=(), kda_prefill_backend=(),
+    ),
+    # Steps.
+    **_fixed(
+        "long prompts are always computed in chunks, beside requests that decode; leave it out, or raise "
+        "max_num_batched_tokens", enable_chunked_prefill=True,
+    ),
+    **_fixed("requests wait in one queue; use max_num_queued_reqs", max_num_queued_tokens=(), max_num_active_seqs=()),
+    **_hints(
+        _HOST, async_scheduling=True, num_scheduler_steps=1, multi_step_stream_outputs=True,
+        max_num_partial_prefills=1, max_long_partial_prefills=1, max_num_scheduled_tokens=(), stream_interval=1,
+        prefill_schedule_interval=(), scheduler_reserve_full_isl=True, long_prefill_token_threshold_adaptive=False,
+        disable_async_output_proc=False, disable_cascade_attn=False, performance_mode="balanced",
+    ),
+    # What is compiled.
+    **_hints(
+        _COMPILED, compilation_config=({},), optimization_level=2, cudagraph_capture_sizes=(),
+        max_cudagraph_capture_size=(), cuda_graph_sizes=(), max_seq_len_to_capture=8192,
+        max_context_len_to_capture=8192, attention_backend="auto", attention_config=({},), kernel_config=({},),
+        moe_backend="auto", linear_backend="auto", sparse_indexer_topk_backend=(), monokernel=(),
+        enable_flashinfer_autotune=True, ir_op_priority=({},), jit_monitor_mode=(), jit_monitor_verbose=False,
+    ),
+    # Loading.
+    **_hints(
+        "files are read as fast as they come", safetensors_load_strategy="lazy", safetensors_prefetch_block_size=(),
+        safetensors_prefetch_num_threads=(), pt_load_map_location="cpu", use_tqdm_on_load=True,
+    ),
+    **_hints("processes are placed by the system", numa_bind=False, numa_bind_cpus=(), numa_bind_nodes=()),
+    # Logs and measurements.
+    **_hints(
+        _LOGS, aggregate_engine_logging=False, collect_detailed_traces=(), cudagraph_metrics=False,
+        custom_histogram_buckets=(), enable_layerwise_nvtx_tracing=False, enable_log_requests=False,
+        disable_log_requests=True, enable_logging_iteration_details=False, enable_mfu_metrics=False,
+        fail_on_environ_validation=False, kv_cache_metrics=False, kv_cache_metrics_sample=0.01, log_config_file=(),
+        log_level=(), logging_config=(), per_request_spec_decode_metrics=False, profiler_config=({},),
+        show_hidden_metrics_for_version=(), watchdog_config=({},), otlp_traces_endpoint=(),
+    ),
+    **_hints("only `graphllm serve` has names in requests and an end in good order", served_model_name=(),
+             shutdown_timeout=()),
+}  # fmt: skip
+
+# The same for fields of SamplingParams and of requests.
+SAMPLING_NAMES: Mapping[str, ForeignName] = {
+    "guided_decoding": _renamed("structured_outputs")._replace(remedy="`structured_outputs`"),
+    **_fixed("a request gets the completions that it asks for; use n", best_of=1),
+    **_fixed("log-probabilities come as lists of dicts; leave it out", flat_logprobs=False),
+    **_fixed("use LLM.beam_search", use_beam_search=False, length_penalty=1, early_stopping=False),
+    **_fixed("processors belong to the engine; use LLM(logits_processors=...) and extra_args",
+             logits_processors=([], ())),
+    **_fixed("log-probabilities are of the likeliest tokens; use logprobs", prompt_logprob_token_ids=()),
+    **_fixed("prompt_logprobs are of the whole prompt; leave it out", prompt_logprob_start=0),
+    **_fixed("models here have no routed experts to report; leave it out", routed_experts_prompt_start=0),
+    **_fixed("answers come as they are made; leave it out", stream_interval=1, output_text_buffer_length=0),
+    **_fixed("tokens are chosen by the model; leave it out", trace_decode_token_ids=()),
+    **_fixed("a prompt that is too long is refused; shorten it", truncate_prompt_tokens=()),
+    **_fixed(_WATERMARK, watermarking=False),
+    **_fixed("parameters never change; leave it out", skip_clone=(False, True)),
+}  # fmt: skip
+
+# Other words for values that settings have.
+SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
+    "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
+    "max_model_len": {-1: None, "-1": None, "auto": None},
+    "logits_processors": {None: ()},
+    "enable_prefix_caching": {None: True},
+    "reasoning_parser": {"deepseek_r1": "think", "qwen3": "think", "": "auto"},
+    "tool_call_parser": {"llama3_json": "llama3", "llama4_json": "llama3", "": "auto"},
+    "uvicorn_log_level": {"trace": "debug", "critical": "error"},
+}
+
+SHORT = {
+    "-tp": "tensor_parallel_size", "-pp": "pipeline_parallel_size", "-dp": "data_parallel_size", "-q": "quantization",
+    "-cc": "compilation_config", "-sc": "speculative_config", "-ac": "attention_config", "-O": "optimization_level",
+}  # fmt: skip
+
+
+def spelled(name: str, value: Any) -> Any:
+    """The word for a value that the setting has."""
+    words = SPELLINGS.get(name, {})
+    return words.get(value, value) if isinstance(value, str | int | None) and not isinstance(value, bool) else value
+
+
+def as_settings(
+    given: Mapping[str, Any], defaults: Mapping[str, Any], names: Mapping[str, ForeignName] = VLLM_NAMES
+) -> dict[str, Any]:
+    """What a user of vLLM's names has said, as settings. defaults: of all settings, by name. names: which others are
+    known. Raises ConfigError naming all that cannot be, and the nearest name for one that nobody knows."""
+    found = {name: spelled(name, value) for name, value in given.items() if name in defaults}
+    problems = []
+    for name, value in given.items():
+        if name in defaults or (value is None and name in names):
+            continue
+        try:
+            for setting, meant in _meaning(name, value, names, defaults).items():
+                if found.get(setting, defaults[setting]) not in (defaults[setting], meant):
+                    raise ConfigError(
+                        f"{name} is {value!r:.80}: that is {setting}={meant!r:.80}, which is given as "
+                        f"{found[setting]!r:.80}; leave one of them out"
+                    )
+                found[setting] = meant
+        except ConfigError as problem:
+            problems.append(str(problem))
+    raise_all(problems)
+    return found
+
+
+def _meaning(name: str, value: Any, names: Mapping[str, ForeignName], settings: Collection[str]) -> Mapping[str, Any]:
+    if name not in names:
+        near = difflib.get_close_matches(name, settings, 1) or difflib.get_close_matches(name, names, 1)
+        also = f", or did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"{name!s:.80} is {value!r:.80}: not supported; leave it out{also}")
+    entry = names[name]
+    if entry.means is not None:
+        return entry.means(value)
+    if not any(_same(value, neutral) for neutral in entry.neutral):
+        if not entry.hint:
+            raise ConfigError(f"{name} is {value!r:.80}: {entry.remedy}")
+        _log.warning("%s is %.80r: no effect here; %s", name, value, entry.remedy)
+    return {}
+
+
+def read_text(text: str) -> Any:
+    """A value of one of these names, as it stands on a command line."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"None": None, "True": True, "False": False}.get(text, text)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """1 is not True."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)

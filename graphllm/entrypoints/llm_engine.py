@@ -1,0 +1,163 @@
+"""LLMEngine: an engine in this process, driven step by step. `LLM` is the same without the loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.sampling import SamplingParams
+from graphllm.engine.outputs import OutputProcessor, RequestOutput
+from graphllm.engine.processor import GrammarChecker, Processor, Prompt
+from graphllm.engine.request import Core
+from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.core import load_core
+from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
+from graphllm.entrypoints.model import resolve_model
+from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers
+
+
+class LLMEngine:
+    """Takes requests, and gives what they have got after each `step`; for one thread at a time. Close it in the end.
+
+    core, tokenizer, defaults, processor, outputs: its parts, which `LLM` drives too. loggers: told of its figures about
+    every ten seconds while it steps.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        tokenizer: Tokenizer | None,
+        defaults: SamplingParams | None = None,
+        grammar: GrammarChecker | None = None,
+        seed: int | None = 0,
+        loggers: Sequence[StatLogger] = (),
+    ) -> None:
+        self.core, self.tokenizer = core, tokenizer
+        self.defaults = defaults or SamplingParams()
+        self.processor = Processor(tokenizer, core.info, grammar, seed)
+        self.outputs = OutputProcessor(tokenizer)
+        self.metrics = MetricsReader()
+        self._loggers, self._logged = loggers, time.monotonic()
+        self._names: dict[str, str] = {}  # the core's, by the user's: it may not hear of the end of one in time
+        self._params: dict[str, SamplingParams] = {}
+        self._count = 0
+
+    @classmethod
+    def from_engine_args(
+        cls,
+        engine_args: EngineArgs,
+        usage_context: Any = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        enable_multiprocessing: bool = False,
+    ) -> LLMEngine:
+        """Find the model and its artifact, which is built when the policy says so, and load it. stat_loggers: made and
+        told in place of the line in the log. The others change nothing. Raises ConfigError."""
+        return load_engine(engine_args, stat_loggers)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        arrival_time: float | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+        trace_headers: None = None,
+        priority: int = 0,
+    ) -> str:
+        """Queue a request. params: None for the model's defaults. arrival_time: is always now. Raises ConfigError for
+        one that cannot run."""
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        if request_id in self._names:
+            raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
+        name, self._count = f"{request_id}-{self._count}", self._count + 1
+        parsed = self.processor.make(prompt, params or self.defaults, name, priority=priority)
+        self.outputs.add(parsed)
+        try:
+            for part in parsed.requests:
+                self.core.add(part)
+        except ConfigError:
+            self.core.abort(self.outputs.abort([name]))
+            raise
+        self._names[request_id], self._params[name] = name, parsed.params
+        return request_id
+
+    def step(self) -> list[RequestOutput]:
+        """One step of the engine; what requests have got by it, of the kind that each asks for."""
+        processed = self.outputs.process(self.core.step())
+        self.core.abort(processed.aborts)
+        users = {name: id for id, name in self._names.items()} if processed.outputs else {}
+        for output in processed.outputs:
+            name, output.request_id = output.request_id, users[output.request_id]
+            if output.finished:
+                del self._names[output.request_id]
+                self.metrics.finished(output, self._params.pop(name))
+        if self._loggers and time.monotonic() - self._logged >= SECONDS:
+            self.do_log_stats()
+        return processed.outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether another `step` has something to do."""
+        return bool(self._names)
+
+    def get_num_unfinished_requests(self) -> int:
+        """How many are not done."""
+        return len(self._names)
+
+    def abort_request(self, request_ids: str | Iterable[str]) -> None:
+        """End requests, without another output. Unknown ids are ignored."""
+        ids = [request_ids] if isinstance(request_ids, str) else list(request_ids)
+        names = [name for id in ids if (name := self._names.pop(id, None)) is not None]
+        for name in names:
+            del self._params[name]
+        self.core.abort(self.outputs.abort(names))
+
+    def do_log_stats(self) -> None:
+        """Tell the loggers now."""
+        self._logged, stats = time.monotonic(), self.core.stats()
+        for logger in self._loggers:
+            logger.record(stats)
+            logger.log()
+
+    def get_metrics(self) -> list[Metric]:
+        """All that was counted since the engine's start."""
+        return self.metrics.read(self.core.stats())
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Raises ConfigError where there is none."""
+        if self.tokenizer is None:
+            raise ConfigError("tokenizer: there is none; leave out skip_tokenizer_init, or work with token ids")
+        return self.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the cached blocks of earlier prompts."""
+        return self.core.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Give back memory and threads; nothing can be generated after it."""
+        self.core.close()
+
+
+def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None = None) -> LLMEngine:
+    """An engine of this process. Raises ConfigError."""
+    resolved = resolve_model(args)
+    core = load_core(resolved.config, processors=resolved.processors)
+    grammar = core.grammars if resolved.tokenizer else None
+    loggers = stat_loggers(args.disable_log_stats, factories)
+    return LLMEngine(core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers)
+
+
+_REMEDIES = {
+    "lora_request": "LoRA adapters cannot be loaded yet; leave it out, or merge the adapter into the checkpoint",
+    "tokenization_kwargs": 'leave it out; {"prompt": TEXT, "add_special_tokens": False} is text that has them',
+    "mm_processor_kwargs": "models here read text only; leave it out",
+}
+
+
+def refuse(**arguments: object) -> None:
+    """Raise ConfigError for arguments of vLLM's that have a value and no meaning here."""
+    for name, value in arguments.items():
+        if value not in (None, {}, []):
+            raise ConfigError(f"{name} is {value!r:.80}: {_REMEDIES[name]}")

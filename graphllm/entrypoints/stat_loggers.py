@@ -1,0 +1,63 @@
+"""Who is told, every ten seconds, what an engine has counted: `StatLogger`, and the one that writes a line of log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from graphllm.engine.request import CoreStats
+
+SECONDS = 10.0
+_log = logging.getLogger(__name__)
+
+
+class StatLogger(Protocol):
+    """Told of one engine."""
+
+    def record(self, stats: CoreStats) -> None:
+        """The engine's figures as of now; counters grow from its start."""
+
+    def log(self) -> None:
+        """Time to say something; comes after a `record`."""
+
+
+StatLoggerFactory = Callable[[], StatLogger]
+
+
+class LoggingStatLogger:
+    """A line at level info: tokens a second since the last one, requests, cache. Nothing while nothing happens."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._then = clock, clock()
+        self._before = self._now = CoreStats()
+        self._idle = True
+
+    def record(self, stats: CoreStats) -> None:
+        """Keep the figures."""
+        self._now = stats
+
+    def log(self) -> None:
+        """Write the line; the first one behind the end of all work still comes."""
+        now, before, at = self._now, self._before, self._clock()
+        seconds, self._then, self._before = max(at - self._then, 1e-9), at, now
+        new = now.started != before.started  # another core, whose counters begin at 0
+        prompt = now.prompt_tokens - (0 if new else before.prompt_tokens)
+        made = now.generated_tokens - (0 if new else before.generated_tokens)
+        idle = not (prompt or made or now.running or now.waiting)
+        if not (idle and self._idle):
+            hits = 100 * now.prefix_hits / max(now.prefix_queries, 1)
+            _log.info(
+                "prompts %.1f tokens/s, output %.1f tokens/s, running %d, waiting %d, KV cache %.1f %%, "
+                "prefix cache hits %.1f %%",
+                prompt / seconds, made / seconds, now.running, now.waiting, 100 * now.kv_usage, hits,
+            )  # fmt: skip
+        self._idle = idle
+
+
+def stat_loggers(disabled: bool, factories: Sequence[StatLoggerFactory] | None) -> list[StatLogger]:
+    """The user's, else the line in the log; none where that is disabled."""
+    if disabled:
+        return []
+    return [make() for make in (factories if factories is not None else [LoggingStatLogger])]

@@ -1,0 +1,41 @@
+"""Routes of vLLM's that are not served, with why, and what to do; one line each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_POOLING = "this server serves models that generate text; use /v1/completions or /v1/chat/completions"
+_WEIGHTS = "the weights of a running server never change; compile the new ones and start another server"
+_SLEEP = "an engine does not sleep; stop the server, it starts again from its artifact in seconds"
+_SOUND = "models here read text only"
+_LORA = "LoRA adapters cannot be loaded yet; merge the adapter into the checkpoint"
+_RENDER = "use /tokenize with messages, or return_token_ids and return_prompt_text in a request"
+_COHERE = "use /v1/chat/completions, /v1/responses or /v1/messages"
+_ONE = "one server has one engine on one device; start one for each device behind a proxy"
+_PROFILE = "use `graphllm bench`, and the times of steps in /metrics"
+_FAULT = "see /health, and --restart-engine"
+
+UNSERVED: Mapping[str, str] = {
+    **dict.fromkeys(
+        ("/classify", "/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank",
+         "/v2/rerank", "/generative_scoring", "/v1/systemone", "/v1/decisions"), _POOLING),
+    **dict.fromkeys(
+        ("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
+         "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",
+         "/weight_info", "/weight_checker", "/get_world_size"), _WEIGHTS),
+    **dict.fromkeys(
+        ("/sleep", "/wake_up", "/is_sleeping", "/pause", "/resume", "/is_paused", "/release_kv_cache_memory"), _SLEEP),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/translations", "/v1/realtime", "/reset_mm_cache",
+                     "/reset_encoder_cache"), _SOUND),
+    **dict.fromkeys(("/v1/load_lora_adapter", "/v1/unload_lora_adapter"), _LORA),
+    **dict.fromkeys(
+        ("/v1/chat/completions/derender", "/v1/completions/derender", "/v1/chat/completions/render",
+         "/v1/messages/render", "/v1/completions/render", "/v1/responses/render"), _RENDER),
+    **dict.fromkeys(("/inference/v1/generate",), "send token ids to /v1/completions, with return_token_ids"),
+    **dict.fromkeys(("/inference/v1/abort_requests",), "use /abort_requests"),
+    **dict.fromkeys(("/cohere/v2/chat", "/cohere/v2/chat/render"), _COHERE),
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources", "/collective_rpc"), _ONE),
+    **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), _FAULT),
+    **dict.fromkeys(("/readyz",), "use /ready, or /health/ready"),
+    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
+}  # fmt: skip
