@@ -37,7 +37,7 @@ class ForeignName(NamedTuple):
     switch: bool = False
 
 
-def _fixed(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
+def fixed(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
     """Names of which only some values are accepted: one, or several in a tuple."""
     made = {}
     for name, value in neutral.items():
@@ -46,20 +46,17 @@ def _fixed(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
     return made
 
 
-def _hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
-    return {name: entry._replace(hint=True) for name, entry in _fixed(remedy, **neutral).items()}
-
-
-fixed, hints = _fixed, _hints  # for tables beside this one
+def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
+    return {name: entry._replace(hint=True) for name, entry in fixed(remedy, **neutral).items()}
 
 
 def _speculation(value: Any) -> Mapping[str, Any]:
     """vLLM's speculative_config, of a draft model."""
     known = {"model": "speculative_model", "num_speculative_tokens": "num_speculative_tokens"}
-    fixed = {"method": ("draft_model",), "draft_tensor_parallel_size": (1,)}
+    only = {"method": ("draft_model",), "draft_tensor_parallel_size": (1,)}
     if not isinstance(value, Mapping):
         raise ConfigError(f"speculative_config is {value!r:.80}: give an object with model and num_speculative_tokens")
-    wrong = [k for k, v in value.items() if k not in known and v is not None and v not in fixed.get(k, ())]
+    wrong = [k for k, v in value.items() if k not in known and v is not None and v not in only.get(k, ())]
     if wrong:
         raise ConfigError(
             f"speculative_config.{wrong[0]} is {value[wrong[0]]!r:.80}: drafts come from a draft model of one device; "
@@ -108,26 +105,26 @@ _OWN_CODE = "the engine's parts are its own; leave it out (docs/architecture.md 
 VLLM_NAMES: Mapping[str, ForeignName] = {
     **_MEANINGS,
     # Where the model comes from. What is not here is a setting.
-    **_fixed(
+    **fixed(
         "the checkpoint is a folder on this machine; leave it out",
         revision="main", code_revision="main", tokenizer_revision="main", tokenizer=(), hf_config_path=(),
         config_format=("auto", "hf"), hf_overrides=({},), ignore_patterns=(), model_loader_extra_config=({},),
     ),
-    **_hints("the checkpoint is a folder on this machine", hf_token=(), download_dir=()),
-    **_hints("no code of a checkpoint ever runs; what needs it is refused by name", trust_remote_code=False),
-    **_fixed("the tokenizer is the checkpoint's tokenizer.json; use auto", tokenizer_mode=("auto", "hf")),
-    **_fixed("models are those of docs/adding-a-model.md; use auto", model_impl=("auto", "vllm"),
+    **hints("the checkpoint is a folder on this machine", hf_token=(), download_dir=()),
+    **hints("no code of a checkpoint ever runs; what needs it is refused by name", trust_remote_code=False),
+    **fixed("the tokenizer is the checkpoint's tokenizer.json; use auto", tokenizer_mode=("auto", "hf")),
+    **fixed("models are those of docs/adding-a-model.md; use auto", model_impl=("auto", "vllm"),
              model_class_overrides=({},)),
-    **_fixed("defaults are those of the checkpoint's generation_config.json; give sampling parameters in requests",
+    **fixed("defaults are those of the checkpoint's generation_config.json; give sampling parameters in requests",
              generation_config="auto", override_generation_config=({},)),
-    **_fixed("set rope_scaling in a copy of the checkpoint's config.json", rope_scaling=({},), rope_theta=()),
-    **_fixed(_OWN_CODE, worker_cls="auto", worker_extension_cls="", additional_config=({},), io_processor_plugin=()),
-    **_fixed(
+    **fixed("set rope_scaling in a copy of the checkpoint's config.json", rope_scaling=({},), rope_theta=()),
+    **fixed(_OWN_CODE, worker_cls="auto", worker_extension_cls="", additional_config=({},), io_processor_plugin=()),
+    **fixed(
         "quantization here takes int8 and int4; leave it out", quantization_config=({},),
         allow_deprecated_quantization=False, quantization_param_path=(),
     ),
     # Several devices.
-    **_fixed(
+    **fixed(
         _ONE_DEVICE, pipeline_parallel_size=1, data_parallel_size=1, data_parallel_size_local=1,
         data_parallel_rank=0, data_parallel_start_rank=0, data_parallel_external_lb=False,
         data_parallel_hybrid_lb=False, data_parallel_multi_port_external_lb=False, decode_context_parallel_size=1,
@@ -137,7 +134,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         fault_tolerance_config=({},), fully_sharded_loras=False, enable_dbo=False, enable_batch_sharded_sampling=False,
         enable_hc_sp=False, enable_ep_weight_filter=False,
     ),
-    **_hints(
+    **hints(
         "an engine runs on one device, where it has no effect", data_parallel_address=(), data_parallel_backend="mp",
         data_parallel_rpc_port=(), master_addr="127.0.0.1", master_port=29501, disable_custom_all_reduce=False,
         all2all_backend=(), eplb_config=(), expert_placement_strategy="linear", max_parallel_loading_workers=(),
@@ -147,14 +144,14 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         disable_nccl_for_dp_synchronization=False, enable_nccl_comm_suspend=False,
     ),
     # Images, sound, other inputs.
-    **_fixed(
+    **fixed(
         _TEXT, allowed_local_media_path="", allowed_media_domains=((), []), media_io_kwargs=({},),
         limit_mm_per_prompt=({},), mm_processor_kwargs=({},), interleave_mm_strings=False, enable_mm_embeds=False,
         enable_prompt_embeds=False, mm_encoder_only=False, default_mm_loras=({},), mm_encoder_attn_dtype=(),
         mm_encoder_fp8_scale_path=(), mm_encoder_fp8_scale_save_path=(), diffusion_config=(), engram_config=(),
         video_pruning_rate=(0, 0.0), video_pruning_method=(),
     ),
-    **_hints(
+    **hints(
         "models here read text only, where it has no effect", language_model_only=False, skip_mm_profiling=False,
         mm_processor_cache_gb=4, mm_processor_cache_type="lru", mm_shm_cache_max_object_size_mb=128,
         mm_encoder_tp_mode="weights", mm_encoder_attn_backend=(), mm_hasher_algorithm="blake3", mm_tensor_ipc=(),
@@ -164,75 +161,75 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         enable_shm_tensor_arena=False,
     ),
     # Kinds of models and of answers.
-    **_fixed(_NO_POOLING, runner=("auto", "generate"), convert=("auto", "none"), task=("auto", "generate"),
+    **fixed(_NO_POOLING, runner=("auto", "generate"), convert=("auto", "none"), task=("auto", "generate"),
              pooler_config=({},), override_pooler_config=({},)),
-    **_fixed(
+    **fixed(
         _NO_LORA, enable_lora=False, enable_lora_bias=False, lora_target_modules=(), enable_tower_connector_lora=False,
         enable_mixed_moe_lora_format=False, enable_moe_shared_loras=False,
     ),
-    **_hints(
+    **hints(
         "there are no LoRA adapters, so it has no effect", max_loras=1, max_lora_rank=16, lora_dtype="auto",
         max_cpu_loras=(), lora_extra_vocab_size=256, max_lora_cls_labels=(), specialize_active_lora=False,
     ),
-    **_fixed(_WATERMARK, watermark=(False,), watermark_config=({},)),
-    **_fixed(
+    **fixed(_WATERMARK, watermark=(False,), watermark_config=({},)),
+    **fixed(
         "log-probabilities are the model's own, before temperature and penalties; use raw_logprobs",
         logprobs_mode="raw_logprobs",
     ),
-    **_fixed("answers do not have it; leave it out", enable_return_routed_experts=False, return_sampling_mask=False,
+    **fixed("answers do not have it; leave it out", enable_return_routed_experts=False, return_sampling_mask=False,
              aux_output_config=({},), enable_trace_replay=False),
-    **_fixed("grammars are llguidance's; use auto or guidance", guided_decoding_backend=("auto", "guidance"),
+    **fixed("grammars are llguidance's; use auto or guidance", guided_decoding_backend=("auto", "guidance"),
              structured_outputs_config=({}, {"backend": "auto"}, {"backend": "guidance"})),
-    **_fixed("reasoning ends where the model ends it; leave it out", reasoning_config=({},)),
-    **_hints("only `graphllm serve` takes reasoning out of answers", reasoning_parser=("", "auto"),
+    **fixed("reasoning ends where the model ends it; leave it out", reasoning_config=({},)),
+    **hints("only `graphllm serve` takes reasoning out of answers", reasoning_parser=("", "auto"),
              reasoning_parser_plugin=""),
-    **_hints("random draws are this engine's own", use_fp64_gumbel=False),
+    **hints("random draws are this engine's own", use_fp64_gumbel=False),
     # Drafts.
-    **_fixed("drafts come from a draft model; use draft_model, with speculative_model", spec_method="draft_model"),
+    **fixed("drafts come from a draft model; use draft_model, with speculative_model", spec_method="draft_model"),
     # The cache and the memory.
-    **_fixed(
+    **fixed(
         _CACHE, kv_cache_dtype="auto", calculate_kv_scales=False, kv_cache_dtype_skip_layers=((), []),
         kv_sharing_fast_prefill=False, num_gpu_blocks_override=(), kv_offloading_size=(),
         prefix_cache_retention_interval=(), swa_bounded_replay=False,
     ),
-    **_hints("the cache never leaves the device", swap_space=(0, 4), kv_offloading_backend=("native",),
+    **hints("the cache never leaves the device", swap_space=(0, 4), kv_offloading_backend=("native",),
              preemption_mode="recompute"),
-    **_hints("windows of attention are the model's own, and their blocks are freed", disable_sliding_window=False,
+    **hints("windows of attention are the model's own, and their blocks are freed", disable_sliding_window=False,
              disable_hybrid_kv_cache_manager=False, use_v2_block_manager=True),
-    **_hints("blocks are told apart by SHA-256", prefix_caching_hash_algo="sha256", prefix_match_unit=()),
-    **_fixed(
+    **hints("blocks are told apart by SHA-256", prefix_caching_hash_algo="sha256", prefix_match_unit=()),
+    **fixed(
         _WEIGHTS, cpu_offload_gb=(0, 0.0), cpu_offload_params=((), []), offload_backend="auto", offload_group_size=0,
         offload_params=((), []),
     ),
-    **_hints("no weights are offloaded", offload_num_in_group=1, offload_prefetch_step=1),
-    **_fixed(_TRANSFER, kv_transfer_config=({},), ec_transfer_config=({},), ec_manager_config=({},),
+    **hints("no weights are offloaded", offload_num_in_group=1, offload_prefetch_step=1),
+    **fixed(_TRANSFER, kv_transfer_config=({},), ec_transfer_config=({},), ec_manager_config=({},),
              kv_events_config=({},), weight_transfer_config=({},)),
-    **_fixed(_NO_SLEEP, enable_sleep_mode=False, sleep_preserve_parameter_names=((), [])),
-    **_hints("an engine does not sleep", sleep_mode_backend=(), sleep_mode_offload_cudagraph=False,
+    **fixed(_NO_SLEEP, enable_sleep_mode=False, sleep_preserve_parameter_names=((), [])),
+    **hints("an engine does not sleep", sleep_mode_backend=(), sleep_mode_offload_cudagraph=False,
              enable_cumem_allocator=False),
-    **_fixed(
+    **fixed(
         _STATES, mamba_cache_dtype="auto", mamba_ssm_cache_dtype="auto", mamba_cache_mode=("none", "align", "all"),
         enable_mamba_cache_stochastic_rounding=False, mamba_block_size=(), use_replayssm=False,
     ),
-    **_hints(
+    **hints(
         "recurrent states are computed in this engine's own way", mamba_backend=(), mamba_cache_philox_rounds=(),
         mamba_ssu_algorithm=(), enable_mamba_shared_prefix_checkpoint=False, replayssm_buffer_len=(),
         gdn_prefill_backend=(), kda_decode_backend=(), kda_prefill_backend=(),
     ),
     # Steps.
-    **_fixed(
+    **fixed(
         "long prompts are always computed in chunks, beside requests that decode; leave it out, or raise "
         "max_num_batched_tokens", enable_chunked_prefill=True,
     ),
-    **_fixed("requests wait in one queue; use max_num_queued_reqs", max_num_queued_tokens=(), max_num_active_seqs=()),
-    **_hints(
+    **fixed("requests wait in one queue; use max_num_queued_reqs", max_num_queued_tokens=(), max_num_active_seqs=()),
+    **hints(
         _HOST, async_scheduling=True, num_scheduler_steps=1, multi_step_stream_outputs=True,
         max_num_partial_prefills=1, max_long_partial_prefills=1, max_num_scheduled_tokens=(), stream_interval=1,
         prefill_schedule_interval=(), scheduler_reserve_full_isl=True, long_prefill_token_threshold_adaptive=False,
         disable_async_output_proc=False, disable_cascade_attn=False, performance_mode="balanced",
     ),
     # What is compiled.
-    **_hints(
+    **hints(
         _COMPILED, compilation_config=({},), optimization_level=2, cudagraph_capture_sizes=(),
         max_cudagraph_capture_size=(), cuda_graph_sizes=(), max_seq_len_to_capture=8192,
         max_context_len_to_capture=8192, attention_backend="auto", attention_config=({},), kernel_config=({},),
@@ -240,13 +237,13 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         enable_flashinfer_autotune=True, ir_op_priority=({},), jit_monitor_mode=(), jit_monitor_verbose=False,
     ),
     # Loading.
-    **_hints(
+    **hints(
         "files are read as fast as they come", safetensors_load_strategy="lazy", safetensors_prefetch_block_size=(),
         safetensors_prefetch_num_threads=(), pt_load_map_location="cpu", use_tqdm_on_load=True,
     ),
-    **_hints("processes are placed by the system", numa_bind=False, numa_bind_cpus=(), numa_bind_nodes=()),
+    **hints("processes are placed by the system", numa_bind=False, numa_bind_cpus=(), numa_bind_nodes=()),
     # Logs and measurements.
-    **_hints(
+    **hints(
         _LOGS, aggregate_engine_logging=False, collect_detailed_traces=(), cudagraph_metrics=False,
         custom_histogram_buckets=(), enable_layerwise_nvtx_tracing=False, enable_log_requests=False,
         disable_log_requests=True, enable_logging_iteration_details=False, enable_mfu_metrics=False,
@@ -254,26 +251,26 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         log_level=(), logging_config=(), per_request_spec_decode_metrics=False, profiler_config=({},),
         show_hidden_metrics_for_version=(), watchdog_config=({},), otlp_traces_endpoint=(),
     ),
-    **_hints("only `graphllm serve` has names in requests and an end in good order", served_model_name=(),
+    **hints("only `graphllm serve` has names in requests and an end in good order", served_model_name=(),
              shutdown_timeout=()),
 }  # fmt: skip
 
 # The same for fields of SamplingParams and of requests.
 SAMPLING_NAMES: Mapping[str, ForeignName] = {
     "guided_decoding": _renamed("structured_outputs")._replace(remedy="`structured_outputs`"),
-    **_fixed("a request gets the completions that it asks for; use n", best_of=1),
-    **_fixed("log-probabilities come as lists of dicts; leave it out", flat_logprobs=False),
-    **_fixed("use LLM.beam_search", use_beam_search=False, length_penalty=1, early_stopping=False),
-    **_fixed("processors belong to the engine; use LLM(logits_processors=...) and extra_args",
+    **fixed("a request gets the completions that it asks for; use n", best_of=1),
+    **fixed("log-probabilities come as lists of dicts; leave it out", flat_logprobs=False),
+    **fixed("use LLM.beam_search", use_beam_search=False, length_penalty=1, early_stopping=False),
+    **fixed("processors belong to the engine; use LLM(logits_processors=...) and extra_args",
              logits_processors=([], ())),
-    **_fixed("log-probabilities are of the likeliest tokens; use logprobs", prompt_logprob_token_ids=()),
-    **_fixed("prompt_logprobs are of the whole prompt; leave it out", prompt_logprob_start=0),
-    **_fixed("models here have no routed experts to report; leave it out", routed_experts_prompt_start=0),
-    **_fixed("answers come as they are made; leave it out", stream_interval=1, output_text_buffer_length=0),
-    **_fixed("tokens are chosen by the model; leave it out", trace_decode_token_ids=()),
-    **_fixed("a prompt that is too long is refused; shorten it", truncate_prompt_tokens=()),
-    **_fixed(_WATERMARK, watermarking=False),
-    **_fixed("parameters never change; leave it out", skip_clone=(False, True)),
+    **fixed("log-probabilities are of the likeliest tokens; use logprobs", prompt_logprob_token_ids=()),
+    **fixed("prompt_logprobs are of the whole prompt; leave it out", prompt_logprob_start=0),
+    **fixed("models here have no routed experts to report; leave it out", routed_experts_prompt_start=0),
+    **fixed("answers come as they are made; leave it out", stream_interval=1, output_text_buffer_length=0),
+    **fixed("tokens are chosen by the model; leave it out", trace_decode_token_ids=()),
+    **fixed("a prompt that is too long is refused; shorten it", truncate_prompt_tokens=()),
+    **fixed(_WATERMARK, watermarking=False),
+    **fixed("parameters never change; leave it out", skip_clone=(False, True)),
 }  # fmt: skip
 
 # Other words for values that settings have.
