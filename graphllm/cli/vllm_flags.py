@@ -70,6 +70,8 @@ class _Words:
         if long:
             option = option.replace("_", "-")
         name = option[2:].replace("-", "_") if long else SHORT.get(option, "")
+        if option == OPTION:
+            raise ConfigError(f"No such option: {option}")
         if option in self._options:
             return self._own(option, [value] if equals else None)
         if not long and option.startswith("-O") and option[2:].isdigit():

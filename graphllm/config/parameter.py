@@ -121,9 +121,9 @@ def documented(params: type[T]) -> type[T]:
     return params
 
 
-def normalize(params: Any) -> None:
+def normalize(params: Any, where: str = "") -> None:
     """Store every parameter of a frozen dataclass's instance in its one form; raises ConfigError naming all that is
-    wrong. Defaults are right as they are."""
+    wrong, with ``where`` before each name. Defaults are right as they are."""
     problems = []
     for d in parameters(type(params)).values():
         given = getattr(params, d.name)
@@ -133,7 +133,7 @@ def normalize(params: Any) -> None:
         if value is not given:
             object.__setattr__(params, d.name, value)
         if not d.parameter.check.right(value):
-            problems.append(f"{d.name} is {value!r:.80}: {d.parameter.check.remedy}")
+            problems.append(f"{where}{d.name} is {value!r:.80}: {d.parameter.check.remedy}")
     raise_all(problems)
 
 

@@ -58,7 +58,7 @@ class RepetitionDetectionParams:
     min_count: int = parameter(0, _COUNT, help="How often it stands there, from 2.")
 
     def __post_init__(self) -> None:
-        normalize(self)
+        normalize(self, "repetition_detection.")
         if self.min_pattern_size > self.max_pattern_size:
             raise ConfigError(
                 f"repetition_detection.min_pattern_size is {self.min_pattern_size}: give at most max_pattern_size, "
@@ -70,8 +70,13 @@ class RepetitionDetectionParams:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> RepetitionDetectionParams:
         """From a request's object. Raises ConfigError naming a field that there is not."""
-        known = {f.name: f.default for f in dataclasses.fields(RepetitionDetectionParams)}
-        return RepetitionDetectionParams(**as_settings(fields, known, {}))
+        known = {f.name for f in dataclasses.fields(RepetitionDetectionParams)}
+        raise_all(
+            f"repetition_detection.{name!s:.80} is {value!r:.80}: not supported; leave it out"
+            for name, value in fields.items()
+            if name not in known
+        )
+        return RepetitionDetectionParams(**fields)
 
     def found_in(self, tokens: Sequence[int]) -> bool:
         """Whether these end with a pattern that repeats."""

@@ -96,7 +96,7 @@ def test_a_stream_of_a_chat(question: str, client: OpenAI) -> None:
         client.chat.completions.create(**body, stream=True, stream_options=options, **fresh())
     )
     assert "".join(texts) == whole.choices[0].message.content
-    assert len(texts) > 3
+    assert len(texts) > 1  # a slow reader gets several tokens at once
     assert ends == [None] * (len(ends) - 1) + ["stop"]
     assert usage == whole.usage
     assert _streamed(client.chat.completions.create(**body, stream=True))[2] is None

@@ -213,7 +213,7 @@ def test_rates(flagged: Served) -> None:
     assert _post(flagged, "/tokenize", {"prompt": "x"}, **ADMIN)[0] == 200
 
 
-def test_flags_that_are_refused(refused: Callable[..., Any], embedded_artifact: Path) -> None:
+def test_flags_that_are_refused(process: Callable[..., Any], embedded_artifact: Path) -> None:
     for flags, message in [
         (("--ssl-ciphers", "AES"), "ssl_ciphers is 'AES': ciphers are those of OpenSSL's defaults"),
         (("--lora-modules", "a=b"), "lora_modules is 'a=b': LoRA adapters cannot be loaded yet"),
@@ -225,7 +225,7 @@ def test_flags_that_are_refused(refused: Callable[..., Any], embedded_artifact: 
         (("--rate-limit-token", "0"), "rate-limit-token is 0"),
         (("--admin-api-key", ""), "admin-api-key is empty"),
     ]:
-        done = refused("serve", "--artifact", embedded_artifact, "--port", "0", *flags)
+        done = process("serve", "--artifact", embedded_artifact, "--port", "0", *flags)
         assert done.code == 2, (flags, done.err)
         assert message in done.err
         assert "Traceback" not in done.err

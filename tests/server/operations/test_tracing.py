@@ -24,8 +24,8 @@ def _installed() -> bool:
 
 
 @pytest.mark.skipif(_installed(), reason="opentelemetry is installed")
-def test_what_is_missing(refused: Callable[..., Any], embedded_artifact: Path) -> None:
-    done = refused(
+def test_what_is_missing(process: Callable[..., Any], embedded_artifact: Path) -> None:
+    done = process(
         "serve", "--artifact", embedded_artifact, "--otlp-traces-endpoint", "http://localhost:4318/v1/traces"
     )
     assert done.code == 2
