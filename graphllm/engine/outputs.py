@@ -34,10 +34,9 @@ Position = dict[int, Logprob]  # by token id: the token that stands there first,
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One completion. finish_reason: "stop", "length", "repetition", "abort", "error", or None while
-    it runs. stop_reason: the stop
-    string or the id of stop_token_ids that ended it, None for an end-of-sequence token. cumulative_logprob: of all its
-    tokens, where logprobs were asked for. error: what went wrong, for people."""
+    """One completion. finish_reason: "stop", "length", "repetition", "abort", "error", or None while it runs.
+    stop_reason: the stop string or the id of stop_token_ids that ended it, None for an end-of-sequence token.
+    cumulative_logprob: of all its tokens, where logprobs were asked for. error: what went wrong, for people."""
 
     index: int
     text: str

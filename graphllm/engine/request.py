@@ -5,6 +5,8 @@ Plain data that msgspec writes to a socket; in one process the same objects are 
 
 from __future__ import annotations
 
+import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Protocol
@@ -172,6 +174,10 @@ class Distribution(msgspec.Struct):
         """Count a value that came so many times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+    def cumulative(self) -> list[tuple[float, int]]:
+        """Every bound, the last one infinite, and how many values are up to it."""
+        return list(zip((*self.bounds, math.inf), itertools.accumulate(self.counts), strict=True))
 
     def __add__(self, other: Distribution) -> Distribution:
         """Both together; they have the same bounds."""

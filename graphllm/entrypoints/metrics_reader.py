@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -95,6 +95,5 @@ def _metric(family: Family, values: tuple[str, ...], value: float | Distribution
 
 
 def _histogram(name: str, labels: Mapping[str, str], value: Distribution) -> Histogram:
-    bounds = [*(f"{bound:g}" for bound in value.bounds), "+Inf"]
-    counts = list(itertools.accumulate(value.counts))
-    return Histogram(name, dict(labels), counts[-1], value.total, dict(zip(bounds, counts, strict=True)))
+    buckets = {"+Inf" if bound == math.inf else f"{bound:g}": count for bound, count in value.cumulative()}
+    return Histogram(name, dict(labels), buckets["+Inf"], value.total, buckets)

@@ -84,14 +84,14 @@ async def generate(
     async with contextlib.aclosing(found) as news:
         async for one in news:
             output = one.output
-            tokens += sum(len(c.token_ids) for c in output.outputs)
+            new = sum(len(c.token_ids) for c in output.outputs)
+            tokens, counts[one.prompt] = tokens + new, counts[one.prompt] + new
             if (broken := failure([output])) is not None:
                 raise EngineFailureError(broken)
             if (wanted := call.params.max_tokens) and wanted > (
                 room := info.max_model_len - len(output.prompt_token_ids)
             ):
                 record.headers["x-max-tokens-clamped"] = str(room)
-            counts[one.prompt] += sum(len(c.token_ids) for c in output.outputs)
             if output.finished and tracing is not None:
                 tracing.request(record.id, record.traceparent, call.params, output, counts[one.prompt])
             if output.finished:

@@ -41,9 +41,8 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class Limits:
     """Of one request. body: bytes. prompts: of a completion. completions: n for each prompt, all together; beams: the
-    same with use_beam_search. stops: stop
-    strings; stop_length: characters of each. schema: bytes of a JSON schema. counted: tokens of a text that is only
-    tokenized, or twice the context where that is more."""
+    same with use_beam_search. stops: stop strings; stop_length: characters of each. schema: bytes of a JSON schema.
+    counted: tokens of a text that is only tokenized, or twice the context where that is more."""
 
     body: int = 32 << 20
     prompts: int = 1024

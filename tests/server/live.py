@@ -40,6 +40,11 @@ class Served:
             time.sleep(0.02)
         return found
 
+    def logged(self, text: str) -> str:
+        """The log once it has this text; the line of a request is written after its answer."""
+        self._wait(lambda: text in self.log.read_text())
+        return self.log.read_text()
+
     def wait_ready(self, seconds: float = _PATIENCE) -> Served:
         """Until it takes requests."""
         self._wait(lambda: self.get("/health/ready")[0] == 200, seconds)

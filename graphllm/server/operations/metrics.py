@@ -257,11 +257,7 @@ def _metric(family: Family, series: Series) -> Metric:
 
 def _cumulative(values: Distribution) -> list[tuple[str, float]]:
     """Bounds as text, and how many values are up to each."""
-    found, count = [], 0
-    for bound, here in zip((*values.bounds, float("inf")), values.counts, strict=True):
-        count += here
-        found.append((prometheus.utils.floatToGoString(bound), float(count)))
-    return found
+    return [(prometheus.utils.floatToGoString(bound), float(count)) for bound, count in values.cumulative()]
 
 
 def _renamed(metric: Metric, name: str, labels: Mapping[str, str]) -> Metric:
