@@ -4,9 +4,9 @@
 
 OTHER is the root of another checkout (`git archive REV | tar x`). Random weights, greedy, through `LLM.generate`; one
 round warms up and does not count. decode-N: ms a step of N requests, 128 tokens in. ttft-N: ms to the token behind a
-prompt of N. prefill-NxM: tokens/s of N prompts of M tokens. mixed-N: output tokens/s of N (else 1,000) requests of 100 to
-1,024 tokens in and out, in every second round. start: seconds from the start of a process to its first token. compile:
-seconds from nothing, once. A ratio is this tree's figure by the other's in the same round.
+prompt of N. prefill-NxM: tokens/s of N prompts of M tokens. mixed-N: output tokens/s of N (else 1,000) requests of 100
+to 1,024 tokens in and out, in every second round. start: seconds from the start of a process to its first token.
+compile: seconds from nothing, once. A ratio is this tree's figure by the other's in the same round.
 """
 
 from __future__ import annotations
