@@ -83,6 +83,11 @@ class Tokenizer:
         return Tokenizer(folder, backend, read_json(folder / "tokenizer_config.json") or {})
 
     @property
+    def folder(self) -> Path:
+        """Where it was read from."""
+        return self._folder
+
+    @property
     def vocab_size(self) -> int:
         """How many tokens it knows; the model's vocabulary may be padded beyond that."""
         return self._backend.get_vocab_size()
