@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,14 +67,13 @@ _SOON = 10.0  # seconds
 _AT_ONCE = 64  # connections that are handed out before others get a turn
 _PAUSE = 0.02  # seconds in which nobody can take a connection
 _LEAVING = 5.0  # seconds for the fronts' end
-_BROKEN = ("unresponsive", "stuck", "dead")
 
 
 @dataclass
 class _Front:
-    """One process. joined: folder of the engine that it has joined; None before it takes connections. rooms: what it
-    holds or waits for, and what gives it, by ticket. writing: responses that run in the background there. silent:
-    seconds, counted in ticks of this process."""
+    """One process. joined: folder of the engine that it has joined; None while it takes no connections. handed:
+    connections that it has not taken yet, oldest first. rooms: what it holds or waits for, and what gives it, by
+    ticket. writing: responses that run in the background there. silent: seconds, counted in ticks of this process."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -82,6 +82,7 @@ class _Front:
     started: float = field(default_factory=time.monotonic)
     greeted: bool = False
     joined: str | None = None
+    handed: deque[socket.socket] = field(default_factory=deque)
     report: Report = field(default_factory=lambda: Report({}, 0, 0))
     rooms: dict[int, tuple[contextlib.ExitStack, asyncio.Task[None]]] = field(default_factory=dict)
     writing: set[str] = field(default_factory=set)
@@ -123,7 +124,6 @@ class Fronts:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.bind(address(self._folder))
-        self._out: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)  # sends without waiting
         for _ in range(self._options.fronts):
             self._start()
         work = [asyncio.create_task(loop()) for loop in (self._receive, self._watch, self._report, self._publish)]
@@ -204,7 +204,11 @@ class Fronts:
         with theirs:
             # A session of its own: Ctrl-C is for this process. Its prints must not mix with the output.
             process = subprocess.Popen(
-                _COMMAND, stdin=subprocess.PIPE, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True
+                (*_COMMAND, name),  # which is for those who look at processes
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
             )
             launch = FrontLaunch(name, number, self._folder, theirs.fileno(), self._options, self._supervisor.options)
         assert process.stdin is not None
@@ -213,6 +217,7 @@ class Fronts:
             process.stdin.flush()
         front = _Front(name, process, ours, Questions(lambda number, q: self._send(front, ControllerAsks(number, q))))
         self._fronts[name.encode()] = front
+        asyncio.get_running_loop().add_reader(ours, self._taken, front)
 
     async def _watch(self) -> None:
         """Bring back those that end, and end those that are silent."""
@@ -236,6 +241,7 @@ class Fronts:
         pause = min(most, first * 2**self._fast_ends) if soon else 0.0
         _log.error("%s has ended with %d; its streams are lost, another one starts", front.name, code)
         del self._fronts[front.name.encode()]
+        self._shut(front)
         front.doorway.close()
         if front.process.stdin is not None:
             front.process.stdin.close()
@@ -246,7 +252,6 @@ class Fronts:
             if (record := self._store.get(id)) is not None:
                 self._store.put(id, record.abandoned())
         self.metrics.absorb(front.report.counted)
-        self._see_doors()
         self._tell()
         self._later(pause, self._start)
 
@@ -307,7 +312,7 @@ class Fronts:
             except OSError:  # it is full, or gone
                 continue
             self._fronts[name] = self._fronts.pop(name)  # the last one now
-            connection.close()
+            front.handed.append(connection)
             return True
         self._close_door()
 
@@ -317,6 +322,25 @@ class Fronts:
 
         self._later(_PAUSE, again)
         return False
+
+    def _taken(self, front: _Front) -> None:
+        """A front says that it has taken connections, a byte for each; or its end has closed its side."""
+        try:
+            while front.doorway.recv(1):
+                front.handed.popleft().close()
+        except BlockingIOError:
+            return
+        except OSError:  # it was closed, with connections still in it
+            pass
+        self._shut(front)
+
+    def _shut(self, front: _Front) -> None:
+        """It takes no more connections; nothing was read yet of those that it has not taken, so others have them."""
+        asyncio.get_running_loop().remove_reader(front.doorway)
+        front.joined = None
+        while front.handed:
+            self._hand(front.handed.popleft())
+        self._see_doors()
 
     def _pause(self, seconds: float) -> None:
         self._close_door()
@@ -356,13 +380,14 @@ class Fronts:
             supervisor.phases,
             None if opened is None else Model(msgspec.to_builtins(opened.config), _folder(opened.tokenizer)),
             core,
-            supervisor.health if status in _BROKEN else None,
+            supervisor.broken,
         )
 
     # ---- what fronts say
 
     def _send(self, front: _Front, message: msgspec.Struct) -> None:
-        self._out.send_multipart([front.name.encode(), self._encode(message)], zmq.NOBLOCK)
+        # Done at once: there is no limit to what may wait, and what is for a front that is gone is dropped.
+        self._socket.send_multipart([front.name.encode(), self._encode(message)])
 
     async def _receive(self) -> None:
         decode = msgspec.json.Decoder(ToController).decode

@@ -75,7 +75,7 @@ class EngineFollower(EngineView):
         if (state.status, state.cause) == (self.status, self.cause):
             return
         self._become(state.status, state.cause)
-        if state.health is not None and self._engine is not None and state.health.state != "ready":
+        if state.health is not None and self._engine is not None:
             self._engine.fail_requests(failure(state.health))
 
     async def _join(self, core: str) -> None:

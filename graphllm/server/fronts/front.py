@@ -6,6 +6,7 @@ It reads its settings as one line of JSON from stdin and lives for as long as th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import os
 import signal
@@ -67,6 +68,8 @@ class Doorway:
                 self.close()
                 return
             for descriptor in found:
+                with contextlib.suppress(OSError):
+                    self._socket.send(b"t")  # from now on it is lost with this process
                 task = asyncio.create_task(self._serve(socket.socket(fileno=descriptor)))
                 self._entering.add(task)
                 task.add_done_callback(self._entering.discard)

@@ -35,14 +35,13 @@ class ControlLink:
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.LINGER, 1000)  # milliseconds for what is kept of responses
         self._socket.connect(address(folder))
-        self._out: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)  # sends without waiting
         self._encode = msgspec.json.Encoder().encode
         self._questions = Questions(lambda number, question: self.tell(FrontAsks(number, question)))
         self._tasks: set[asyncio.Task[None]] = set()
 
     def tell(self, message: msgspec.Struct) -> None:
         """Send something that has no answer."""
-        self._out.send(self._encode(message), zmq.NOBLOCK)
+        self._socket.send(self._encode(message))  # done at once: there is no limit to what may wait
 
     async def ask(self, question: msgspec.Struct, kind: Any = None) -> Any:
         """The answer, of this type."""

@@ -37,8 +37,8 @@ class Model(msgspec.Struct):
 
 
 class EngineState(msgspec.Struct, tag=True):
-    """How the engine does. core: folder of the sockets of a loaded one, "" while there is none. health: of a broken
-    one. The others: as in `EngineView`."""
+    """How the engine does. core: folder of the sockets of a loaded one, "" while there is none. health: of one that
+    has failed its requests. The others: as in `EngineView`."""
 
     status: str
     cause: str | None

@@ -29,11 +29,13 @@ _STATS_TIMEOUT = 1.0  # seconds that a question to the core may take; it answers
 @dataclass(kw_only=True)
 class EngineSupervisor(EngineView):
     """One engine after another for the same model. open: finds the model, in a thread. child: the first one's process,
-    already started. changed: set whenever somebody who watches would see something new."""
+    already started. changed: set whenever somebody who watches would see something new. broken: how the engine is that
+    has failed its requests, None while there is none."""
 
     open: Callable[[], ResolvedModel]
     child: Child | None = None
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    broken: Health | None = None
 
     async def run(self) -> None:
         """Open and start the engine, then watch it until cancelled. Raises ConfigError for a model that cannot be
@@ -66,7 +68,7 @@ class EngineSupervisor(EngineView):
             engine.shutdown()
             raise
         assert engine.ready is not None
-        self._engine = engine
+        self._engine, self.broken = engine, None
         self.phases |= {f"engine {name}": seconds for name, seconds in engine.ready.phases.items()}
         self.was_ready.set()
         self._become("ready")
@@ -81,8 +83,10 @@ class EngineSupervisor(EngineView):
             return
         if health.state == "ready":
             _log.info("the engine answers again")
+            self.broken = None
             self._become("ready")
             return
+        self.broken = health
         self._become(health.state, _cause(health, self.options))
         failed = engine.fail_requests(failure(health))
         _log.error("the engine is %s: %s; %d requests failed", health.state, self.cause, failed)
@@ -109,11 +113,6 @@ class EngineSupervisor(EngineView):
     def _become(self, status: str, cause: str | None = None) -> None:
         super()._become(status, cause)
         self.changed.set()
-
-    @property
-    def health(self) -> Health | None:
-        """Of the engine's process, None before there is one."""
-        return None if self._engine is None else self._engine.health()
 
     @property
     def folder(self) -> str:
