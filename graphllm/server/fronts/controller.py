@@ -238,7 +238,7 @@ class Fronts:
         soon = time.monotonic() - front.started < _SOON
         self._fast_ends = self._fast_ends + 1 if soon else 0
         first, most = _BACKOFF
-        pause = min(most, first * 2**self._fast_ends) if soon else 0.0
+        pause = min(most, first * 2 ** (self._fast_ends - 1)) if soon else 0.0
         _log.error("%s has ended with %d; its streams are lost, another one starts", front.name, code)
         del self._fronts[front.name.encode()]
         self._shut(front)
