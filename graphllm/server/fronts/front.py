@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import socket
 import ssl
@@ -141,9 +142,10 @@ async def _run(launch: FrontLaunch) -> int:
     return int(follower.broken.is_set())
 
 
-def _end_with_parent() -> None:
+def _end_with_parent(folder: str) -> None:
     while os.read(0, 1024):
         pass
+    shutil.rmtree(folder, ignore_errors=True)
     os._exit(1)
 
 
@@ -156,7 +158,7 @@ def main() -> None:
             sys.exit("graphllm.server.fronts.front: no settings on stdin; it is started by graphllm serve, not by hand")
         line += piece
     launch = msgspec.json.decode(line, type=FrontLaunch, dec_hook=_path)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=_end_with_parent, args=(launch.folder,), daemon=True).start()
     start_log(launch.options.log, launch.name)
     prepare_process()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -9,6 +9,8 @@ import os
 import re
 import secrets
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -265,3 +267,42 @@ def test_both_see_the_engine_die_and_come_back(server: Served) -> None:
     for client in clients:
         assert client.ask("POST", CHAT, SUM)[1]["choices"][0]["message"]["content"] == "12 + 7 = 19."
     server.idle()
+
+
+def test_what_runs_may_end_after_sigterm(server: Served) -> None:
+    """The last of these tests: it ends the server."""
+    clients = both(server)
+    fronts = pids(server).values()
+    streams = [client.begin("POST", "/v1/completions", ENDLESS) for client in clients]
+    news = [events(stream) for stream in streams]
+    for one in news:
+        next(one)
+    server.process.send_signal(signal.SIGTERM)
+    within(lambda: json.loads(server.get("/health")[1])["status"] == "draining")
+    assert server.post("/v1/completions", {"prompt": "a"}, **ADMIN)[0] == 503
+    assert [list(one)[-1] for one in news] == ["DONE", "DONE"]
+    assert server.stop() == 0
+    assert not [pid for pid in fronts if Path(f"/proc/{pid}").exists()]
+
+
+def test_a_server_that_cannot_start_says_why(embedded_artifact: Path, tmp_path: Path) -> None:
+    for options, told in (
+        (["--api-server-count", "0"], "api-server-count is 0: give a number from 1 to 64"),
+        (["--api-server-count", "2", "--artifact", str(tmp_path)], f"{tmp_path}"),
+    ):
+        command = [sys.executable, "-m", "graphllm.cli", "serve", "--port", "0", *options]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        assert found.returncode == 2
+        assert found.stderr.splitlines()[-1].startswith("graphllm: ")
+        assert told in found.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_a_killed_server(embedded_artifact: Path, tmp_path: Path) -> None:
+    environment = {"TMPDIR": str(tmp_path)}
+    options = ("--artifact", embedded_artifact, "--api-server-count", 2)
+    server = Served(tmp_path / "log", *options, environment=environment).wait_ready()
+    processes = [server.engine_pid, *within(lambda: len(found := pids(server)) == 2 and found.values())]
+    server.stop(signal.SIGKILL)
+    within(lambda: not any(Path(f"/proc/{pid}").exists() for pid in processes))
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
