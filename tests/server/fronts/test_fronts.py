@@ -281,7 +281,7 @@ def test_what_runs_may_end_after_sigterm(server: Served) -> None:
     within(lambda: json.loads(server.get("/health")[1])["status"] == "draining")
     assert server.post("/v1/completions", {"prompt": "a"}, **ADMIN)[0] == 503
     assert [list(one)[-1] for one in news] == ["DONE", "DONE"]
-    assert server.stop() == 0
+    assert server.process.wait(SECONDS) == 0
     assert not [pid for pid in fronts if Path(f"/proc/{pid}").exists()]
 
 
