@@ -97,7 +97,7 @@ class _Front:
 
 
 class Fronts:
-    """As many as the options say, in turn for connections. `metrics` are those of the whole server."""
+    """As many as the options say; connections go to them in turn. `metrics` are those of the whole server."""
 
     def __init__(self, supervisor: EngineSupervisor, options: ServerOptions) -> None:
         self._supervisor, self._options = supervisor, options
@@ -253,7 +253,14 @@ class Fronts:
                 self._store.put(id, record.abandoned())
         self.metrics.absorb(front.report.counted)
         self._tell()
-        self._later(pause, self._start)
+        self._later(pause, self._start_again)
+
+    def _start_again(self) -> None:
+        try:
+            self._start()
+        except OSError as problem:
+            _log.error("no front can be started: %s", problem)
+            self._later(_BACKOFF[1], self._start_again)
 
     def _later(self, seconds: float, work: Any) -> None:
         async def wait() -> None:
@@ -304,13 +311,13 @@ class Fronts:
         """Give a connection to the next front that takes it; False where it must wait for one."""
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, front in list(self._fronts.items()):
-            if front.joined is None:
-                continue
+        there = [front for front in self._fronts.values() if front.joined is not None]
+        for front in sorted(there, key=lambda front: len(front.handed)):  # one that is held up gets no more
             try:
                 socket.send_fds(front.doorway, [b"c"], [connection.fileno()])
             except OSError:  # it is full, or gone
                 continue
+            name = front.name.encode()
             self._fronts[name] = self._fronts.pop(name)  # the last one now
             front.handed.append(connection)
             return True
@@ -396,7 +403,13 @@ class Fronts:
             front = self._fronts.get(name)
             if front is None:  # it has ended
                 continue
-            match decode(data):
+            try:
+                message = decode(data)
+            except msgspec.MsgspecError as damage:
+                _log.error("%s says what nobody can read: %s", front.name, damage)
+                front.process.kill()
+                continue
+            match message:
                 case Hello():
                     front.greeted, front.silent = True, 0.0
                     self._tell(front)

@@ -249,6 +249,28 @@ def test_room_is_one_and_comes_back_from_the_dead(server: Served) -> None:
     assert again.heard().startswith(b"HTTP/1.1 200")
 
 
+def test_a_front_that_is_held_up_gets_no_more(server: Served) -> None:
+    """One connection waits for it at most, and is answered once it goes on."""
+    one, _ = both(server)
+    address = server.url.removeprefix("http://")
+    pid = pids(server)[one.front]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        waiting = []
+        for _ in range(6):
+            connection = http.client.HTTPConnection(address, timeout=1.0)
+            connection.request("GET", "/version")
+            try:
+                assert connection.getresponse().status == 200
+            except TimeoutError:
+                waiting.append(connection)
+        assert len(waiting) == 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    waiting[0].sock.settimeout(SECONDS)
+    assert waiting[0].sock.recv(99).startswith(b"HTTP/1.1 200")
+
+
 def test_both_see_the_engine_die_and_come_back(server: Served) -> None:
     within(lambda: len(pids(server)) == 2)
     clients = both(server)
