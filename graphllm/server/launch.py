@@ -171,6 +171,7 @@ async def _tell(supervisor: EngineSupervisor, metrics: Metrics, options: ServerO
     gc.collect()
     gc.freeze()  # the program itself is never garbage; to look for more of it then takes a millisecond
     supervisor.phases["total"] = time.monotonic() - options.started
+    supervisor.changed.set()
     metrics.startup(supervisor.phases)
     _log.info(
         "ready in %.2f s",

@@ -61,7 +61,7 @@ _COMMAND = (sys.executable, "-m", "graphllm.server.fronts.front")
 _TICK = 0.1  # seconds between two looks at the fronts
 _REPORTS = 1.0  # seconds between two reports of each: as much of what a dead one has counted may be lost
 _ANSWER = 1.0  # seconds for a report that somebody waits for
-_SILENT = 30.0  # seconds without a report after which a front is ended
+_SILENT = 30.0  # seconds without a word after which a front is ended
 _BACKOFF = (0.5, 60.0)  # seconds before a front is started that ended soon: after the first time, and at most
 _SOON = 10.0  # seconds
 _AT_ONCE = 64  # connections that are handed out before others get a turn
@@ -141,6 +141,7 @@ class Fronts:
             for front in self._fronts.values():
                 front.process.kill()
                 front.process.wait()
+            self._fronts.clear()
             context.destroy(linger=0)
             shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -168,7 +169,6 @@ class Fronts:
             with contextlib.suppress(EndedError, TimeoutError):
                 async with asyncio.timeout(_ANSWER):
                     front.report = await front.questions.ask(GetReport(), Report)
-                front.silent = 0.0
             return front.report
 
         # One that ends meanwhile is absorbed in the metrics.
@@ -384,7 +384,7 @@ class Fronts:
             supervisor.cause,
             supervisor.phase,
             self._was_ready,
-            supervisor.phases,
+            dict(supervisor.phases),
             None if opened is None else Model(msgspec.to_builtins(opened.config), _folder(opened.tokenizer)),
             core,
             supervisor.broken,
@@ -403,6 +403,7 @@ class Fronts:
             front = self._fronts.get(name)
             if front is None:  # it has ended
                 continue
+            front.silent = 0.0
             try:
                 message = decode(data)
             except msgspec.MsgspecError as damage:
@@ -411,7 +412,7 @@ class Fronts:
                 continue
             match message:
                 case Hello():
-                    front.greeted, front.silent = True, 0.0
+                    front.greeted = True
                     self._tell(front)
                 case Joined(core):
                     front.joined, self._ever_joined = core, True

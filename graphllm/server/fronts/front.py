@@ -68,9 +68,9 @@ class Doorway:
             if not data:  # the controller is gone, and this process is about to
                 self.close()
                 return
+            with contextlib.suppress(OSError):
+                self._socket.send(b"t")  # from now on it is lost with this process
             for descriptor in found:
-                with contextlib.suppress(OSError):
-                    self._socket.send(b"t")  # from now on it is lost with this process
                 task = asyncio.create_task(self._serve(socket.socket(fileno=descriptor)))
                 self._entering.add(task)
                 task.add_done_callback(self._entering.discard)

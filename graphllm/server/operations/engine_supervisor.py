@@ -59,6 +59,7 @@ class EngineSupervisor(EngineView):
     async def _start(self) -> None:
         assert self.opened is not None
         self._phase = "loading the engine"
+        self.changed.set()
         options = self.options
         child, self.child = self.child, None  # one process loads one engine
         engine = AsyncLLM.from_resolved(self.opened, options.seed, options.silence, options.step_timeout, child)

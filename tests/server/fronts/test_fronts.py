@@ -175,6 +175,9 @@ def test_an_admin_ends_requests_of_the_other(server: Served) -> None:
     assert other.ask("POST", "/abort_requests", {"request_ids": ["mine", "other"]}) == (200, {"aborted": 1})
     assert list(news)[-1] == "DONE"
     assert other.ask("POST", "/reset_prefix_cache")[0] == 200
+    infos = [client.ask("GET", "/server_info")[1] for client in (one, other)]
+    assert infos[0] == infos[1]
+    assert {"total", "engine weights"} <= infos[0]["startup_seconds"].keys()
 
 
 def test_a_dead_front_loses_its_own_streams_only(server: Served) -> None:
