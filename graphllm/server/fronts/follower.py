@@ -51,8 +51,8 @@ class EngineFollower(EngineView):
 
     def leave(self) -> None:
         """Leave the engine; what still runs here fails."""
-        if self._work is not None:
-            self._work.cancel()
+        if self._work is not None and self._joining is None:
+            self._work.cancel()  # else it ends with the engine that it joins
         for engine in (self._joining, self._engine):
             if engine is not None:
                 engine.shutdown()
@@ -81,16 +81,16 @@ class EngineFollower(EngineView):
     async def _join(self, core: str) -> None:
         """Connect to the engine whose sockets are there, "" for none."""
         try:
-            if core:
-                await self._connect(core)
-            self.joined(core)
+            if not core or await self._connect(core):
+                self.joined(core)
         except EngineDeadError:
             pass  # the next state says what comes now
         except Exception:
             _log.exception("this process cannot go on")
             self.broken.set()
 
-    async def _connect(self, core: str) -> None:
+    async def _connect(self, core: str) -> bool:
+        """False when there is another state meanwhile."""
         assert self._opening is not None
         await asyncio.shield(self._opening)
         assert self.opened is not None
@@ -99,8 +99,11 @@ class EngineFollower(EngineView):
         engine = AsyncLLM.beside(RemoteCore(self.name, core), self.opened, seed, UNREAD // self.fronts)
         self._joining = engine
         await engine.start()
+        if self._joining is not engine:
+            return False
         self._engine, self._joining, self._core = engine, None, core
         self._show()
+        return True
 
     async def _open(self, model: Model) -> None:
         config = msgspec.convert(model.config, CoreConfig)
