@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, supports
+from graphllm.ops.fused_moe.triton_common import activated, added, fits, supports
 
 
 @triton.jit
@@ -191,7 +191,8 @@ Config = Mapping[str, int]
 _FEWEST = 32  # tokens up to which nobody need sort
 _COUNT_BLOCK, _PLACE_BLOCK = 1024, 128  # pairs of a program
 _TILES = (  # weight rows, inner entries, stages, warps and programs on a multiprocessor, for each of the two products
-    ((128, 64, 4, 4, 2), (128, 64, 4, 4, 2)), ((64, 128, 3, 4, 3), (64, 128, 3, 4, 3)),
+    ((128, 64, 4, 4, 2), (128, 64, 4, 4, 2)), ((64, 128, 3, 4, 3), (128, 64, 3, 4, 4)),
+    ((128, 64, 3, 4, 4), (128, 64, 3, 4, 4)), ((64, 64, 4, 4, 4), (64, 64, 4, 4, 4)),
     ((128, 64, 3, 8, 2), (128, 64, 3, 4, 2)), ((256, 64, 4, 8, 1), (128, 64, 3, 4, 2)),
     ((256, 64, 4, 8, 1), (256, 64, 4, 8, 1)),
 )  # fmt: skip
@@ -210,7 +211,8 @@ def configs(site: CallSite) -> list[Config]:
             for i, (n, k, stages, warps, each) in enumerate(products):
                 programs = each * site.target.multiprocessors
                 config |= {f"n{i}": n, f"k{i}": k, f"stages{i}": stages, f"warps{i}": warps, f"programs{i}": programs}
-            found.append(config)
+            if all(fits(site, n + block_t, k, stages, each) for n, k, stages, _, each in products):
+                found.append(config)
     return found
 
 
