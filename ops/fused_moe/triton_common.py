@@ -63,9 +63,9 @@ def added(y_PD: Tensor, experts_TA: Tensor, residual_TD: Tensor | None) -> Tenso
 _SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiprocessor of sm_90 have
 
 
-def fits(site: CallSite, rows: int, inner: int, stages: int, programs: int = 1) -> bool:
-    """Whether so many rows of tiles fit into shared memory, ``inner`` numbers of each in every stage."""
-    return rows * inner * stages * programs * site.args["x_TD"].element_size() <= _SHARED
+def programs_at_once(site: CallSite, rows: int, inner: int, stages: int) -> int:
+    """Of those that have so many rows of tiles in shared memory, ``inner`` numbers of each in every stage."""
+    return _SHARED // (rows * inner * stages * site.args["x_TD"].element_size())
 
 
 def supports(site: CallSite) -> bool:

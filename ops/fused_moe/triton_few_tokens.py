@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, fits, supports
+from graphllm.ops.fused_moe.triton_common import activated, added, programs_at_once, supports
 
 
 @triton.jit
@@ -269,7 +269,7 @@ def configs_of_few(site: CallSite) -> list[Config]:
     return [
         {"block_t": tokens, "block_n": rows, "block_k": inner, "stages": stages, "warps": warps}
         for rows, inner, stages, warps in _FEW
-        if fits(site, rows + tokens, inner, stages)
+        if programs_at_once(site, rows + tokens, inner, stages)
     ]
 
 
