@@ -105,19 +105,17 @@ _OWN_CODE = "the engine's parts are its own; leave it out (docs/architecture.md 
 VLLM_NAMES: Mapping[str, ForeignName] = {
     **_MEANINGS,
     # Where the model comes from. What is not here is a setting.
-    **fixed(
-        "the checkpoint is a folder on this machine; leave it out",
-        revision="main", code_revision="main", tokenizer_revision="main", tokenizer=(), hf_config_path=(),
-        config_format=("auto", "hf"), hf_overrides=({},), ignore_patterns=(), model_loader_extra_config=({},),
-    ),
-    **hints("the checkpoint is a folder on this machine", hf_token=(), download_dir=()),
-    **hints("no code of a checkpoint ever runs; what needs it is refused by name", trust_remote_code=False),
-    **fixed("the tokenizer is the checkpoint's tokenizer.json; use auto", tokenizer_mode=("auto", "hf")),
+    **fixed("configs are Hugging Face's config.json; use auto", config_format=("auto", "hf")),
+    **fixed("of a repository only configs, tokenizer and weights are downloaded; leave it out",
+             ignore_patterns=([], ["original/**/*"], "original/**/*")),
+    **fixed("files are read in one way only; leave it out", model_loader_extra_config=({},)),
+    **hints("no code of a checkpoint ever runs; what needs it is refused by name", trust_remote_code=False,
+             code_revision="main"),
+    **fixed("the tokenizer is the checkpoint's own, read by the tokenizers library; use auto",
+             tokenizer_mode=("auto", "hf")),
     **fixed("models are those of docs/adding-a-model.md; use auto", model_impl=("auto", "vllm"),
              model_class_overrides=({},)),
-    **fixed("defaults are those of the checkpoint's generation_config.json; give sampling parameters in requests",
-             generation_config="auto", override_generation_config=({},)),
-    **fixed("set rope_scaling in a copy of the checkpoint's config.json", rope_scaling=({},), rope_theta=()),
+    **fixed('give hf_overrides={"rope_scaling": ...}, with rope_theta there, too', rope_scaling=({},), rope_theta=()),
     **fixed(_OWN_CODE, worker_cls="auto", worker_extension_cls="", additional_config=({},), io_processor_plugin=()),
     **fixed(
         "quantization here takes int8 and int4; leave it out", quantization_config=({},),
