@@ -65,9 +65,7 @@ def _converted(worker: str, folder: Path, files: Sequence[Path], what: str) -> P
 
 
 def _run(worker: str, building: Path, files: Sequence[Path], size: int, subject: str, place: Path) -> None:
-    logging.getLogger(__name__).warning(
-        "%s (%s) are converted once, to what is kept in %s", subject, size_text(size), place
-    )
+    logging.getLogger(__name__).warning("converting %s (%s) once, into %s", subject, size_text(size), place)
     if shutil.disk_usage(building).free < size:
         raise ConfigError(
             f"{subject} need {size_text(size)} of {building.parent}; make room there or set GRAPHLLM_CACHE"
