@@ -135,7 +135,11 @@ def open_tensors(
     if load_format == "dummy":
         return None, None
     files = weight_files(folder, load_format)
-    if files and all(file.endswith(".bin") and (folder / file).is_file() for file in files):
+    if files and files[0].endswith(".bin"):
+        if missing := [file for file in files if not (folder / file).is_file()]:
+            raise WeightError(
+                folder, [f"its index names {file!r:.200}, which is not there; download it" for file in missing]
+            )
         return replace(Checkpoint.open(safetensors_of(folder, files)), folder=folder), None
     try:
         return Checkpoint.open(folder), None
