@@ -53,7 +53,7 @@ def find_source(args: EngineArgs) -> Source:
     """The model of these settings: a folder, or a name of the Hugging Face hub that is looked up in its cache and
     downloaded when it is not there. Raises ConfigError naming what is missing or unreadable."""
     hub = Hub.of(args.download_dir, args.hf_token)
-    wanted = _model_files(args.load_format)
+    wanted = model_files(args.load_format)
     model = None if args.model is None else hub.find("model", args.model, args.revision, wanted)
     draft = None
     if args.speculative_model is not None:
@@ -193,7 +193,9 @@ def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
 # --- what is needed of a repository on the hub
 
 
-def _model_files(load_format: str) -> Wanted:
+def model_files(load_format: str) -> Wanted:
+    """Its config, tokenizer and weights."""
+
     def complete(folder: Path) -> bool:
         files = weight_files(folder, load_format)
         weights = load_format == "dummy" or (files and all((folder / file).is_file() for file in files))
