@@ -276,6 +276,7 @@ SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
     "max_model_len": {-1: None, "-1": None, "auto": None},
     "logits_processors": {None: ()},
+    "generation_config": {None: "auto"},
     "enable_prefix_caching": {None: True},
     "reasoning_parser": {"deepseek_r1": "think", "qwen3": "think", "": "auto"},
     "tool_call_parser": {"llama3_json": "llama3", "llama4_json": "llama3", "": "auto"},

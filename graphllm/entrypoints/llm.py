@@ -33,8 +33,7 @@ class LLM:
     """A model ready to generate, in this process; for one thread at a time. Close it, or use it in ``with``.
 
     model: a checkpoint folder, or a name of the Hugging Face hub; None for the embedded model. options: the fields of
-    `EngineArgs`. Raises ConfigError
-    naming what cannot be used.
+    `EngineArgs`. Raises ConfigError naming what cannot be used.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:

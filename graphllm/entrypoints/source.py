@@ -60,7 +60,7 @@ def find_source(args: EngineArgs) -> Source:
         draft = hub.find("speculative_model", args.speculative_model, None, wanted).folder
     config = None
     if args.hf_config_path is not None:
-        config = hub.find("hf_config_path", args.hf_config_path, args.revision, _CONFIG).folder
+        config = hub.find("hf_config_path", args.hf_config_path, None, _CONFIG).folder
     source = open_source(model.folder if model else None, args.load_format, draft, config, args.hf_overrides)
     return replace(source, name=model.name, commit=model.commit) if model else source
 
