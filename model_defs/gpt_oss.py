@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import MOST, number, strings, switch, whole
+from graphllm.config.fields import MOST, number, strings, whole
 from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, layer_types_of, only

@@ -112,7 +112,7 @@ class CompileConfig:
         help="Type in which the model computes.",
     )
     quantization: Quantization | None = setting(
-        None, help="Round the weights of linear layers to so few bits while they are loaded (CPU)."
+        None, help="Round the weights of linear layers and experts to so few bits while they are loaded (CPU)."
     )
     buckets: tuple[Bucket, ...] = setting(
         (),

@@ -37,7 +37,8 @@ def _case(
 ) -> Case:
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
-    sinks: as strong as a handful of tokens. pad: rows after the last sequence's, whose output is not specified. most: of the bucket, if it holds larger batches.
+    sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
+    output is not specified. most: of the bucket, if it holds larger batches.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)

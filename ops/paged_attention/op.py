@@ -53,8 +53,8 @@ def paged_attention(
     sequence s owns rows query_start_loc[s]:query_start_loc[s+1], possibly none. seq_lens [S] int32: its tokens
     including these rows, so row i of its n rows has position seq_lens - n + i. What no row sees of the cache may be
     NaN. scale: factor on q.k. window: if positive, a token sees itself and the window - 1 tokens before it. softcap: if
-    positive, scores become softcap * tanh(score / softcap) before the mask. sinks_H [H], in q's dtype: one more score of
-    each head, neither scaled nor capped nor masked, which takes its part of the softmax and has no value.
+    positive, scores become softcap * tanh(score / softcap) before the mask. sinks_H [H], in q's dtype: one more score
+    of each head, neither scaled nor capped nor masked, which takes its part of the softmax and has no value.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
     2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks).

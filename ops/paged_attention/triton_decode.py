@@ -338,7 +338,8 @@ def launch_decode(
         GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
         FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
         FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINES=1 << (lines.bit_length() - 1),
-        SINKS=sinks_H is not None, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **rotation,
+        SINKS=sinks_H is not None, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
+        **rotation,
     )  # fmt: skip
 
 

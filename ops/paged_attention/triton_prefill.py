@@ -332,7 +332,8 @@ def triton_prefill(
     launch_triton(
         _flash_kernel, ((T // (block_m // G) + S) * K,),
         q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
-        q_THE if sinks_H is None else sinks_H, S, Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
+        q_THE if sinks_H is None else sinks_H, S,
+        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
         num_stages=stages, **cache, **rotation,
     )  # fmt: skip

@@ -125,7 +125,7 @@ ARCHS = (
     Arch("gpt_oss", "GptOss",
          LLAMA | {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 3,
                   "sliding_window": 40, "swiglu_limit": 0.7}
-         | _rope("yarn", factor=8.0, original_max_position_embeddings=64, truncate=False, beta_fast=32.0, beta_slow=1.0)),
+         | _rope("yarn", factor=8.0, original_max_position_embeddings=64, truncate=False)),
     Arch("gpt_oss_no_bias", "GptOss",
          LLAMA | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_bias": False,
                   "layer_types": [*MIXED[::-1]], "sliding_window": 33}),
