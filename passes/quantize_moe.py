@@ -1,4 +1,4 @@
-"""quantize_moe: layers of experts read encoded weights, the matrices of each by themselves, in graph and weight plan."""
+"""quantize_moe: layers of experts read encoded weights, the matrices of each by themselves, in graph and plan."""
 
 from __future__ import annotations
 
