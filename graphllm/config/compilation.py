@@ -161,6 +161,9 @@ class CompileConfig:
     max_adapters: int = setting(
         0, help="Adapters that may be loaded at a time, for models with tables of them.", ge=0, le=2**16
     )
+    count_expert_tokens: bool = setting(
+        False, help="Count the tokens of each expert in every layer, for metrics and benchmarks."
+    )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
     dump: Path | None = setting(
         None,
