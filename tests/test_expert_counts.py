@@ -1,4 +1,4 @@
-"""Tokens of each expert: counted in the step as transformers' routers choose, added up, shown; nothing where it is off."""
+"""Tokens of each expert: counted in the step as routers of transformers choose, added up and shown."""
 
 from __future__ import annotations
 
