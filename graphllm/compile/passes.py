@@ -11,6 +11,7 @@ from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.passes.fuse_moe import fuse_moe
 from graphllm.passes.quantize_linear import quantize_linear
+from graphllm.passes.quantize_moe import quantize_moe
 from graphllm.passes.select_early import select_early
 from graphllm.passes.shard import shard
 from graphllm.rewrite import Pass, registered_passes
@@ -29,6 +30,7 @@ PIPELINE = Pipeline(
     units=(
         canonicalize,
         quantize_linear,
+        quantize_moe,
         shard,
         fuse_attention,
     ),

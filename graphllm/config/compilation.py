@@ -118,7 +118,7 @@ class CompileConfig:
         help="Type in which the model computes.",
     )
     quantization: Quantization | None = setting(
-        None, help="Round the weights of linear layers to so few bits while they are loaded (CPU)."
+        None, help="Round the weights of linear layers and experts to so few bits while they are loaded (CPU)."
     )
     buckets: tuple[Bucket, ...] = setting(
         (),
@@ -166,6 +166,9 @@ class CompileConfig:
     )
     max_adapters: int = setting(
         0, help="Adapters that may be loaded at a time, for models with tables of them.", ge=0, le=2**16
+    )
+    count_expert_tokens: bool = setting(
+        False, help="Count the tokens of each expert in every layer, for metrics and benchmarks."
     )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
     dump: Path | None = setting(
