@@ -102,13 +102,14 @@ def server(fronts: int) -> None:
     from graphllm.server.options import ServerOptions
 
     tokenizer = Tokenizer.from_folder(MODEL_DIR)
-    resolved = {"model": str(MODEL_DIR), "artifact": "", "threads": 1, "stop_ids": ()}
+    resolved = {"model": str(MODEL_DIR), "tokenizer": str(MODEL_DIR), "artifact": "", "threads": 1, "stop_ids": ()}
     config = assemble(CoreConfig, vars(EngineArgs(disable_log_stats=True)) | resolved)
     log = LogOptions(access=False)
     start_log(log)
     options = ServerOptions(port=0, names=("stub",), fronts=fronts, log=log)
+    opened = ResolvedModel(config, tokenizer, SamplingParams(max_tokens=None), [], "stub")
     child = spawn((sys.executable, __file__, "core"))
-    sys.exit(serve(lambda: ResolvedModel(config, tokenizer, SamplingParams(), []), options, SupervisorOptions(), child))
+    sys.exit(serve(lambda: opened, options, SupervisorOptions(), child))
 
 
 def load(port: int, streams: int, tokens: int) -> None:

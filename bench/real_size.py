@@ -29,6 +29,14 @@ SHAPES = {
         "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": True,
         "hidden_act": "silu", "dtype": "bfloat16", "use_sliding_window": False,
     },
+    # As wide, with 16 experts, two for each token: 1.24 billion numbers.
+    "qwen3-moe-1.2b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 896,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 1024, "moe_intermediate_size": 1024, "num_experts": 16, "num_experts_per_tok": 2,
+        "norm_topk_prob": True, "vocab_size": 151936, "max_position_embeddings": 32768, "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "tie_word_embeddings": True, "hidden_act": "silu", "dtype": "bfloat16",
+    },
 }  # fmt: skip
 PREFILL, DECODE = 1024, 24
 

@@ -198,7 +198,8 @@ def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: Fo
         q_THE, k_TKE = rms_norm(q_THE, w.q_norm, c.eps), rms_norm(k_TKE, w.k_norm, c.eps)
     q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
     window = c.window if layer_type == "sliding" else 0
-    a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.scale, window=window)
+    sinks_H = getattr(w, "sinks", None)
+    a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.scale, window=window, sinks_H=sinks_H)
     return linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
 
 

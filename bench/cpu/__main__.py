@@ -1,6 +1,7 @@
 """`python -m bench cpu`: graphllm beside every system it finds installed, on one model, in turn.
 
-Writes a checkpoint of random weights in the shape of Qwen2.5-0.5B and converts it for each system. Then every round
+Writes a checkpoint of random weights in the shape of Qwen2.5-0.5B, or another of bench/real_size.py, and converts it
+for each system. Then every round
 starts the systems of the same bits in fresh processes, up to the first token, and lets them take turns at decode and
 prefill. Medians, and ratios within a turn, go to OUT/NAME.json, OUT/NAME.md and OUT/NAME.svg.
 `pip install "graphllm[bench-cpu]"` installs the others.
@@ -21,13 +22,13 @@ from pathlib import Path
 from typing import Literal
 
 from bench.cpu import report
-from bench.cpu.checkpoint import make_checkpoint, qwen2_config
+from bench.cpu.checkpoint import config_of, make_checkpoint
 from bench.cpu.lock import Lock
 from bench.cpu.peer import Peer, Workload, find_peers
 from bench.cpu.process import Process, ProcessFailedError
 from bench.cpu.turns import take_round
 from bench.cpu.worker import Task
-from bench.real_size import cpu_name
+from bench.real_size import SHAPES, cpu_name
 
 _MAX_LEN, _BATCH = 1152, 8
 
@@ -42,13 +43,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--turns", type=int, default=3, help="of a round")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--shape", default="qwen2.5-0.5b", choices=SHAPES, help="of the model")
     parser.add_argument("--layers", type=int, help="fewer than the shape has, to try things out")
     parser.add_argument("--only", help="only systems whose name has one of these words, separated by commas")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "graphllm-bench-cpu")
     parser.add_argument("--lock", type=Path, help="hold this file's lock while something is measured")
     args = parser.parse_args()
-    config = qwen2_config(args.layers)
-    work = args.work / f"{config['num_hidden_layers']}-layers"
+    config = config_of(args.shape, args.layers)
+    work = args.work / f"{args.shape}-{config['num_hidden_layers']}"
     model = Workload(work / "checkpoint", work, config, args.threads, _MAX_LEN, _BATCH)
     make_checkpoint(model.checkpoint, config)
     lock = Lock(args.lock)
@@ -56,8 +58,8 @@ def main() -> None:
     peers = [p for p in find_peers().values() if any(w in p.name.lower() for w in wanted)]
     measured = report.Measured(
         about={"machine": cpu_name(), "system": platform.platform(), "threads": args.threads, "rounds": args.rounds,
-               "turns": args.turns, "layers": config["num_hidden_layers"], "command": command(args),
-               "date": time.strftime("%Y-%m-%d"), "versions": versions(peers)},
+               "turns": args.turns, "shape": args.shape, "layers": config["num_hidden_layers"],
+               "command": command(args), "date": time.strftime("%Y-%m-%d"), "versions": versions(peers)},
         parameters=report.count_parameters(config),
     )  # fmt: skip
     ready = []
@@ -84,7 +86,7 @@ def main() -> None:
 def command(args: argparse.Namespace) -> str:
     """What to type to measure the same again."""
     parts = {"out": args.out, "rounds": args.rounds, "turns": args.turns, "threads": args.threads,
-             "layers": args.layers, "only": args.only}  # fmt: skip
+             "shape": args.shape, "layers": args.layers, "only": args.only}  # fmt: skip
     return " ".join(["python -m bench cpu", *(f"--{n} {v}" for n, v in parts.items() if v is not None)])
 
 

@@ -9,20 +9,21 @@ from typing import Any
 
 from bench.real_size import SHAPES
 
-SHAPE = "qwen2.5-0.5b"
 _DEVIATION = 0.02
 _MERGED = ("\u0120w",)
 
 
-def qwen2_config(layers: int | None = None) -> dict[str, Any]:
-    """config.json of the shape; ``layers``: fewer than it has, to try things out."""
-    config = {**SHAPES[SHAPE], "bos_token_id": 0, "eos_token_id": 0}
+def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
+    """config.json of a shape; ``layers``: fewer than it has, to try things out."""
+    config = {**SHAPES[shape], "bos_token_id": 0, "eos_token_id": 0}
     return config if layers is None else {**config, "num_hidden_layers": layers}
 
 
-def qwen2_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of every tensor of a Qwen2 checkpoint with tied embeddings."""
-    hidden, inner, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+def tensors_of(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Name and shape of every tensor of a Qwen2 or Qwen3-MoE checkpoint with tied embeddings, whose heads together are
+    as wide as the model."""
+    hidden, heads, experts = config["hidden_size"], config["num_attention_heads"], config.get("num_experts", 0)
+    inner = config["moe_intermediate_size" if experts else "intermediate_size"]
     kv = hidden // heads * config["num_key_value_heads"]
     yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
     for i in range(config["num_hidden_layers"]):
@@ -30,12 +31,18 @@ def qwen2_tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
         yield at + "input_layernorm.weight", (hidden,)
         for name, rows in (("q", hidden), ("k", kv), ("v", kv)):
             yield f"{at}self_attn.{name}_proj.weight", (rows, hidden)
-            yield f"{at}self_attn.{name}_proj.bias", (rows,)
+            if not experts:
+                yield f"{at}self_attn.{name}_proj.bias", (rows,)
+            elif name != "v":
+                yield f"{at}self_attn.{name}_norm.weight", (hidden // heads,)
         yield at + "self_attn.o_proj.weight", (hidden, hidden)
         yield at + "post_attention_layernorm.weight", (hidden,)
-        for name in ("gate", "up"):
-            yield f"{at}mlp.{name}_proj.weight", (inner, hidden)
-        yield at + "mlp.down_proj.weight", (hidden, inner)
+        if experts:
+            yield at + "mlp.gate.weight", (experts, hidden)
+        for mlp in [f"{at}mlp.experts.{n}." for n in range(experts)] or [at + "mlp."]:
+            for name in ("gate", "up"):
+                yield f"{mlp}{name}_proj.weight", (inner, hidden)
+            yield mlp + "down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
 
 
@@ -63,7 +70,7 @@ def make_checkpoint(folder: Path, config: dict[str, Any]) -> None:
         name: torch.ones(shape, dtype=torch.bfloat16)
         if "norm" in name
         else torch.empty(shape).normal_(0, _DEVIATION).bfloat16()
-        for name, shape in qwen2_tensors(config)
+        for name, shape in tensors_of(config)
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer = Tokenizer(

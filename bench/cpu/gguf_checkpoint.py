@@ -1,18 +1,22 @@
-"""A Qwen2 checkpoint as a GGUF file: the same numbers under llama.cpp's names, weights in bf16, the rest in float32."""
+"""A Qwen2 or Qwen3-MoE checkpoint as a GGUF file: the same numbers under llama.cpp's names, weights in bf16, the
+rest in float32. The matrices of a layer's experts are stacked."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+_EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
-def gguf_name(name: str, layers: int) -> str:
-    """llama.cpp's name of a checkpoint's tensor. Raises KeyError when it has none."""
+
+def gguf_name(name: str, config: dict[str, Any]) -> str:
+    """llama.cpp's name of a checkpoint's tensor, of a stack for one of an expert. Raises KeyError when it has none."""
     import gguf
 
-    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN2, layers)
-    found = known.get_name(name, try_suffixes=(".weight", ".bias"))
+    known = gguf.get_tensor_name_map(_architecture(config), config["num_hidden_layers"])
+    found = known.get_name(_EXPERT.sub(".experts.", name), try_suffixes=(".weight", ".bias"))
     if found is None:
         raise KeyError(name)
     return str(found)
@@ -25,7 +29,7 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
     from safetensors import safe_open
 
     part = file.with_suffix(".part")
-    writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[gguf.MODEL_ARCH.QWEN2])
+    writer = gguf.GGUFWriter(part, gguf.MODEL_ARCH_NAMES[_architecture(config)])
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
@@ -34,6 +38,10 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
+    if "num_experts" in config:
+        writer.add_expert_count(config["num_experts"])
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("qwen2")
@@ -42,14 +50,30 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
     writer.add_token_merges(["a b"])  # llama.cpp wants a list; prompts are token ids
     writer.add_eos_token_id(config["eos_token_id"])
     with safe_open(checkpoint / "model.safetensors", framework="pt") as tensors:
-        for name in tensors.keys():  # noqa: SIM118 - no mapping
-            tensor = tensors.get_tensor(name)
-            as_is = tensor.ndim > 1
+        for name, sources in _stacks(tensors.keys()).items():
+            parts = [tensors.get_tensor(source) for source in sources]
+            tensor = torch.stack(parts) if len(parts) > 1 else parts[0]
+            as_is = tensor.ndim > 1 and not name.endswith("mlp.gate.weight")  # routers are float32
             data = tensor.view(torch.uint8).numpy() if as_is else tensor.float().numpy()
             kind = gguf.GGMLQuantizationType.BF16 if as_is else None
-            writer.add_tensor(gguf_name(name, config["num_hidden_layers"]), data, raw_dtype=kind)
+            writer.add_tensor(gguf_name(name, config), data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     part.rename(file)
+
+
+def _architecture(config: dict[str, Any]) -> Any:
+    import gguf
+
+    return gguf.MODEL_ARCH.QWEN3MOE if "num_experts" in config else gguf.MODEL_ARCH.QWEN2
+
+
+def _stacks(names: Sequence[str]) -> dict[str, list[str]]:
+    """The checkpoint's tensors, those of a layer's experts that belong together under one name, in their order."""
+    found: dict[str, dict[int, str]] = {}
+    for name in names:
+        expert = _EXPERT.search(name)
+        found.setdefault(_EXPERT.sub(".experts.", name), {})[int(expert[1]) if expert else 0] = name
+    return {name: [parts[n] for n in sorted(parts)] for name, parts in found.items()}

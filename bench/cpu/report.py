@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.cpu.cases import CASES, FIRST, PEAK
-from bench.cpu.checkpoint import qwen2_tensors
+from bench.cpu.checkpoint import tensors_of
 from bench.cpu.machine import IMPORT, PRODUCTS, READ
 
 COLUMNS = (*(case.name for case in CASES), FIRST, PEAK)
@@ -24,16 +24,26 @@ _FAR = 2.0  # a floor that is so many times the best system's figure would squee
 
 
 class Parameters(NamedTuple):
-    """How many there are, and how many of them a prompt's token is multiplied with."""
+    """How many there are, how many of them a prompt's token is multiplied with, and how many are in experts, a part of
+    which each token chooses."""
 
     all: int
     layers: int
+    experts: int = 0
+    chosen: float = 1.0
+
+    def read(self, sequences: int) -> float:
+        """How many a step reads in which each of so many sequences has a token and chooses experts at random."""
+        return self.all - self.experts * (1 - self.chosen) ** sequences
 
 
 def count_parameters(config: dict[str, Any]) -> Parameters:
     """Of a checkpoint with tied embeddings, which are read as a whole by each step's last product."""
-    sizes = {name: math.prod(shape) for name, shape in qwen2_tensors(config)}
-    return Parameters(sum(sizes.values()), sum(size for name, size in sizes.items() if ".layers." in name))
+    sizes = {name: math.prod(shape) for name, shape in tensors_of(config)}
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    chosen = config["num_experts_per_tok"] / config["num_experts"] if experts else 1.0
+    layers = sum(size for name, size in sizes.items() if ".layers." in name) - round(experts * (1 - chosen))
+    return Parameters(sum(sizes.values()), layers, experts, chosen)
 
 
 @dataclasses.dataclass
@@ -73,7 +83,7 @@ class Measured:
     def shares(self, name: str) -> list[float]:
         """How much of the speed at which memory was read just before and after it decoding one prompt used, by
         turn."""
-        case, size = CASES[0].name, self.size(self.bits[name])
+        case, size = CASES[0].name, self.size(self.bits[name], 1)
         turns = (t for t in self.turns if name in t.beside.get(case, {}))
         return [t.figures[case][name] * size / t.beside[case][name] for t in turns]
 
@@ -102,15 +112,16 @@ class Measured:
         machine, read = self.start(MACHINE), statistics.median(self.reads())
         found = {}
         for bits in BITS:
-            step = self.size(bits) / read
             prefill = machine[PRODUCTS] * 1e12 / (2 * self.parameters.layers)
-            found[bits] = {c.name: prefill if c.generated == 1 else c.prompts / step for c in CASES}
+            found[bits] = {
+                c.name: prefill if c.generated == 1 else c.prompts * read / self.size(bits, c.prompts) for c in CASES
+            }
             found[bits][FIRST] = machine[IMPORT]
         return found
 
-    def size(self, bits: int) -> float:
-        """GB of the weights, without the scales of quantized ones."""
-        return self.parameters.all * bits / 8 / 1e9
+    def size(self, bits: int, sequences: int) -> float:
+        """GB of the weights that a step of so many sequences reads, without the scales of quantized ones."""
+        return self.parameters.read(sequences) * bits / 8 / 1e9
 
 
 def write(folder: Path, name: str, measured: Measured) -> None:
@@ -146,7 +157,7 @@ def to_markdown(measured: Measured, name: str) -> str:
     """The tables."""
     found, floors, about, reads = measured.medians(), measured.floors(), measured.about, measured.reads()
     lines = [
-        "# Qwen2.5-0.5B shape, random weights: graphllm beside other systems on a CPU", "",
+        f"# {about['shape']}, random weights: graphllm beside other systems on a CPU", "",
         f"{about['machine']}, {about['threads']} threads, {about['date']}: `{about['command']}`. Systems of the same "
         "bits are loaded side by side and take turns. Medians: of the rounds for start and memory, else of all turns "
         f"({about['turns']} a round, {_rounds(measured)}). 128 tokens in, 64 out. Memory is read at "
@@ -175,10 +186,11 @@ def to_markdown(measured: Measured, name: str) -> str:
         "they end, and those of 8 and of 4 bits follow. A shared machine's memory changes its speed within seconds, so "
         "what compares is figures of one turn, as the second table of each kind does. Systems of different bits share "
         "no turns.", "",
-        "The floor reads the weights once a step, without the scales of quantized ones; a prompt's products at the "
-        "speed of a loop of them from the first-level cache, without attention and the first and last layer; a start "
-        "that only imports torch. Decode counts from when every prompt has its first token. Start is from the "
-        "process's start to the first token of a prompt of 16. OpenVINO's and llama.cpp's files are made from the same "
+        "The floor reads the weights once a step, of experts as many as are chosen at random, without the scales of "
+        "quantized ones; a prompt's products at the speed of a loop of them from the first-level cache, without "
+        "attention and the first and last layer; a start that only imports torch. Decode counts from when every prompt "
+        "has its first token. Start is from the process's start to the first token of a prompt of 16. OpenVINO's and "
+        "llama.cpp's files are made from the same "
         "numbers; each system's own defaults otherwise.", "",
     ]  # fmt: skip
     return "\n".join(lines)

@@ -97,7 +97,7 @@ class _Chain:
             if name == "layers":
                 for i, layer_type in enumerate(self._graph.layer_types):
                     self.add(self._graph.units[f"layer.{layer_type}"], f"{self._prefix}layers.{i}", i)
-                    if behind := self._graph.behind.get(i):
+                    for behind in self._graph.behind[i]:
                         self.add(self._graph.units[behind], self._prefix + behind, None)
             else:
                 self.add(self._graph.units[name], self._prefix + name, None)

@@ -9,7 +9,9 @@ from graphllm.config import ConfigError
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_linear import fuse_linear
+from graphllm.passes.fuse_moe import fuse_moe
 from graphllm.passes.quantize_linear import quantize_linear
+from graphllm.passes.quantize_moe import quantize_moe
 from graphllm.passes.select_early import select_early
 from graphllm.passes.shard import shard
 from graphllm.rewrite import Pass, registered_passes
@@ -28,11 +30,13 @@ PIPELINE = Pipeline(
     units=(
         canonicalize,
         quantize_linear,
+        quantize_moe,
         shard,
         fuse_attention,
     ),
     pieces=(
         select_early,
+        fuse_moe,
         fuse_linear,
     ),
 )

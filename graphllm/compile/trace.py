@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile import drafting, sampling
+from graphllm.compile import drafting, expert_counts, sampling
+from graphllm.compile.expert_counts import Counting
 from graphllm.compile.sampling import Stage
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
@@ -58,13 +59,13 @@ class Program(NamedTuple):
 
 class TracedGraph(NamedTuple):
     """A graph's units by their short names ("embed", "layer.<type>", "head" ...) and its programs. behind: units that
-    follow a layer, by its index."""
+    follow a layer, by its index, in order."""
 
     graph: Graph
     units: dict[str, Unit]
     programs: dict[str, Program]
     layer_types: tuple[str, ...]
-    behind: dict[int, str]
+    behind: dict[int, list[str]]
 
 
 def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, InputSpec]:
@@ -182,13 +183,15 @@ class _Tracer:
         carried = dict(zip(embed.outputs, output_specs(embed), strict=True))
         for layer_type in dict.fromkeys(layer_types):
             self.layer(layer_type, tuple(i for i, t in enumerate(layer_types) if t == layer_type), carried)
-        behind: dict[int, str] = {}
+        behind: dict[int, list[str]] = {i: [] for i in range(len(layer_types))}
+        counting = self.counting(behind) if graph.task == "generate" and self._config.count_expert_tokens else None
         if hidden is not None:
             keep = drafting.KEEP_HIDDEN
-            behind[range(len(layer_types))[hidden.layer]] = keep.name
+            behind[range(len(layer_types))[hidden.layer]].append(keep.name)
             self.trace(keep.name, carried, keep.run, keep.outputs)
         results = {"generate": sampling.OUTPUTS, "pool": (OutputSpec("pooled", ("R", "D"), "model", host=True),)}
         made = results.get(graph.task, ())
+        counted = () if counting is None else (counting.output,)
         names = {"generate": ("logits",), "draft": ("logits",), "pool": ("pooled",)}.get(graph.task, ())
         head = self.trace(
             "head",
@@ -202,10 +205,13 @@ class _Tracer:
             values |= zip(unit.outputs, output_specs(unit), strict=True)
         programs = {}
         for name, (before, after) in around.items():
-            order = (*(s.name for s in before), "embed", "layers", "head", *(s.name for s in after))
+            first = () if counting is None else ("no_expert_tokens",)
+            order = (*(s.name for s in before), *first, "embed", "layers", "head", *(s.name for s in after))
             made_here = {*names, *(n for s in after for n in s.outputs)}
             programs[name] = Program(
-                order, {s.name: s.part for s in after if s.part}, tuple(o for o in made if o.name in made_here)
+                order,
+                {s.name: s.part for s in after if s.part},
+                (*(o for o in made if o.name in made_here), *counted),
             )
         return TracedGraph(graph, self.units, programs, layer_types, behind)
 
@@ -235,6 +241,23 @@ class _Tracer:
             return (graph.layer(c, layer_type, _weights(v), v["x"], self.context(v)),)
 
         self.trace(f"layer.{layer_type}", extra, run, layers=layers)
+
+    def counting(self, behind: dict[int, list[str]]) -> Counting:
+        """Units that count the tokens of experts: before all layers and behind each."""
+        types = self._graph.layer_types(self._c)
+        units = {t: self.units[f"layer.{t}"] for t in types}
+        made = expert_counts.count(len(types), list(units.values()))
+        table, outputs = {expert_counts.TABLE: made.table}, (expert_counts.TABLE,)
+        self.trace("no_expert_tokens", {}, made.begin, outputs)
+        self.trace("count_expert_tokens", {**table, expert_counts.EXPERTS: made.chosen}, made.add, outputs)
+        for layer_type, unit in units.items():
+            self.units[f"layer.{layer_type}"] = expert_counts.with_experts(unit)
+        for i, layer_type in enumerate(types):
+            sparse = expert_counts.EXPERTS in self.units[f"layer.{layer_type}"].outputs
+            behind[i].append("count_expert_tokens" if sparse else "skip_expert_tokens")
+        if "skip_expert_tokens" in (unit for after in behind.values() for unit in after):
+            self.trace("skip_expert_tokens", table, made.skip, outputs)
+        return made
 
     def state(self, place: StatePlace) -> TensorSpec:
         return TensorSpec(place.dtype, (self._layout.entries.get(place.axis, _BLOCKS), *place.shape), place.stride)

@@ -20,13 +20,19 @@ Quantization = Literal["int8", "int4"]
 class Target:
     """The machine an artifact is compiled for.
 
-    device: "cpu" or "cuda". arch: "sm_90" on CUDA, the sorted instruction-set flags the kernels may use on a CPU.
+    device: "cpu" or "cuda". arch: "sm_90" and "sms_132" (multiprocessors) on CUDA, the sorted instruction-set flags
+    that kernels may use on a CPU.
     name: the product name, for people.
     """
 
     device: Literal["cpu", "cuda"]
     arch: tuple[str, ...]
     name: str = field(default="", metadata=not_key("a label; `arch` says what matters"))
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of the GPU; 1 where `arch` tells none."""
+        return next((int(a.removeprefix("sms_")) for a in self.arch if a.startswith("sms_")), 1)
 
 
 @dataclass(frozen=True, order=True)
@@ -112,7 +118,7 @@ class CompileConfig:
         help="Type in which the model computes.",
     )
     quantization: Quantization | None = setting(
-        None, help="Round the weights of linear layers to so few bits while they are loaded (CPU)."
+        None, help="Round the weights of linear layers and experts to so few bits while they are loaded (CPU)."
     )
     buckets: tuple[Bucket, ...] = setting(
         (),
@@ -160,6 +166,9 @@ class CompileConfig:
     )
     max_adapters: int = setting(
         0, help="Adapters that may be loaded at a time, for models with tables of them.", ge=0, le=2**16
+    )
+    count_expert_tokens: bool = setting(
+        False, help="Count the tokens of each expert in every layer, for metrics and benchmarks."
     )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
     dump: Path | None = setting(

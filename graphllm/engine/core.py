@@ -104,6 +104,7 @@ class EngineCore:
         self._matchers: dict[str, Matcher] = {}
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._ended = time.monotonic()  # the last step
+        self._expert_tokens: np.ndarray | None = None
         self._stats = CoreStats(
             started=self._ended,
             total_blocks=executor.layout.num_blocks - 1,
@@ -316,6 +317,9 @@ class EngineCore:
         for i in range(len(news)) if step.batch.full else committed.events:
             self._complete(news[i], committed.requests[i], scores)
         self._stats.generated_tokens += sum(map(len, committed.tokens))
+        if (counted := result.outputs.get("expert_tokens")) is not None:
+            before = 0 if self._expert_tokens is None else self._expert_tokens
+            self._expert_tokens = before + counted.astype(np.int64)
         return news
 
     def _complete(
@@ -384,6 +388,7 @@ class EngineCore:
         stats.kv_usage = 1 - stats.free_blocks / max(stats.total_blocks, 1)
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
         stats.preemptions = scheduler.preemptions
+        stats.expert_tokens = [] if self._expert_tokens is None else self._expert_tokens.tolist()
         return copy.deepcopy(stats)
 
     def reset_prefix_cache(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple
 
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.expert_load import imbalance
 from graphllm.engine.outputs import RequestMetrics
 from graphllm.engine.request import STEP_SECONDS, CoreStats, Distribution
 
@@ -129,6 +130,18 @@ OF_CORE = (
             for name, b in s.buckets.items()
             for kind, count in (("real", b.tokens), ("padding", b.padding))
         },
+    ),
+    Family(
+        "expert_tokens", "counter", "Tokens that chose an expert, where count_expert_tokens is set.",
+        labels=("layer", "expert"), start=(), core=lambda s: {
+            (f"{i}", f"{n}"): count
+            for i, row in enumerate(s.expert_tokens) if any(row) for n, count in enumerate(row)
+        },
+    ),
+    Family(
+        "expert_load_imbalance", "gauge", "Tokens of a layer's busiest expert over the mean of all; 1 is balanced.",
+        labels=("layer",), start=(),
+        core=lambda s: {(f"{i}",): ratio for i, ratio in imbalance(s.expert_tokens).items()},
     ),
 )  # fmt: skip
 

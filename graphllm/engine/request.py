@@ -209,7 +209,7 @@ class CoreStats(msgspec.Struct):
     kv_usage: share of the blocks that running requests hold. prefix_queries, prefix_hits: prompt tokens looked up and
     found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
     the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
-    buckets: by the name of the bucket.
+    buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
     """
 
     started: float = 0.0
@@ -228,6 +228,7 @@ class CoreStats(msgspec.Struct):
     finished: dict[str, int] = {}
     step_tokens: Distribution = msgspec.field(default_factory=_step_tokens)
     buckets: dict[str, BucketStats] = {}
+    expert_tokens: list[list[int]] = []
 
 
 class Core(Protocol):

@@ -377,7 +377,8 @@ class AsyncLLM:
 
 def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:
     """Makes what checks constraints; a model without a tokenizer has none."""
-    folder, stop_ids = Path(resolved.config.model.model), frozenset(resolved.config.stop_ids)
+    folder = Path(resolved.config.tokenizer or resolved.config.model.model)
+    stop_ids = frozenset(resolved.config.stop_ids)
 
     def make(info: CoreInfo) -> GrammarChecker:
         from graphllm.engine.grammar import GrammarCompiler

@@ -241,11 +241,11 @@ class Executor:
 
         self._submit(handle, work)
 
-    def _finish(self, handle: StepHandle, wanted: Mapping[str, str]) -> None:
-        """What ends a step, in the order of the current stream: copy results, each with a row for each of T, S or R, to
-        the host, then draft, in the memory that held them."""
+    def _finish(self, handle: StepHandle, wanted: Mapping[str, str | int]) -> None:
+        """What ends a step, in the order of the current stream: copy results, each with a row for each of T, S or R or
+        with so many, to the host, then draft, in the memory that held them."""
         for name, symbol in wanted.items():
-            count = handle.counts[symbol]
+            count = symbol if isinstance(symbol, int) else handle.counts[symbol]
             if name in handle.program.on_host:
                 handle.outputs[name] = handle.program.on_host[name][:count].copy()
                 continue
@@ -253,7 +253,8 @@ class Executor:
             kept = self._on_host[handle.buffer_index]
             if name not in kept:
                 dtype = torch.float32 if result.dtype == torch.bfloat16 else result.dtype
-                shape = (self._main.most[symbol], *result.shape[1:])
+                most = symbol if isinstance(symbol, int) else self._main.most[symbol]
+                shape = (most, *result.shape[1:])
                 kept[name] = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
             part = kept[name][:count]
             part.copy_(result[:count], non_blocking=True)

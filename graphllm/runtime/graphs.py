@@ -75,9 +75,9 @@ class GraphPrograms:
             before.result()
         return index
 
-    def host_results(self, program: str) -> dict[str, str]:
+    def host_results(self, program: str) -> dict[str, str | int]:
         """The results that every run of a program copies to the host, and whether they have a row for each of T, S or
-        R."""
+        R, or so many."""
         return dict(self._programs[program]["host"])
 
     def bound(self, name: str, size: Size) -> BoundProgram:

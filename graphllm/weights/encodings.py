@@ -51,7 +51,8 @@ class Encoding:
 
     block: the smallest (rows, inner entries) that are encoded together. Slices at its multiples are slices of the
     parts. op: the name of the op that multiplies with the parts as they are; None where they are only decoded. It is
-    called with (x_TI, the parts in order, rows, bias_O=None, softcap=0.0), as `quant_linear`.
+    called with (x_TI, the parts in order, rows, bias_O=None), as `quant_linear`. moe_op: the name of the op that
+    computes experts whose matrices are encoded, called as `quant_moe`; None where experts are left alone.
 
     decode(parts, rows, inner): the matrix, of any floating dtype. encode(numbers): the parts of a matrix of any
     floating dtype; None where a checkpoint must bring them, and not needed beside pack. pack(numbers, parts, row,
@@ -67,6 +68,7 @@ class Encoding:
     decode: Decoder
     encode: Encoder | None = None
     pack: Packer | None = None
+    moe_op: str | None = None
 
     def part(self, name: str) -> Part:
         """The part of that name. Raises KeyError."""

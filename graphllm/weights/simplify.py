@@ -42,6 +42,8 @@ def simplify(expr: Expr) -> Expr:
         return expr.part if expr.dims == tuple(range(len(expr.dims))) else expr
     if isinstance(expr, Reshape):
         part = expr.part.part if isinstance(expr.part, Reshape) else expr.part
+        if isinstance(part, Stack) and len(part.parts) == 1:  # a dimension of 1 more than its part
+            part = part.parts[0]
         return part if part.shape == expr.to else Reshape(part, expr.to)
     return expr
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, supports
+from graphllm.ops.fused_moe.triton_common import activated, added, programs_at_once, supports
 
 
 @triton.jit
@@ -27,7 +27,10 @@ def one_hidden_kernel(
     weight_ptr,  # [N, 2F, D]
     bias_ptr,  # [N, 2F]
     experts_ptr,  # [A]
+    norm_ptr,  # [D]
     h_ptr,  # [A, F]
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     BIAS: tl.constexpr,
@@ -50,13 +53,20 @@ def one_hidden_kernel(
     row = expert * (2 * F) + f + (r % 2) * F
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, D, BLOCK_K):
         inside = start + k < D
         weight = tl.load(
             weight_ptr + row[:, None] * D + (start + k)[None, :], mask=(f < F)[:, None] & inside[None, :], other=0.0
         )
-        acc += weight.to(tl.float32) * tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)[None, :]
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * x[None, :]
     out = tl.sum(acc, axis=1)
+    if NORM:
+        out *= tl.rsqrt(tl.sum(squares, axis=0) / D + EPS)
     if BIAS:
         out += tl.load(bias_ptr + row, mask=f < F, other=0.0).to(tl.float32)
     gate, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
@@ -72,7 +82,9 @@ def one_sum_kernel(
     bias_ptr,  # [N, D]
     scale_ptr,  # [A] float32
     experts_ptr,  # [A]
+    residual_ptr,  # [D]
     out_ptr,  # [D]
+    RESIDUAL: tl.constexpr,
     D: tl.constexpr,
     F: tl.constexpr,
     A: tl.constexpr,
@@ -103,6 +115,8 @@ def one_sum_kernel(
             bias = tl.load(bias_ptr + row, mask=d < D, other=0.0).to(tl.float32)
             biases += tl.where(expert >= 0, bias * scale, 0.0)
     out = tl.sum(acc, axis=1) + biases
+    if RESIDUAL:
+        out += tl.load(residual_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
@@ -186,21 +200,23 @@ def few_kernel(
 Config = Mapping[str, int]
 _MOST_TOKENS = 64
 _ONE = (  # rows, inner entries and warps of the first product, then of the second
-    (4, 1024, 4, 2, 1024, 4), (8, 2048, 4, 2, 1024, 4), (4, 1024, 4, 4, 1024, 4), (8, 1024, 4, 4, 512, 4),
-    (4, 512, 4, 2, 512, 4), (8, 512, 4, 8, 256, 4),
+    (4, 1024, 4, 2, 512, 2), (8, 2048, 4, 2, 512, 2), (4, 1024, 4, 2, 1024, 4), (8, 1024, 4, 1, 256, 2),
+    (4, 512, 4, 2, 512, 4), (8, 512, 4, 4, 512, 4),
 )  # fmt: skip
 _FEW = (  # weight rows, inner entries, stages, warps
     (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
 )  # fmt: skip
 
 
-def _configs_of_one(site: CallSite) -> list[Config]:
+def supports_one(site: CallSite) -> bool:
+    return site.rows("x_TD") == 1 and supports(site)
+
+
+def configs_of_one(site: CallSite) -> list[Config]:
     return [dict(zip(("n1", "k1", "w1", "n2", "k2", "w2"), numbers, strict=True)) for numbers in _ONE]
 
 
-@fused_moe.impl(
-    "triton_one", device="cuda", supports=lambda s: s.rows("x_TD") == 1 and supports(s), configs=_configs_of_one
-)
+@fused_moe.impl("triton_one", device="cuda", supports=supports_one, configs=configs_of_one)
 def triton_one(
     x_TD: Tensor,
     gate_up_N2FD: Tensor,
@@ -214,35 +230,50 @@ def triton_one(
     **config: int,
 ) -> Tensor:
     """For one token. h is rounded to x's dtype."""
+    return one_token(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
+    )
+
+
+def one_token(
+    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
+    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    residual_TD: Tensor | None = None, norm_D: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """residual + the experts of the norm of x, as `fused_moe` and `residual_moe` say."""
     A, (_, D, F) = experts_TA.shape[1], down_NDF.shape
     emulated = triton.knobs.runtime.interpret
     h_AF, out_TD = x_TD.new_empty((A, F)), x_TD.new_empty(x_TD.shape)
     launch_triton(
         one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, gate_up_N2FD,
-        gate_up_N2FD if gate_up_bias_N2F is None else gate_up_bias_N2F, experts_TA, h_AF, D=D, F=F,
+        gate_up_N2FD if gate_up_bias_N2F is None else gate_up_bias_N2F, experts_TA,
+        x_TD if norm_D is None else norm_D, h_AF, EPS=eps, NORM=norm_D is not None, D=D, F=F,
         BIAS=gate_up_bias_N2F is not None, ACTIVATION=activation, LIMIT=limit, BLOCK_N=config["n1"],
         BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
     )  # fmt: skip
     launch_triton(
         one_sum_kernel, (-(-D // config["n2"]),), h_AF, down_NDF, down_NDF if down_bias_ND is None else down_bias_ND,
-        weights_TA, experts_TA, out_TD, D=D, F=F, A=A, BIAS=down_bias_ND is not None, BLOCK_N=config["n2"],
+        weights_TA, experts_TA, h_AF if residual_TD is None else residual_TD, out_TD,
+        RESIDUAL=residual_TD is not None, D=D, F=F, A=A, BIAS=down_bias_ND is not None, BLOCK_N=config["n2"],
         BLOCK_K=config["k2"], EMULATED=emulated, num_warps=config["w2"],
     )  # fmt: skip
     return out_TD
 
 
-def _configs_of_few(site: CallSite) -> list[Config]:
+def supports_few(site: CallSite) -> bool:
+    return site.rows("x_TD") <= _MOST_TOKENS and supports(site)
+
+
+def configs_of_few(site: CallSite) -> list[Config]:
     tokens = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
-    names = ("block_n", "block_k", "stages", "warps")
-    return [{"block_t": tokens, **dict(zip(names, numbers, strict=True))} for numbers in _FEW]
+    return [
+        {"block_t": tokens, "block_n": rows, "block_k": inner, "stages": stages, "warps": warps}
+        for rows, inner, stages, warps in _FEW
+        if programs_at_once(site, rows + tokens, inner, stages)
+    ]
 
 
-@fused_moe.impl(
-    "triton_few",
-    device="cuda",
-    supports=lambda s: s.rows("x_TD") <= _MOST_TOKENS and supports(s),
-    configs=_configs_of_few,
-)
+@fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)
 def triton_few(
     x_TD: Tensor,
     gate_up_N2FD: Tensor,
@@ -256,6 +287,17 @@ def triton_few(
     **config: int,
 ) -> Tensor:
     """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
+    return few_tokens(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
+    )
+
+
+def few_tokens(
+    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
+    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    residual_TD: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
     T, A = experts_TA.shape
     N, D, F = down_NDF.shape
     h_PF, y_PD = x_TD.new_empty((T * A, F)), x_TD.new_empty((T * A, D))
@@ -271,4 +313,4 @@ def triton_few(
             BLOCK_K=config["block_k"], EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"],
             num_stages=config["stages"],
         )  # fmt: skip
-    return added(y_PD, experts_TA)
+    return added(y_PD, experts_TA, residual_TD)

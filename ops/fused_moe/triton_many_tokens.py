@@ -1,9 +1,9 @@
 """Triton kernels for fused_moe with many tokens: pairs of a token and an expert are brought into the order of experts
 on the device, then each tile of up to BLOCK_T pairs of one expert is multiplied with that expert's weights.
 
-Launches have the same shapes whatever was chosen: there are as many tiles as the worst routing needs, and programs of
-those that are empty end at once. In which order the pairs of one expert lie depends on the run; what is computed for
-each of them does not. The weights are the left operand, so that few pairs waste little of the tensor cores.
+Launches have the same shapes whatever was chosen: as many programs as run at once take one tile after the other. In
+which order the pairs of one expert lie depends on the run; what is computed for each of them does not. The weights are
+the left operand, so that few pairs waste little of the tensor cores.
 """
 
 # mypy: allow-untyped-defs
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, supports
+from graphllm.ops.fused_moe.triton_common import activated, added, programs_at_once, supports
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def place_kernel(
     counts_ptr,  # [2, N_PAD]: the pairs of each expert, and zeros, to which the places are added that programs take
     scratch_ptr,  # [BLOCKS, N_PAD]
     order_ptr,  # [P] int32: pairs in the order of experts
-    tiles_ptr,  # [TILES, 3] int32: expert, first place in that order, pairs
+    tiles_ptr,  # [TILES + 1, 3] int32: expert, first place in that order, pairs; and how many tiles there are
     P,
     N: tl.constexpr,
     N_PAD: tl.constexpr,
@@ -87,6 +87,8 @@ def place_kernel(
     else:
         tiles = tl.where(n < N, (total + BLOCK_T - 1) // BLOCK_T, 0)
         last = tl.cumsum(tiles, axis=0)
+        if block == BLOCKS:
+            tl.store(tiles_ptr + TILES * 3, tl.sum(tiles, axis=0))
         for first in range(0, BLOCK, 32):
             i = (block - BLOCKS) * BLOCK + first + tl.arange(0, 32)
             at = tl.sum((last[None, :] <= i[:, None]).to(tl.int32), axis=1)  # N_PAD behind the last
@@ -108,9 +110,11 @@ def experts_kernel(
     tiles_ptr,
     counts_ptr,  # what place_kernel counted with
     out_ptr,  # [P, ROWS / 2] in the order of experts, or [P, ROWS] by pair
+    P,
     X_ROW: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
+    N: tl.constexpr,
     A: tl.constexpr,
     BIAS: tl.constexpr,
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
@@ -119,92 +123,105 @@ def experts_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    TILES: tl.constexpr,
     COUNTS: tl.constexpr,
+    PROGRAMS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
+    """Programs take one block after the other, so that each has its weights' descriptor once."""
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    block = tl.program_id(0)
-    tile = tl.program_id(1)
-    if GATED and block + tile == 0:
+    HALF: tl.constexpr = BLOCK_N // 2
+    BLOCKS: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
+    # Two blocks of rows: of the gate and of up, or neighbours.
+    OTHER: tl.constexpr = ROWS // 2 if GATED else HALF
+    STEP: tl.constexpr = HALF if GATED else BLOCK_N
+    WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
+    if GATED and tl.program_id(0) == 0:
         tl.store(counts_ptr + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
-    pairs = tl.load(tiles_ptr + tile * 3 + 2)
-    if pairs == 0:
-        return
-    expert = tl.load(tiles_ptr + tile * 3).to(tl.int64)
-    place = tl.load(tiles_ptr + tile * 3 + 1) + tl.arange(0, BLOCK_T)
-    there = tl.arange(0, BLOCK_T) < pairs
-    pair = tl.load(order_ptr + place, mask=there, other=0)
-    r = tl.arange(0, BLOCK_N)
-    if GATED:  # rows of the gate and of up by turns
-        column = block * (BLOCK_N // 2) + r // 2
-        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-    else:
-        row = block * BLOCK_N + r
-        in_row = row < ROWS
+    weights = tl.make_tensor_descriptor(weight_ptr, [N * ROWS, K], [K, 1], [HALF, BLOCK_K])
+    if not GATED:
+        rows = tl.make_tensor_descriptor(x_ptr, [P, K], [X_ROW, 1], [BLOCK_T, BLOCK_K])
     k = tl.arange(0, BLOCK_K)
-    weight_row = weight_ptr + (expert * ROWS + row)[:, None] * K
-    from_row = pair // A if GATED else place
-    x_row = x_ptr + from_row.to(tl.int64)[:, None] * X_ROW
-    EVEN: tl.constexpr = K % BLOCK_K == 0
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        at = start + k
-        if EVEN:
-            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None], other=0.0)
-            x = tl.load(x_row + at[None, :], mask=there[:, None], other=0.0)
+    t = tl.arange(0, BLOCK_T)
+    for i in tl.range(tl.program_id(0), tl.load(tiles_ptr + TILES * 3) * BLOCKS, PROGRAMS):
+        tile = tiles_ptr + i // BLOCKS * 3
+        expert = tl.load(tile)
+        begin = tl.load(tile + 1)
+        there = t < tl.load(tile + 2)
+        first = i % BLOCKS * STEP
+        row = expert * ROWS + first
+        pair = tl.load(order_ptr + begin + t, mask=there, other=0)
+        if GATED:
+            x_row = x_ptr + (pair // A).to(tl.int64)[:, None] * X_ROW
+        acc = tl.zeros([HALF, BLOCK_T], tl.float32)
+        other = tl.zeros([HALF, BLOCK_T], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            weight = weights.load([row, start])
+            more = weights.load([row + OTHER, start])
+            if GATED:
+                at = start + k
+                x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
+            else:
+                x = rows.load([begin, start])
+            if EMULATED:
+                weight, more, x = weight.to(tl.float32), more.to(tl.float32), x.to(tl.float32)
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+            other = tl.dot(more, tl.trans(x), other, input_precision="ieee")
+        column = first + tl.arange(0, HALF)
+        if BIAS:
+            bias = bias_ptr + expert * ROWS + column
+            acc += tl.load(bias, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
+            other += tl.load(bias + OTHER, mask=column + OTHER < ROWS, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            out = tl.trans(activated(acc, other, ACTIVATION, LIMIT))
+            to = out_ptr + (begin + t).to(tl.int64)[:, None] * WIDTH + column[None, :]
+            tl.store(to, out.to(out_ptr.dtype.element_ty), mask=there[:, None] & (column < WIDTH)[None, :])
         else:
-            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
-            x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
-        if EMULATED:
-            weight, x = weight.to(tl.float32), x.to(tl.float32)
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
-        gate, up = tl.split(halves)
-        out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
-        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out_row = out_ptr + place.to(tl.int64)[:, None] * (ROWS // 2)
-        inside = there[:, None] & (column < ROWS // 2)[None, :]
-    else:
-        out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
-        column = row
-        out_row = out_ptr + pair.to(tl.int64)[:, None] * ROWS
-        inside = there[:, None] & in_row[None, :]
-    tl.store(out_row + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+            scale = tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
+            to = out_ptr + pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            inside = there[:, None] & (column < WIDTH)[None, :]
+            tl.store(to, (tl.trans(acc) * scale).to(out_ptr.dtype.element_ty), mask=inside)
+            inside = there[:, None] & (column + HALF < WIDTH)[None, :]
+            tl.store(to + HALF, (tl.trans(other) * scale).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 Config = Mapping[str, int]
 _FEWEST = 32  # tokens up to which nobody need sort
 _COUNT_BLOCK, _PLACE_BLOCK = 1024, 128  # pairs of a program
-_SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
-_TILES = (  # weight rows, inner entries, stages, warps
-    (64, 128, 3, 4), (128, 64, 3, 4), (128, 64, 4, 8), (256, 64, 3, 8), (64, 64, 6, 4), (128, 64, 3, 8),
-    (256, 64, 4, 8),
+# Weight rows, inner entries, stages, warps and the most programs on a multiprocessor, for each of the two products.
+_TILES = (
+    ((128, 64, 4, 4, 2), (128, 64, 4, 4, 2)), ((64, 128, 3, 4, 3), (128, 64, 3, 4, 4)),
+    ((128, 64, 3, 4, 4), (128, 64, 3, 4, 4)), ((64, 64, 4, 4, 4), (64, 64, 4, 4, 4)),
+    ((128, 64, 3, 8, 2), (128, 64, 3, 4, 2)), ((256, 64, 4, 8, 1), (128, 64, 3, 4, 2)),
+    ((256, 64, 4, 8, 1), (256, 64, 4, 8, 1)),
 )  # fmt: skip
 
 
 def configs(site: CallSite) -> list[Config]:
-    """Launch constants at a site, the likely best first."""
+    """Launch constants at a site, the likely best last where there are many pairs of an expert."""
     T, A = site.rows("x_TD"), site.args["experts_TA"].shape[1]
     N, pairs = site.args["down_NDF"].shape[0], T * A
     usual = max(16, min(128, 1 << (max(1, pairs // N) - 1).bit_length()))  # pairs of an expert, at even routing
     found: list[Config] = []
-    for block_t in sorted({usual, min(256, 2 * usual)}):
-        tiles = min(pairs, N + pairs // block_t)
-        for block_n, block_k, stages, warps in _TILES:
-            if (block_n + block_t) * block_k * 2 * stages <= _SHARED and block_n * block_t <= 64 * 32 * warps:
-                found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, "stages": stages,
-                              "warps": warps, "tiles": max(1, tiles), "pairs": pairs})  # fmt: skip
+    for block_t in sorted({usual, min(128, 2 * usual)}):
+        tiles = max(1, min(pairs, N + pairs // block_t))
+        for products in _TILES:
+            config = {"block_t": block_t, "tiles": tiles, "pairs": pairs}
+            for i, (n, k, stages, warps, most) in enumerate(products):
+                programs = min(most, programs_at_once(site, n + block_t, k, stages)) * site.target.multiprocessors
+                config |= {f"n{i}": n, f"k{i}": k, f"stages{i}": stages, f"warps{i}": warps, f"programs{i}": programs}
+            if config["programs0"] and config["programs1"] and config not in found:
+                found.append(config)
     return found
 
 
-@fused_moe.impl(
-    "triton_sorted", device="cuda", supports=lambda s: s.rows("x_TD") > _FEWEST and supports(s), configs=configs
-)
+def supports_many(site: CallSite) -> bool:
+    return site.rows("x_TD") > _FEWEST and supports(site)
+
+
+@fused_moe.impl("triton_sorted", device="cuda", supports=supports_many, configs=configs)
 def triton_sorted(
     x_TD: Tensor,
     gate_up_N2FD: Tensor,
@@ -218,6 +235,17 @@ def triton_sorted(
     **config: int,
 ) -> Tensor:
     """h and what each expert gives are rounded to x's dtype."""
+    return many_tokens(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
+    )
+
+
+def many_tokens(
+    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
+    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    residual_TD: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
     T, A = experts_TA.shape
     N, D, F = down_NDF.shape
     P, emulated = T * A, triton.knobs.runtime.interpret
@@ -227,24 +255,26 @@ def triton_sorted(
         (x_TD, gate_up_N2FD, gate_up_bias_N2F, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
         (h_PF, down_NDF, down_bias_ND, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
-    for x, weight, bias, out, sizes in products:
+    for i, (x, weight, bias, out, sizes) in enumerate(products):
         launch_triton(
-            experts_kernel, (-(-sizes["ROWS"] // config["block_n"]), config["tiles"]),
-            x, weight, weight if bias is None else bias, weights_TA, order, tiles, counts, out, **sizes, A=A,
-            BIAS=bias is not None, ACTIVATION=activation, LIMIT=limit, BLOCK_T=config["block_t"],
-            BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], COUNTS=counts.shape[0], EMULATED=emulated,
-            num_warps=config["warps"], num_stages=config["stages"],
+            experts_kernel, (config[f"programs{i}"],), x, weight, weight if bias is None else bias, weights_TA, order,
+            tiles, counts, out, P, **sizes, N=N, A=A, BIAS=bias is not None, ACTIVATION=activation, LIMIT=limit,
+            BLOCK_T=config["block_t"], BLOCK_N=config[f"n{i}"], BLOCK_K=config[f"k{i}"], TILES=config["tiles"],
+            COUNTS=counts.shape[0], PROGRAMS=config[f"programs{i}"], EMULATED=emulated, num_warps=config[f"warps{i}"],
+            num_stages=config[f"stages{i}"],
         )  # fmt: skip
-    return added(y_PD, experts_TA)
+    return added(y_PD, experts_TA, residual_TD)
 
 
 def _sorted(experts_TA: Tensor, P: int, N: int, config: Config) -> tuple[Tensor, Tensor, Tensor]:
-    """Pairs in the order of experts [P], the tiles of them [tiles, 3], and scratch that the first product must leave as
-    zeros."""
+    """Pairs in the order of experts [P], their tiles and how many there are [tiles + 1, 3], and scratch that the first
+    product must leave as zeros."""
     emulated, padded = triton.knobs.runtime.interpret, max(32, 1 << (N - 1).bit_length())
     blocks = -(-config["pairs"] // _PLACE_BLOCK)
     counts = zeroed(experts_TA, 2 * padded)
-    scratch, order, tiles = (experts_TA.new_empty(shape) for shape in ((blocks, padded), (P,), (config["tiles"], 3)))
+    scratch, order, tiles = (
+        experts_TA.new_empty(shape) for shape in ((blocks, padded), (P,), (config["tiles"] + 1, 3))
+    )
     launch_triton(
         count_kernel, (-(-config["pairs"] // _COUNT_BLOCK),), experts_TA, counts, P, N_PAD=padded, BLOCK=_COUNT_BLOCK,
         EMULATED=emulated, num_warps=4,

@@ -29,6 +29,7 @@ def _case(
     block_size: int = 16,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: bool = False,
     fused: bool = False,
     pad: int = 0,
     most: int = 0,
@@ -36,7 +37,8 @@ def _case(
 ) -> Case:
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
-    pad: rows after the last sequence's, whose output is not specified. most: of the bucket, if it holds larger batches.
+    sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
+    output is not specified. most: of the bucket, if it holds larger batches.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
@@ -65,6 +67,7 @@ def _case(
             "block_table": table.to(make.device), "query_start_loc": make.tensor(starts, torch.int32),
             "seq_lens": make.tensor([length for _, length in sequences], torch.int32),
             "scale": E**-0.5, "window": window, "softcap": softcap,
+            "sinks_H": make.normal(H, scale=2.0) if sinks else None,
         }  # fmt: skip
 
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, T, max(T, most)), size, _owned_rows)  # type: ignore[arg-type]
@@ -92,6 +95,10 @@ CASES = (
     _case("decode_four_heads", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, fused=True),
     _case("decode_four_heads_group4", [(1, 130), (1, 1), (1, 65)], (32, 8, 16), most=256, block_size=64),
     _case("decode_four_heads_window", [(1, 90), (1, 17)], (4, 4, 32), most=512, window=20),
+    _case("decode_sinks", [(1, 1), (1, 40), (0, 0), (1, 333)], (8, 2, 32), sinks=True),
+    _case("decode_sinks_window", [(1, 3), (1, 200)], (3, 3, 64), sinks=True, window=20),
+    _case("decode_sinks_ranges", [(1, 1500), (1, 40), (1, 700)], (14, 2, 64), sinks=True, fused=True),
+    _case("decode_four_heads_sinks", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, sinks=True),
     _case("prompt_one_token", [(1, 1), (2, 2)]),
     _case("prompt", [(70, 70)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),
@@ -105,6 +112,8 @@ CASES = (
     _case("mixed_window", [(90, 200), (1, 70), (50, 50)], window=33),
     _case("mixed_window_wide", [(40, 300), (1, 170)], (2, 1, 32), window=150),
     _case("mixed_softcap_window", [(40, 70), (1, 70)], softcap=3.0, window=18),
+    _case("mixed_sinks", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], (8, 1, 64), sinks=True, fused=True),
+    _case("mixed_sinks_window_softcap", [(40, 70), (1, 70), (3, 60)], sinks=True, softcap=3.0, window=18),
     _case("mixed_block128", [(150, 150), (1, 129)], (2, 1, 32), block_size=128),
     *(_case(f"decode_8b_b{S}_ctx{n}", [(1, n)] * S, _8B, size="real") for S in (1, 32, 128) for n in (512, 4096)),
     *(_case(f"decode_06b_b{S}_ctx{n}", [(1, n)] * S, _06B, size="real") for S in (1, 64, 256) for n in (384, 2048)),

@@ -189,14 +189,14 @@ void attend(const Args<T>& a) {
                        std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,          \
                        std::int64_t v_head, std::int64_t cache_block, std::int64_t cache_kind,                        \
                        std::int64_t cache_head, std::int64_t cache_slot, std::int64_t table_stride, double scale,     \
-                       std::int64_t window, double softcap) {                                                         \
+                       std::int64_t window, double softcap, const void* sinks) {                                      \
     using graphllm::T;                                                                                                \
     graphllm::attend<T>({static_cast<const T*>(q), static_cast<const T*>(k), static_cast<const T*>(v),                \
                          static_cast<T*>(cache), static_cast<const std::int32_t*>(table),                             \
                          static_cast<const std::int32_t*>(starts), static_cast<const std::int32_t*>(lengths),         \
                          static_cast<T*>(out), tokens, S, H, K, E, P, q_token, q_head, k_token, k_head, v_token,      \
                          v_head, cache_block, cache_kind, cache_head, cache_slot, table_stride, float(scale), window, \
-                         float(softcap)});                                                                            \
+                         float(softcap), static_cast<const T*>(sinks)});                                              \
   }
 
 GRAPHLLM_PAGED_ATTENTION(graphllm_paged_attention_f32, f32)

@@ -15,7 +15,8 @@ _SCHEMA = (
     "(Tensor q, Tensor k, Tensor v, Tensor(a!) kv_cache, Tensor block_table, Tensor query_start_loc, Tensor seq_lens,"
     " Tensor(b!) out, SymInt T, SymInt S, SymInt H, SymInt K, SymInt E, SymInt P, SymInt q_token, SymInt q_head,"
     " SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt cache_block, SymInt cache_kind,"
-    " SymInt cache_head, SymInt cache_slot, SymInt table_stride, float scale, SymInt window, float softcap) -> ()"
+    " SymInt cache_head, SymInt cache_slot, SymInt table_stride, float scale, SymInt window, float softcap,"
+    " Tensor? sinks) -> ()"
 )
 _SOURCE = Path(__file__).with_name("cpu.cpp")
 _kernels = {
@@ -27,6 +28,9 @@ _kernels = {
 def _supports(site: CallSite) -> bool:
     values = [site.args[name] for name in ("q_THE", "k_TKE", "v_TKE", "kv_cache")]
     tables = [site.args[name] for name in ("block_table", "query_start_loc", "seq_lens")]
+    sinks = site.args["sinks_H"]
+    if sinks is not None and (sinks.dtype != values[0].dtype or not sinks.is_contiguous()):
+        return False
     return all(t.dtype == values[0].dtype and t.dtype in _kernels and t.stride(-1) == 1 for t in values) and all(
         t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables
     )
@@ -49,6 +53,7 @@ def cpu_paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Online softmax over chunks of the cache; bfloat16 takes AMX or AVX-512 products, with weights rounded to it."""
     out_THE = q_THE.new_empty(q_THE.shape)
@@ -58,6 +63,6 @@ def cpu_paged_attention(
         *(T, seq_lens.shape[0], H, k_TKE.shape[1], E, kv_cache.shape[3]),
         *(stride for t in (q_THE, k_TKE, v_TKE) for stride in t.stride()[:2]),
         *kv_cache.stride()[:4],
-        *(block_table.stride(0), scale, window, softcap),
+        *(block_table.stride(0), scale, window, softcap, sinks_H),
     )
     return out_THE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from graphllm.ir import Cost, StateSpec, nbytes, op
@@ -43,6 +44,7 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T new tokens over a paged KV cache, grouped-query heads, one ragged batch.
 
@@ -52,12 +54,13 @@ def paged_attention(
     sequence s owns rows query_start_loc[s]:query_start_loc[s+1], possibly none. seq_lens [S] int32: its tokens
     including these rows, so row i of its n rows has position seq_lens - n + i. What no row sees of the cache may be
     NaN. scale: factor on q.k. window: if positive, a token sees itself and the window - 1 tokens before it. softcap: if
-    positive, scores become softcap * tanh(score / softcap) before the mask.
+    positive, scores become softcap * tanh(score / softcap) before the mask. sinks_H [H], in q's dtype: one more score
+    of each head, neither scaled nor capped nor masked, which takes its part of the softmax and has no value.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
-    2023 (grouped queries); Gemma 2 report 2024 (soft cap).
+    2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks).
     """
-    _, H, E = q_THE.shape
+    H = q_THE.shape[1]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
@@ -72,12 +75,7 @@ def paged_attention(
         kv_cache[block, 1, :, positions % P] = v_TKE[a:b]
         blocks = block_table[s, : -(-length // P)].long()
         keys, values = (
-            kv_cache[blocks, i]
-            .transpose(1, 2)
-            .reshape(-1, K, E)[:length]
-            .to(accumulate)
-            .repeat_interleave(H // K, dim=1)
-            for i in (0, 1)
+            repeat(kv_cache[blocks, i].to(accumulate), "b k p e -> (b p) (k g) e", g=H // K)[:length] for i in (0, 1)
         )
         scores = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale
         if softcap > 0:
@@ -87,7 +85,10 @@ def paged_attention(
         if window > 0:
             visible &= at[None, :] > positions[:, None] - window
         values = values.masked_fill(~visible.any(0)[:, None, None], 0)  # 0 * NaN is NaN
-        weights = torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1)
+        scores = scores.masked_fill(~visible, float("-inf"))
+        if sinks_H is not None:
+            scores = torch.cat([scores, sinks_H.to(accumulate)[:, None, None].expand(-1, b - a, 1)], dim=-1)
+        weights = torch.softmax(scores, dim=-1)[..., :length]
         out_THE[a:b] = torch.einsum("htl,lhe->the", weights, values).to(q_THE.dtype)
     return out_THE
 

@@ -28,6 +28,7 @@ struct Args {
   float scale;
   i64 window;
   float softcap;
+  const T* sinks;
 
   // Where the keys of `count` tokens from position `from` lie; values are cache_kind elements further.
   void locate(i64 s, i64 head, i64 from, i64 count, T** rows) const {

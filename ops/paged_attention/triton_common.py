@@ -148,6 +148,12 @@ def load_rotated(
     return rotate(heads, other, weight, other_weight, cos, sin, E, F, NORM, EPS)
 
 
+@triton.jit
+def load_sinks(sinks_ptr, heads, known):
+    """Scores of the heads' sinks, in units of log2."""
+    return tl.load(sinks_ptr + heads, mask=known, other=0.0).to(tl.float32) * 1.4426950408889634
+
+
 class Rotary(NamedTuple):
     """What queries and keys go through before attention: optional norms of their heads [E], then a rotation by the
     tables of `rope_table` [T, F]."""
@@ -193,6 +199,9 @@ def problem(site: CallSite) -> str:
         return f"head_dim {E}: no attention kernel for a GPU takes more than 256; use the backend eager"
     if any(site.args[n].dtype != q.dtype for n in ("k_TKE", "v_TKE", "kv_cache")):
         return f"a cache of {cache.dtype} for queries of {q.dtype}: attention kernels for a GPU take one dtype"
+    sinks = site.args["sinks_H"]
+    if sinks is not None and (sinks.dtype != q.dtype or not sinks.is_contiguous()):
+        return f"sinks of {sinks.dtype} for queries of {q.dtype}: attention kernels for a GPU take one dtype"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or table.dtype != torch.int32:
         return f"dtype {q.dtype}: no attention kernel for a GPU takes it; use bfloat16, float16 or float32"
     return ""

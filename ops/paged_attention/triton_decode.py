@@ -31,6 +31,7 @@ from graphllm.ops.paged_attention.triton_common import (
     load_angles,
     load_heads,
     load_norm,
+    load_sinks,
     multiply,
     power_of_2,
     problem,
@@ -105,6 +106,7 @@ def _split_kernel(
     k_norm_ptr,
     cos_ptr,
     sin_ptr,
+    sinks_ptr,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -139,6 +141,7 @@ def _split_kernel(
     F: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
+    SINKS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -211,9 +214,17 @@ def _split_kernel(
             score = soft_cap(score, LOG2E_CAP, SCALE)
         else:
             score = score * SCALE
-        top = tl.where(own, score, float("-inf"))
-        total = tl.where(own, 1.0, 0.0) + tl.zeros([G_PAD], tl.float32)
-        acc = tl.where(own, v_new.to(tl.float32), 0.0) + tl.zeros([G_PAD, E_PAD], tl.float32)
+        if SINKS:  # range 0 begins with the sink and the new token
+            sink = load_sinks(sinks_ptr, group * ROWS + g, g < ROWS)
+            first_top = tl.maximum(score, sink)
+            share = tl.exp2(score - first_top)
+            top = tl.where(own, first_top, float("-inf"))
+            total = tl.where(own, share + tl.exp2(sink - first_top), 0.0)
+            acc = tl.where(own, v_new.to(tl.float32), 0.0) * share[:, None]
+        else:
+            top = tl.where(own, score, float("-inf"))
+            total = tl.where(own, 1.0, 0.0) + tl.zeros([G_PAD], tl.float32)
+            acc = tl.where(own, v_new.to(tl.float32), 0.0) + tl.zeros([G_PAD, E_PAD], tl.float32)
 
         for tile in range(lo, hi):
             at = tile * TOKENS + tile_tokens(BLOCK_N, HEADS)
@@ -291,6 +302,7 @@ def launch_decode(
     scale: float,
     window: int,
     softcap: float,
+    sinks_H: Tensor | None,
     rotary: Rotary | None,
     *,
     write: bool,
@@ -318,6 +330,7 @@ def launch_decode(
         _split_kernel, (K // heads, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         block_table, query_start_loc, seq_lens, *pointers,
+        q_THE if sinks_H is None else sinks_H,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
@@ -325,7 +338,8 @@ def launch_decode(
         GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
         FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
         FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINES=1 << (lines.bit_length() - 1),
-        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **rotation,
+        SINKS=sinks_H is not None, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
+        **rotation,
     )  # fmt: skip
 
 
@@ -389,13 +403,14 @@ def triton_decode(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
     rotary: Rotary | None = None,
     **config: int,
 ) -> Tensor:
     """Pure decode: every sequence has zero or one query token. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, rotary,
-        write=True, **config,
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
+        rotary, write=True, **config,
     )  # fmt: skip
     return out_THE

@@ -21,6 +21,7 @@ from graphllm.ops.paged_attention.triton_common import (
     Rotary,
     attends,
     load_rotated,
+    load_sinks,
     multiply,
     power_of_2,
     problem,
@@ -179,6 +180,7 @@ def _flash_kernel(
     q_norm_ptr,
     cos_ptr,
     sin_ptr,
+    sinks_ptr,
     S,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
@@ -202,6 +204,7 @@ def _flash_kernel(
     F: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
+    SINKS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -260,6 +263,8 @@ def _flash_kernel(
             acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile,
             CACHE_BLOCK, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
+        if SINKS:
+            total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
         acc = acc / total[:, None]
         out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
@@ -298,6 +303,7 @@ def triton_prefill(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
     rotary: Rotary | None = None,
     *,
     block_m: int,
@@ -325,13 +331,14 @@ def triton_prefill(
     score_scale, log2e_cap = score_constants(scale, softcap)
     launch_triton(
         _flash_kernel, ((T // (block_m // G) + S) * K,),
-        q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin, S,
+        q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
+        q_THE if sinks_H is None else sinks_H, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
+        SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
         num_stages=stages, **cache, **rotation,
     )  # fmt: skip
     launch_decode(
-        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, rotary,
-        write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),
+        q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
+        rotary, write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),
     )  # fmt: skip
     return out_THE

@@ -97,11 +97,12 @@ class Worker {
     return (few(item) ? few_padded(rows) : ceil_div(rows, kLanes)) * unit_size(item);
   }
 
-  // Write the rows of an item whose states are given.
-  void finish(const Item& item, const Vec* states) const {
+  // Write the rows of an item whose states are given; sinks are added to them.
+  void finish(const Item& item, Vec* states) const {
     Item one = item;
     for (i64 head = 0; head < item.heads; head++, one.head++) {
-      const Vec* state = states + head * head_size(item);
+      Vec* state = states + head * head_size(item);
+      if (a_.sinks) add_sinks(one, state);
       if (few(item)) {
         for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item)) Few::store_row(state, a_.E, result(one, r));
         continue;
@@ -112,6 +113,16 @@ class Worker {
   }
 
  private:
+  // To the sums of weights of one head's rows. Where a sink outweighs all scores by 2^126, nothing is left of them either way.
+  void add_sinks(const Item& item, Vec* state) const {
+    for (i64 r = 0; r < item.tokens * group_; r++) {
+      const float sink = to_float(a_.sinks[item.head * group_ + r % group_]) * kLog2e;
+      const i64 lane = few(item) ? 0 : r % kLanes;
+      Vec* at = state + (few(item) ? r : r / kLanes) * unit_size(item);
+      at[1][lane] += std::exp2(std::min(sink - at[0][lane], 126.0f));
+    }
+  }
+
   void run_tiles(const Item& item, Vec* states) {
     const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
     for (i64 tile = 0; tile < tiles; tile++) {

@@ -11,13 +11,13 @@ from graphllm.ir.testing import Case, Maker
 
 _TOLERANCE = {"float32": 1.2e-2, "bfloat16": 1.3e-2, "float16": 1.2e-2}
 # Bits of a weight, C, the dtype of what is packed and the range of its numbers.
-_FORMATS = {"int8": (8, 64, torch.int8, -127, 128), "int4": (4, 32, torch.uint8, 0, 256)}
+FORMATS = {"int8": (8, 64, torch.int8, -127, 128), "int4": (4, 32, torch.uint8, 0, 256)}
 _REASON = "kernels round x to a 127th of the largest of a group, which is 0.5 to 0.9 % of normal numbers"
 
 
 def _case(T: int, out: int, inner: int, fmt: str, bias: bool = False, size: Literal["small", "real"] = "small") -> Case:
     def inputs(make: Maker) -> dict[str, Any]:
-        bits, group, dtype, low, high = _FORMATS[fmt]
+        bits, group, dtype, low, high = FORMATS[fmt]
         B, G, L = -(-out // 16), -(-inner // group), group * bits // 32
         scale = inner**-0.5 / 2 ** (bits - 2)
         return {
@@ -35,10 +35,10 @@ def _case(T: int, out: int, inner: int, fmt: str, bias: bool = False, size: Lite
 _LAYERS = ((1152, 896), (896, 896), (9728, 896), (896, 4864), (151936, 896))
 
 CASES = (
-    *(_case(1, 48, 64, fmt) for fmt in _FORMATS),
-    *(_case(3, 33, 96, fmt, bias=True) for fmt in _FORMATS),
-    *(_case(17, 80, 72, fmt) for fmt in _FORMATS),
-    *(_case(0, 16, 32, fmt) for fmt in _FORMATS),
-    *(_case(65, 40, 133, fmt, bias=True) for fmt in _FORMATS),
-    *(_case(T, out, inner, fmt, size="real") for fmt in _FORMATS for T in (1, 8, 128) for out, inner in _LAYERS),
+    *(_case(1, 48, 64, fmt) for fmt in FORMATS),
+    *(_case(3, 33, 96, fmt, bias=True) for fmt in FORMATS),
+    *(_case(17, 80, 72, fmt) for fmt in FORMATS),
+    *(_case(0, 16, 32, fmt) for fmt in FORMATS),
+    *(_case(65, 40, 133, fmt, bias=True) for fmt in FORMATS),
+    *(_case(T, out, inner, fmt, size="real") for fmt in FORMATS for T in (1, 8, 128) for out, inner in _LAYERS),
 )

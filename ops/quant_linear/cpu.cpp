@@ -6,10 +6,10 @@
 // of x with AMX: weights are scaled and rounded to bfloat16 on the way, and x stays what it is.
 #include <type_traits>
 
-#include "blocks.h"
-#include "cpu_panels.h"
+#include "cpu_int_blocks.h"
+#include "cpu_int_panels.h"
+#include "cpu_int_rows.h"
 #include "pack.h"
-#include "quantized_rows.h"
 
 namespace graphllm {
 namespace {
@@ -19,60 +19,21 @@ constexpr i64 kMinBytes = 64 << 10;     // less weight than this is not worth wa
 constexpr i64 kOwnBytes = 16 << 10;     // less x than this each thread quantizes for itself, which saves a barrier
 constexpr i64 kChunkBytes = 256 << 10;  // quantized rows of x that stay in the second-level cache
 
-template <typename F, int kM>
-void some_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals, i64 rows) {
-  if constexpr (kM > 0) {
-    if (rows == kM)
-      block_rows<F, kM, 1>(w, 0, scales, 0, x, groups, totals);
-    else
-      some_rows<F, kM - 1>(w, scales, x, groups, totals, rows);
-  }
-}
+template <typename T>
+struct Args {
+  const T* x;
+  const std::uint8_t* values;
+  const bf16* scales;
+  const T* bias;
+  T* out;
+  i64 M, N, K, x_stride;
+};
 
 template <typename T>
 void finish(const Args<T>& a, i64 m, i64 n, Vec sum) {
   const i64 valid = std::min(kRows, a.N - n);
   for (i64 i = 0; i < valid; i++) store(a.out + m * a.N + n + i, a.bias ? sum[i] + to_float(a.bias[n + i]) : sum[i]);
 }
-
-#ifdef GRAPHLLM_AMX
-
-constexpr i64 kMany = 32;  // rows of x from which on weights become bfloat16
-
-// A panel of weights for k in [k0, k0 + depth), k0 a multiple of a group.
-template <typename F>
-void unpack(const Args<bf16>& a, const Panel& panel, i64 k0, i64 depth, bf16* to) {
-  const i64 groups = ceil_div(a.K, F::group);
-  alignas(64) static constexpr std::uint16_t kPairs[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                           8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i pairs = _mm512_load_si512(kPairs), last = _mm512_set1_epi32(15), zero = _mm512_set1_epi32(F::parts == 2 ? 8 : 0);
-  for (i64 half = 0; half < 2; half++)
-    for (i64 g = k0 / F::group; g * F::group < k0 + depth; g++) {
-      bf16* at = to + (g * F::group - k0) * kPanel + half * 32;
-      if (panel.valid[half] == 0) {
-        for (i64 p = 0; p < F::group / 2; p++) _mm512_store_si512(at + p * 2 * kPanel, _mm512_setzero_si512());
-        continue;
-      }
-      const i64 number = panel.row[half] / kRows * groups + g;
-      const __m512 scale = load16(a.scales + number * kRows);
-      for (i64 l = 0; l < F::lines; l++) {
-        const __m512i line = _mm512_loadu_si512(a.values + (number * F::lines + l) * kLine);
-        for (int part = 0; part < F::parts; part++) {
-          __m512 entries[4];
-          for (int e = 0; e < 4; e++) {
-            const __m512i bits = F::parts == 1 ? _mm512_srai_epi32(_mm512_slli_epi32(line, 24 - 8 * e), 24)
-                                               : _mm512_and_si512(_mm512_srli_epi32(line, 8 * e + 4 * part), last);
-            entries[e] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(bits, zero)), scale);
-          }
-          for (int p = 0; p < 2; p++, at += 2 * kPanel)
-            _mm512_store_si512(at, _mm512_permutexvar_epi16(
-                                       pairs, (__m512i)_mm512_cvtne2ps_pbh(entries[2 * p + 1], entries[2 * p])));
-        }
-      }
-    }
-}
-
-#endif
 
 template <typename F, typename T>
 void quant_linear(const Args<T>& a) {
@@ -81,7 +42,7 @@ void quant_linear(const Args<T>& a) {
   if constexpr (std::is_same_v<T, bf16>)
     if (a.M >= kMany && amx_granted()) {
       const Product product{a.x, nullptr, a.bias, a.out, a.M, a.N, a.K, a.x_stride, 0, a.N, false};
-      const auto pack = [&](const Panel& panel, i64 k0, i64 depth, bf16* to) { unpack<F>(a, panel, k0, depth, to); };
+      const auto pack = [&](const Panel& panel, i64 k0, i64 depth, bf16* to) { unpack<F>({a.values, a.scales, a.K}, panel, k0, depth, to); };
 #pragma omp parallel
       panels_by_thread<AmxTile>(product, pack);
       return;
@@ -98,9 +59,9 @@ void quant_linear(const Args<T>& a) {
   {
     const Quantized<F> x{each ? own.get<char>(bytes) : together, a.M, groups};
     if (each) {
-      quantize_rows(a, x, {0, a.M});
+      quantize_rows(a.x, a.x_stride, a.K, x, {0, a.M});
     } else {
-      quantize_rows(a, x, share(a.M));
+      quantize_rows(a.x, a.x_stride, a.K, x, share(a.M));
 #pragma omp barrier
     }
     const i64 chunk = std::max<i64>(1, kChunkBytes / x.bytes(x.tile_rows, groups)) * x.tile_rows;

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "formats.h"
+#include "cpu_int_formats.h"
 
 #pragma GCC push_options
 #pragma GCC optimize("no-reciprocal-math", "no-associative-math", "signed-zeros")

@@ -41,6 +41,8 @@ CASES = (
     _case("mixed", norm=True),
     _case("mixed_mha_head80", 0.25),
     _case("mixed_window"),
+    _case("decode_sinks_ranges"),
+    _case("mixed_sinks"),
     *(_case(f"decode_8b_b{S}_ctx512") for S in (1, 32, 128)),
     *(_case(f"decode_06b_b{S}_ctx384", norm=True) for S in (1, 64, 256)),
     _case("prefill_8b_1x8192"),

@@ -13,12 +13,13 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.cpu import report
 from bench.cpu.cases import CASES, FIRST, PEAK, Case
-from bench.cpu.checkpoint import make_checkpoint, qwen2_config, qwen2_tensors, words
+from bench.cpu.checkpoint import config_of, make_checkpoint, tensors_of, words
 from bench.cpu.gguf_checkpoint import gguf_name, write_gguf
 from bench.cpu.lock import Lock
 from bench.cpu.machine import IMPORT, PRODUCTS, READ
@@ -28,10 +29,12 @@ from bench.cpu.report import MACHINE, Turn
 from bench.cpu.turns import take_round
 from bench.cpu.worker import Task, make_prompts, measure
 
-TINY = {
-    **qwen2_config(2), "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": 300,
+_SIZES = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300,
 }  # fmt: skip
+TINY = config_of("qwen2.5-0.5b", 2) | _SIZES
+TINY_MOE = config_of("qwen3-moe-1.2b", 2) | _SIZES | {"head_dim": 16, "moe_intermediate_size": 32, "num_experts": 12}
+BOTH = pytest.mark.parametrize("tiny", [TINY, TINY_MOE], ids=["dense", "experts"])
 
 
 class Absent(Peer):
@@ -49,8 +52,10 @@ class Absent(Peer):
 
 
 def empty() -> report.Measured:
-    about = {"machine": "abacus", "threads": 2, "date": "today", "command": "c", "versions": {"x": "1"}, "system": "s",
-             "turns": 2}  # fmt: skip
+    about = {
+        "machine": "abacus", "threads": 2, "date": "today", "shape": "some shape", "command": "c",
+        "versions": {"x": "1"}, "system": "s", "turns": 2,
+    }  # fmt: skip
     return report.Measured(about, report.Parameters(all=10**9, layers=5 * 10**8))
 
 
@@ -322,32 +327,47 @@ def test_a_process_ends_when_there_will_be_no_commands(tmp_path: Path) -> None:
     assert left(log) == []
 
 
-def test_checkpoint_is_what_transformers_calls_a_qwen2(tmp_path: Path) -> None:
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+@BOTH
+def test_checkpoint_is_what_transformers_reads(tmp_path: Path, tiny: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    make_checkpoint(tmp_path, TINY)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert {n: tuple(p.shape) for n, p in model.named_parameters()} == dict(qwen2_tensors(TINY))
-    assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids(words(TINY)) == list(range(300))
+    make_checkpoint(tmp_path, tiny)
+    _, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found.values()), found  # nothing is missing, unexpected or of another shape
+    assert AutoTokenizer.from_pretrained(tmp_path).convert_tokens_to_ids(words(tiny)) == list(range(300))
 
 
-def test_gguf_holds_the_checkpoints_numbers(tmp_path: Path) -> None:
+def test_what_experts_cost() -> None:
+    """8 sequences that choose 2 of 12 experts each leave (10/12)^8 of them unread."""
+    found, sizes = report.count_parameters(TINY_MOE), dict(tensors_of(TINY_MOE))
+    expert = sizes["model.layers.0.mlp.experts.3.up_proj.weight"]
+    assert found.experts == 2 * 12 * 3 * expert[0] * expert[1]
+    assert found.read(1) == pytest.approx(found.all - found.experts * 10 / 12)
+    assert found.read(8) == pytest.approx(found.all - found.experts * (10 / 12) ** 8)
+    assert found.layers == found.all - 300 * 64 - 64 - found.experts * 10 // 12
+    dense = report.count_parameters(TINY)
+    assert dense.read(1) == dense.read(8) == dense.all
+
+
+@BOTH
+def test_gguf_holds_the_checkpoints_numbers(tmp_path: Path, tiny: dict[str, Any]) -> None:
     gguf = pytest.importorskip("gguf")
     import torch
     from safetensors.torch import load_file
 
-    make_checkpoint(tmp_path, TINY)
-    write_gguf(tmp_path, tmp_path / "model.gguf", TINY, words(TINY))
+    make_checkpoint(tmp_path, tiny)
+    write_gguf(tmp_path, tmp_path / "model.gguf", tiny, words(tiny))
     found = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
     stored = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == {gguf_name(name, 2) for name in stored}
+    assert found.keys() == {gguf_name(name, tiny) for name in stored}
     for name, tensor in stored.items():
-        data = torch.from_numpy(found[gguf_name(name, 2)].data.copy())
-        numbers = data.view(torch.bfloat16) if tensor.ndim > 1 else data
-        assert torch.equal(numbers.float(), tensor.float()), name
+        data = torch.from_numpy(found[gguf_name(name, tiny)].data.copy())
+        if ".experts." in name:
+            data = data[int(name.split(".")[5])]
+        whole = tensor.ndim > 1 and "mlp.gate." not in name
+        assert torch.equal(data.view(torch.bfloat16).float() if whole else data, tensor.float()), name
     assert found["blk.1.attn_k.weight"].shape.tolist() == [64, 32]  # llama.cpp's order: the inner size first
-    assert gguf_name("model.layers.1.self_attn.q_proj.bias", 2) == "blk.1.attn_q.bias"
+    assert gguf_name("model.layers.1.self_attn.q_proj.bias", TINY) == "blk.1.attn_q.bias"
+    assert gguf_name("model.layers.1.mlp.experts.7.up_proj.weight", TINY_MOE) == "blk.1.ffn_up_exps.weight"
     with pytest.raises(KeyError):
-        gguf_name("model.layers.1.router.weight", 2)
+        gguf_name("model.layers.1.router.weight", tiny)

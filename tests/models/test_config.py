@@ -73,6 +73,15 @@ PUBLISHED: dict[str, tuple[type, dict[str, Any]]] = {
         "rope_scaling": {"long_factor": [1.0 + 1.1 * i for i in range(48)], "type": "longrope",
                          "short_factor": [1.0] * 48},
         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064}),
+    "gpt-oss-20b-yarn": (transformers.GptOssConfig, {
+        "architectures": ["GptOssForCausalLM"], "attention_bias": True, "head_dim": 64, "hidden_act": "silu",
+        "hidden_size": 2880, "initial_context_length": 4096, "intermediate_size": 2880,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "max_position_embeddings": 131072,
+        "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 8,
+        "num_local_experts": 32, "rms_norm_eps": 1e-05, "rope_theta": 150000, "sliding_window": 128,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+                         "original_max_position_embeddings": 4096, "truncate": False},
+        "swiglu_limit": 7.0, "tie_word_embeddings": False, "vocab_size": 201088}),
     "gpt2": (transformers.GPT2Config, {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "layer_norm_epsilon": 1e-05,
         "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}),
@@ -135,6 +144,7 @@ LLAMA = {
     "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 512,
 }  # fmt: skip
+GPT_OSS = LLAMA | {"architectures": ["GptOssForCausalLM"], "num_attention_heads": 16, "num_local_experts": 4}
 QWEN2 = LLAMA | {
     "architectures": ["Qwen2ForCausalLM"], "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 8,
 }  # fmt: skip
@@ -176,6 +186,9 @@ def test_old_and_new_rope_formats_agree() -> None:
             {"architectures": ["GPT2LMHeadModel"], "scale_attn_by_inverse_layer_idx": True},
             ("scale_attn_by_inverse_layer_idx", "True", "False"),
         ),
+        (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, ("quantization_config", "'mxfp4'")),
+        (GPT_OSS | {"swiglu_alpha": 1.5}, ("swiglu_alpha", "1.5", "1.702")),
+        (GPT_OSS | {"num_experts_per_tok": 5}, ("num_experts_per_tok", "5", "4 experts")),
         ({"architectures": ["GPT2LMHeadModel"], "n_embd": 65, "n_head": 4}, ("n_embd", "65", "n_head")),
         ({"architectures": ["OPTForCausalLM"], "word_embed_proj_dim": 32}, ("word_embed_proj_dim", "32", "64")),
         ({"architectures": ["OPTForCausalLM"], "do_layer_norm_before": False}, ("do_layer_norm_before", "True")),
@@ -187,3 +200,12 @@ def test_unsupported_settings_are_refused(changes: dict[str, Any], words: tuple[
         MODELS[hf["architectures"][0]].config(hf)
     for word in words:
         assert word in str(error.value)
+
+
+def test_what_gpt_oss_files_leave_out() -> None:
+    """As in transformers: YaRN to 131,072 positions, a window of 128 in every other layer, from the first on."""
+    given = {n: v for n, v in GPT_OSS.items() if n != "max_position_embeddings"}
+    c, theirs = MODELS["GptOssForCausalLM"].config(given), transformers.GptOssConfig()
+    assert (c.layer_types, c.window, c.E, c.K) == (("sliding", "full"), 128, theirs.head_dim, 8)
+    assert (c.A, c.limit, c.eps, c.o_bias) == (4, 7.0, 1e-5, True)
+    _check_row(c.rope.inv_freq[0], ROPE_INIT_FUNCTIONS["yarn"](theirs, "cpu")[0])

@@ -122,6 +122,13 @@ ARCHS = (
          LLAMA | _rope("longrope", short_factor=SHORT, long_factor=SHORT, factor=4.0, short_mscale=1.2, long_mscale=1.2,
                        original_max_position_embeddings=100)
          | {"num_local_experts": 4, "router_jitter_noise": 0.3}, True),
+    Arch("gpt_oss", "GptOss",
+         LLAMA | {"head_dim": 32, "num_local_experts": 6, "num_experts_per_tok": 3, "num_hidden_layers": 3,
+                  "sliding_window": 40, "swiglu_limit": 0.7}
+         | _rope("yarn", factor=8.0, original_max_position_embeddings=64, truncate=False)),
+    Arch("gpt_oss_no_bias", "GptOss",
+         LLAMA | {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 1, "attention_bias": False,
+                  "layer_types": [*MIXED[::-1]], "sliding_window": 33}),
     Arch("gpt2", "GPT2", GPT2),
     Arch("gpt2_untied", "GPT2", GPT2 | {"tie_word_embeddings": False, "n_inner": 80, "activation_function": "gelu"}),
     Arch("opt", "OPT", OPT),

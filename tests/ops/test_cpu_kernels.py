@@ -284,6 +284,16 @@ def test_attention_of_large_scores(level: str, dtype: torch.dtype) -> None:
         _check_attention(args, 2e-2 if dtype == torch.bfloat16 else 1e-4)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_attention_with_sinks(level: str, threads: int, dtype: torch.dtype) -> None:
+    """In decode, shared among threads, and in prompts; next to sinks that outweigh everything or nothing."""
+    torch.manual_seed(0)
+    for sequences, page in (([(1, 900), (1, 5)], 16), ([(60, 100), (1, 90)], 16), ([(1, 70), (9, 9)], 5)):
+        sinks = torch.tensor([2.0, -300.0, 1.0, 300.0, 0.0, 5.0]).to(dtype)
+        args = _batch(sequences, (6, 2, 32), page, dtype) | {"sinks_H": sinks, "window": 40 if page == 5 else 0}
+        _check_attention(args, TOLERANCE[dtype])
+
+
 def test_attention_of_nothing(level: str) -> None:
     _check_attention(_batch([(0, 0), (0, 0)], (2, 1, 32), 16, torch.bfloat16, pad=4), 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,13 @@ from graphllm.cli.bench.workload import Prompt, Span, random_prompts
 from graphllm.cli.build import build_errors, console
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.expert_load import imbalance
 from graphllm.engine.outputs import RequestOutput
-from graphllm.engine.request import CoreInfo
+from graphllm.engine.request import Core, CoreInfo
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.llm import LLM
 from graphllm.entrypoints.model import resolve_model
+from graphllm.entrypoints.source import find_source, find_tokenizer
 
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -53,9 +55,10 @@ class Latency:
 
 
 class Loaded(NamedTuple):
-    """A model ready to generate. seconds: by phase of loading it."""
+    """A model ready to generate, and the core that does. seconds: by phase of loading it."""
 
     llm: LLM
+    core: Core
     info: CoreInfo
     seconds: dict[str, float]
 
@@ -75,7 +78,8 @@ def bench_throughput(args: EngineArgs, work: Throughput, output: Path | None, qu
         begun = time.perf_counter()
         outputs = generate(loaded.llm, prompts, sampling, show=not quiet)
         seconds = time.perf_counter() - begun
-    result = {**_about(args, loaded), "workload": work.__dict__, **rates(outputs, seconds)}
+        experts = expert_load(loaded.core)
+    result = {**_about(args, loaded), "workload": work.__dict__, **rates(outputs, seconds), **experts}
     report.show(
         f"{result['model']}, {work.num_prompts} requests",
         [
@@ -86,6 +90,7 @@ def bench_throughput(args: EngineArgs, work: Throughput, output: Path | None, qu
             ("Requests per second", result["requests_per_second"]),
             ("Total tokens per second", result["tokens_per_second"]),
             ("Output tokens per second", result["output_tokens_per_second"]),
+            *_experts_shown(experts),
         ],
     )
     report.write(output, result)
@@ -104,7 +109,10 @@ def bench_latency(args: EngineArgs, work: Latency, output: Path | None, quiet: b
         rounds = [_iteration(loaded, work, i) for i in track(
             range(work.num_iters_warmup + work.num_iters), "iterations", console=console, transient=True, disable=quiet
         )]  # fmt: skip
-    result = {**_about(args, loaded), "workload": work.__dict__, **spread(rounds[work.num_iters_warmup :], work)}
+        experts = expert_load(loaded.core)
+    result = {
+        **_about(args, loaded), "workload": work.__dict__, **spread(rounds[work.num_iters_warmup :], work), **experts
+    }  # fmt: skip
     rows: list[tuple[str, object]] = [("Mean (s)", result["avg_latency"])]
     rows += [(f"{p}% percentile (s)", value) for p, value in result["percentiles"].items()]
     rows += [
@@ -112,6 +120,7 @@ def bench_latency(args: EngineArgs, work: Latency, output: Path | None, quiet: b
         ("To the first token (ms)", result["mean_ttft_ms"]),
         ("Per output token after the first (ms)", result["mean_tpot_ms"]),
         ("Output tokens per second", result["output_tokens_per_second"]),
+        *_experts_shown(experts),
     ]
     report.show(f"{result['model']}, a batch of {work.batch_size}", rows)
     report.write(output, result)
@@ -183,6 +192,21 @@ def spread(rounds: Sequence[Iteration], work: Latency) -> dict[str, Any]:
     }
 
 
+def expert_load(core: Core) -> dict[str, Any]:
+    """Tokens of each layer's experts since the start, and each layer's busiest over the mean; empty where they are not
+    counted."""
+    counted = core.stats().expert_tokens
+    return {"expert_tokens": counted, "expert_load_imbalance": imbalance(counted)} if counted else {}
+
+
+def _experts_shown(load: Mapping[str, Any]) -> list[tuple[str, object]]:
+    if not load:
+        return []
+    layer, most = max(load["expert_load_imbalance"].items(), key=lambda item: item[1])
+    mean = statistics.fmean(load["expert_load_imbalance"].values())
+    return [("Busiest expert over the mean, of all layers", mean), (f"The same in layer {layer}, the most", most)]
+
+
 @contextlib.contextmanager
 def _load(args: EngineArgs, quiet: bool) -> Iterator[Loaded]:
     """Compiled where needed; checkpoints without a tokenizer are fine. Closed in the end."""
@@ -191,18 +215,18 @@ def _load(args: EngineArgs, quiet: bool) -> Iterator[Loaded]:
     def clock(name: str, taken: float) -> None:
         seconds[name] = seconds.get(name, 0.0) + taken
 
-    if args.model is not None and not (Path(args.model) / "tokenizer.json").is_file():
-        args = replace(args, skip_tokenizer_init=True)
     begun = time.perf_counter()
     status = contextlib.nullcontext() if quiet else console.status("loading, and compiling where that is needed")
     with status, build_errors():
+        if not (find_tokenizer(args, find_source(args)) / "tokenizer.json").is_file():
+            args = replace(args, skip_tokenizer_init=True)
         resolved = resolve_model(args)
         clock("artifact", time.perf_counter() - begun)
         core = load_core(resolved.config, clock, resolved.processors)
     info = core.info
     llm = LLM.from_core(core, resolved.tokenizer, resolved.defaults, core.grammars, args.seed)
     with contextlib.closing(llm):
-        yield Loaded(llm, info, seconds)
+        yield Loaded(llm, core, info, seconds)
 
 
 def _check_length(longest: int, info: CoreInfo) -> None:

@@ -23,6 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
+from graphllm.entrypoints.model import ResolvedModel
 from graphllm.server.alone import in_memory
 from graphllm.server.fronts.messages import (
     AbortRequests,
@@ -385,7 +386,7 @@ class Fronts:
             supervisor.phase,
             self._was_ready,
             dict(supervisor.phases),
-            None if opened is None else Model(msgspec.to_builtins(opened.config), _folder(opened.tokenizer)),
+            None if opened is None else _model(opened),
             core,
             supervisor.broken,
         )
@@ -487,5 +488,7 @@ def _path(value: Any) -> str:
     return str(value)
 
 
-def _folder(tokenizer: Any) -> str | None:
-    return None if tokenizer is None else str(tokenizer.folder)
+def _model(opened: ResolvedModel) -> Model:
+    tokenizer = None if opened.tokenizer is None else opened.tokenizer.origin
+    config = msgspec.to_builtins(opened.config)
+    return Model(config, tokenizer, opened.defaults, opened.name)

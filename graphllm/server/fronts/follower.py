@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 import msgspec
 
 from graphllm.config import CoreConfig
-from graphllm.config.sampling import SamplingParams
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.remote import RemoteCore
 from graphllm.engine.text import Tokenizer
@@ -109,7 +108,7 @@ class EngineFollower(EngineView):
         config = msgspec.convert(model.config, CoreConfig)
         tokenizer = None
         if model.tokenizer is not None:
-            tokenizer = await asyncio.to_thread(Tokenizer.from_folder, model.tokenizer)
-        self.take(ResolvedModel(config, tokenizer, SamplingParams(), []))
+            tokenizer = await asyncio.to_thread(Tokenizer.from_folder, *model.tokenizer)
+        self.take(ResolvedModel(config, tokenizer, model.defaults, [], model.name))
         assert self.opened is not None
         await asyncio.to_thread(warm, self.opened.tokenizer)

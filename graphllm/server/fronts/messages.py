@@ -6,10 +6,12 @@ JSON, because it has integers of any size, and what it carries came as JSON or g
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
 
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.client import Health
 from graphllm.server.operations.engine_view import SupervisorOptions
 from graphllm.server.operations.metrics import Counted
@@ -30,10 +32,13 @@ class FrontLaunch(msgspec.Struct):
 
 
 class Model(msgspec.Struct):
-    """An opened model. config: a CoreConfig as plain JSON. tokenizer: its folder, None without one."""
+    """An opened model. config: a CoreConfig as plain JSON. tokenizer: of what `Tokenizer.from_folder` makes it, None
+    without one. defaults: sampling parameters of requests that name none."""
 
     config: dict[str, Any]
-    tokenizer: str | None
+    tokenizer: tuple[str, Mapping[str, Any], Mapping[str, Any]] | None
+    defaults: SamplingParams
+    name: str
 
 
 class EngineState(msgspec.Struct, tag=True):

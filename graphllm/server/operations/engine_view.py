@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from graphllm.config.sampling import SamplingParams
@@ -68,8 +67,7 @@ class EngineView:
                 tokenizer = tokenizer.with_chat_template(template)
                 resolved = resolved._replace(tokenizer=tokenizer)
             self.style = self.options.style(tokenizer)
-        folder = Path(resolved.config.model.model)
-        self.defaults = SamplingParams.from_checkpoint(folder, SamplingParams(max_tokens=None))
+        self.defaults = resolved.defaults
         self.opened = resolved
 
     def look(self) -> None:

@@ -44,7 +44,7 @@ def _encoding(name: str, bits: int, group: int, dtype: str) -> Encoding:
     found = Encoding(
         name,
         (Part("values", dtype, values), Part("scales", "bfloat16", scales, "{source}_scale")),
-        (BLOCK, group), "quant_linear", decode, pack=write,
+        (BLOCK, group), "quant_linear", decode, pack=write, moe_op="quant_moe",
     )  # fmt: skip
     return register_encoding(found)
 

@@ -4,29 +4,10 @@
 #include <algorithm>
 
 #include "cpu_threads.h"
-#include "formats.h"
+#include "cpu_int_blocks.h"
 
 namespace graphllm {
 namespace {
-
-// Rows of x side by side at most, and the blocks, far apart, that one row takes at once: memory is read faster as streams.
-#ifdef GRAPHLLM_VNNI
-constexpr int kTile = 12, kStreams = 2;
-#elif defined(GRAPHLLM_AVX2)
-constexpr int kTile = 8, kStreams = 2;
-#else
-constexpr int kTile = 2, kStreams = 1;
-#endif
-
-template <typename T>
-struct Args {
-  const T* x;
-  const std::uint8_t* values;
-  const bf16* scales;
-  const T* bias;
-  T* out;
-  i64 M, N, K, x_stride;
-};
 
 // Rows of x as int8, a tile of rows at a time and in the order in which they are read: for each group of inner entries
 // the scale of each row and what corrects for the zero point of the weights, then four entries of each row by turns.
@@ -52,18 +33,18 @@ inline Bytes to_bytes(Ints x) {
 #endif
 }
 
-// The largest absolute value is found among the bits as integers, where a NaN is the largest of all: its group becomes
+// Rows of x [.., K], `rows` of them. The largest absolute value is found among the bits as integers, where a NaN is the largest of all: its group becomes
 // NaN.
 template <typename F, typename T>
-void quantize_rows(const Args<T>& a, const Quantized<F>& to, Range rows) {
+void quantize_rows(const T* rows_of_x, i64 stride, i64 K, const Quantized<F>& to, Range rows) {
   constexpr i64 parts = F::group / kLanes;
   for (i64 m = rows.from; m < rows.to; m++) {
     const i64 m0 = m / to.tile_rows * to.tile_rows, width = to.width(m0);
     char* at = to.data + Quantized<F>::bytes(m0, to.groups) + (m - m0) * 4;
     for (i64 g = 0; g < to.groups; g++, at += width * (8 + F::group)) {
-      const T* x = a.x + m * a.x_stride + g * F::group;
+      const T* x = rows_of_x + m * stride + g * F::group;
       T padded[F::group] = {};
-      if (const i64 inside = a.K - g * F::group; inside < F::group) {
+      if (const i64 inside = K - g * F::group; inside < F::group) {
         std::memcpy(padded, x, inside * sizeof(T));
         x = padded;
       }

@@ -1,12 +1,21 @@
 // Products of blocks of 16 weight rows and some quantized rows of x: integers within a group, scaled in float32 once.
 #pragma once
 
-#include "formats.h"
+#include "cpu_int_formats.h"
 
 namespace graphllm {
 namespace {
 
 constexpr i64 kAhead = 2048;            // bytes of weights that are asked for ahead
+
+// Rows of x side by side at most, and the blocks, far apart, that one row takes at once: memory is read faster as streams.
+#ifdef GRAPHLLM_VNNI
+constexpr int kTile = 12, kStreams = 2;
+#elif defined(GRAPHLLM_AVX2)
+constexpr int kTile = 8, kStreams = 2;
+#else
+constexpr int kTile = 2, kStreams = 1;
+#endif
 
 #ifdef GRAPHLLM_AVX2
 
@@ -179,6 +188,17 @@ void block_rows(const std::uint8_t* w, i64 apart, const bf16* scales, i64 scales
 }
 
 #endif  // GRAPHLLM_AVX2
+
+// One block and any number of rows, at most kM.
+template <typename F, int kM>
+void some_rows(const std::uint8_t* w, const bf16* scales, const char* x, i64 groups, Vec* totals, i64 rows) {
+  if constexpr (kM > 0) {
+    if (rows == kM)
+      block_rows<F, kM, 1>(w, 0, scales, 0, x, groups, totals);
+    else
+      some_rows<F, kM - 1>(w, scales, x, groups, totals, rows);
+  }
+}
 
 }  // namespace
 }  // namespace graphllm
