@@ -146,6 +146,9 @@ def _build(arch: Arch) -> transformers.PreTrainedModel:
                 p += 0.2 * torch.randn(p.shape)
             if "post_feedforward" in name:  # let layers outweigh the tied embedding, or every token repeats itself
                 p += 3.0
+    for module in model.modules():  # GptOssExperts: before 5.2x, transformers takes 7 whatever the config says
+        if hasattr(module, "limit"):
+            module.limit = config.swiglu_limit
     return model
 
 
