@@ -32,10 +32,19 @@ SHAPES = {
         "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu",
         "tie_word_embeddings": True, "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "intermediate_size": 6144,
+        "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "vocab_size": 151936, "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
+        "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
+    },
 }  # fmt: skip
 VLLM = {("llama3.1-8b", 1): 4.93, ("llama3.1-8b", 32): 5.55, ("llama3.1-8b", 64): 6.15, ("llama3.1-8b", 128): 7.42,
         ("llama3.1-8b", 256): 11.44,
-        ("qwen3-0.6b", 1): 2.31, ("qwen3-0.6b", 64): 2.96, ("qwen3-0.6b", 256): 8.09}  # fmt: skip
+        ("qwen3-0.6b", 1): 2.31, ("qwen3-0.6b", 64): 2.96, ("qwen3-0.6b", 256): 8.09,
+        ("qwen3-30b-a3b", 1): 4.12, ("qwen3-30b-a3b", 32): 15.8, ("qwen3-30b-a3b", 128): 18.9}  # fmt: skip
 CONTEXT, STEPS = 256, 100
 COMPILERS = ("torch._inductor", "torch._dynamo", "triton")  # modules that serving must not load
 
@@ -128,7 +137,7 @@ def batch(size: int, tokens: int, start: int, executor):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default=",".join(SHAPES))
+    parser.add_argument("--shapes", default="llama3.1-8b,qwen3-0.6b")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--weights-on-disk", action="store_true", help="write a checkpoint first, and load it")
     parser.add_argument("--compile", default="", help="more options for graphllm compile")

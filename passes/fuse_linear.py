@@ -53,7 +53,7 @@ class _Form(NamedTuple):
 def _forms(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
     """The ways to fuse a linear layer, those that take in more first."""
     before = _bound(bound["x_TI"], rms_norm)
-    add, residual = _sum(node)
+    add, residual = sum_with(node)
     norm = None if add is None else next((u for u in add.users if _is_norm_of(u, add)), None)
     if add is not None and norm is not None and before is None and not _one_row(node):
         after = rms_norm.bind(norm.args, norm.kwargs)
@@ -65,7 +65,7 @@ def _forms(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
     gate = user if user is not None and op_of(user.target) is swiglu else None
     for with_norm, gated, with_sum in itertools.product((True, False), repeat=3):
         last = gate if gated else node
-        add, residual = _sum(last) if last is not None else (None, None)
+        add, residual = sum_with(last) if last is not None else (None, None)
         if last is None or (with_norm and before is None) or (with_sum and add is None):
             continue
         arguments, parts = {**bound, "gated": gated}, ["linear"]
@@ -98,7 +98,7 @@ def _only_user(node: Node) -> Node | None:
     return next(iter(node.users)) if len(node.users) == 1 else None
 
 
-def _sum(term: Node) -> tuple[Node | None, Node | None]:
+def sum_with(term: Node) -> tuple[Node | None, Node | None]:
     """The plain addition that alone reads a value, and what it adds, another value of that shape and dtype."""
     add = _only_user(term)
     if add is None or add.target is not torch.ops.aten.add.Tensor or add.kwargs:

@@ -103,10 +103,10 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
 def cubins(source: str, inputs: Sequence[torch.Tensor | int], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Compile the Triton kernels of a generated module by running it once on real inputs, tensors and hidden sizes.
 
-    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, early (whether it may start while the kernel
-    before it runs, because it waits for that one itself), names (of the arguments of ``.run``), args (their kinds; None
-    for what the kernel was specialized on), prefix and grid (integer expressions over the names). A module without any
-    is not run: what it calls may need other processes.
+    Returns for each name: cubin (bytes), symbol, shared (bytes), warps, scratch (bytes of global memory for each of its
+    programs), early (whether it may start while the kernel before it runs, because it waits for that one itself), names
+    (of the arguments of ``.run``), args (their kinds; None for what the kernel was specialized on), prefix and grid
+    (integer expressions over the names). A module without any is not run: what it calls may need other processes.
     """
     if not names:
         return {}
@@ -124,10 +124,8 @@ def _cubin(kernel: Any) -> dict[str, Any]:
     compiled = next(known, None) or kernel._precompile_config(launcher.config)
     binary, signature = compiled.kernel, compiled.compile_meta["signature"]
     metadata = binary.metadata
-    if getattr(metadata, "global_scratch_size", 0) or getattr(metadata, "num_ctas", 1) != 1:
-        raise NotImplementedError(
-            f"kernel {metadata.name} wants scratch memory or clusters, which pieces do not provide"
-        )
+    if getattr(metadata, "num_ctas", 1) != 1:
+        raise NotImplementedError(f"kernel {metadata.name} wants clusters, which pieces do not provide")
     grid = GridExpr.from_meta(compiled.inductor_meta, launcher.config)
     parameters = [p for p in inspect.signature(launcher).parameters if p != "stream"]
     return {
@@ -135,6 +133,7 @@ def _cubin(kernel: Any) -> dict[str, Any]:
         "symbol": metadata.name,
         "shared": metadata.shared,
         "warps": metadata.num_warps,
+        "scratch": getattr(metadata, "global_scratch_size", 0),
         "early": "griddepcontrol.wait" in binary.asm["ptx"],
         "names": parameters,
         "args": [_kind(signature.get(p, "constexpr")) for p in parameters],

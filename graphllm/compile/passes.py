@@ -9,6 +9,7 @@ from graphllm.config import ConfigError
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_linear import fuse_linear
+from graphllm.passes.fuse_moe import fuse_moe
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.passes.quantize_moe import quantize_moe
 from graphllm.passes.select_early import select_early
@@ -35,6 +36,7 @@ PIPELINE = Pipeline(
     ),
     pieces=(
         select_early,
+        fuse_moe,
         fuse_linear,
     ),
 )

@@ -20,13 +20,19 @@ Quantization = Literal["int8", "int4"]
 class Target:
     """The machine an artifact is compiled for.
 
-    device: "cpu" or "cuda". arch: "sm_90" on CUDA, the sorted instruction-set flags the kernels may use on a CPU.
+    device: "cpu" or "cuda". arch: "sm_90" and "sms_132" (multiprocessors) on CUDA, the sorted instruction-set flags
+    that kernels may use on a CPU.
     name: the product name, for people.
     """
 
     device: Literal["cpu", "cuda"]
     arch: tuple[str, ...]
     name: str = field(default="", metadata=not_key("a label; `arch` says what matters"))
+
+    @property
+    def multiprocessors(self) -> int:
+        """Of the GPU; 1 where `arch` tells none."""
+        return next((int(a.removeprefix("sms_")) for a in self.arch if a.startswith("sms_")), 1)
 
 
 @dataclass(frozen=True, order=True)

@@ -114,7 +114,16 @@ def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any)
     elif any(isinstance(a, FakeTensor) for a in args):
         torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
     else:
+        _give_scratch()
         kernel[grid](*args, launch_pdl="gdc_wait" in kernel.src, **kwargs)
+
+
+@functools.cache
+def _give_scratch() -> None:
+    """Triton asks a function for the memory in which kernels build descriptors; an artifact has its own."""
+    import triton
+
+    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
 
 
 @torch.library.custom_op(f"{C_NAMESPACE}::zeroed", mutates_args=())

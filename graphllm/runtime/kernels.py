@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
@@ -137,6 +138,7 @@ class CudaKernels:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._folder, self._stream = folder, ctypes.c_void_p(stream)
         self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
+        self._scratch: dict[int, int] = {}
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch:
         """A launch with its grid evaluated and its parameter block laid out once. A kernel marked early waits for the
@@ -148,8 +150,9 @@ class CudaKernels:
         if 0 in grid:
             return _nothing
         used = [(kind, named[n]) for n, kind in zip(kernel["names"], kernel["args"], strict=True) if kind]
-        # Triton kernels take two more pointers, to scratch memory that none of ours asks for.
-        cells = [_C_TYPES[kind](v) for kind, v in used] + [ctypes.c_void_p(), ctypes.c_void_p()]
+        # Triton kernels take two more pointers: to scratch memory, and to that of profilers.
+        scratch = ctypes.c_void_p(self._scratch_memory(kernel["scratch"] * math.prod(grid)))
+        cells = [*(_C_TYPES[kind](v) for kind, v in used), scratch, ctypes.c_void_p()]
         block = (ctypes.c_void_p * len(cells))(*(ctypes.addressof(c) for c in cells))
         attribute = _Attribute(id=_PROGRAMMATIC_STREAM_SERIALIZATION, value=1)
         config = _LaunchConfig(
@@ -160,6 +163,15 @@ class CudaKernels:
             self._driver.cuLaunchKernelEx, ctypes.byref(config), self._function(kernel), block, ctypes.c_void_p()
         )
         return _Checked(launch, name, (cells, block, config), self)
+
+    def _scratch_memory(self, size: int) -> int | None:
+        """Address of so many bytes, the same ones for every launch: a kernel writes there after it has waited for the
+        one before it."""
+        if size and size not in self._scratch:
+            address = ctypes.c_void_p()
+            self.check(self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), "cuMemAlloc")
+            self._scratch[size] = address.value or 0
+        return self._scratch.get(size)
 
     def join(self, launches: Sequence[Launch]) -> list[Launch]:
         """As they are: graphs join them."""

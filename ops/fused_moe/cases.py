@@ -54,6 +54,8 @@ CASES = (
     _case(7, 8, 2, 32, 16, "skewed", activation="gelu_tanh"),
     _case(9, 16, 4, 48, 40, "collapsed", biases=True, **_CLAMPED),
     _case(20, 60, 4, 24, 16, "some_none", biases=True),
+    _case(1, 8, 4, 24, 40, "some_none", biases=True, **_CLAMPED),
+    _case(90, 16, 4, 24, 16, "some_none", biases=True, **_CLAMPED),
     _case(70, 8, 2, 32, 48),
     _case(33, 512, 10, 16, 8),
     _case(300, 8, 2, 16, 8, "skewed"),

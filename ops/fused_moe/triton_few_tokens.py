@@ -1,0 +1,313 @@
+"""Triton kernels for fused_moe with few tokens, bound by the weights of the chosen experts, which are read once.
+
+For one token, programs multiply whole rows of its experts' weights, and the second product adds its experts up. For up
+to 64, each program takes all tokens and some weight rows of one expert, finds the tokens that chose it in the table of
+choices, and ends at once where there are none: nothing is sorted. The weights are the left operand, so that few tokens
+waste little of the tensor cores; what an expert does not compute is masked.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.fused_moe.op import fused_moe
+from graphllm.ops.fused_moe.triton_common import activated, added, supports
+
+
+@triton.jit
+def one_hidden_kernel(
+    x_ptr,  # [D]
+    weight_ptr,  # [N, 2F, D]
+    bias_ptr,  # [N, 2F]
+    experts_ptr,  # [A]
+    norm_ptr,  # [D]
+    h_ptr,  # [A, F]
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    a = tl.program_id(1)
+    expert = tl.load(experts_ptr + a).to(tl.int64)
+    if expert < 0:
+        return
+    r = tl.arange(0, BLOCK_N)  # rows of the gate and of up by turns
+    f = block * (BLOCK_N // 2) + r // 2
+    row = expert * (2 * F) + f + (r % 2) * F
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in tl.static_range(0, D, BLOCK_K):
+        inside = start + k < D
+        weight = tl.load(
+            weight_ptr + row[:, None] * D + (start + k)[None, :], mask=(f < F)[:, None] & inside[None, :], other=0.0
+        )
+        x = tl.load(x_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        acc += weight.to(tl.float32) * x[None, :]
+    out = tl.sum(acc, axis=1)
+    if NORM:
+        out *= tl.rsqrt(tl.sum(squares, axis=0) / D + EPS)
+    if BIAS:
+        out += tl.load(bias_ptr + row, mask=f < F, other=0.0).to(tl.float32)
+    gate, up = tl.split(tl.reshape(out, [BLOCK_N // 2, 2]))
+    h = activated(gate, up, ACTIVATION, LIMIT)
+    column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+    tl.store(h_ptr + a * F + column, h.to(h_ptr.dtype.element_ty), mask=column < F)
+
+
+@triton.jit
+def one_sum_kernel(
+    h_ptr,  # [A, F]
+    weight_ptr,  # [N, D, F]
+    bias_ptr,  # [N, D]
+    scale_ptr,  # [A] float32
+    experts_ptr,  # [A]
+    residual_ptr,  # [D]
+    out_ptr,  # [D]
+    RESIDUAL: tl.constexpr,
+    D: tl.constexpr,
+    F: tl.constexpr,
+    A: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    d = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    biases = tl.zeros([BLOCK_N], tl.float32)
+    for a in tl.static_range(A):
+        expert = tl.load(experts_ptr + a).to(tl.int64)
+        scale = tl.load(scale_ptr + a)
+        row = tl.maximum(expert, 0) * D + d
+        for start in tl.static_range(0, F, BLOCK_K):
+            inside = start + k < F
+            weight = tl.load(
+                weight_ptr + row[:, None] * F + (start + k)[None, :], mask=(d < D)[:, None] & inside[None, :], other=0.0
+            )
+            h = tl.load(h_ptr + a * F + start + k, mask=inside, other=0.0).to(tl.float32) * scale
+            acc += weight.to(tl.float32) * tl.where(expert >= 0, h, 0.0)[None, :]
+        if BIAS:
+            bias = tl.load(bias_ptr + row, mask=d < D, other=0.0).to(tl.float32)
+            biases += tl.where(expert >= 0, bias * scale, 0.0)
+    out = tl.sum(acc, axis=1) + biases
+    if RESIDUAL:
+        out += tl.load(residual_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def few_kernel(
+    x_ptr,  # [T, K], or [P, K] by pair of a token and an expert
+    weight_ptr,  # [N, ROWS, K]
+    bias_ptr,  # [N, ROWS]
+    scale_ptr,  # [P] float32
+    experts_ptr,  # [T, A]
+    out_ptr,  # [P, ROWS / 2], or [P, ROWS]
+    T,
+    X_ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    K: tl.constexpr,
+    A: tl.constexpr,
+    A_PAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0)
+    expert = tl.program_id(1)
+    t = tl.arange(0, BLOCK_T)
+    a = tl.arange(0, A_PAD)
+    choice = t[:, None] * A + a[None, :]
+    chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
+    pair = tl.max(tl.where(chosen == expert, choice, -1), axis=1)
+    if tl.max(pair, axis=0) < 0:
+        return
+    there = pair >= 0
+    r = tl.arange(0, BLOCK_N)
+    if GATED:  # rows of the gate and of up by turns
+        column = block * (BLOCK_N // 2) + r // 2
+        row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
+        x_row = x_ptr + t[:, None] * X_ROW
+    else:
+        row = block * BLOCK_N + r
+        in_row = row < ROWS
+        x_row = x_ptr + pair[:, None] * X_ROW
+    k = tl.arange(0, BLOCK_K)
+    weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + row)[:, None] * K
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        at = start + k
+        if EVEN:
+            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None], other=0.0)
+            x = tl.load(x_row + at[None, :], mask=there[:, None], other=0.0)
+        else:
+            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
+            x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
+        if EMULATED:
+            weight, x = weight.to(tl.float32), x.to(tl.float32)
+        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
+        gate, up = tl.split(halves)
+        out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
+        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        out_row = out_ptr + pair[:, None] * (ROWS // 2)
+        inside = there[:, None] & (column < ROWS // 2)[None, :]
+    else:
+        out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
+        column = row
+        out_row = out_ptr + pair[:, None] * ROWS
+        inside = there[:, None] & in_row[None, :]
+    tl.store(out_row + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+Config = Mapping[str, int]
+_MOST_TOKENS = 64
+_ONE = (  # rows, inner entries and warps of the first product, then of the second
+    (4, 1024, 4, 2, 512, 2), (8, 2048, 4, 2, 512, 2), (4, 1024, 4, 2, 1024, 4), (8, 1024, 4, 1, 256, 2),
+    (4, 512, 4, 2, 512, 4), (8, 512, 4, 4, 512, 4),
+)  # fmt: skip
+_FEW = (  # weight rows, inner entries, stages, warps
+    (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
+)  # fmt: skip
+
+
+def supports_one(site: CallSite) -> bool:
+    return site.rows("x_TD") == 1 and supports(site)
+
+
+def configs_of_one(site: CallSite) -> list[Config]:
+    return [dict(zip(("n1", "k1", "w1", "n2", "k2", "w2"), numbers, strict=True)) for numbers in _ONE]
+
+
+@fused_moe.impl("triton_one", device="cuda", supports=supports_one, configs=configs_of_one)
+def triton_one(
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    **config: int,
+) -> Tensor:
+    """For one token. h is rounded to x's dtype."""
+    return one_token(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
+    )
+
+
+def one_token(
+    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
+    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    residual_TD: Tensor | None = None, norm_D: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """residual + the experts of the norm of x, as `fused_moe` and `residual_moe` say."""
+    A, (_, D, F) = experts_TA.shape[1], down_NDF.shape
+    emulated = triton.knobs.runtime.interpret
+    h_AF, out_TD = x_TD.new_empty((A, F)), x_TD.new_empty(x_TD.shape)
+    launch_triton(
+        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, gate_up_N2FD,
+        gate_up_N2FD if gate_up_bias_N2F is None else gate_up_bias_N2F, experts_TA,
+        x_TD if norm_D is None else norm_D, h_AF, EPS=eps, NORM=norm_D is not None, D=D, F=F,
+        BIAS=gate_up_bias_N2F is not None, ACTIVATION=activation, LIMIT=limit, BLOCK_N=config["n1"],
+        BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
+    )  # fmt: skip
+    launch_triton(
+        one_sum_kernel, (-(-D // config["n2"]),), h_AF, down_NDF, down_NDF if down_bias_ND is None else down_bias_ND,
+        weights_TA, experts_TA, h_AF if residual_TD is None else residual_TD, out_TD,
+        RESIDUAL=residual_TD is not None, D=D, F=F, A=A, BIAS=down_bias_ND is not None, BLOCK_N=config["n2"],
+        BLOCK_K=config["k2"], EMULATED=emulated, num_warps=config["w2"],
+    )  # fmt: skip
+    return out_TD
+
+
+def supports_few(site: CallSite) -> bool:
+    return site.rows("x_TD") <= _MOST_TOKENS and supports(site)
+
+
+def configs_of_few(site: CallSite) -> list[Config]:
+    tokens = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
+    names = ("block_n", "block_k", "stages", "warps")
+    return [{"block_t": tokens, **dict(zip(names, numbers, strict=True))} for numbers in _FEW]
+
+
+@fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)
+def triton_few(
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    **config: int,
+) -> Tensor:
+    """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
+    return few_tokens(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
+    )
+
+
+def few_tokens(
+    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
+    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    residual_TD: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
+    T, A = experts_TA.shape
+    N, D, F = down_NDF.shape
+    h_PF, y_PD = x_TD.new_empty((T * A, F)), x_TD.new_empty((T * A, D))
+    products = (
+        (x_TD, gate_up_N2FD, gate_up_bias_N2F, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
+        (h_PF, down_NDF, down_bias_ND, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+    )
+    for x, weight, bias, out, sizes in products:
+        launch_triton(
+            few_kernel, (-(-sizes["ROWS"] // config["block_n"]), N), x, weight, weight if bias is None else bias,
+            weights_TA, experts_TA, out, T, **sizes, A=A, A_PAD=1 << (A - 1).bit_length(), BIAS=bias is not None,
+            ACTIVATION=activation, LIMIT=limit, BLOCK_T=config["block_t"], BLOCK_N=config["block_n"],
+            BLOCK_K=config["block_k"], EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"],
+            num_stages=config["stages"],
+        )  # fmt: skip
+    return added(y_PD, experts_TA, residual_TD)

@@ -1,0 +1,52 @@
+"""residual_moe: what experts add to the residual, and the norm before them where it is computed with them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.rms_norm import rms_norm
+
+
+def _cost(
+    residual_TD: Tensor, x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor,
+    gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, norm_D: Tensor | None,
+) -> Cost:  # fmt: skip
+    experts = fused_moe.cost(
+        x_TD=x_TD, gate_up_N2FD=gate_up_N2FD, down_NDF=down_NDF, weights_TA=weights_TA, experts_TA=experts_TA,
+        gate_up_bias_N2F=gate_up_bias_N2F, down_bias_ND=down_bias_ND,
+    )  # fmt: skip
+    return Cost(experts.bytes + nbytes(residual_TD, norm_D), experts.flops)
+
+
+@op(cost=_cost, rowwise=True)
+def residual_moe(
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    norm_D: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """residual + `fused_moe` of x, or of its `rms_norm` where norm_D [D] is given: [T, D] in x's dtype, contiguous.
+
+    residual_TD [T, D] in x's dtype; the rest as for `fused_moe`, the norm with offset 0. An implementation may add in
+    float32 and round once, and leave the normalized rows unrounded.
+    """
+    if norm_D is not None:
+        x_TD = rms_norm.reference(x_TD, norm_D, eps)
+    return residual_TD + fused_moe.reference(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND
+    )
+
+
+@residual_moe.fake
+def _(x_TD: Tensor) -> Tensor:
+    return x_TD.new_empty(x_TD.shape)

@@ -1,0 +1,103 @@
+"""residual_moe by the kernels of fused_moe, which end with the residual; for one token they begin with the norm."""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from graphllm.ir import CallSite
+from graphllm.ops.fused_moe import triton_few_tokens, triton_many_tokens
+from graphllm.ops.fused_moe.tuning import even_routing
+from graphllm.ops.residual_moe.op import residual_moe
+
+residual_moe.tuning_inputs(even_routing)
+
+
+def _plain(site: CallSite) -> bool:
+    """Whether the residual is contiguous, and there is no norm."""
+    return site.args["norm_D"] is None and site.args["residual_TD"].is_contiguous()
+
+
+@residual_moe.impl(
+    "triton_one",
+    device="cuda",
+    supports=lambda s: triton_few_tokens.supports_one(s) and s.args["residual_TD"].is_contiguous(),
+    configs=triton_few_tokens.configs_of_one,
+)
+def triton_one(
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    norm_D: Tensor | None = None,
+    eps: float = 0.0,
+    **config: int,
+) -> Tensor:
+    """For one token. The normalized row is not rounded."""
+    return triton_few_tokens.one_token(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
+        config, residual_TD, norm_D, eps,
+    )  # fmt: skip
+
+
+@residual_moe.impl(
+    "triton_few",
+    device="cuda",
+    supports=lambda s: triton_few_tokens.supports_few(s) and _plain(s),
+    configs=triton_few_tokens.configs_of_few,
+)
+def triton_few(
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    norm_D: Tensor | None = None,
+    eps: float = 0.0,
+    **config: int,
+) -> Tensor:
+    """For up to 64 tokens."""
+    return triton_few_tokens.few_tokens(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
+        config, residual_TD,
+    )  # fmt: skip
+
+
+@residual_moe.impl(
+    "triton_sorted",
+    device="cuda",
+    supports=lambda s: triton_many_tokens.supports_many(s) and _plain(s),
+    configs=triton_many_tokens.configs,
+)
+def triton_sorted(
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    norm_D: Tensor | None = None,
+    eps: float = 0.0,
+    **config: int,
+) -> Tensor:
+    """For more tokens."""
+    return triton_many_tokens.many_tokens(
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
+        config, residual_TD,
+    )  # fmt: skip
