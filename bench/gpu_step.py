@@ -40,6 +40,13 @@ SHAPES = {
         "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "hidden_act": "silu", "tie_word_embeddings": False,
         "dtype": "bfloat16", "head_dim": 128, "attention_bias": False,
     },
+    "gpt-oss-20b": {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "vocab_size": 201088, "max_position_embeddings": 131072,
+        "sliding_window": 128, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "swiglu_limit": 7.0,
+        "tie_word_embeddings": False, "dtype": "bfloat16",
+    },
 }  # fmt: skip
 VLLM = {("llama3.1-8b", 1): 4.93, ("llama3.1-8b", 32): 5.55, ("llama3.1-8b", 64): 6.15, ("llama3.1-8b", 128): 7.42,
         ("llama3.1-8b", 256): 11.44,

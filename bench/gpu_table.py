@@ -39,6 +39,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "qwen3-0.6b": {"decode 1": (0.9, 0.5), "decode 64": (1.3, 0.8), "decode 256": (3.0, 2.0), "mixed": (45000, 80000)},
     "qwen3-30b-a3b": {"decode 1": (2.6, 2.3), "decode 32": (14.5, 14.2), "decode 128": (17, 16.5),
                       "TTFT 8192": (150, 138)},
+    "gpt-oss-20b": {"decode 1": (2.4, 2.2)},
 }  # fmt: skip
 PEER = {
     "llama3.1-8b": {"TTFT 8192": 219.9, "prefill 32x1024": 42796, "startup": 30.8},
@@ -56,7 +57,7 @@ class Floor:
     def __init__(self, c: dict) -> None:
         D, F, E = c["hidden_size"], c["intermediate_size"], c["head_dim"]
         H, K, L = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
-        self.N, self.A = c.get("num_experts", 1), c.get("num_experts_per_tok", 1)
+        self.N, self.A = c.get("num_experts", c.get("num_local_experts", 1)), c.get("num_experts_per_tok", 1)
         self.expert = L * 3 * D * c.get("moe_intermediate_size", F)
         self.dense, self.head = L * (D * (H + 2 * K) * E + H * E * D), c["vocab_size"] * D
         self.layers = self.dense + self.A * self.expert  # weights that a token is multiplied with

@@ -42,9 +42,10 @@ op_app = typer.Typer(
 app.add_typer(op_app, name="op")
 app.add_typer(bench_app, name="bench")
 
-_MODEL = "Checkpoint folder; without it, the embedded model."
-ModelArgument = Annotated[Path | None, typer.Argument(help=_MODEL)]
-ModelOption = Annotated[Path | None, typer.Option("--model", "-m", help=_MODEL)]
+_MODEL = "Checkpoint folder, or name on the Hugging Face hub; without it, the embedded model."
+ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL)]
+ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL)]
+_FILES = ("revision", "download_dir", "hf_token", "hf_config_path", "hf_overrides")  # that a compilation depends on
 _CHAT_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 
@@ -56,7 +57,7 @@ def _root(version: Annotated[bool, typer.Option("--version", help="Print the ver
 
 
 @app.command("compile", cls=EngineCommand)
-@engine_options(only=(*definitions(CompileConfig), "load_format", "speculative_model"))
+@engine_options(only=(*definitions(CompileConfig), "load_format", "speculative_model", *_FILES))
 def compile_command(
     args: EngineArgs,
     model: ModelArgument = None,

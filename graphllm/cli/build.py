@@ -15,7 +15,7 @@ from graphllm.config.setting import size_text
 from graphllm.entrypoints.build import Progress as BuildProgress
 from graphllm.entrypoints.build import find_or_build
 from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from graphllm.entrypoints.source import find_source
 
 console = Console(stderr=True)
 
@@ -51,7 +51,7 @@ def compile_progress(quiet: bool = False) -> Iterator[BuildProgress]:
 def build(args: EngineArgs, output: Path | None, bake: bool = False) -> None:
     """Compile and say where the artifact is, what it took and what memory it needs."""
     started = time.perf_counter()
-    source = open_source(args.model, args.load_format, args.speculative_model)
+    source = find_source(args)
     config = compile_config(source.config, args)
     with compile_progress() as progress, build_errors():
         place, manifest = find_or_build(source, config, Env.read(), "rebuild", progress, output, bake)

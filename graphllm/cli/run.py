@@ -29,9 +29,9 @@ from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import POLICIES
 from graphllm.entrypoints.core import load_core
-from graphllm.entrypoints.model import ResolvedModel, resolve_model
+from graphllm.entrypoints.model import ResolvedModel, checkpoint_defaults, resolve_model
 from graphllm.entrypoints.resolve import compile_config
-from graphllm.entrypoints.source import open_source
+from graphllm.entrypoints.source import find_source, find_tokenizer
 from graphllm.server.chat.call import Call, Style, check_priority, write_out
 from graphllm.server.chat.reading import failure
 from graphllm.weights import baked
@@ -109,7 +109,7 @@ def _run(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with compile_progress(quiet) as progress, build_errors():
         resolved = resolve_model(args, progress, sampling, open_end)
-    name = Path(resolved.config.model.model).name
+    name = resolved.name
     phases["artifact"] = time.perf_counter() - started
 
     def clock(name: str, seconds: float) -> None:
@@ -130,8 +130,8 @@ def _run(
 def _settings(args: EngineArgs, sampling: Mapping[str, Any], open_end: SamplingParams) -> str:
     """What answers follow from beside the items, as JSON: the weights, the other files of the model, how it is
     computed, and sampling parameters that items leave open."""
-    source = open_source(args.model, args.load_format)
-    defaults = SamplingParams.from_fields(sampling, SamplingParams.from_checkpoint(source.folder, open_end))
+    source = find_source(args)
+    defaults = SamplingParams.from_fields(sampling, checkpoint_defaults(args, source, open_end))
     made_of: object = baked.sample(source.checkpoint) if source.checkpoint else args.load_format
     if args.artifact in POLICIES:
         computed = vars(compile_config(source.config, args))
@@ -140,11 +140,13 @@ def _settings(args: EngineArgs, sampling: Mapping[str, Any], open_end: SamplingP
         computed = read_manifest(place)["factors"]["compile"]
         if source.absent is not None:
             made_of = baked.made_of(place)
-    files = [f for f in sorted(source.folder.iterdir()) if f.suffix in _TEXT_FILES and f.is_file()]
+    folders = dict.fromkeys((source.folder, find_tokenizer(args, source)))
+    files = [f for folder in folders for f in sorted(folder.iterdir()) if f.suffix in _TEXT_FILES and f.is_file()]
     return json.dumps(
         [
             made_of,
-            {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files},
+            source.config,
+            [(f.name, hashlib.sha256(f.read_bytes()).hexdigest()) for f in files],
             {name: computed[name] for name in _ANSWERS_DEPEND_ON},
             args.logits_processors,
             asdict(defaults),

@@ -16,7 +16,9 @@ from typing import Any
 
 from graphllm.cli.build import build_errors
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.sampling import SamplingParams
 from graphllm.engine.spawn import Child
+from graphllm.entrypoints.hub import name_of
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.server.chat.call import check_template_kwargs
 from graphllm.server.launch import ServerOptions
@@ -35,7 +37,7 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
     for setting, seconds in (("shutdown-timeout", options.shutdown_timeout), ("step-timeout", host.step_timeout)):
         if not 0 <= seconds < math.inf:
             raise ConfigError(f"{setting} is {seconds}: give seconds from 0")
-    name = _EMBEDDED if args.model is None else Path(args.model).resolve().name
+    name = _EMBEDDED if args.model is None else name_of(args.model)
     access = options.access
     keys = [*access.keys, *filter(None, [os.environ.get(_KEY_VARIABLE)])]
     for option, given in (("api-key", keys), ("admin-api-key", access.admin_keys)):
@@ -49,7 +51,7 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
 
     def open_or_explain() -> ResolvedModel:
         with build_errors():
-            return resolve_model(args)
+            return resolve_model(args, base=SamplingParams(max_tokens=None))
 
     return serve_forever(open_or_explain, options, host, child)
 

@@ -44,6 +44,7 @@ class _Words:
         self._words, self._command = list(reversed(words)), command
         self._options = {option: p for p in params for option in (*p.opts, *p.secondary_opts)}
         self._foreign: dict[str, Any] = {}
+        self._members: dict[str, dict[str, Any]] = {}  # of own options that are objects, by option
         self._named = False  # the model, so that further plain words belong to the option before them
 
     def rewritten(self) -> list[str]:
@@ -62,7 +63,8 @@ class _Words:
     def _as_options(self) -> list[str]:
         others = {name: self._foreign.pop(name) for name in [*self._foreign] if name in self._others}
         as_settings(others, {}, self._others)  # they change nothing, or are refused
-        return [word for name, value in self._foreign.items() for word in (OPTION, f"{name}={json.dumps(value)}")]
+        own = [word for option, value in self._members.items() for word in (option, json.dumps(value))]
+        return own + [word for name, value in self._foreign.items() for word in (OPTION, f"{name}={json.dumps(value)}")]
 
     def _option(self, word: str) -> list[str]:
         option, equals, value = word.partition("=")
@@ -85,7 +87,11 @@ class _Words:
             return [value] if equals else self._values(False)
         name, _, member = name.partition(".")
         off = name.removeprefix("no_")
-        if off != name and off in self._names and self._names[off].switch:
+        if member and _flag(name) in self._options:
+            words = [value] if equals else self._values(False)
+            members = self._members.setdefault(_flag(name), {})
+            members |= {member.replace("-", "_"): read_text(word) for word in words}
+        elif off != name and off in self._names and self._names[off].switch:
             self._foreign[off] = False
         elif name in self._names:
             self._other(name, member, value if equals else None)

@@ -91,6 +91,12 @@ def _family(model_config: Mapping[str, Any]) -> Model:
     names, known = strings(model_config, "architectures"), load_models()
     if names and names[0] in known:
         return known[names[0]]
+    if "auto_map" in model_config:
+        raise ConfigError(
+            f"config.json: auto_map says that {(names or [model_config.get('model_type')])[0]} is code of the "
+            "repository's own, which never runs, with trust_remote_code neither; use a model of a known architecture, "
+            "or write it as docs/adding-a-model.md shows"
+        )
     raise ConfigError(
         f"config.json architectures: {list(names) or 'missing'} is not supported. Known: {', '.join(sorted(known))}. "
         "docs/adding-a-model.md shows how to add one in a file of your own"
@@ -106,11 +112,13 @@ def compile_model(
     tuned: Path | None = None,
     complete: Callable[[Path], None] | None = None,
     objects: Objects | None = None,
+    origin: Mapping[str, str | None] = {},
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
 
     tuned: folder that keeps what tuning found, for later compiles. complete: adds to the files of the artifact, which
-    are all there but the manifest. objects: of C++; without them none is kept for later compiles.
+    are all there but the manifest. objects: of C++; without them none is kept for later compiles. origin: the model's
+    name, and the commit of its repository, for the manifest.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -177,6 +185,7 @@ def compile_model(
         raise
     manifest = {
         "factors": artifact.key_factors(model_config, tensors, config),
+        "origin": dict(origin),
         "passes": [
             *traced.reports,
             *(

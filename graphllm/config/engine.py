@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
-from graphllm.config.setting import parse_bytes, setting
+from graphllm.config.setting import parse_bytes, parse_object, setting
 
 _LOADING = "read when an engine is loaded; the compiled programs are the same"
 _RUNNING = "read while an engine runs; the compiled programs are the same"
+_FILES = "what the files say is in the key"
 
 
 @dataclass(frozen=True)
@@ -23,13 +24,13 @@ class ModelConfig:
         auto="the embedded model",
         written=str | Path,
         cli=False,  # an argument of some commands and an option of others
-        help="Folder of a Hugging Face checkpoint.",
+        help="Folder of a Hugging Face checkpoint, or a name of its hub.",
         key="what its config.json and its tensors say is in the key",
     )
     speculative_model: str | None = setting(
         None,
         written=str | Path | None,
-        help="Folder of a draft model, which guesses num_speculative_tokens tokens for each step to verify.",
+        help="Folder or hub name of a draft model, whose num_speculative_tokens guesses each step verifies.",
         key="what its config.json and its tensors say is in the key",
     )
     skip_tokenizer_init: bool = setting(False, cli=False, help="Token ids in and out; no text.", key=_LOADING)
@@ -38,6 +39,60 @@ class ModelConfig:
         (),
         written=Sequence[str | Callable[..., Any]],
         help="What edits the logits, as package.module:name; in Python also the functions or classes themselves.",
+        key=_RUNNING,
+    )
+
+
+@dataclass(frozen=True)
+class FilesConfig:
+    """Which files make the model, and where they come from."""
+
+    revision: str | None = setting(
+        None, help="Branch, tag or commit of a model on the hub; None: main.", key="the files' contents are in the key"
+    )
+    download_dir: str | None = setting(
+        None,
+        written=str | Path | None,
+        help="Where models of the hub are kept; None: HF_HUB_CACHE, or where else its library keeps them.",
+        key=_FILES,
+    )
+    hf_token: str | None = setting(
+        None,
+        written=str | bool | None,
+        help="Token for private and gated models; None: HF_TOKEN, or what `hf auth login` left.",
+        key=_FILES,
+    )
+    hf_config_path: str | None = setting(
+        None,
+        written=str | Path | None,
+        help="Folder or hub name of another model's config.json, in place of the model's.",
+        key=_FILES,
+    )
+    hf_overrides: dict[str, Any] | None = setting(
+        None,
+        written=dict | None,
+        parse=functools.partial(parse_object, "hf_overrides"),
+        help="Fields in place of those in config.json, as JSON.",
+        key=_FILES,
+    )
+    tokenizer: str | None = setting(
+        None, written=str | Path | None, help="Folder or hub name of a tokenizer; None: the model's.", key=_LOADING
+    )
+    tokenizer_revision: str | None = setting(
+        None, help="Branch, tag or commit of --tokenizer on the hub; None: main.", key=_LOADING
+    )
+    generation_config: str = setting(
+        "auto",
+        written=str | Path,
+        help="Whose generation_config.json has the defaults of sampling parameters: auto is the model's, vllm none; or "
+        "a folder or hub name.",
+        key=_RUNNING,
+    )
+    override_generation_config: dict[str, Any] | None = setting(
+        None,
+        written=dict | None,
+        parse=functools.partial(parse_object, "override_generation_config"),
+        help="Fields in place of those in generation_config.json, as JSON.",
         key=_RUNNING,
     )
 
@@ -53,8 +108,11 @@ class LoadConfig:
         "use then runs eagerly, require fails.",
         key="where to find what was compiled",
     )
-    load_format: Literal["auto", "dummy"] = setting(
-        "auto", help="dummy: random weights, for timing.", key="that there are no tensors is in the key"
+    load_format: Literal["auto", "safetensors", "pt", "dummy"] = setting(
+        "auto",
+        help="auto: safetensors files, and pt (.bin files, which are converted once) only where there are none. dummy: "
+        "random weights, for timing.",
+        key="what its tensors are, or that there are none, is in the key",
     )
     threads: int | None = setting(
         None, help="Threads of a CPU's kernels; default: all CPUs that the process may use.", key=_LOADING, ge=1
@@ -130,6 +188,7 @@ class EngineConfig:
     and its groups are what the compiler, a core and a scheduler are given."""
 
     model: ModelConfig
+    files: FilesConfig
     load: LoadConfig
     compilation: CompileConfig
     cache: CacheConfig
@@ -140,7 +199,8 @@ class EngineConfig:
 @dataclass(frozen=True)
 class CoreConfig:
     """The parts that an engine core reads, as plain data that can cross to its process; what was compiled it reads from
-    the artifact. load.artifact: a verified folder. stop_ids: tokens that end a text, from the tokenizer."""
+    the artifact. load.artifact: a verified folder. stop_ids: tokens that end a text, from the tokenizer. tokenizer: the
+    folder of the tokenizer.json that grammars are made for, None for the model's."""
 
     model: ModelConfig
     load: LoadConfig
@@ -148,3 +208,4 @@ class CoreConfig:
     scheduler: SchedulerConfig = SchedulerConfig()
     stop_ids: tuple[int, ...] = ()
     log: LogConfig = LogConfig()
+    tokenizer: str | None = None

@@ -300,16 +300,29 @@ class SamplingParams:
         return dataclasses.replace(defaults or SamplingParams(), **as_settings(given, known, SAMPLING_NAMES))
 
     @staticmethod
-    def from_generation_config(config: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
+    def from_generation_config(
+        config: Mapping[str, Any], base: SamplingParams | None = None, source: str = "generation_config.json"
+    ) -> SamplingParams:
         """The defaults a checkpoint's ``generation_config.json`` gives; one that says not to sample means greedy. base:
-        for what it leaves open."""
-        sampled = read(config, "do_sample", SWITCH, True, True, "generation_config.json")
+        for what it leaves open. source: where it comes from, for people."""
+        sampled = read(config, "do_sample", SWITCH, True, True, source)
         greedy = {} if sampled else {"temperature": 0.0}
         fields = greedy | {ours: config[theirs] for theirs, ours in _FROM_GENERATION_CONFIG.items() if theirs in config}
         try:
             return SamplingParams.from_fields(fields, base)
         except ConfigError as e:
-            raise ConfigError(f"generation_config.json: {e}, or give the sampling parameters yourself") from e
+            raise ConfigError(f"{source}: {e}, or give the sampling parameters yourself") from e
+
+    @staticmethod
+    def from_overrides(overrides: Mapping[str, Any], base: SamplingParams | None = None) -> SamplingParams:
+        """The same of a user's ``override_generation_config``, whose fields must mean something."""
+        known = ["do_sample", *_FROM_GENERATION_CONFIG]
+        raise_all(
+            f"override_generation_config.{name!s:.80} is {value!r:.80}: it has no effect; give {', '.join(known)}"
+            for name, value in overrides.items()
+            if name not in known
+        )
+        return SamplingParams.from_generation_config(overrides, base, "override_generation_config")
 
     @staticmethod
     def from_checkpoint(folder: Path, base: SamplingParams | None = None) -> SamplingParams:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import types
 import typing
@@ -135,7 +136,8 @@ def choices(annotation: Any) -> tuple[Any, ...]:
     return ()
 
 
-_WORDS = {int: "a whole number of 64 bits", float: "a number", bool: "True or False", str: "a text", Path: "a path"}
+_WORDS = {int: "a whole number of 64 bits", float: "a number", bool: "True or False", dict: "a dict, or a JSON object",
+          str: "a text", Path: "a path"}  # fmt: skip
 
 
 def _names(annotation: Any, kind: type) -> bool:
@@ -235,6 +237,17 @@ def parse_bytes(name: str, text: str) -> int:
         found = -1
     if not 0 <= found < 2**63:
         raise ConfigError(f"{name} is {text!r:.80}: that is no amount of memory; write 2GiB, 500MB or bytes")
+    return found
+
+
+def parse_object(name: str, text: str) -> dict[str, Any]:
+    """A JSON object. Raises ConfigError naming the setting when it is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name} is {text!r:.80}: give a JSON object")
     return found
 
 

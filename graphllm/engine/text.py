@@ -48,14 +48,14 @@ _TEMPLATES = Check(
 class Tokenizer:
     """A checkpoint's tokenizer. bos_id, eos_id, pad_id: None where there is none. stop_ids: any of them ends output."""
 
-    def __init__(self, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, backend: tokenizers.Tokenizer, config: Mapping[str, Any], model: Fields, generation: Fields
+    ) -> None:
         """config: ``tokenizer_config.json``. Use `from_folder`."""
         self._folder, self._backend = folder, backend
         self._special = _special_tokens(folder, config)
         self._templates = _templates(folder, config)
         self._compiled: dict[str, jinja2.Template] = {}
-        model = read_json(folder / "config.json") or {}
-        generation = read_json(folder / "generation_config.json") or {}
         ids = {**_ids(section(model, "text_config")), **_ids(model), **_ids(generation, "generation_config.json")}
         self.bos_id = self._id_of("bos_token", ids)
         self.eos_id = self._id_of("eos_token", ids)
@@ -63,8 +63,10 @@ class Tokenizer:
         self.stop_ids = frozenset([*ids.get("eos_token", ()), *([] if self.eos_id is None else [self.eos_id])])
 
     @staticmethod
-    def from_folder(folder: str | Path) -> Tokenizer:
-        """Read ``tokenizer.json`` and what stands beside it. Raises ConfigError when it is missing or damaged."""
+    def from_folder(folder: str | Path, model: Fields | None = None, generation: Fields | None = None) -> Tokenizer:
+        """Read ``tokenizer.json`` and what stands beside it. model, generation: the model's ``config.json`` and
+        ``generation_config.json``, which name special tokens; None for those in the folder. Raises ConfigError when it
+        is missing or damaged."""
         import tokenizers
 
         folder = Path(folder)
@@ -80,7 +82,10 @@ class Tokenizer:
             raise ConfigError(f"{file}: damaged, or made for newer tokenizers ({e})") from e
         backend.no_truncation()
         backend.no_padding()
-        return Tokenizer(folder, backend, read_json(folder / "tokenizer_config.json") or {})
+        model = read_json(folder / "config.json") if model is None else model
+        generation = read_json(folder / "generation_config.json") if generation is None else generation
+        config = read_json(folder / "tokenizer_config.json")
+        return Tokenizer(folder, backend, config or {}, model or {}, generation or {})
 
     @property
     def vocab_size(self) -> int:

@@ -106,7 +106,8 @@ class AsyncLLM:
                 f"logits_processors has {resolved.processors[0]!r}: functions cannot cross to the engine's process; "
                 'give "package.module:name"'
             )
-        folder, stop_ids = Path(resolved.config.model.model), frozenset(resolved.config.stop_ids)
+        folder = Path(resolved.config.tokenizer or resolved.config.model.model)
+        stop_ids = frozenset(resolved.config.stop_ids)
 
         def grammar(info: CoreInfo) -> GrammarChecker:
             from graphllm.engine.grammar import GrammarCompiler

@@ -33,7 +33,7 @@ Progress = Callable[[str, int, int], None]
 def artifact_folder(source: Source, config: CompileConfig, env: Env) -> Path:
     """Where the cache keeps the artifact of this model and config."""
     key = artifact.key_of(artifact.key_factors(source.config, source.tensors, config))
-    return env.cache_dir / "artifacts" / f"{source.folder.resolve().name}-{key[:16]}"
+    return env.cache_dir / "artifacts" / f"{Path(source.name).name}-{key[:16]}"
 
 
 def find_or_build(
@@ -117,7 +117,9 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
             raise ConfigError(
                 f"max_model_len is {config.max_model_len}: the model was made for {longest} positions at most"
             )
-        compile_model(source.config, tensors, config, place, progress, env.cache_dir / "tuned", complete, objects)
+        origin = {"name": source.name, "commit": source.commit}
+        tuned = env.cache_dir / "tuned"
+        compile_model(source.config, tensors, config, place, progress, tuned, complete, objects, origin)
 
 
 @contextlib.contextmanager

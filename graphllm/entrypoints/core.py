@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
 from graphllm.entrypoints.memory import CacheCounts, cache_counts, cpu_cache_memory
-from graphllm.entrypoints.source import open_source
+from graphllm.entrypoints.source import open_tensors
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.weights import baked
 
@@ -72,7 +72,8 @@ def _load(
     from graphllm.weights.random import random_weights
 
     place = Path(config.load.artifact)
-    source = open_source(config.model.model, config.load.load_format, config.model.speculative_model)
+    folder = Path(config.model.model)
+    checkpoint, absent = open_tensors(folder, config.load.load_format, config.model.speculative_model)
     named = [imported("logits_processors", name) for name in config.model.logits_processors]
     compiled = manifest["factors"]["compile"]
     if compiled["tensor_parallel_size"] != 1:
@@ -83,10 +84,10 @@ def _load(
     device = compiled["target"]["device"]
     if baked.is_baked(place):
         weights = baked.open_weights(place, device)
-    elif source.absent is not None:
-        raise source.absent
-    elif source.checkpoint is not None:
-        weights = load_weights(plan, source.checkpoint, device, kernels=place / KERNELS)
+    elif absent is not None:
+        raise absent
+    elif checkpoint is not None:
+        weights = load_weights(plan, checkpoint, device, kernels=place / KERNELS)
     else:
         weights = random_weights(plan, device, kernels=place / KERNELS)
     if device == "cuda":
@@ -95,8 +96,9 @@ def _load(
     counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
     executor = Executor(place, manifest, weights, counts.blocks, threads, cache, counts.snapshots)
     grammars = None
-    if (source.folder / "tokenizer.json").is_file():
-        grammars = GrammarCompiler(source.folder, executor.vocab, frozenset(config.stop_ids))
+    tokenizer = Path(config.tokenizer or folder)
+    if (tokenizer / "tokenizer.json").is_file():
+        grammars = GrammarCompiler(tokenizer, executor.vocab, frozenset(config.stop_ids))
     clock("executor")
     if device == "cuda":
         executor.warm_up()

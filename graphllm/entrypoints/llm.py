@@ -32,8 +32,8 @@ Show = bool | Bars
 class LLM:
     """A model ready to generate, in this process; for one thread at a time. Close it, or use it in ``with``.
 
-    model: a checkpoint folder, None for the embedded model. options: the fields of `EngineArgs`. Raises ConfigError
-    naming what cannot be used.
+    model: a checkpoint folder, or a name of the Hugging Face hub; None for the embedded model. options: the fields of
+    `EngineArgs`. Raises ConfigError naming what cannot be used.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
@@ -337,7 +337,7 @@ _MISSING = {
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("collective_rpc", "apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "run the script under py-spy or nsys, or see `graphllm bench`"),
-    "set_tokenizer": "the tokenizer is the checkpoint's; put another into its folder",
+    "set_tokenizer": "give LLM(tokenizer=...), a folder or a name of the hub",
 }
 
 

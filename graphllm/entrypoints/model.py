@@ -7,24 +7,26 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
+from graphllm.config.fields import read_json
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
 from graphllm.engine.options import LogitsProcessor, name_of
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
-from graphllm.entrypoints.source import open_source
+from graphllm.entrypoints.source import Source, find_generation_config, find_source, find_tokenizer
 
 _log = logging.getLogger(__name__)
 
 
 class ResolvedModel(NamedTuple):
     """A model with its artifact, ready for `load_core`. defaults: sampling parameters of requests that name none.
-    processors: logits processors that are objects."""
+    processors: logits processors that are objects. name: of the model, for people."""
 
     config: CoreConfig
     tokenizer: Tokenizer | None
     defaults: SamplingParams
     processors: list[LogitsProcessor]
+    name: str
 
 
 def log_progress() -> Progress:
@@ -53,19 +55,33 @@ def resolve_model(
     """
     if (args.tensor_parallel_size or 1) != 1:
         raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
-    source = open_source(args.model, args.load_format, args.speculative_model)
-    defaults = SamplingParams.from_fields(sampling or {}, SamplingParams.from_checkpoint(source.folder, base))
-    tokenizer = None if args.skip_tokenizer_init else Tokenizer.from_folder(source.folder)
+    source = find_source(args)
+    defaults = SamplingParams.from_fields(sampling or {}, checkpoint_defaults(args, source, base))
+    tokenizer = folder = None
+    if not args.skip_tokenizer_init:
+        folder = find_tokenizer(args, source)
+        generation = read_json(find_generation_config(args, source) / "generation_config.json")
+        tokenizer = Tokenizer.from_folder(folder, source.config, generation or {})
     place, threads = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
     resolved = {
         "model": str(source.folder),
-        "speculative_model": None if args.speculative_model is None else str(args.speculative_model),
+        "speculative_model": None if source.draft is None else str(source.draft),
+        "tokenizer": None if folder is None else str(folder),
         "artifact": str(place),
         "threads": threads,
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
         "scheduler_cls": scheduler if isinstance(scheduler, str | None) else name_of("scheduler_cls", scheduler),
         "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
     }
-    return ResolvedModel(assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions)
+    return ResolvedModel(assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions, source.name)
+
+
+def checkpoint_defaults(args: EngineArgs, source: Source, base: SamplingParams | None = None) -> SamplingParams:
+    """The sampling parameters that a generation_config.json and its overrides give, ``base`` for what they leave open.
+    Raises ConfigError for a damaged file and for values that cannot be."""
+    folder = find_generation_config(args, source)
+    if args.generation_config != "vllm":
+        base = SamplingParams.from_checkpoint(folder, base)
+    return SamplingParams.from_overrides(args.override_generation_config or {}, base)

@@ -1,26 +1,45 @@
-"""A checkpoint folder as a user names it, opened and checked as far as its headers say."""
+"""A model as a user names it, opened and checked as far as its headers say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from graphllm.config import ConfigError
+from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.fields import is_folder, read_json
-from graphllm.weights.checkpoint import DRAFT, Checkpoint, WeightError, draft_name, fingerprint, has_weights
+from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
+from graphllm.entrypoints.hub import Hub, Wanted
+from graphllm.weights.checkpoint import (
+    DRAFT,
+    Checkpoint,
+    WeightError,
+    draft_name,
+    fingerprint,
+    pick_weights,
+    weight_files,
+)
+
+_TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizer, chat template
+_TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+_ENDINGS = ("ForCausalLM", "LMHeadModel")  # of architectures that generate text
 
 
 @dataclass(frozen=True)
 class Source:
     """A checkpoint folder, opened: its config.json and the headers of its tensors. absent: why there are none, where
-    they were asked for."""
+    they were asked for. name: what people call it. commit: of the hub's repository, None for a folder of one's own.
+    draft: the folder of the draft model that joins it."""
 
     folder: Path
     config: Mapping[str, Any]
     checkpoint: Checkpoint | None
     absent: WeightError | None = None
+    name: str = ""
+    commit: str | None = None
+    draft: Path | None = None
 
     @property
     def tensors(self) -> str:
@@ -30,16 +49,63 @@ class Source:
         return fingerprint(self.checkpoint) if self.checkpoint else "random weights"
 
 
-def open_source(folder: str | Path | None, load_format: str = "auto", draft: str | Path | None = None) -> Source:
+def find_source(args: EngineArgs) -> Source:
+    """The model of these settings: a folder, or a name of the Hugging Face hub that is looked up in its cache and
+    downloaded when it is not there. Raises ConfigError naming what is missing or unreadable."""
+    hub = Hub.of(args.download_dir, args.hf_token)
+    wanted = model_files(args.load_format)
+    model = None if args.model is None else hub.find("model", args.model, args.revision, wanted)
+    draft = None
+    if args.speculative_model is not None:
+        draft = hub.find("speculative_model", args.speculative_model, None, wanted).folder
+    config = None
+    if args.hf_config_path is not None:
+        config = hub.find("hf_config_path", args.hf_config_path, None, _CONFIG).folder
+    source = open_source(model.folder if model else None, args.load_format, draft, config, args.hf_overrides)
+    return replace(source, name=model.name, commit=model.commit) if model else source
+
+
+def find_tokenizer(args: EngineArgs, source: Source) -> Path:
+    """The folder with the tokenizer.json of these settings. Raises ConfigError when there can be none."""
+    if args.tokenizer is None:
+        if args.tokenizer_revision not in (None, args.revision, "main"):
+            raise ConfigError(
+                f"tokenizer_revision is {args.tokenizer_revision!r:.80}: it is of --tokenizer; give that, too, or use "
+                "--revision for all of the model"
+            )
+        return tokenizer_folder(source.folder)
+    hub = Hub.of(args.download_dir, args.hf_token)
+    return tokenizer_folder(hub.find("tokenizer", args.tokenizer, args.tokenizer_revision, _TOKENIZER).folder)
+
+
+def find_generation_config(args: EngineArgs, source: Source) -> Path:
+    """The folder whose generation_config.json holds. Raises ConfigError when there is no such folder."""
+    if args.generation_config in ("auto", "vllm"):
+        return source.folder
+    hub = Hub.of(args.download_dir, args.hf_token)
+    folder = hub.find("generation_config", args.generation_config, None, _GENERATION_CONFIG).folder
+    if not (folder / "generation_config.json").is_file():
+        raise ConfigError(
+            f"generation_config: {folder} has no generation_config.json; give another folder, auto or vllm"
+        )
+    return folder
+
+
+def open_source(
+    folder: str | Path | None,
+    load_format: str = "auto",
+    draft: str | Path | None = None,
+    config_folder: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> Source:
     """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
     be random numbers. draft: the folder of a draft model, which joins it: its config.json as the field "draft", its
-    tensors with "draft:" before their names.
+    tensors with "draft:" before their names. config_folder: whose config.json is read in place of the folder's.
+    overrides: fields in place of those of config.json.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
     """
-    if draft is not None:
-        return _joined(open_source(folder, load_format), open_source(draft, load_format))
     if folder is None:
         from graphllm.embedded import MODEL_DIR
 
@@ -50,22 +116,109 @@ def open_source(folder: str | Path | None, load_format: str = "auto", draft: str
             f"model: {folder!s:.200} is not a folder; give the folder of a Hugging Face checkpoint (config.json, "
             "safetensors)"
         )
+    config = _with_architecture(_overridden(_read_config(config_folder or folder), overrides or {}))
+    name = folder.resolve().name
+    if draft is None:
+        return Source(folder, config, *open_tensors(folder, load_format), name=name)
+    tensors = open_tensors(folder, load_format, draft)
+    drafter = _with_architecture(_read_config(Path(draft)))
+    return Source(folder, {**config, DRAFT: drafter}, *tensors, name=name, draft=Path(draft))
+
+
+def open_tensors(
+    folder: Path, load_format: str, draft: str | Path | None = None
+) -> tuple[Checkpoint | None, WeightError | None]:
+    """The headers of a folder's tensors, or why there are none; neither for load_format "dummy". draft: the folder of
+    a model that joins it. Raises ConfigError for damaged ones."""
+    if draft is not None:
+        return _joined(open_tensors(folder, load_format), open_tensors(Path(draft), load_format))
+    if load_format == "dummy":
+        return None, None
+    files = weight_files(folder, load_format)
+    if files and files[0].endswith(".bin"):
+        if missing := [file for file in files if not (folder / file).is_file()]:
+            raise WeightError(
+                folder, [f"its index names {file!r:.200}, which is not there; download it" for file in missing]
+            )
+        return replace(Checkpoint.open(safetensors_of(folder, files)), folder=folder), None
+    try:
+        return Checkpoint.open(folder), None
+    except WeightError as absent:
+        if files:
+            raise
+        return None, absent
+
+
+def _joined(
+    main: tuple[Checkpoint | None, WeightError | None], draft: tuple[Checkpoint | None, WeightError | None]
+) -> tuple[Checkpoint | None, WeightError | None]:
+    (own, absent), (drafts, absent_too) = main, draft
+    if own is None or drafts is None:
+        return None, absent or absent_too
+    named = {draft_name(name): tensor for name, tensor in drafts.tensors.items()}
+    return Checkpoint(own.folder, {**own.tensors, **named}), absent or absent_too
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
     config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"model: {folder} has no config.json; give the folder of a Hugging Face checkpoint")
     if DRAFT in config:
         raise ConfigError(f"{folder / 'config.json'}: {DRAFT} is {config[DRAFT]!r:.80}; give it by --speculative-model")
-    try:
-        return Source(folder, config, None if load_format == "dummy" else Checkpoint.open(folder))
-    except WeightError as absent:
-        if has_weights(folder):
-            raise
-        return Source(folder, config, None, absent)
+    return config
 
 
-def _joined(source: Source, draft: Source) -> Source:
-    config, absent = {**source.config, DRAFT: draft.config}, source.absent or draft.absent
-    if source.checkpoint is None or draft.checkpoint is None:
-        return Source(source.folder, config, None, absent)
-    named = {draft_name(name): tensor for name, tensor in draft.checkpoint.tensors.items()}
-    return Source(source.folder, config, Checkpoint(source.folder, {**source.checkpoint.tensors, **named}), absent)
+def _overridden(config: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of the one and of the other. The config of a model within the model is overridden field by field."""
+    merged = dict(config)
+    for name, value in overrides.items():
+        old = config.get(name)
+        inner = isinstance(old, dict) and "model_type" in old and isinstance(value, Mapping)
+        merged[name] = _overridden(old, value) if inner and old is not None else value
+    return merged
+
+
+def _with_architecture(config: dict[str, Any]) -> dict[str, Any]:
+    """A config.json that names no architecture gets the known one that its model_type stands for."""
+    kind = config.get("model_type")
+    if config.get("architectures") or not isinstance(kind, str):
+        return config
+    from graphllm.ir.registry import load_models
+
+    plain = kind.removesuffix("_text").replace("_", "")
+    told = [name for name in load_models() for end in _ENDINGS if name.lower() == plain + end.lower()]
+    return {**config, "architectures": told} if told else config
+
+
+# --- what is needed of a repository on the hub
+
+
+def model_files(load_format: str) -> Wanted:
+    """Its config, tokenizer and weights."""
+
+    def complete(folder: Path) -> bool:
+        files = weight_files(folder, load_format)
+        weights = load_format == "dummy" or (files and all((folder / file).is_file() for file in files))
+        return bool(_CONFIG.complete(folder) and _TOKENIZER.complete(folder) and weights)
+
+    def of(names: Sequence[str]) -> list[str]:
+        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format)
+
+    return Wanted(complete, of)
+
+
+def _texts(names: Sequence[str]) -> list[str]:
+    return [
+        name
+        for name in names
+        if fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
+        or ("/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEXTS))
+    ]
+
+
+def _has(*patterns: str) -> Wanted:
+    """One of these files, with all small ones."""
+    return Wanted(lambda folder: any(p.exists() for pattern in patterns for p in folder.glob(pattern)), _texts)
+
+
+_CONFIG, _TOKENIZER, _GENERATION_CONFIG = _has("config.json"), _has(*_TOKENIZERS), _has("generation_config.json")

@@ -1,18 +1,19 @@
 """A Hugging Face checkpoint folder: which tensors it holds and where their bytes are. Only headers are read here.
 
-safetensors files only: no format that can run code when it is opened. The files are parsed here and not by the
-safetensors library because the loader reads the bytes straight into the parameters' memory, in file order, without a
-memory map.
+safetensors files only: no format that can run code when it is opened (`graphllm.entrypoints.conversion` turns .bin
+files into them). They are parsed here and not by the safetensors library because the loader reads the bytes straight
+into the parameters' memory, in file order, without a memory map.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
 import math
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,12 +25,29 @@ from graphllm.weights.dtypes import DTYPES
 
 DRAFT = "draft"  # of a draft model that joins another: its config's field, its graph, and before its tensors' names
 _SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-_NO_PICKLE = (
-    "which may run code when it is opened and is never read. Convert it once, where you trust it, with transformers: "
-    "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+_INDEX = f"{_SINGLE}.index.json"
+_BIN = "pytorch_model.bin"
+_FILES = {"auto": (_SINGLE, _BIN), "safetensors": (_SINGLE,), "pt": (_BIN,)}  # by load_format, the first ones first
+_LOAD = "python -c \"import transformers as t; t.AutoModelForCausalLM.from_pretrained({}).save_pretrained('NEW')\""
+_OLD = "convert it once: pip install 'transformers<5' {}; " + _LOAD
+_STATE = (
+    'convert it once: python -c "import torch, safetensors.torch as s; '
+    "s.save_file(torch.load('FILE', weights_only=True){}, 'model.safetensors')\""
 )
+# Formats that are not read, in the order in which they are looked for, and what to do about each.
+_OTHERS = {
+    "*.h5": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
+    "*.msgpack": _OLD.format("flax", "'FOLDER', from_flax=True"),
+    "*.ckpt.index": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
+    "*.gguf": "convert it once: " + _LOAD.format("'FOLDER', gguf_file='FILE'"),
+    "consolidated.*": "convert it once: python -m transformers.models.llama.convert_llama_weights_to_hf "
+    "--input_dir FOLDER --output_dir NEW",
+    "*.ckpt": _STATE.format("['state_dict']"),
+    "*.pt": _STATE.format(""),
+    "*.pth": _STATE.format(""),
+    "pytorch_model*.bin": "leave out --load-format safetensors, and .bin files are read where there is nothing else",
+    "*.bin": "rename it to pytorch_model.bin, if it holds the weights",
+}
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 
 _BITS = {
@@ -77,10 +95,7 @@ class Checkpoint:
             return Checkpoint(folder, read_header(folder / _SINGLE))
         if (folder / _INDEX).exists():
             return Checkpoint(folder, _open_shards(folder))
-        pickles = sorted(p.name for pattern in _PICKLES for p in folder.glob(pattern))
-        if pickles:
-            raise WeightError(folder, [f"only {', '.join(pickles[:3])}, {_NO_PICKLE}"])
-        raise WeightError(folder, [f"neither {_SINGLE} nor {_INDEX}; is it the folder of a checkpoint?"])
+        raise WeightError(folder, [no_weights(p.name for p in folder.iterdir())])
 
 
 def draft_name(tensor: str) -> str:
@@ -88,9 +103,39 @@ def draft_name(tensor: str) -> str:
     return f"{DRAFT}:{tensor}"
 
 
-def has_weights(folder: Path) -> bool:
-    """Whether there is a checkpoint's weights in a folder, readable or not."""
-    return (folder / _SINGLE).exists() or (folder / _INDEX).exists()
+def weight_files(folder: Path, load_format: str = "auto") -> list[str]:
+    """The files that a folder's weights are in, there or not: one, or those that an index names; none when it has
+    neither. load_format: safetensors, pt (.bin files), or auto, which is the first of these that there is. Raises
+    WeightError for a damaged index."""
+    for single in _FILES.get(load_format, ()):
+        if (folder / single).exists():
+            return [single]
+        if (folder / f"{single}.index.json").exists():
+            return sorted(set(_weight_map(folder / f"{single}.index.json").values()))
+    return []
+
+
+def pick_weights(names: Iterable[str], load_format: str = "auto") -> list[str]:
+    """Which of a repository's files its weights are in. Raises ConfigError when there are none that can be read."""
+    names = list(names)
+    for single in _FILES.get(load_format, ()):
+        if single in names:
+            return [single]
+        if f"{single}.index.json" in names:
+            shards = fnmatch.filter(names, "*" + single[single.index(".") :])
+            return fnmatch.filter(shards, "*-of-*") or shards
+    if load_format in _FILES:
+        raise ConfigError(no_weights(names))
+    return []
+
+
+def no_weights(names: Iterable[str]) -> str:
+    """What to say of a folder with these files and no weights that can be read."""
+    names = sorted(names)
+    for pattern, remedy in _OTHERS.items():
+        if found := fnmatch.filter(names, pattern):
+            return f"only {', '.join(found[:3])}, which cannot be read; {remedy}"
+    return f"neither {_SINGLE} nor {_INDEX}; is it the folder of a checkpoint?"
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
@@ -154,12 +199,8 @@ def _check_layout(file: Path, size: int, base: int, tensors: Mapping[str, Tensor
 
 def _open_shards(folder: Path) -> dict[str, TensorInfo]:
     index = folder / _INDEX
-    weight_map = section(read_json(index) or {}, "weight_map", str(index))
-    if not weight_map or not is_strings(tuple(weight_map.values())):
-        raise WeightError(index, ["damaged: weight_map names no files; download it again"])
+    weight_map = _weight_map(index)
     files = sorted(set(weight_map.values()))
-    if outside := [f for f in files if Path(f).name != f]:
-        raise WeightError(index, [f"names a file outside its folder: {f!r:.200}" for f in outside])
     there = {file.name for file in folder.iterdir() if file.is_file()}
     if missing := [f for f in files if f not in there]:
         raise WeightError(index, [f"names {f!r:.200}, which is not in the folder; download it" for f in missing])
@@ -175,3 +216,13 @@ def _open_shards(folder: Path) -> dict[str, TensorInfo]:
     if lost := [(name, f) for name, f in weight_map.items() if name not in shards[f]]:
         raise WeightError(index, [f"says that {f} holds {name}, it does not" for name, f in lost])
     return {name: shards[f][name] for name, f in weight_map.items()}
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    """The file that each tensor is in."""
+    weight_map = section(read_json(index) or {}, "weight_map", str(index))
+    if not weight_map or not is_strings(tuple(weight_map.values())):
+        raise WeightError(index, ["damaged: weight_map names no files; download it again"])
+    if outside := [f for f in sorted(set(weight_map.values())) if Path(f).name != f]:
+        raise WeightError(index, [f"names a file outside its folder: {f!r:.200}" for f in outside])
+    return weight_map

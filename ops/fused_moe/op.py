@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
@@ -70,7 +71,8 @@ def fused_moe(
         hidden = activate(gate_up, activation, limit).to(x_TD.dtype)
         out = hidden.to(wide) @ down_NDF[n].to(wide).T
         out_PD[pairs] = out if down_bias_ND is None else out + down_bias_ND[n].to(wide)
-    return (out_PD.unflatten(0, (T, A)) * weights_TA.to(wide).unsqueeze(-1)).sum(1).to(x_TD.dtype)
+    weighted_PD = out_PD * rearrange(weights_TA.to(wide), "t a -> (t a) 1")
+    return reduce(weighted_PD, "(t a) d -> t d", "sum", a=A).to(x_TD.dtype)
 
 
 def activate(gate_up: Tensor, activation: str, limit: float) -> Tensor:

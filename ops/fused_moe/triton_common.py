@@ -60,12 +60,20 @@ def added(y_PD: Tensor, experts_TA: Tensor, residual_TD: Tensor | None) -> Tenso
     return out_TD
 
 
+_SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiprocessor of sm_90 have
+
+
+def programs_at_once(site: CallSite, rows: int, inner: int, stages: int) -> int:
+    """Of those that have so many rows of tiles in shared memory, ``inner`` numbers of each in every stage."""
+    return _SHARED // (rows * inner * stages * site.args["x_TD"].element_size())
+
+
 def supports(site: CallSite) -> bool:
     """Whether the kernels can read the tensors of a site."""
     x_TD, rest = site.args["x_TD"], ("gate_up_N2FD", "down_NDF", "gate_up_bias_N2F", "down_bias_ND")
     tensors = [t for n in rest if (t := site.args[n]) is not None]
     return (
-        x_TD.dtype in (torch.bfloat16, torch.float16)
+        x_TD.dtype in (torch.bfloat16, torch.float16, torch.float32)
         and x_TD.stride(-1) == 1
         and all(t.dtype == x_TD.dtype and t.is_contiguous() for t in tensors)
         and all(site.args["down_NDF"].shape[i] % 8 == 0 for i in (1, 2))

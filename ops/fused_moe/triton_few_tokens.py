@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, supports
+from graphllm.ops.fused_moe.triton_common import activated, added, programs_at_once, supports
 
 
 @triton.jit
@@ -266,8 +266,11 @@ def supports_few(site: CallSite) -> bool:
 
 def configs_of_few(site: CallSite) -> list[Config]:
     tokens = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
-    names = ("block_n", "block_k", "stages", "warps")
-    return [{"block_t": tokens, **dict(zip(names, numbers, strict=True))} for numbers in _FEW]
+    return [
+        {"block_t": tokens, "block_n": rows, "block_k": inner, "stages": stages, "warps": warps}
+        for rows, inner, stages, warps in _FEW
+        if programs_at_once(site, rows + tokens, inner, stages)
+    ]
 
 
 @fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)

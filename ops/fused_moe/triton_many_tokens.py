@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, supports
+from graphllm.ops.fused_moe.triton_common import activated, added, programs_at_once, supports
 
 
 @triton.jit
@@ -190,8 +190,10 @@ def experts_kernel(
 Config = Mapping[str, int]
 _FEWEST = 32  # tokens up to which nobody need sort
 _COUNT_BLOCK, _PLACE_BLOCK = 1024, 128  # pairs of a program
-_TILES = (  # weight rows, inner entries, stages, warps and programs on a multiprocessor, for each of the two products
-    ((128, 64, 4, 4, 2), (128, 64, 4, 4, 2)), ((64, 128, 3, 4, 3), (64, 128, 3, 4, 3)),
+# Weight rows, inner entries, stages, warps and the most programs on a multiprocessor, for each of the two products.
+_TILES = (
+    ((128, 64, 4, 4, 2), (128, 64, 4, 4, 2)), ((64, 128, 3, 4, 3), (128, 64, 3, 4, 4)),
+    ((128, 64, 3, 4, 4), (128, 64, 3, 4, 4)), ((64, 64, 4, 4, 4), (64, 64, 4, 4, 4)),
     ((128, 64, 3, 8, 2), (128, 64, 3, 4, 2)), ((256, 64, 4, 8, 1), (128, 64, 3, 4, 2)),
     ((256, 64, 4, 8, 1), (256, 64, 4, 8, 1)),
 )  # fmt: skip
@@ -207,10 +209,11 @@ def configs(site: CallSite) -> list[Config]:
         tiles = max(1, min(pairs, N + pairs // block_t))
         for products in _TILES:
             config = {"block_t": block_t, "tiles": tiles, "pairs": pairs}
-            for i, (n, k, stages, warps, each) in enumerate(products):
-                programs = each * site.target.multiprocessors
+            for i, (n, k, stages, warps, most) in enumerate(products):
+                programs = min(most, programs_at_once(site, n + block_t, k, stages)) * site.target.multiprocessors
                 config |= {f"n{i}": n, f"k{i}": k, f"stages{i}": stages, f"warps{i}": warps, f"programs{i}": programs}
-            found.append(config)
+            if config["programs0"] and config["programs1"] and config not in found:
+                found.append(config)
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import repeat
 from torch import Tensor
 
 from graphllm.ir import Cost, StateSpec, nbytes, op
@@ -59,7 +60,7 @@ def paged_attention(
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
     2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks).
     """
-    _, H, E = q_THE.shape
+    H = q_THE.shape[1]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
@@ -74,12 +75,7 @@ def paged_attention(
         kv_cache[block, 1, :, positions % P] = v_TKE[a:b]
         blocks = block_table[s, : -(-length // P)].long()
         keys, values = (
-            kv_cache[blocks, i]
-            .transpose(1, 2)
-            .reshape(-1, K, E)[:length]
-            .to(accumulate)
-            .repeat_interleave(H // K, dim=1)
-            for i in (0, 1)
+            repeat(kv_cache[blocks, i].to(accumulate), "b k p e -> (b p) (k g) e", g=H // K)[:length] for i in (0, 1)
         )
         scores = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale
         if softcap > 0:

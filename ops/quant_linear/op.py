@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
@@ -48,7 +49,7 @@ def dequantize(values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, inner: int) 
         parts = values_BGLRQ.unsqueeze(3)
     else:
         parts = torch.stack([values_BGLRQ & 15, values_BGLRQ >> 4], 3).to(torch.int8) - 8
-    numbers_BRGC = parts.permute(0, 4, 1, 2, 3, 5).flatten(3)
-    scales_BRG = scales_BGR.to(torch.promote_types(scales_BGR.dtype, torch.float32)).transpose(1, 2)
-    weight = numbers_BRGC * scales_BRG.unsqueeze(-1)
-    return weight.flatten(2).flatten(0, 1)[:rows, :inner]
+    numbers_BRGC = rearrange(parts, "b g l h r q -> b r g (l h q)")
+    scales_BGR = scales_BGR.to(torch.promote_types(scales_BGR.dtype, torch.float32))
+    weight_BRGC = numbers_BRGC * rearrange(scales_BGR, "b g r -> b r g 1")
+    return rearrange(weight_BRGC, "b r g c -> (b r) (g c)")[:rows, :inner]

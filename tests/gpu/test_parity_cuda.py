@@ -25,7 +25,8 @@ def _load(name: str) -> ModuleType:
 
 
 parity = _load("test_parity")
-ONE_EACH = {"llama_llama3", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3_longrope", "gpt2", "opt"}
+ONE_EACH = {"llama_llama3", "mistral_window", "qwen2", "qwen3", "gemma2", "gemma3", "phi3_longrope", "gpt2", "opt",
+            "mixtral_window", "qwen2_moe_some_dense", "qwen3_moe", "granite_moe", "gpt_oss"}  # fmt: skip
 ARCHS = [a for a in parity.ARCHS if a.name in ONE_EACH]
 
 

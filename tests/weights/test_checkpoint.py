@@ -59,14 +59,28 @@ def test_shards_and_fingerprint(tmp_path: Path) -> None:
     assert fingerprint(Checkpoint.open(one_file)) != fingerprint(sharded)
 
 
+OTHER_FORMATS = {
+    "tf_model.h5": r"pip install 'transformers<5' tensorflow; .*from_tf=True\)\.save_pretrained",
+    "flax_model.msgpack": r"from_flax=True",
+    "model.ckpt.index": "from_tf=True",
+    "epoch=1.ckpt": r"\['state_dict'\], 'model.safetensors'",
+    "model.pt": r"torch.load\('FILE', weights_only=True\), 'model.safetensors'",
+    "consolidated.00.pth": "convert_llama_weights_to_hf",
+    "model-Q4_K_M.gguf": "gguf_file=",
+    "weights.bin": "rename it to pytorch_model.bin",
+}
+
+
 def test_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="no such folder"):
         Checkpoint.open(tmp_path / "nothing")
     with pytest.raises(WeightError, match=r"neither model.safetensors nor"):
         Checkpoint.open(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ConfigError, match=r"only pytorch_model.bin, .*save_pretrained"):
-        Checkpoint.open(tmp_path)
+    for file, remedy in OTHER_FORMATS.items():
+        (tmp_path / file).touch()
+        with pytest.raises(ConfigError, match=rf"only {file}, which cannot be read; .*{remedy}"):
+            Checkpoint.open(tmp_path)
+        (tmp_path / file).unlink()
 
 
 def test_all_missing_shards_are_named(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def throughput_command(
     from graphllm.cli.bench.offline import Throughput, bench_throughput
 
     work = Throughput(num_prompts, input_len, output_len, prefix_len, n, temperature, seed)
-    bench_throughput(replace(args, model=_folder(model)), work, output, quiet)
+    bench_throughput(replace(args, model=_named(model)), work, output, quiet)
 
 
 @bench_app.command("latency", cls=EngineCommand)
@@ -115,7 +115,7 @@ def latency_command(
     from graphllm.cli.bench.offline import Latency, bench_latency
 
     work = Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed)
-    bench_latency(replace(args, model=_folder(model)), work, output, quiet)
+    bench_latency(replace(args, model=_named(model)), work, output, quiet)
 
 
 @bench_app.command("startup")
@@ -132,8 +132,8 @@ def startup_command(
     """Seconds from process start until graphllm serve lives, is ready, and has streamed a token."""
     from graphllm.cli.bench.startup import bench_startup
 
-    bench_startup(_folder(model), serve_options or [], runs, timeout, output, quiet)
+    bench_startup(_named(model), serve_options or [], runs, timeout, output, quiet)
 
 
-def _folder(model: str) -> Path | None:
-    return None if model == "embedded" else Path(model)
+def _named(model: str) -> str | None:
+    return None if model == "embedded" else model

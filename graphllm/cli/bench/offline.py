@@ -24,6 +24,7 @@ from graphllm.engine.request import Core, CoreInfo
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.llm import LLM
 from graphllm.entrypoints.model import resolve_model
+from graphllm.entrypoints.source import find_source, find_tokenizer
 
 _LATENCY_PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -214,11 +215,11 @@ def _load(args: EngineArgs, quiet: bool) -> Iterator[Loaded]:
     def clock(name: str, taken: float) -> None:
         seconds[name] = seconds.get(name, 0.0) + taken
 
-    if args.model is not None and not (Path(args.model) / "tokenizer.json").is_file():
-        args = replace(args, skip_tokenizer_init=True)
     begun = time.perf_counter()
     status = contextlib.nullcontext() if quiet else console.status("loading, and compiling where that is needed")
     with status, build_errors():
+        if not (find_tokenizer(args, find_source(args)) / "tokenizer.json").is_file():
+            args = replace(args, skip_tokenizer_init=True)
         resolved = resolve_model(args)
         clock("artifact", time.perf_counter() - begun)
         core = load_core(resolved.config, clock, resolved.processors)

@@ -36,7 +36,7 @@ class Start(NamedTuple):
 
 
 def bench_startup(
-    model: Path | None, options: Sequence[str], runs: int, timeout: float, output: Path | None, quiet: bool
+    model: str | None, options: Sequence[str], runs: int, timeout: float, output: Path | None, quiet: bool
 ) -> None:
     """Start the server runs + 1 times, the first untimed because it may compile. options: further ones of
     `graphllm serve`. Raises ConfigError when it does not start or does not stop."""

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal
 
 from graphllm.config import ConfigError
@@ -84,8 +83,7 @@ class EngineSupervisor:
                     tokenizer = tokenizer.with_chat_template(template)
                     self.opened = self.opened._replace(tokenizer=tokenizer)
                 self.style = self.options.style(tokenizer)
-            folder = Path(self.opened.config.model.model)
-            self.defaults = SamplingParams.from_checkpoint(folder, SamplingParams(max_tokens=None))
+            self.defaults = self.opened.defaults
             self.phases["open"] = time.monotonic() - begun
             # While the engine loads, in its own process: else the first request would wait for it.
             warming = asyncio.create_task(asyncio.to_thread(_warm, self.opened.tokenizer))
