@@ -42,6 +42,7 @@ LONGEST = (
     "tests/ops/test_ops.py:paged_attention",
     "tests/models/test_parity.py",
     "tests/strange/test_strange.py",
+    "tests/server/fronts/test_fronts.py",
     "tests/ops/test_cpu_kernels.py",
     "tests/engine/test_process.py",
     "tests/server/test_fuzz.py",

@@ -146,6 +146,7 @@ def serve_command(
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key; default: in the same file.")] = None,
     ssl_ca_certs: Annotated[Path | None, typer.Option(help="Of who signs the certificates of clients.")] = None,
     ssl_cert_reqs: Annotated[int, typer.Option(help="Of clients: 0 none, 1 may have one, 2 must.")] = 0,
+    api_server_count: Annotated[int, typer.Option(help="Processes that speak HTTP, of one engine.")] = 1,
     max_body_size: Annotated[str, typer.Option(help="Of one request.")] = "32MiB",
     sse_keep_alive_interval: Annotated[
         float, typer.Option(help="Seconds of silence in a stream before a sign of life; 0: none.", min=0)
@@ -208,10 +209,12 @@ def serve_command(
         from graphllm.cli import serve as told
         from graphllm.server.access import Access
         from graphllm.server.chat.call import Rules
-        from graphllm.server.launch import ServerOptions
-        from graphllm.server.operations.engine_supervisor import SupervisorOptions
+        from graphllm.server.operations.engine_view import SupervisorOptions
+        from graphllm.server.operations.logs import LogOptions, start_log
+        from graphllm.server.options import ServerOptions
 
-        told.start_log(log_format, log_level, uvicorn_log_level, not disable_uvicorn_access_log)
+        log = LogOptions(log_format, log_level, uvicorn_log_level, not disable_uvicorn_access_log)
+        start_log(log)
         access = Access(
             keys=api_key or (),
             admin_keys=admin_api_key or (),
@@ -247,6 +250,8 @@ def serve_command(
             ca_certs=ssl_ca_certs,
             cert_reqs=ssl_cert_reqs,
             traces=otlp_traces_endpoint,
+            fronts=told.front_count(api_server_count),
+            log=log,
             started=told.started_at(),
         )
         watched = SupervisorOptions(

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,13 +20,14 @@ from graphllm.engine.spawn import Child
 from graphllm.entrypoints.hub import name_of
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.server.chat.call import check_template_kwargs
-from graphllm.server.launch import ServerOptions
 from graphllm.server.launch import serve as serve_forever
-from graphllm.server.operations.engine_supervisor import SupervisorOptions
+from graphllm.server.operations.engine_view import SupervisorOptions
+from graphllm.server.options import ServerOptions
 from graphllm.server.rate_limit import RateLimit
 
 _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
+_FRONTS = 64  # more than any engine can feed
 
 
 def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, child: Child) -> int:
@@ -101,6 +101,13 @@ def root_path(given: str) -> str:
     return path
 
 
+def front_count(given: int) -> int:
+    """How many processes speak HTTP. Raises ConfigError."""
+    if not 1 <= given <= _FRONTS:
+        raise ConfigError(f"api-server-count is {given}: give a number from 1 to {_FRONTS}")
+    return given
+
+
 def rate_limit(tokens: int | None, seconds: float) -> RateLimit | None:
     """Of each caller. Raises ConfigError."""
     if tokens is None:
@@ -109,43 +116,3 @@ def rate_limit(tokens: int | None, seconds: float) -> RateLimit | None:
         name, value = ("token", tokens) if tokens < 1 else ("interval", seconds)
         raise ConfigError(f"rate-limit-{name} is {value}: give a number above 0")
     return RateLimit(tokens, seconds)
-
-
-def start_log(form: str, level: str, http_level: str = "warning", access: bool = True) -> None:
-    """Everything goes to stderr, a line each. http_level: of uvicorn. access: there is a line for each request."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonFormatter() if form == "json" else _TextFormatter())
-    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    # It says at info what our own lines say better, and stays for what goes wrong.
-    logging.getLogger("uvicorn").setLevel(http_level.upper())
-    logging.getLogger("graphllm.access").setLevel(logging.NOTSET if access else logging.WARNING)
-
-
-class _TextFormatter(logging.Formatter):
-    def __init__(self) -> None:
-        super().__init__("%(asctime)s %(levelname)-7s %(message)s")
-
-    def format(self, record: logging.LogRecord) -> str:
-        notes: dict[str, Any] = getattr(record, "notes", {})
-        text = super().format(record)
-        first, newline, rest = text.partition("\n")
-        return " ".join([first, *(f"{k}={_value(v)}" for k, v in notes.items())]) + newline + rest
-
-
-class _JsonFormatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        line = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "notes", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False, default=str)
-
-
-def _value(value: Any) -> str:
-    text = str(value)
-    return json.dumps(text) if not text or any(c.isspace() or c in '"=' for c in text) else text

@@ -53,6 +53,7 @@ class Tokenizer:
     ) -> None:
         """config: ``tokenizer_config.json``. Use `from_folder`."""
         self._folder, self._backend = folder, backend
+        self._files = model, generation
         self._special = _special_tokens(folder, config)
         self._templates = _templates(folder, config)
         self._compiled: dict[str, jinja2.Template] = {}
@@ -86,6 +87,11 @@ class Tokenizer:
         generation = read_json(folder / "generation_config.json") if generation is None else generation
         config = read_json(folder / "tokenizer_config.json")
         return Tokenizer(folder, backend, config or {}, model or {}, generation or {})
+
+    @property
+    def origin(self) -> tuple[str, Fields, Fields]:
+        """What `from_folder` makes another one of."""
+        return str(self._folder), *self._files
 
     @property
     def vocab_size(self) -> int:

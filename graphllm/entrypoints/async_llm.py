@@ -21,6 +21,7 @@ from graphllm.engine.limited_process import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
+from graphllm.engine.remote import RemoteCore
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
@@ -33,7 +34,7 @@ _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
 # Tokens and log-probabilities, of some 200 bytes each, that wait for their readers together; when there are more,
 # those end who have taken nothing for so many seconds, who have most first.
-_UNREAD, _UNREAD_SECONDS = 1 << 18, 5.0
+UNREAD, _UNREAD_SECONDS = 1 << 18, 5.0
 
 
 class EngineUnhealthyError(RuntimeError):
@@ -53,15 +54,18 @@ class AsyncLLM:
 
     def __init__(
         self,
-        client: CoreClient,
+        client: CoreClient | RemoteCore,
         tokenizer: Tokenizer | None,
         grammar: Callable[[CoreInfo], GrammarChecker] | None = None,
         seed: int | None = None,
         loggers: Sequence[StatLogger] = (),
+        unread: int = UNREAD,
     ) -> None:
         """client: not started yet. grammar: makes the checker once the core's vocabulary is known. loggers: told of
-        the core's figures every ten seconds. The others: as for `Processor`."""
+        the core's figures every ten seconds. unread: tokens and log-probabilities that may wait for their readers. The
+        others: as for `Processor`."""
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
+        self._most_unread = unread
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
         # More than can wait for the check of a large grammar, so that others never do.
@@ -106,17 +110,14 @@ class AsyncLLM:
                 f"logits_processors has {resolved.processors[0]!r}: functions cannot cross to the engine's process; "
                 'give "package.module:name"'
             )
-        folder = Path(resolved.config.tokenizer or resolved.config.model.model)
-        stop_ids = frozenset(resolved.config.stop_ids)
-
-        def grammar(info: CoreInfo) -> GrammarChecker:
-            from graphllm.engine.grammar import GrammarCompiler
-
-            return GrammarCompiler(folder, info.vocab, stop_ids)
-
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
         loggers = stat_loggers(resolved.config.log.disable_log_stats, factories)
-        return cls(client, resolved.tokenizer, grammar if resolved.tokenizer else None, seed, loggers)
+        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers)
+
+    @classmethod
+    def beside(cls, core: RemoteCore, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
+        """One more front of an engine that another one has started. seed: another one than its."""
+        return cls(core, resolved.tokenizer, _grammar(resolved), seed, unread=unread)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
@@ -239,6 +240,11 @@ class AsyncLLM:
         return self._client.ready
 
     @property
+    def folder(self) -> str:
+        """Of the core's sockets, for fronts `beside` this one; once it is started."""
+        return self._client.folder
+
+    @property
     def unfinished(self) -> int:
         """Requests whose streams are open."""
         return len(self._names)
@@ -344,7 +350,7 @@ class AsyncLLM:
 
     def _bound_unread(self) -> None:
         unread = sum(stream.unread for stream in self._streams.values())
-        if unread <= _UNREAD:
+        if unread <= self._most_unread:
             return
         before = time.monotonic() - _UNREAD_SECONDS
         slow = {name: stream for name, stream in self._streams.items() if stream.unread and stream.since < before}
@@ -352,7 +358,7 @@ class AsyncLLM:
             unread -= slow[name].unread
             slow[name].drop(SlowReaderError("stream: too much of it waits to be read; read it as it comes"))
             self._abort_core(self._outputs.abort([name]))
-            if unread <= _UNREAD:
+            if unread <= self._most_unread:
                 break
 
     def _reject(self, news: Rejected) -> None:
@@ -367,6 +373,19 @@ class AsyncLLM:
         for stream in self._streams.values():
             if stream.parsed.requests[0].id == news.ids[0]:
                 stream.fail(error)
+
+
+def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:
+    """Makes what checks constraints; a model without a tokenizer has none."""
+    folder = Path(resolved.config.tokenizer or resolved.config.model.model)
+    stop_ids = frozenset(resolved.config.stop_ids)
+
+    def make(info: CoreInfo) -> GrammarChecker:
+        from graphllm.engine.grammar import GrammarCompiler
+
+        return GrammarCompiler(folder, info.vocab, stop_ids)
+
+    return make if resolved.tokenizer else None
 
 
 class _Stream:

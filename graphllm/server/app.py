@@ -42,10 +42,10 @@ def create_app(service: Service, access: Access) -> App:
     )
     for routes in (openai_routes, responses_routes, anthropic_routes, admin_routes):
         app.include_router(routes(service))
-    middleware = Middleware(app, access, service.limits.body, service.metrics)
-    app.include_router(probe_routes(service.supervisor, service.metrics, middleware))
+    app.include_router(probe_routes(service.supervisor, service.shared.overview))
     app.include_router(page_routes())
     _add_errors(app)
+    middleware = Middleware(app, access, service.limits.body, service.metrics, service.shared)
     if not access.origins:
         return middleware
     headers = ["x-request-id", "retry-after", "x-max-tokens-clamped"]

@@ -22,9 +22,9 @@ class RateLimiter:
 
     def __init__(self, limit: RateLimit, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._buckets: OrderedDict[bytes | str, tuple[float, float]] = OrderedDict()  # tokens, and when there were
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # tokens, and when there were
 
-    def take(self, caller: bytes | str) -> float:
+    async def take(self, caller: str) -> float:
         """Take a token of a caller's; 0 if there was one, else the seconds until there will be."""
         most, pace, now = self._limit.requests, self._limit.requests / self._limit.seconds, self._clock()
         tokens, since = self._buckets.pop(caller, (float(most), now))

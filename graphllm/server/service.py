@@ -31,9 +31,10 @@ from graphllm.server.chat.call import (
 from graphllm.server.generation import News, Running, generate, paced
 from graphllm.server.http.errors import NotFoundError, UnavailableError
 from graphllm.server.http.wire import Record, aside, cancelled, encode, record_of, while_there
-from graphllm.server.operations.engine_supervisor import EngineSupervisor
+from graphllm.server.operations.engine_view import EngineView
 from graphllm.server.operations.metrics import Metrics
 from graphllm.server.operations.tracing import Tracing
+from graphllm.server.shared import Shared
 
 T = TypeVar("T")
 
@@ -83,13 +84,14 @@ class Started(NamedTuple):
 
 @dataclass(frozen=True)
 class Service:
-    """names: of the model, the first is its own. keep_alive: seconds without an event in a stream after which a
-    sign of life is sent, 0 for none. rules: of bodies. templates: renders those of requests. created: Unix time of
-    the start."""
+    """names: of the model, the first is its own. metrics: what this process counts. shared: with other processes.
+    keep_alive: seconds without an event in a stream after which a sign of life is sent, 0 for none. rules: of bodies.
+    templates: renders those of requests. created: Unix time of the start."""
 
-    supervisor: EngineSupervisor
+    supervisor: EngineView
     names: tuple[str, ...]
     metrics: Metrics
+    shared: Shared
     limits: Limits = Limits()
     keep_alive: float = 15.0
     rules: Rules = field(default_factory=Rules)

@@ -99,8 +99,6 @@ def admin_routes(service: Service) -> APIRouter:
     @router.post("/abort_requests")
     async def abort_requests(body: AbortBody, request: Request) -> Aborted:
         """End requests; what they have so far is their answer, with finish_reason abort."""
-        ids = service.running.of(body.request_ids)
-        await service.supervisor.engine.abort(ids)
-        return Aborted(aborted=len(ids))
+        return Aborted(aborted=await service.shared.overview.abort(body.request_ids))
 
     return router

@@ -8,19 +8,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
-from typing import Literal
 
 from graphllm.config import ConfigError
-from graphllm.config.sampling import SamplingParams
 from graphllm.engine.client import Health
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.request import CoreStats
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
-from graphllm.entrypoints.async_llm import AsyncLLM, EngineUnhealthyError
+from graphllm.entrypoints.async_llm import AsyncLLM
 from graphllm.entrypoints.model import ResolvedModel
-from graphllm.server.chat.call import Style
-from graphllm.server.http.errors import UnavailableError
+from graphllm.server.operations.engine_view import EngineView, SupervisorOptions, failure
 
 _log = logging.getLogger(__name__)
 _TICK = 0.25  # seconds between two looks at the engine
@@ -29,64 +26,28 @@ _BACKOFF = (1.0, 60.0)  # seconds before a restart after another one failed: the
 _STATS_TIMEOUT = 1.0  # seconds that a question to the core may take; it answers between two steps
 
 
-@dataclass(frozen=True)
-class SupervisorOptions:
-    """seed: of requests without one. restart: bring a dead engine back. step_timeout: seconds of one step, without the
-    end of a kernel, after which the engine counts as stuck. tool_parser, reasoning_parser: "auto" follows the chat
-    template. silence: seconds without a heartbeat. chat_template: in place of the checkpoint's."""
-
-    seed: int | None = 0
-    restart: bool = False
-    step_timeout: float = 8.0
-    tool_parser: Literal["auto", "hermes", "llama3", "mistral", "none"] = "auto"
-    reasoning_parser: Literal["auto", "think", "none"] = "auto"
-    silence: float = 8.0
-    chat_template: str | None = None
-
-    def style(self, tokenizer: Tokenizer) -> Style:
-        """How the model's replies are read."""
-        found = Style.of(tokenizer)
-        tools, reasoning = self.tool_parser, self.reasoning_parser
-        return Style(
-            found.tools if tools == "auto" else None if tools == "none" else tools,
-            found.reasoning if reasoning == "auto" else reasoning == "think",
-        )
-
-
-@dataclass
-class EngineSupervisor:
+@dataclass(kw_only=True)
+class EngineSupervisor(EngineView):
     """One engine after another for the same model. open: finds the model, in a thread. child: the first one's process,
-    already started."""
+    already started. changed: set whenever somebody who watches would see something new. broken: how the engine is that
+    has failed its requests, None while there is none."""
 
     open: Callable[[], ResolvedModel]
-    options: SupervisorOptions = SupervisorOptions()
     child: Child | None = None
-    status: str = "starting"
-    cause: str | None = None
-    phases: dict[str, float] = field(default_factory=dict)  # seconds, of the latest start
-    was_ready: asyncio.Event = field(default_factory=asyncio.Event)  # once
-    opened: ResolvedModel | None = None
-    style: Style = field(default_factory=Style)
-    defaults: SamplingParams = field(default_factory=SamplingParams)
-    _engine: AsyncLLM | None = None
-    _phase: str = "opening the model"
-    _since: float = field(default_factory=time.monotonic)  # the status is this one
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    broken: Health | None = None
 
     async def run(self) -> None:
         """Open and start the engine, then watch it until cancelled. Raises ConfigError for a model that cannot be
         loaded, EngineDeadError when the first start fails otherwise."""
         async with self._announced():
             begun = time.monotonic()
-            self.opened = await asyncio.to_thread(self.open)
-            if (tokenizer := self.opened.tokenizer) is not None:
-                if (template := self.options.chat_template) is not None:
-                    tokenizer = tokenizer.with_chat_template(template)
-                    self.opened = self.opened._replace(tokenizer=tokenizer)
-                self.style = self.options.style(tokenizer)
-            self.defaults = self.opened.defaults
+            self.take(await asyncio.to_thread(self.open))
+            assert self.opened is not None
             self.phases["open"] = time.monotonic() - begun
+            self.changed.set()
             # While the engine loads, in its own process: else the first request would wait for it.
-            warming = asyncio.create_task(asyncio.to_thread(_warm, self.opened.tokenizer))
+            warming = asyncio.create_task(asyncio.to_thread(warm, self.opened.tokenizer))
             await self._start()
             await warming
         while True:
@@ -98,6 +59,7 @@ class EngineSupervisor:
     async def _start(self) -> None:
         assert self.opened is not None
         self._phase = "loading the engine"
+        self.changed.set()
         options = self.options
         child, self.child = self.child, None  # one process loads one engine
         engine = AsyncLLM.from_resolved(self.opened, options.seed, options.silence, options.step_timeout, child)
@@ -107,7 +69,7 @@ class EngineSupervisor:
             engine.shutdown()
             raise
         assert engine.ready is not None
-        self._engine = engine
+        self._engine, self.broken = engine, None
         self.phases |= {f"engine {name}": seconds for name, seconds in engine.ready.phases.items()}
         self.was_ready.set()
         self._become("ready")
@@ -122,10 +84,12 @@ class EngineSupervisor:
             return
         if health.state == "ready":
             _log.info("the engine answers again")
+            self.broken = None
             self._become("ready")
             return
+        self.broken = health
         self._become(health.state, _cause(health, self.options))
-        failed = engine.fail_requests(_error(health))
+        failed = engine.fail_requests(failure(health))
         _log.error("the engine is %s: %s; %d requests failed", health.state, self.cause, failed)
 
     async def _restart(self) -> None:
@@ -148,7 +112,13 @@ class EngineSupervisor:
             return
 
     def _become(self, status: str, cause: str | None = None) -> None:
-        self.status, self.cause, self._since = status, cause, time.monotonic()
+        super()._become(status, cause)
+        self.changed.set()
+
+    @property
+    def folder(self) -> str:
+        """Of the sockets of a loaded engine, "" while there is none."""
+        return "" if self._engine is None or self.status == "restarting" else self._engine.folder
 
     @contextlib.asynccontextmanager
     async def _announced(self) -> AsyncIterator[None]:
@@ -165,37 +135,6 @@ class EngineSupervisor:
             yield
         finally:
             saying.cancel()
-
-    @property
-    def engine(self) -> AsyncLLM:
-        """For a new request. Raises UnavailableError."""
-        self.look()
-        if self.status == "ready":
-            assert self._engine is not None
-            return self._engine
-        told = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
-        lasted = round(time.monotonic() - self._since)  # as long again, for want of anything better
-        raise UnavailableError(
-            told.get(self.status) or f"the engine is {self.status}: {self.cause}", max(1, min(30, lasted))
-        )
-
-    @property
-    def ready(self) -> bool:
-        """It takes requests."""
-        try:
-            return self.engine is not None
-        except UnavailableError:
-            return False
-
-    @property
-    def live(self) -> bool:
-        """False when only a new process can help."""
-        return self.options.restart or self.status != "dead"
-
-    @property
-    def running(self) -> int:
-        """Requests that are not finished."""
-        return 0 if self._engine is None else self._engine.unfinished
 
     async def stats(self) -> CoreStats | None:
         """The core's figures; None when it does not answer."""
@@ -219,7 +158,7 @@ class EngineSupervisor:
             await self._engine.close()
 
 
-def _warm(tokenizer: Tokenizer | None) -> None:
+def warm(tokenizer: Tokenizer | None) -> None:
     """Import and compile what a chat needs."""
     if tokenizer is not None and tokenizer.chat_template:
         with contextlib.suppress(ConfigError):  # some templates want more than this
@@ -235,7 +174,3 @@ def _cause(health: Health, options: SupervisorOptions) -> str:
             f"--step-timeout (now {options.step_timeout:g} s) or lower --max-num-batched-tokens"
         )
     return f"the engine's process has been silent for {health.seconds:.1f} s"
-
-
-def _error(health: Health) -> Exception:
-    return EngineDeadError(health.cause) if health.cause is not None else EngineUnhealthyError(health)

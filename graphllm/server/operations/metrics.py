@@ -6,10 +6,11 @@ The table of families is `graphllm.engine.metric_families`.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import prometheus_client as prometheus
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -27,6 +28,7 @@ from graphllm.engine.metric_families import (
     Finished,
     Labels,
     Series,
+    Value,
 )
 from graphllm.engine.outputs import RequestMetrics, RequestOutput
 from graphllm.engine.request import CoreStats, Distribution
@@ -34,15 +36,23 @@ from graphllm.version import __version__
 
 _UNKNOWN = 10  # seconds after which to ask again, while no request has ended yet
 
+Counted = dict[str, list[tuple[Labels, Value]]]
+"""What one process has counted, by family."""
+
 
 class Metrics(Collector):
-    """All metrics of one server.
+    """All metrics of one server, or what one of its processes counts.
 
     model_name: for vLLM's label of that name. build: what is served, shown as labels of graphllm_build_info beside the
-    version.
+    version. processes: ids of the server's processes by their names, where it has several; a label tells them apart.
     """
 
-    def __init__(self, model_name: str, build: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        build: Mapping[str, str] | None = None,
+        processes: Callable[[], Mapping[str, int]] | None = None,
+    ) -> None:
         self._alias_labels = {"model_name": model_name, "engine": "0"}
         self._counts: dict[str, dict[Labels, float]] = {}
         self._spread: dict[str, dict[Labels, Distribution]] = {}
@@ -56,9 +66,12 @@ class Metrics(Collector):
         self._ends: deque[float] = deque(maxlen=256)  # of requests, the latest
         self._core = CoreStats()  # as it was last known
         self._gone: dict[str, Series] = {}  # what cores before it had counted
+        self._others: Sequence[Counted] = ()  # of other processes, now
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(self)
-        prometheus.ProcessCollector(registry=self._registry)
+        self._registry.register(
+            prometheus.ProcessCollector(registry=None) if processes is None else _Processes(processes)
+        )
         info = prometheus.Info("graphllm_build", "What is served, and by which version.", registry=self._registry)
         info.info({**(build or {}), "version": __version__})
 
@@ -106,9 +119,34 @@ class Metrics(Collector):
         """The seconds of each phase of the engine's start; they replace those of an earlier one."""
         self._counts["startup_seconds"] = {(phase,): seconds for phase, seconds in phases.items()}
 
-    def render(self, stats: CoreStats | None, openmetrics: bool = False) -> tuple[bytes, str]:
+    @property
+    def in_flight(self) -> int:
+        """HTTP requests that are not answered yet."""
+        return int(self._counts["http_requests_in_flight"][()])
+
+    def counted(self) -> Counted:
+        """What this process has counted, for `render` in another one."""
+        families = (*OF_REQUESTS, *COUNTED)
+        return {family.name: list(self._own(family).items()) for family in families}
+
+    def absorb(self, counted: Counted) -> None:
+        """Keep what a process that is gone has counted."""
+        for family in (*OF_REQUESTS, *COUNTED):
+            for labels, value in counted.get(family.name, ()):
+                if isinstance(value, Distribution):
+                    kept = self._distribution(family.name, *labels)
+                    total = kept + value
+                    kept.counts, kept.total = total.counts, total.total
+                elif family.kind == "counter":
+                    self._counts[family.name][labels] = self._counts[family.name].get(labels, 0.0) + value
+
+    def render(
+        self, stats: CoreStats | None, openmetrics: bool = False, others: Sequence[Counted] = ()
+    ) -> tuple[bytes, str]:
         """The text of all metrics and its content type. stats: the core's figures as of now, None if it does not
-        answer; its counters then stay what they were, and go on from there when another core has taken its place."""
+        answer; its counters then stay what they were, and go on from there when another core has taken its place.
+        others: what other processes of this server have counted."""
+        self._others = others
         self._counts["engine_up"][()] = float(stats is not None)
         if stats is not None:
             if stats.started != self._core.started:
@@ -141,7 +179,7 @@ class Metrics(Collector):
 
     def _series(self, family: Family) -> Series:
         if family.core is None:
-            return self._spread[family.name] if family.kind == "histogram" else self._counts[family.name]
+            return _sum(self._own(family), *(dict(counted.get(family.name, ())) for counted in self._others))
         if family.kind == "gauge":
             return family.core(self._core) if self._counts["engine_up"][()] else {}
         return self._cumulated(family)
@@ -149,11 +187,11 @@ class Metrics(Collector):
     def _cumulated(self, family: Family) -> Series:
         """What this core and those before it have counted."""
         assert family.core is not None
-        total = dict(self._gone.get(family.name, {}))
-        for labels, value in family.core(self._core).items():
-            before = total.get(labels)
-            total[labels] = value if before is None else value + before  # type: ignore[operator]
-        return total
+        return _sum(self._gone.get(family.name, {}), family.core(self._core))
+
+    def _own(self, family: Family) -> Series:
+        """What was counted here."""
+        return self._spread[family.name] if family.kind == "histogram" else self._counts[family.name]
 
 
 class Tracker:
@@ -237,6 +275,33 @@ class Tracker:
     def drop(self) -> None:
         """The request cannot run, because of a mistake in it: it is no request of the engine's."""
         self._open = False
+
+
+class _Processes(Collector):
+    """CPU, memory and files of several processes."""
+
+    def __init__(self, processes: Callable[[], Mapping[str, int]]) -> None:
+        self._processes = processes
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for name, pid in self._processes().items():
+            for metric in prometheus.ProcessCollector(pid=functools.partial(int, pid), registry=None).collect():
+                kept = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+                kept.samples += [sample._replace(labels={"process": name}) for sample in metric.samples]
+        yield from found.values()
+
+
+def _sum(first: Series, *others: Series) -> Series:
+    """All together, by their labels."""
+    if not others:
+        return first
+    total = dict(first)
+    for series in others:
+        for labels, value in series.items():
+            before = total.get(labels)
+            total[labels] = value if before is None else value + before  # type: ignore[operator]
+    return total
 
 
 def _metric(family: Family, series: Series) -> Metric:

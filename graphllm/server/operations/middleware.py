@@ -21,10 +21,9 @@ import msgspec
 
 from graphllm.server.access import ADMIN_PATHS, Access
 from graphllm.server.http.errors import error_response
-from graphllm.server.http.room import Room
 from graphllm.server.http.wire import App, Message, Receive, Record, Scope, Send, record_of
 from graphllm.server.operations.metrics import Metrics
-from graphllm.server.rate_limit import RateLimiter
+from graphllm.server.shared import Shared, SharedRoom
 
 _PROBES = frozenset({"/health", "/health/startup", "/health/live", "/health/ready", "/ready", "/ping"})
 # Probes of an orchestrator have no key, and the pages, which hold nothing of anybody, are where a person types it in.
@@ -35,8 +34,7 @@ _ID = re.compile(rb"[\w.:/+=-]{1,128}")
 _BODY_SECONDS = 60.0  # for a whole body
 _ROOM_SECONDS = 30.0  # that it may wait for room
 _SMALL = 256 << 10  # bytes of a body that needs none
-_ROOM = 32 << 20  # bytes of large bodies that are read and not tokenized yet; one of the largest always has room
-_VALUES, _VALUE = 128 << 20, 80  # bytes of what they become, and of a number or a short text
+_VALUE = 80  # bytes that a number or a short text of a body becomes
 _LINGER_SECONDS = 2.0  # for what a client still sends of a body that was refused
 _log = logging.getLogger("graphllm.access")
 
@@ -44,15 +42,12 @@ _log = logging.getLogger("graphllm.access")
 class Middleware:
     """ASGI middleware. access: who may. max_body: bytes."""
 
-    def __init__(self, app: App, access: Access, max_body: int, metrics: Metrics) -> None:
-        self._app, self._max_body, self._metrics = app, max_body, metrics
-        self._room, self._values = Room(max(_ROOM, max_body)), Room(_VALUES)
+    def __init__(self, app: App, access: Access, max_body: int, metrics: Metrics, shared: Shared) -> None:
+        self._app, self._max_body, self._metrics, self._shared = app, max_body, metrics, shared
         self._keys, self._admins = (
             [_digest(key.encode()) for key in keys] for keys in (access.keys, access.admin_keys)
         )
-        self._limiter = None if access.rate is None else RateLimiter(access.rate)
         self._root, self._quiet = access.root_path, _QUIET.union(access.quiet)
-        self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -87,7 +82,6 @@ class Middleware:
                 message["headers"] = [*message["headers"], (b"x-request-id", id), (b"request-id", id), *more]
             await send(message)
 
-        self.in_flight += 1
         self._metrics.http_begins()
         try:
             await self._pass(scope, headers, receive, sent)
@@ -98,12 +92,11 @@ class Middleware:
             record.held.close()
             if status >= 400 and record.size > _SMALL:
                 gc.collect()  # exceptions and their frames hold each other, and what was made of the body
-            self.in_flight -= 1
             self._tell(scope, method, record, status, time.perf_counter() - began)
 
     async def _pass(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
         path = scope["path"]
-        refusal = self._refusal(scope, path, headers)
+        refusal = await self._refusal(scope, path, headers)
         if refusal is not None:
             await refusal(scope, receive, send)
             return
@@ -125,7 +118,7 @@ class Middleware:
         if body is not None:
             await self._app(scope, _replay([body], receive), send)
 
-    def _refusal(self, scope: Scope, path: str, headers: dict[bytes, bytes]) -> App | None:
+    async def _refusal(self, scope: Scope, path: str, headers: dict[bytes, bytes]) -> App | None:
         """The answer to who may not ask, or not so often."""
         if path in OPEN_PATHS or path.startswith(_OPEN_FOLDERS):
             return None
@@ -139,10 +132,10 @@ class Middleware:
         if self._keys and not (admin or _is_one(key, self._keys)):
             message = "api key: missing or wrong; send the header Authorization: Bearer KEY"
             return error_response(scope, 401, message, headers={"WWW-Authenticate": "Bearer"})
-        if self._limiter is None or admin or scope["method"] != "POST":
+        if self._shared.rate is None or admin or scope["method"] != "POST":
             return None
         client = scope.get("client")
-        seconds = self._limiter.take(key if self._keys else client[0] if client else "local")
+        seconds = await self._shared.rate.take(key.hex() if self._keys else client[0] if client else "local")
         if not seconds:
             return None
         self._metrics.rejected("rate_limit")
@@ -165,11 +158,11 @@ class Middleware:
             if len(body) > self._max_body:
                 raise _TooLargeError
             if len(body) > _SMALL and not known:
-                await _taken(self._room, length, record)
+                await _taken(self._shared.bodies, length, record)
                 known = True
             more = message.get("more_body", False)
         if known:
-            await _taken(self._values, _VALUE * sum(map(body.count, b",:[{")), record)
+            await _taken(self._shared.values, _VALUE * sum(map(body.count, b",:[{")), record)
         return body
 
     def _tell(self, scope: Scope, method: str, record: Record, status: int, seconds: float) -> None:
@@ -193,7 +186,7 @@ class _NoRoomError(Exception):
     pass
 
 
-async def _taken(room: Room, size: int, record: Record) -> None:
+async def _taken(room: SharedRoom, size: int, record: Record) -> None:
     try:
         await asyncio.wait_for(room.take(size, record.held), _ROOM_SECONDS)
     except TimeoutError:

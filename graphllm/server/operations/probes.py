@@ -12,9 +12,8 @@ from graphllm.server.http.bodies import Answer
 from graphllm.server.http.document import METRICS, errors
 from graphllm.server.http.errors import without_folders
 from graphllm.server.http.wire import json_response
-from graphllm.server.operations.engine_supervisor import EngineSupervisor
-from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.middleware import Middleware
+from graphllm.server.operations.engine_view import EngineView
+from graphllm.server.shared import Overview
 from graphllm.version import __version__
 
 
@@ -33,7 +32,7 @@ class Load(Answer):
     server_load: int
 
 
-def probe_routes(supervisor: EngineSupervisor, metrics: Metrics, middleware: Middleware) -> APIRouter:
+def probe_routes(supervisor: EngineView, overview: Overview) -> APIRouter:
     """The routes, for one server."""
     router = APIRouter()
 
@@ -77,13 +76,13 @@ def probe_routes(supervisor: EngineSupervisor, metrics: Metrics, middleware: Mid
     @router.get("/load", tags=["Server"], responses=errors(401))
     async def load() -> Load:
         """Requests that are being answered, this one not counted."""
-        return Load(server_load=middleware.in_flight - 1)
+        return Load(server_load=await overview.in_flight() - 1)
 
     @router.get("/metrics", tags=["Server"], response_class=Response, responses=METRICS | errors(401))
     async def prometheus(request: Request) -> Response:
         """For Prometheus."""
         wants_open = "application/openmetrics-text" in request.headers.get("accept", "")
-        text, kind = metrics.render(await supervisor.stats(), wants_open)
+        text, kind = await overview.metrics(wants_open)
         return Response(text, headers={"content-type": kind})
 
     return router

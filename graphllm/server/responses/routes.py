@@ -24,22 +24,22 @@ from graphllm.server.responses import requests
 from graphllm.server.responses.events import ResponseWriter
 from graphllm.server.responses.protocol import Deleted, InputItems, ResponseObject
 from graphllm.server.responses.requests import Chat, ResponsesRequest
-from graphllm.server.responses.store import ResponseStore, StoredResponse
+from graphllm.server.responses.store import Responses, StoredResponse
 from graphllm.server.service import Service, Started, first_and_rest
 
 _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
 
 
 def responses_routes(service: Service) -> APIRouter:
-    """The routes, for one service. What they keep is in memory, and goes with the process."""
+    """The routes, for one service. What they keep is in memory, and goes with the server."""
     router = APIRouter(route_class=JsonRoute, tags=["OpenAI Responses"])
-    store = ResponseStore()
+    store = service.shared.responses
 
     @router.post("/v1/responses", responses=answers(ResponseObject, _EVENTS) | errors(*GENERATES))
     async def create(body: ResponsesRequest, request: Request) -> Response:
         """The answer to text or items, maybe as a continuation of an earlier response."""
         given = record_of(request.scope).body
-        earlier = _earlier(store, given.get("previous_response_id"))
+        earlier = await _earlier(store, given.get("previous_response_id"))
         started = await service.start(request, CHAT, requests.to_chat(given, earlier, service.rules.strict))
         # Not the id of the request, which others may guess.
         id = f"resp_{secrets.token_hex(16)}"
@@ -48,10 +48,10 @@ def responses_routes(service: Service) -> APIRouter:
         reading = Reading(started.call, service.count)
         chat = requests.conversation(given, earlier)
 
-        def keep(task: asyncio.Task[None] | None = None) -> None:
+        async def keep(task: asyncio.Task[None] | None = None) -> None:
             if given.get("store") is not False:
-                conversation = [*chat, *writer.conversation()]
-                store.put(id, StoredResponse(writer.body(), conversation, task, requests.input_items(given, id)))
+                conversation, items = [*chat, *writer.conversation()], requests.input_items(given, id)
+                await store.put(id, StoredResponse(writer.body(), conversation, items, task is not None), task)
 
         if given.get("background"):
             if started.call.stream or given.get("store") is False:
@@ -59,7 +59,7 @@ def responses_routes(service: Service) -> APIRouter:
                     "background is True: give it without stream and store: false; ask for the response later"
                 )
             task = asyncio.create_task(_in_background(request, writer, reading, started, keep))
-            keep(task)
+            await keep(task)
             return json_response(writer.body())
         if started.call.stream:
             news = await first_and_rest(request, started, service.keep_alive)
@@ -68,7 +68,7 @@ def responses_routes(service: Service) -> APIRouter:
         writer.start()
         writer.parts(reading.read(output))
         writer.end(reading.ending)
-        keep()
+        await keep()
         return json_response(writer.body())
 
     @router.get("/v1/responses/{id}", responses=answers(ResponseObject) | errors(400, 401, 404))
@@ -76,7 +76,7 @@ def responses_routes(service: Service) -> APIRouter:
         """A response that is kept; one that runs in the background as far as it is there."""
         if stream:
             raise ConfigError("stream is True: the events of a response are not kept; leave it out, and ask again")
-        return json_response(_kept(store, id).body)
+        return json_response((await _kept(store, id)).body)
 
     @router.get("/v1/responses/{id}/input_items", responses=answers(InputItems) | errors(400, 401, 404))
     async def input_items(
@@ -86,7 +86,7 @@ def responses_routes(service: Service) -> APIRouter:
         after: str | None = None,
     ) -> Response:
         """What a response was asked with."""
-        items = _kept(store, id).input
+        items = (await _kept(store, id)).input
         items = items if order == "asc" else items[::-1]
         if after is not None:
             ids = [item["id"] for item in items]
@@ -104,40 +104,34 @@ def responses_routes(service: Service) -> APIRouter:
     @router.post("/v1/responses/{id}/cancel", responses=answers(ResponseObject) | errors(400, 401, 404))
     async def cancel(id: str) -> Response:
         """End a response that runs in the background."""
-        record = _kept(store, id)
+        record = await _kept(store, id)
         if not record.body.get("background"):
             raise ConfigError(f"response_id is {id!r:.80}: only responses made with background: true can be cancelled")
-        await _ended(record)
-        return json_response(_kept(store, id).body)
+        await store.end(id)
+        return json_response((await _kept(store, id)).body)
 
     @router.delete("/v1/responses/{id}", responses=errors(401, 404))
     async def delete(id: str) -> Deleted:
         """Forget a response; one that runs ends."""
-        await _ended(_kept(store, id))
-        store.remove(id)
+        await _kept(store, id)
+        await store.end(id)
+        await store.remove(id)
         return Deleted(id=id, object="response", deleted=True)
 
     return router
 
 
-async def _ended(record: StoredResponse) -> None:
-    """Cancel what writes a response, and wait until it has kept what there is."""
-    if record.task is not None:
-        record.task.cancel()
-        await asyncio.wait({record.task})
-
-
-def _kept(store: ResponseStore, id: str) -> StoredResponse:
-    record = store.get(id)
+async def _kept(store: Responses, id: str) -> StoredResponse:
+    record = await store.get(id)
     if record is None:
         raise NotFoundError(f"response_id is {id!r:.80}: no such response is kept here", "response_not_found")
     return record
 
 
-def _earlier(store: ResponseStore, id: str | None) -> Chat:
+async def _earlier(store: Responses, id: str | None) -> Chat:
     if id is None:
         return []
-    record = store.get(id)
+    record = await store.get(id)
     if record is None:
         raise NotFoundError(f"previous_response_id is {id!r:.80}: no such response is kept here", "response_not_found")
     if record.running:
@@ -161,7 +155,7 @@ async def _in_background(
         event_body(request.scope, error)  # logs what is no mistake of the request
         writer.end(Ending("error", reading.usage, error=describe(error)[1]))
     finally:
-        keep()
+        await keep()
 
 
 async def _events(
@@ -169,12 +163,12 @@ async def _events(
 ) -> AsyncGenerator[bytes, None]:
     done = False
 
-    def end(ending: Ending) -> list[dict[str, Any]]:
+    async def end(ending: Ending) -> list[dict[str, Any]]:
         # Kept before the client hears of the end: its next request may go on from here.
         nonlocal done
         done = True
         events = writer.end(ending)
-        keep()
+        await keep()
         return events
 
     try:
@@ -182,15 +176,15 @@ async def _events(
         async for news in stream:
             events += writer.parts(reading.read(news.output))
             if news.output.finished:
-                events += end(reading.ending)
+                events += await end(reading.ending)
             if events:
                 yield b"".join(map(named_event, events))
             events = []
     except Exception as error:
         event_body(request.scope, error)  # logs what is no mistake of the request
-        yield b"".join(map(named_event, end(Ending("error", reading.usage, error=describe(error)[1]))))
+        yield b"".join(map(named_event, await end(Ending("error", reading.usage, error=describe(error)[1]))))
     finally:
         if not done:  # the client has left
             writer.cancelled()
-            keep()
+            await keep()
         await stream.aclose()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,17 +13,76 @@ from graphllm.server.responses.requests import Chat
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """body: the response. conversation: the chat up to its end, without instructions. input: its items. task: what
-    writes the response, while it runs in the background."""
+    """body: the response. conversation: the chat up to its end, without instructions. input: its items. running: it is
+    written in the background, by the process that has put it here."""
 
     body: dict[str, Any]
     conversation: Chat
-    task: asyncio.Task[Any] | None = None
     input: list[dict[str, Any]] = field(default_factory=list)
+    running: bool = False
 
-    @property
-    def running(self) -> bool:
-        return self.task is not None and not self.task.done()
+    def abandoned(self) -> StoredResponse:
+        """What becomes of it when the process that wrote it is gone."""
+        error = {"code": "server_error", "message": "the process that wrote it has ended; send the request again"}
+        return replace(self, body={**self.body, "status": "failed", "error": error}, running=False)
+
+
+class Responses(Protocol):
+    """The responses that all of a server's requests see."""
+
+    async def put(self, id: str, record: StoredResponse, task: asyncio.Task[Any] | None = None) -> None:
+        """Keep a record in the place of one with the same id. task: what writes the rest of it, if it runs."""
+        ...
+
+    async def get(self, id: str) -> StoredResponse | None:
+        """None for one that is not kept."""
+        ...
+
+    async def end(self, id: str) -> None:
+        """Cancel what writes a response, and wait until it has put what there is."""
+        ...
+
+    async def remove(self, id: str) -> None:
+        """Forget a response; it is not running."""
+        ...
+
+
+class Writers:
+    """The tasks of this process that write responses."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[Any]] = {}
+
+    def add(self, id: str, task: asyncio.Task[Any]) -> None:
+        self._tasks[id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(id, None))
+
+    async def end(self, id: str) -> None:
+        """Cancel one, and wait for its end."""
+        if (task := self._tasks.get(id)) is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+
+class OwnResponses:
+    """In a store of this process's own."""
+
+    def __init__(self, store: ResponseStore) -> None:
+        self._store, self._writers = store, Writers()
+
+    async def put(self, id: str, record: StoredResponse, task: asyncio.Task[Any] | None = None) -> None:
+        if task is not None:
+            self._writers.add(id, task)
+        self._store.put(id, record)
+
+    async def get(self, id: str) -> StoredResponse | None:
+        return self._store.get(id)
+
+    async def end(self, id: str) -> None:
+        await self._writers.end(id)
+
+    async def remove(self, id: str) -> None:
+        self._store.remove(id)
 
 
 class ResponseStore:
@@ -57,7 +116,7 @@ class ResponseStore:
         return kept[0] if kept else None
 
     def remove(self, id: str) -> StoredResponse | None:
-        """Forgets a record. It is the caller's to cancel its task."""
+        """Forgets a record."""
         record, size = self._records.pop(id, (None, 0))
         self.bytes -= size
         return record

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import msgspec
 import prometheus_client as prometheus
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,7 @@ from graphllm.engine.request import (
     EngineRequest,
 )
 from graphllm.entrypoints.async_llm import merge
-from graphllm.server.operations.metrics import Metrics
+from graphllm.server.operations.metrics import Counted, Metrics
 
 CUMULATIVE, DELTA, FINAL_ONLY = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 Values = dict[tuple[str, tuple[tuple[str, str], ...]], float]
@@ -419,6 +420,36 @@ def test_counters_only_grow(events: list[Any]) -> None:
     for name, family in shown(Metrics("m"), total).items():
         if family.type in ("counter", "histogram") and known:
             assert values([found[name]]) == values([family])
+
+
+REQUESTS = st.lists(st.tuples(st.integers(0, 2), st.sampled_from(["/a", "/b"]), st.integers(0, 2**14)), max_size=12)
+
+
+@settings(deadline=None, max_examples=25)
+@given(REQUESTS, st.sets(st.integers(0, 2)))
+def test_processes_count_as_one(requests: list[tuple[int, str, int]], gone: set[int]) -> None:
+    """Three of a server, some of which end: nothing is lost of what they have counted but what they had in flight."""
+    whole, parts = Metrics("m"), [Metrics("m") for _ in range(3)]
+    for number, route, ticks in requests:
+        for metrics in (whole, parts[number]):
+            metrics.http_begins()
+            metrics.http(route, 200, ticks / 2**10)
+            metrics.completed("stop")
+    for number in gone:
+        parts[number].http_begins()
+    controller = Metrics("m")
+    for number in gone:
+        controller.absorb(_sent(parts[number].counted()))
+    others = [_sent(part.counted()) for number, part in enumerate(parts) if number not in gone]
+    found = {f.name: f for f in parse_plain(controller.render(None, others=others)[0].decode())}
+    wanted = {f.name: f for f in parse_plain(whole.render(None)[0].decode())}
+    counted = [name for name in wanted if not name.startswith("process_")]
+    assert [values([found[name]]) for name in counted] == [values([wanted[name]]) for name in counted]
+
+
+def _sent(counted: Counted) -> Counted:
+    """As it comes out of a message."""
+    return msgspec.json.decode(msgspec.json.encode(counted), type=Counted)
 
 
 def test_bounds_are_whole_and_growing() -> None:

@@ -3,7 +3,6 @@ is kept."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 from typing import Any
@@ -459,8 +458,8 @@ def test_a_response_that_is_cancelled() -> None:
 # --- what is kept
 
 
-def _record(size: int = 0, task: asyncio.Task[Any] | None = None) -> StoredResponse:
-    return StoredResponse({"id": "x" * size}, [], task)
+def _record(size: int = 0, running: bool = False) -> StoredResponse:
+    return StoredResponse({"id": "x" * size}, [], running=running)
 
 
 SIZE = len(json.dumps([{"id": ""}, []], separators=(",", ":")))
@@ -510,19 +509,13 @@ def test_the_store_keeps_its_limits(puts: list[tuple[str, int, bool]]) -> None:
 
 
 def test_what_runs_stays() -> None:
-    """Until its task is done; then it is as old as it is."""
-
-    async def check() -> None:
-        store = ResponseStore(count=1)
-        done = asyncio.Event()
-        task = asyncio.create_task(done.wait())
-        store.put("a", _record(task=task))
-        store.put("b", _record())
-        store.put("c", _record())
-        assert [store.get(name) is not None for name in "abc"] == [True, False, False]
-        done.set()
-        await task
-        store.put("d", _record())
-        assert [store.get(name) is not None for name in "ad"] == [False, True]
-
-    asyncio.run(check())
+    """Until its end is put; then it is as new as that."""
+    store = ResponseStore(count=1)
+    store.put("a", _record(running=True))
+    store.put("b", _record())
+    store.put("c", _record())
+    assert [store.get(name) is not None for name in "abc"] == [True, False, False]
+    store.put("a", _record())
+    store.put("d", _record())
+    assert [store.get(name) is not None for name in "ad"] == [False, True]
+    assert (len(store), store.bytes) == (1, SIZE)

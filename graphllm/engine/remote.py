@@ -1,0 +1,38 @@
+"""RemoteCore: an engine core whose process another front has started, watches and ends."""
+
+from __future__ import annotations
+
+from graphllm.engine.client import Health
+from graphllm.engine.link import CoreLink
+from graphllm.engine.messages import DeathCause, Ready
+
+
+class RemoteCore(CoreLink):
+    """What `CoreClient` is to the front that has started the core. That one knows how the core does; here it is ready
+    until somebody says `end`.
+
+    name: no other front of the core has it. folder: of its sockets.
+    """
+
+    def __init__(self, name: str, folder: str) -> None:
+        super().__init__(name)
+        self.folder = folder
+
+    async def start(self) -> Ready:
+        """Connect. Raises EngineDeadError when it is ended before."""
+        return await self.connect(self.folder)
+
+    def health(self) -> Health:
+        """As far as it is known here."""
+        if self._cause is not None:
+            return Health("dead", 0.0, self._cause)
+        return Health("starting" if self.ready is None else "ready")
+
+    async def close(self, drain_timeout: float = 0.0) -> None:
+        """Leave the core; it goes on for others."""
+        self.kill()
+
+    def kill(self, grace: float | None = None) -> None:
+        """As `close`; whoever waits here is told."""
+        self.end(DeathCause(kind="closed", message="the engine was shut down"))
+        self.disconnect()

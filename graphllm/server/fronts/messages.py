@@ -1,0 +1,188 @@
+"""What the controller and its fronts say to each other: msgspec structs in JSON over ZMQ, in a folder that only this
+user may enter. Both ask questions; each answer bears the number of its question.
+
+JSON, because it has integers of any size, and what it carries came as JSON or goes as JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from graphllm.config.sampling import SamplingParams
+from graphllm.engine.client import Health
+from graphllm.server.operations.engine_view import SupervisorOptions
+from graphllm.server.operations.metrics import Counted
+from graphllm.server.options import ServerOptions
+from graphllm.server.responses.store import StoredResponse
+
+
+class FrontLaunch(msgspec.Struct):
+    """What a front reads from stdin. name: of it; no front before it had the same. number: the same, as a number.
+    folder: of the controller's socket. doorway: file descriptor of the socket by which connections come."""
+
+    name: str
+    number: int
+    folder: str
+    doorway: int
+    options: ServerOptions
+    engine: SupervisorOptions
+
+
+class Model(msgspec.Struct):
+    """An opened model. config: a CoreConfig as plain JSON. tokenizer: of what `Tokenizer.from_folder` makes it, None
+    without one. defaults: sampling parameters of requests that name none."""
+
+    config: dict[str, Any]
+    tokenizer: tuple[str, Mapping[str, Any], Mapping[str, Any]] | None
+    defaults: SamplingParams
+    name: str
+
+
+class EngineState(msgspec.Struct, tag=True):
+    """How the engine does. core: folder of the sockets of a loaded one, "" while there is none. health: of one that
+    has failed its requests. The others: as in `EngineView`."""
+
+    status: str
+    cause: str | None
+    phase: str
+    was_ready: bool
+    phases: dict[str, float]
+    model: Model | None
+    core: str
+    health: Health | None
+
+
+class End(msgspec.Struct, tag=True):
+    """To a front: the server is closed; leave."""
+
+
+class Hello(msgspec.Struct, tag=True):
+    """A front is there; it is told the state at once."""
+
+
+class Joined(msgspec.Struct, tag=True):
+    """A front takes connections. core: of the engine that it is connected to."""
+
+    core: str
+
+
+class GiveBack(msgspec.Struct, tag=True):
+    """The room of that ticket is free, or no longer waited for."""
+
+    ticket: int
+
+
+# ---- questions of fronts
+
+
+class TakeRoom(msgspec.Struct, tag=True):
+    """Answered with null once there is so much."""
+
+    room: Literal["bodies", "values"]
+    ticket: int
+    size: int
+
+
+class TakeTurn(msgspec.Struct, tag=True):
+    """Answered with the seconds to wait, 0 for none."""
+
+    caller: str
+
+
+class PutResponse(msgspec.Struct, tag=True):
+    id: str
+    record: StoredResponse
+
+
+class GetResponse(msgspec.Struct, tag=True):
+    """Answered with the StoredResponse, or null."""
+
+    id: str
+
+
+class RemoveResponse(msgspec.Struct, tag=True):
+    id: str
+
+
+class ReadMetrics(msgspec.Struct, tag=True):
+    """Answered with text and content type."""
+
+    openmetrics: bool
+
+
+class CountInFlight(msgspec.Struct, tag=True):
+    """Answered with a number."""
+
+
+# ---- questions of both
+
+
+class EndResponse(msgspec.Struct, tag=True):
+    """Answered with null once what writes the response has ended."""
+
+    id: str
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    """Answered with how many."""
+
+    names: list[str]
+
+
+# ---- questions of the controller
+
+
+class GetReport(msgspec.Struct, tag=True):
+    """Answered with a Report."""
+
+
+class Report(msgspec.Struct):
+    """What a front has counted, its requests in the engine, its HTTP requests."""
+
+    counted: Counted
+    running: int
+    in_flight: int
+
+
+class Answer(msgspec.Struct, tag=True):
+    """value: JSON. wrong: why there is none; a defect of this program."""
+
+    number: int
+    value: msgspec.Raw = msgspec.Raw(b"null")
+    wrong: str = ""
+
+
+OfFront = (
+    TakeRoom
+    | TakeTurn
+    | PutResponse
+    | GetResponse
+    | RemoveResponse
+    | ReadMetrics
+    | CountInFlight
+    | EndResponse
+    | AbortRequests
+)
+OfController = EndResponse | AbortRequests | GetReport
+
+
+class FrontAsks(msgspec.Struct, tag=True):
+    number: int
+    question: OfFront
+
+
+class ControllerAsks(msgspec.Struct, tag=True):
+    number: int
+    question: OfController
+
+
+ToController = Hello | Joined | GiveBack | FrontAsks | Answer
+ToFront = EngineState | End | ControllerAsks | Answer
+
+
+def address(folder: str) -> str:
+    """Of the controller's socket."""
+    return f"ipc://{folder}/control"

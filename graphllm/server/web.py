@@ -1,0 +1,72 @@
+"""What speaks HTTP in one process: uvicorn's server of the application."""
+
+from __future__ import annotations
+
+import contextlib
+import ssl
+from collections.abc import Iterator
+
+import uvicorn
+
+from graphllm.server.app import create_app
+from graphllm.server.generation import Running
+from graphllm.server.http.connection import LimitedProtocol
+from graphllm.server.network import BACKLOG
+from graphllm.server.operations.engine_view import EngineView
+from graphllm.server.operations.metrics import Metrics
+from graphllm.server.operations.tracing import Tracing
+from graphllm.server.options import ServerOptions
+from graphllm.server.service import Limits, Service
+from graphllm.server.shared import Shared
+
+_LAST_WORDS = 2  # seconds for the ends of answers to reach their clients
+
+
+class WebServer(uvicorn.Server):
+    """Signals are for who runs it."""
+
+    def protocol(self) -> LimitedProtocol:
+        """Of one more connection, once it is started."""
+        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def web_server(
+    view: EngineView,
+    metrics: Metrics,
+    running: Running,
+    shared: Shared,
+    options: ServerOptions,
+    tls: ssl.SSLContext | None,
+    tracing: Tracing | None,
+) -> WebServer:
+    """metrics, running: what this process counts, and its requests in the engine."""
+    service = Service(
+        view,
+        tuple(options.names),
+        metrics,
+        shared,
+        Limits(body=options.max_body),
+        options.keep_alive,
+        options.rules,
+        running=running,
+        tracing=tracing,
+    )
+    config = uvicorn.Config(
+        create_app(service, options.access),
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,  # longer than the clients' pools keep a connection, so that they close it
+        timeout_graceful_shutdown=_LAST_WORDS,
+        backlog=BACKLOG,
+        ssl_context_factory=(lambda config, default: tls) if tls else None,
+    )
+    return WebServer(config)
