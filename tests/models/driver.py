@@ -73,6 +73,14 @@ class Driver:
             done = ends
         return [torch.stack(row) for row in rows]
 
+    def chunked(self, prompt: Sequence[int], chunk: int) -> Tensor:
+        """The logits [V] after a prompt that is computed so many tokens at a time."""
+        pages = _assign_pages([len(prompt)] * len(self.executor.layout.groups), self.executor.layout.num_blocks)
+        tables = [stack_tables([page]) for page in pages]
+        for start in range(0, len(prompt), chunk):
+            result = self.executor.run(ragged([prompt[start : start + chunk]], [start], tables))
+        return result.logits[0].float().cpu().clone()
+
     def generate(self, prompts: Sequence[Sequence[int]], n_tokens: int) -> tuple[list[Tensor], list[list[int]]]:
         """Greedy decoding of all prompts as one ragged batch.
 

@@ -203,3 +203,5 @@ def test_parity(backend: str, arch: Arch, tmp_path: Path) -> None:
         torch.testing.assert_close(alone_logits[0], expected[0], atol=1e-4, rtol=0)
         assert alone_tokens[0] == tokens[i]
     assert len(set(tokens[-1])) > 8, "the checkpoint repeats itself, which tests little"
+    if arch.name == "gpt_oss":  # sinks and windows in the middle of a prompt
+        torch.testing.assert_close(runner.chunked(prompts[-1], 47), logits[-1], atol=1e-4, rtol=0)
