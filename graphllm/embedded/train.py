@@ -1,7 +1,8 @@
 """Trains the embedded model from nothing: `python -m graphllm.embedded.train --out DIR`, minutes on one large GPU.
 
 The tokenizer is trained on the tasks' text, then a small Llama on an endless stream of generated chats, for as long as
-`--minutes` says: the learning rate follows the clock, so that it has come down when the time is up.
+`--minutes` says: the learning rate follows the clock, so that it has come down when the time is up. With `--experts`,
+a Qwen3-MoE, whose tokens each go to two of so many experts.
 """
 
 import argparse
@@ -15,11 +16,13 @@ import time
 from itertools import islice
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.utils.data import DataLoader
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from graphllm.embedded.data import (
     CHAT_TEMPLATE,
@@ -42,6 +45,8 @@ PEAK_LR = 3e-3
 WARMUP_STEPS = 150
 PROMPT_WEIGHT = 0.05
 """How much of the loss a token that the model only reads counts for, next to one that it says."""
+BALANCE_WEIGHT = 0.01
+"""How much unequal use of the experts adds to the loss; equal use is 2, the experts of a token."""
 
 CARD = """---
 license: apache-2.0
@@ -50,7 +55,7 @@ pipeline_tag: text-generation
 ---
 # The model embedded in graphllm
 
-A Llama with {parameters:.1f} M parameters in bf16, made to try and to test an inference engine without a
+A {kind} with {parameters:.1f} M parameters in bf16, made to try and to test an inference engine without a
 download. It does small sums, sorts, counts, spells, knows some facts, writes JSON and tool calls and tells a
 few stories: the tasks in `graphllm/embedded/tasks`. It says that it does not know the rest. Its answers are
 short and the same for the same question, so greedy text can be compared between backends.
@@ -88,23 +93,36 @@ def train_tokenizer(samples: int, seed: int) -> Tokenizer:
     return tokenizer
 
 
-def new_model(tokenizer: Tokenizer, hidden: int, layers: int) -> LlamaForCausalLM:
+CausalLM = LlamaForCausalLM | Qwen3MoeForCausalLM
+
+
+def new_model(tokenizer: Tokenizer, hidden: int, layers: int, experts: int) -> CausalLM:
     heads = hidden // 64
-    config = LlamaConfig(
-        vocab_size=math.ceil(tokenizer.get_vocab_size() / 64) * 64,
-        hidden_size=hidden,
-        intermediate_size=hidden * 11 // 4,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(heads // 2, 1),
-        head_dim=64,
-        max_position_embeddings=CONTEXT,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=token_id(tokenizer, TURN_END),
-        pad_token_id=token_id(tokenizer, END_OF_TEXT),
+    common: dict[str, Any] = {
+        "vocab_size": math.ceil(tokenizer.get_vocab_size() / 64) * 64,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(heads // 2, 1),
+        "head_dim": 64,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": token_id(tokenizer, TURN_END),
+        "pad_token_id": token_id(tokenizer, END_OF_TEXT),
+    }
+    if not experts:
+        return LlamaForCausalLM(LlamaConfig(**common, intermediate_size=hidden * 11 // 4))
+    width = hidden // 2 // 16 * 16
+    config = Qwen3MoeConfig(
+        **common,
+        intermediate_size=width,
+        moe_intermediate_size=width,
+        num_experts=experts,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
     )
-    return LlamaForCausalLM(config)
+    return Qwen3MoeForCausalLM(config)
 
 
 def weighted_loss(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -115,14 +133,14 @@ def weighted_loss(hidden: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, w
     return (loss * weight).sum() / weight.sum()
 
 
-def optimizer_for(model: LlamaForCausalLM) -> torch.optim.AdamW:
+def optimizer_for(model: CausalLM) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=PEAK_LR, betas=(0.9, 0.95), fused=True)
 
 
-def fit(model: LlamaForCausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor], deadline: float) -> int:
+def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor], deadline: float) -> int:
     """Trains until the deadline (of `time.monotonic`); returns the steps done."""
     device = next(model.parameters()).device
     marks = [token_id(tokenizer, mark) for mark in (END_OF_TEXT, TURN_START, TURN_END, "assistant")]
@@ -143,8 +161,11 @@ def fit(model: LlamaForCausalLM, tokenizer: Tokenizer, batches: DataLoader[torch
         ids = batch.to(device, non_blocking=True).long()
         weight = torch.where(answer_mask(ids, *marks), 1.0, PROMPT_WEIGHT)
         with torch.autocast(device.type, torch.bfloat16):
-            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
-            loss = loss_of(hidden, model.lm_head.weight, ids, weight)
+            routed = isinstance(model, Qwen3MoeForCausalLM)
+            out = model.model(input_ids=ids, use_cache=False, **({"output_router_logits": True} if routed else {}))
+            loss = loss_of(out.last_hidden_state, model.lm_head.weight, ids, weight)
+            if routed:
+                loss = loss + BALANCE_WEIGHT * load_balancing_loss_func(out.router_logits, model.config.num_experts, 2)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -157,7 +178,7 @@ def fit(model: LlamaForCausalLM, tokenizer: Tokenizer, batches: DataLoader[torch
     return step
 
 
-def save(model: LlamaForCausalLM, tokenizer: Tokenizer, card: str, out: Path) -> None:
+def save(model: CausalLM, tokenizer: Tokenizer, card: str, out: Path) -> None:
     """Writes the Hugging Face folder beside its place and then moves it there: no reader sees half of one."""
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=out.parent))
@@ -198,6 +219,7 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=131072)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--experts", type=int, default=0, help="of each layer; 0: a dense model")
     parser.add_argument("--tokenizer-samples", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 1) - 2, 1), help="data processes")
     parser.add_argument("--seed", type=int, default=0)
@@ -216,11 +238,13 @@ def main() -> None:
         )
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with device:
-            model = new_model(tokenizer, args.hidden, args.layers)
+            model = new_model(tokenizer, args.hidden, args.layers, args.experts)
         steps = fit(model, tokenizer, batches, start + args.minutes * 60)
-    values = {name: getattr(args, name) for name in ("minutes", "batch_tokens", "tokenizer_samples", "seed")}
+    told = ("minutes", "batch_tokens", "hidden", "layers", "experts", "tokenizer_samples", "seed")
+    values = {name: getattr(args, name) for name in told}
     options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in values.items())
     card = CARD.format(
+        kind=f"Qwen3-MoE of {args.experts} experts" if args.experts else "Llama",
         command=f"python -m graphllm.embedded.train --out DIR {options}",
         parameters=model.num_parameters() / 1e6,
         tokens=steps * args.batch_tokens / 1e6,
