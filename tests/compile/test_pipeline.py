@@ -118,7 +118,14 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert [f for f in files if not f.startswith("piece.")] == [
         f"{stage}.{unit}.txt"
-        for stage in ("00-trace", "01-canonicalize", "02-quantize_linear", "03-shard", "04-fuse_attention")
+        for stage in (
+            "00-trace",
+            "01-canonicalize",
+            "02-quantize_linear",
+            "03-quantize_moe",
+            "04-shard",
+            "05-fuse_attention",
+        )
         for unit in units
     ]
     assert sum(f.startswith("piece.") for f in files) == 8
@@ -205,7 +212,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
         (name, unit)
-        for name in ("canonicalize", "quantize_linear", "shard", "fuse_attention")
+        for name in ("canonicalize", "quantize_linear", "quantize_moe", "shard", "fuse_attention")
         for unit in (
             "resolve_token_ids",
             "embed",
