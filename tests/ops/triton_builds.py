@@ -1,0 +1,85 @@
+"""Builds the Triton kernels of every op for sm_90 without a GPU, at one large case of each implementation, as far as
+PTX: what the interpreter takes and the compiler does not. A program, because the interpreter is chosen at import: to be
+run without TRITON_INTERPRET."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table, triton_kernel_wrapper_functional
+from torch.fx.experimental.proxy_tensor import make_fx
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+
+from graphllm.config import Target
+from graphllm.ir.op import CallSite, Op
+from graphllm.ir.registry import load_ops
+from graphllm.ir.testing import Maker
+from graphllm.ir.testing.check import cases_of
+
+TARGET = Target("cuda", ("sm_90", "sms_132"), "H200")
+POINTERS = {
+    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
+    torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+}  # fmt: skip
+
+
+def launches(op: Op, name: str) -> list[dict[str, Any]]:
+    """Of the Triton kernels that an implementation starts at the last small case that it takes: the arguments of their
+    calls as a tracer records them."""
+    maker = Maker(torch.Generator(), torch.device("cpu"), torch.bfloat16)
+    for case in reversed([c for c in cases_of(op) if c.size == "small"]):
+        args = op.bind((), case.inputs(maker))
+        site = CallSite(args, TARGET, case.bucket)
+        if op.impls[name].supports(site):
+            tensors = {n: v for n, v in args.items() if isinstance(v, torch.Tensor)}
+            fn = functools.partial(op.impls[name].at(site), **{n: v for n, v in args.items() if n not in tensors})
+
+            graph = make_fx(_of_names(fn), tracing_mode="fake")(tensors).graph
+            return [n.kwargs for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
+    return []
+
+
+def _of_names(fn: Callable[..., Any]) -> Callable[[dict[str, torch.Tensor]], Any]:
+    return lambda tensors: fn(**tensors)
+
+
+def build(call: dict[str, Any]) -> str:
+    """PTX of a recorded launch."""
+    kernel = kernel_side_table.get_kernel(call["kernel_idx"])
+    given = {**kernel_side_table.get_constant_args(call["constant_args_idx"]), **call["kwargs"]}
+    options = {}
+    if hasattr(kernel, "configs"):  # what the tracer makes of launch options
+        (config,) = kernel.configs
+        options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+        kernel = kernel.fn
+    constant = {p.name for p in kernel.params if p.is_constexpr}
+    signature, constants, aligned = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        value = given[name]
+        value = value.meta["val"] if isinstance(value, torch.fx.Node) else value
+        if name in constant:
+            signature[name], constants[(i,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], aligned[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+
+
+def main() -> None:
+    assert triton_kernel_wrapper_functional  # registers the operator that tracers record
+    for op in load_ops().values():
+        for impl in op.impls.values():
+            if impl.device == "cuda":
+                made = [build(call) for call in launches(op, impl.name)]
+                print(op.name, impl.name, len(made), all(".target sm_90" in ptx for ptx in made), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
