@@ -1,8 +1,8 @@
-# The two commands of the README. Both create .venv and install into it on first use.
+# The commands of the README. They create .venv and install into it on first use.
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 demo: .venv/installed
 	$(BIN)/graphllm run --prompt "What is 12 + 7?"
@@ -14,6 +14,9 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: .venv/installed
+	$(BIN)/python -m mkdocs build --strict
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
