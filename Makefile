@@ -16,7 +16,7 @@ lint: .venv/installed
 	$(BIN)/mypy
 
 docs: .venv/installed
-	$(BIN)/python -m mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
