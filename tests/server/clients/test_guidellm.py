@@ -39,4 +39,8 @@ def test_guidellm(path: str, served: Served, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     (benchmark,) = json.loads((tmp_path / "report.json").read_text())["benchmarks"]
-    assert benchmark["metrics"]["request_totals"] == {}
+    metrics = benchmark["metrics"]
+    totals = {"successful": REQUESTS, "errored": 0, "incomplete": 0, "total": REQUESTS}
+    assert metrics["request_totals"] == totals
+    assert metrics["output_token_count"]["successful"]["total_sum"] == REQUESTS * OUTPUT_TOKENS
+    assert metrics["output_tokens_per_second"]["successful"]["mean"] > 0
