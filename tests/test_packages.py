@@ -1,4 +1,4 @@
-"""The wheel and the source distribution: built as a release is, whole, and at work in an empty environment elsewhere."""
+"""The wheel and the source distribution: built as a release is, whole, at work in an empty environment elsewhere."""
 
 from __future__ import annotations
 

@@ -118,7 +118,7 @@ class ReplyFormat(NamedTuple):
 
 
 FUNCTION_NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
-_ARGUMENTS = ("arguments", "parameters")
+ARGUMENTS = ("arguments", "parameters")  # what models call those of a call
 _BESIDE = ("type", "id")  # what a call may have beside its name and arguments
 _CLOSERS, _SEPARATORS, _NAME = re.compile(r"[\s\]}]+"), re.compile(r"[\s;]+"), re.compile(r"[\w.-]+")
 _TRAILING = string.whitespace + ",;]}"  # of no meaning after a call
@@ -296,7 +296,7 @@ class ReplyReader:
                     return False
                 if early:
                     self._argue(index, name, "".join(early))
-            elif key in _ARGUMENTS and not early and self._calls == index:
+            elif key in ARGUMENTS and not early and self._calls == index:
                 if not (yield from self._arguments(partial(self._argue, index, name) if name else early.append)):
                     return False
                 if self._calls > index:

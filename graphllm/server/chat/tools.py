@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.engine.schema import parse_schema, rewrite_schema
-from graphllm.server.chat.replies import FUNCTION_NAME
+from graphllm.server.chat.replies import ARGUMENTS, FUNCTION_NAME
 
 _MAX_TOOLS, _MAX_CALLS = 128, 16
 _CHOICES = ("none", "auto", "required")
@@ -128,17 +128,15 @@ def constraint(use: ToolUse) -> dict[str, Any] | None:
     for i, tool in enumerate(use.tools):
         # Each schema stands as a whole under a name of its own, so that all its references lead into it still.
         definitions[str(i)] = _moved(_parameters(tool, i), f"#/$defs/{i}")
-        options.append(
+        options += [
             {
                 "type": "object",
-                "properties": {
-                    "name": {"const": tool["function"]["name"]},
-                    "parameters": {"$ref": f"#/$defs/{i}"},
-                },
-                "required": ["name", "parameters"],
+                "properties": {"name": {"const": tool["function"]["name"]}, key: {"$ref": f"#/$defs/{i}"}},
+                "required": ["name", key],
                 "additionalProperties": False,
             }
-        )
+            for key in ARGUMENTS  # the model takes the one it has learned, and writes nonsense behind another
+        ]
     most = _MAX_CALLS if use.parallel else 1
     calls = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": options}, "$defs": definitions}
     return {"json": calls}

@@ -205,6 +205,15 @@ def test_what_is_refused(tools: Any, choice: Any, message: str) -> None:
 # --- calls that must be made
 
 
+@pytest.mark.parametrize("key", ["arguments", "parameters"])
+def test_calls_in_the_words_of_any_model(key: str, compiler: GrammarCompiler, tokenizer: Tokenizer) -> None:
+    schema = {"properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    use = check_tools([tool("g"), tool("f", schema)], "required", True)
+    assert allows(compiler, tokenizer, use, [{"name": "g", key: {}}, {"name": "f", key: {"x": 7}}])
+    assert not allows(compiler, tokenizer, use, [{"name": "f", key: {"x": "7"}}])
+    assert not allows(compiler, tokenizer, use, [{"name": "f", "arguments": {"x": 7}, "parameters": {"x": 7}}])
+
+
 def test_no_constraint_without_force() -> None:
     assert constraint(check_tools(of_models(), "auto", True)) is None
     assert constraint(check_tools(of_models(), "none", True)) is None

@@ -6,7 +6,6 @@ commands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -44,7 +43,8 @@ def get_weather(city: str) -> str:
 @pytest.fixture
 def langchain(served: Served) -> Any:
     package = pytest.importorskip("langchain_openai")
-    return package.ChatOpenAI(model=MODEL, base_url=f"{served.url}/v1", api_key="none", temperature=0, stream_usage=True)
+    url = f"{served.url}/v1"
+    return package.ChatOpenAI(model=MODEL, base_url=url, api_key="none", temperature=0, stream_usage=True)
 
 
 def test_langchain_texts(langchain: Any) -> None:
@@ -85,7 +85,7 @@ def test_langchain_structured_output(method: str, langchain: Any) -> None:
 
 
 @pytest.fixture
-def pydantic_ai(served: Served) -> Iterator[Any]:
+def pydantic_ai(served: Served) -> Any:
     """An agent's class, bound to the model."""
     agent = pytest.importorskip("pydantic_ai").Agent
     from pydantic_ai.models.openai import OpenAIChatModel
