@@ -143,9 +143,9 @@ def register_encoding(encoding: Encoding) -> Encoding:
 def encoding_of(name: str) -> Encoding:
     """The encoding of that name, of graphllm or a plugin. Raises ConfigError when there is none."""
     if not is_encoding(name):
+        known = sorted({n for n in _encodings if n.partition("-")[0] not in _families} | set(_families))
         raise ConfigError(
-            f"encoding: {name!r} is not known, there are {', '.join(sorted({*_encodings, *_families}))}; install the "
-            "package that registers it"
+            f"encoding: {name!r} is not known, there are {', '.join(known)}; install the package that registers it"
         )
     if name not in _encodings:
         family, *numbers = name.split("-")

@@ -11,9 +11,10 @@ import dataclasses
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from graphllm.config import ConfigError
+from graphllm.config.compilation import Quantization
 from graphllm.config.fields import section
 from graphllm.weights.checkpoint import TensorInfo
 from graphllm.weights.dtypes import DTYPES, PLAIN
@@ -25,6 +26,8 @@ Scheme = Callable[[str], str | None]  # the encoding of a module's weight, by th
 Stored = Mapping[str, TensorInfo]
 _CONFIG = "config.json: quantization_config"
 _SUFFIX = ".weight"
+# Names of vLLM's for kernels of a method.
+_SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "inc": "auto-round"}
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
@@ -40,6 +43,20 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
             f"{', '.join(METHODS)}, or an unquantized one"
         )
     return METHODS[method](found)
+
+
+def check_method(config: Mapping[str, Any], said: str) -> None:
+    """Raises ConfigError unless what a user gave as ``quantization`` is the checkpoint's own method."""
+    method = section(config, "quantization_config").get("quant_method")
+    if _SAME.get(said, said) == method:
+        return
+    if _SAME.get(said, said) not in METHODS:
+        raise ConfigError(f"quantization is {said!r:.80}: use {' or '.join(get_args(Quantization))}, or leave it out")
+    stored = f"this checkpoint is of {method}" if method else "this checkpoint is not quantized"
+    raise ConfigError(
+        f"quantization is {said!r:.80}: {stored}; leave it out, or give {' or '.join(get_args(Quantization))} to round "
+        "its weights while they are loaded"
+    )
 
 
 def as_quantized(plan: WeightPlan, config: Mapping[str, Any], stored: Stored | None) -> WeightPlan:

@@ -37,7 +37,7 @@ def words(numbers: Tensor, bits: int) -> Tensor:
 
 
 def grouped(matrix: Tensor, bits: int, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Integers [rows, inner], float16 scales and zero points [rows, groups] of a matrix; of: the group of each column."""
+    """Integers [rows, inner], float16 scales and zero points [rows, groups]. of: the group of each column."""
     count, most = int(of.max()) + 1, (1 << bits) - 1
     columns = [matrix[:, of == g] for g in range(count)]
     low, high = (torch.stack([f(c, 1).values for c in columns], 1) for f in (torch.min, torch.max))
