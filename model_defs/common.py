@@ -26,13 +26,8 @@ def only(hf: HF, name: str, *accepted: Any) -> Any:
 
 
 def check_plain(hf: HF) -> None:
-    """Raises ConfigError for a quantized checkpoint, and for one whose tokens see those behind them."""
+    """Raises ConfigError for a checkpoint whose tokens see those behind them."""
     only(hf, "is_causal", True)
-    if hf.get("quantization_config") is not None:
-        method = section(hf, "quantization_config").get("quant_method")
-        raise ConfigError(
-            f"config.json: quantization_config (quant_method {method!r}) is not supported; use an unquantized one"
-        )
 
 
 def rotated_whole(hf: HF) -> None:

@@ -13,7 +13,7 @@ from graphllm.ir.op import all_ops, op_of
 from graphllm.ops.linear import linear
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
-from graphllm.weights.expr import Decode, Encode, Read, Values, walk
+from graphllm.weights.expr import Encode, Read, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.simplify import as_stored
 
@@ -57,15 +57,16 @@ def _arguments(node: Node, weight: Node) -> dict[str, Any] | None:
 
 
 def _encoding(plan: WeightPlan, entry: str, wanted: str | None) -> str | None:
-    """The encoding in which an entry is to be read: the checkpoint's own if an op reads it, the wanted one for plain
-    numbers, else None."""
+    """The encoding in which an entry is to be read: the checkpoint's own if an op reads it, else the wanted one; None
+    for what is to be left alone."""
     expr = plan.expr_of(entry)
     if len(plan[entry].shape) != 2:
         return None
-    if (stored := as_stored(expr)) is not None:
-        return stored[0] if encoding_of(stored[0]).op is not None else None
+    stored = as_stored(expr)
+    if stored is not None and encoding_of(stored[0]).op is not None:
+        return stored[0]
     leaves = list(walk(expr))
-    if any(isinstance(e, (Values, Decode, Encode)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
+    if any(isinstance(e, (Values, Encode)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
         return None
     return None if plan[entry].exact else wanted
 

@@ -12,7 +12,7 @@ from graphllm.ir.op import all_ops, op_of
 from graphllm.ops.fused_moe import fused_moe
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
-from graphllm.weights.expr import Decode, Encode, Expr, Read, Reshape, Slice, Stack, Values, walk
+from graphllm.weights.expr import Encode, Expr, Read, Reshape, Slice, Stack, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.simplify import simplify
 
@@ -48,7 +48,7 @@ def quantize_moe(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRep
 
 
 def _may_change(unit: Unit, plan: WeightPlan, stack: Any, user: Node) -> bool:
-    """Whether a value is a weight of plain numbers, read by one node."""
+    """Whether a value is a weight of numbers that are read, also encoded ones, by one node."""
     label = stack.meta["label"] if stack.op == "placeholder" else ""
     return (
         label.startswith("w.")
@@ -59,7 +59,7 @@ def _may_change(unit: Unit, plan: WeightPlan, stack: Any, user: Node) -> bool:
 
 def _is_plain(plan: WeightPlan, entry: str) -> bool:
     leaves = list(walk(plan.expr_of(entry)))
-    computed = any(isinstance(e, (Values, Decode, Encode)) for e in leaves)
+    computed = any(isinstance(e, (Values, Encode)) for e in leaves)
     return not computed and not plan[entry].exact and any(isinstance(e, Read) for e in leaves)
 
 

@@ -99,6 +99,6 @@ def _option_type(d: Definition) -> Any:
         return str | None
     if get_origin(d.type) is tuple:
         return list[get_args(d.type)[0]] | None  # type: ignore[misc]
-    if choices(d.said) or d.setting.written is None:
+    if choices(d.said) or choices(d.type) or d.setting.written is None:
         return d.said
     return d.type

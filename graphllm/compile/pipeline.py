@@ -40,6 +40,7 @@ from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, Unit
 from graphllm.weights.checkpoint import DRAFT
 from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.schemes import Stored, as_quantized
 from graphllm.weights.shard import shard_plan
 
 if TYPE_CHECKING:
@@ -113,12 +114,14 @@ def compile_model(
     complete: Callable[[Path], None] | None = None,
     objects: Objects | None = None,
     origin: Mapping[str, str | None] = {},
+    stored: Stored | None = None,
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
 
     tuned: folder that keeps what tuning found, for later compiles. complete: adds to the files of the artifact, which
     are all there but the manifest. objects: of C++; without them none is kept for later compiles. origin: the model's
-    name, and the commit of its repository, for the manifest.
+    name, and the commit of its repository, for the manifest. stored: the checkpoint's tensors, which show what of a
+    quantized one is encoded.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -138,7 +141,7 @@ def compile_model(
         pieces = _made(building / "pieces")
         progress("trace", 0, 1)
         degree = config.tensor_parallel_size
-        plan = shard_plan(make_plan(model, c, config.dtype), degree)
+        plan = shard_plan(as_quantized(make_plan(model, c, config.dtype), model_config, stored), degree)
         c = model.local(c, degree)
         layout = plan_layout(model, c, config)
         graphs = trace_model(model, c, config, layout)

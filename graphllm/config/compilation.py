@@ -118,7 +118,10 @@ class CompileConfig:
         help="Type in which the model computes.",
     )
     quantization: Quantization | None = setting(
-        None, help="Round the weights of linear layers and experts to so few bits while they are loaded (CPU)."
+        None,
+        written=str | None,
+        help="int8 or int4: round the weights of linear layers and experts while they are loaded (CPU). A quantized "
+        "checkpoint's own method may be named too, and need not be.",
     )
     buckets: tuple[Bucket, ...] = setting(
         (),

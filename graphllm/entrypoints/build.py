@@ -110,8 +110,10 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
         if source.checkpoint is not None:
             from graphllm.weights.match import check_checkpoint
             from graphllm.weights.plan import make_plan
+            from graphllm.weights.schemes import as_quantized
 
-            check_checkpoint(make_plan(model, c, config.dtype), source.checkpoint)
+            plan = as_quantized(make_plan(model, c, config.dtype), source.config, source.checkpoint.tensors)
+            check_checkpoint(plan, source.checkpoint)
         longest = c.max_len
         if config.max_model_len > longest:
             raise ConfigError(
@@ -119,7 +121,8 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
             )
         origin = {"name": source.name, "commit": source.commit}
         tuned = env.cache_dir / "tuned"
-        compile_model(source.config, tensors, config, place, progress, tuned, complete, objects, origin)
+        stored = source.checkpoint.tensors if source.checkpoint else None
+        compile_model(source.config, tensors, config, place, progress, tuned, complete, objects, origin, stored)
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from graphllm.config import CompileConfig, ConfigError, EngineArgs, check, default_buckets, definitions
+from graphllm.config.compilation import Quantization
 from graphllm.config.fields import MOST, section, whole
 from graphllm.config.setting import assemble
 from graphllm.machine import detect_target, gpu_memory, usable_cores
@@ -42,6 +43,11 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     }
     said = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
             if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
+    if args.quantization not in (None, *get_args(Quantization)):
+        from graphllm.weights.schemes import check_method  # imports torch
+
+        check_method(model_config, args.quantization)
+        said["quantization"] = None
     config: CompileConfig = assemble(CompileConfig, automatic | said | {"target": target})
     check(config)
     return config

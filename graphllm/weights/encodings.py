@@ -115,8 +115,18 @@ class Encoding:
         return moved[0], one[moved[0]]
 
 
+Family = Callable[..., Encoding]  # of the name and the numbers in it
 _FORMATS = Path(__file__).parent / "formats"  # those of graphllm
 _encodings: dict[str, Encoding] = {}
+_families: dict[str, Family] = {}
+
+
+def register_family(name: str, make: Family) -> None:
+    """Make encodings known that differ in whole numbers, such as "gptq-4-128": ``make(name, 4, 128)`` gives one when it
+    is first asked for. Raises ValueError when the name is taken."""
+    if name in _families:
+        raise ValueError(f"encodings {name!r} are already registered; choose another name")
+    _families[name] = make
 
 
 def register_encoding(encoding: Encoding) -> Encoding:
@@ -132,15 +142,27 @@ def register_encoding(encoding: Encoding) -> Encoding:
 
 def encoding_of(name: str) -> Encoding:
     """The encoding of that name, of graphllm or a plugin. Raises ConfigError when there is none."""
+    if not is_encoding(name):
+        known = sorted({n for n in _encodings if n.partition("-")[0] not in _families} | set(_families))
+        raise ConfigError(
+            f"encoding: {name!r} is not known, there are {', '.join(known)}; install the package that registers it"
+        )
     if name not in _encodings:
+        family, *numbers = name.split("-")
+        register_encoding(_families[family](name, *map(int, numbers)))
+    return _encodings[name]
+
+
+def is_encoding(name: str) -> bool:
+    """Whether there is an encoding of that name, of graphllm or a plugin."""
+
+    def known() -> bool:
+        return name in _encodings or name.partition("-")[0] in _families
+
+    if not known():
         for module in pkgutil.iter_modules([str(_FORMATS)]):
             import_module(f"graphllm.weights.formats.{module.name}")
-    if name not in _encodings:
+    if not known():
         for plugin in entry_points(group=PLUGIN_GROUP):
             plugin.load()
-    if name not in _encodings:
-        raise ConfigError(
-            f"encoding: {name!r} is not known, there are {', '.join(sorted(_encodings))}; install the package that "
-            "registers it"
-        )
-    return _encodings[name]
+    return known()

@@ -44,7 +44,7 @@ class Driver:
             block_size=BLOCK, tune=tune,
         )  # fmt: skip
         config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
-        compile_model(source.config, source.tensors, config, place)
+        compile_model(source.config, source.tensors, config, place, stored=source.checkpoint.tensors)
         manifest = artifact.verify(place)
         plan = WeightPlan.from_json((place / "weights.json").read_text())
         self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), num_blocks=512)

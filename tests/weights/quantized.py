@@ -1,0 +1,201 @@
+"""A tiny Llama in the quantized checkpoints of other programs: written by their own packages, or by formulas here that
+share nothing with the engine's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HIDDEN, WIDTH, GROUP = 64, 96, 32
+Tensors = dict[str, Tensor]
+_ONE = torch.ones(1)
+
+
+class Format(NamedTuple):
+    """config: the quantization_config. encode: from a matrix [rows, inner], the tensors behind a module's name, and the
+    matrix that they stand for in float64."""
+
+    config: dict[str, Any]
+    encode: Callable[[Tensor], tuple[Tensors, Tensor]]
+
+
+def words(numbers: Tensor, bits: int) -> Tensor:
+    """int32 words [rows, ..] of a stream of unsigned integers [rows, count], the lowest bits first."""
+    rows = []
+    for row in numbers.tolist():
+        stream = sum(int(n) << bits * i for i, n in enumerate(row))
+        count = -(-len(row) * bits // 32)
+        rows.append([(stream >> 32 * i) & 0xFFFFFFFF for i in range(count)])
+    return torch.tensor(rows, dtype=torch.int64).to(torch.uint32).view(torch.int32)
+
+
+def grouped(matrix: Tensor, bits: int, of: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers [rows, inner], float16 scales and zero points [rows, groups]. of: the group of each column."""
+    count, most = int(of.max()) + 1, (1 << bits) - 1
+    columns = [matrix[:, of == g] for g in range(count)]
+    low, high = (torch.stack([f(c, 1).values for c in columns], 1) for f in (torch.min, torch.max))
+    scales = ((high - low) / most).half()
+    zeros = (-low / scales.float()).round().clamp(1, most).int()
+    integers = (matrix / scales.float()[:, of] + zeros[:, of]).round().clamp(0, most).int()
+    return integers, scales, zeros
+
+
+def _gptq(bits: int, by_activation: bool, less: int, g_idx: bool = True) -> Callable[[Tensor], tuple[Tensors, Tensor]]:
+    """Frantar et al. 2022: weight = scale * (integer - zero). less: what is taken from stored zero points."""
+
+    def encode(matrix: Tensor) -> tuple[Tensors, Tensor]:
+        of = torch.arange(matrix.shape[1]) // GROUP
+        if by_activation:
+            of = of[torch.randperm(len(of), generator=torch.Generator().manual_seed(5))]
+        integers, scales, zeros = grouped(matrix, bits, of)
+        tensors = {
+            "qweight": words(integers, bits).T,
+            "qzeros": words((zeros - less).T, bits),
+            "scales": scales.T,
+            **({"g_idx": of.int()} if g_idx else {}),
+        }
+        return tensors, scales.double()[:, of] * (integers - zeros[:, of]).double()
+
+    return encode
+
+
+def _awq(matrix: Tensor) -> tuple[Tensors, Tensor]:
+    """Lin et al. 2023: rows 0, 2, 4, 6, 1, 3, 5, 7 of eight lie in a word, from the lowest bits on."""
+    of = torch.arange(matrix.shape[1]) // GROUP
+    integers, scales, zeros = grouped(matrix, 4, of)
+
+    def turned(numbers: Tensor) -> Tensor:  # [rows, n] to words [n, rows / 8]
+        order = [8 * i + j for i in range(len(numbers) // 8) for j in (0, 2, 4, 6, 1, 3, 5, 7)]
+        return words(numbers[order].T, 4)
+
+    tensors = {"qweight": turned(integers), "qzeros": turned(zeros), "scales": scales.T}
+    return tensors, scales.double()[:, of] * (integers - zeros[:, of]).double()
+
+
+def _float8(rows: int, inner: int, scale: str = "weight_scale", extra: Tensors | None = None) -> Any:
+    """E4M3 times a scale for each block; 0: of all."""
+
+    def encode(matrix: Tensor) -> tuple[Tensors, Tensor]:
+        r, i = rows or matrix.shape[0], inner or matrix.shape[1]
+        scales = torch.stack([torch.stack([c.abs().max() / 448 for c in band.split(i, 1)]) for band in matrix.split(r)])
+        full = scales.repeat_interleave(r, 0)[: len(matrix)].repeat_interleave(i, 1)[:, : matrix.shape[1]]
+        values = (matrix / full).to(torch.float8_e4m3fn)
+        stored = scales.reshape(()) if not rows and not inner else scales
+        return {"weight": values, scale: stored, **(extra or {})}, values.double() * full.double()
+
+    return encode
+
+
+def e2m1(packed: Tensor) -> Tensor:
+    """float64 numbers of two codes a byte: sign, two bits of exponent, one of mantissa, the lower code first (OCP
+    Microscaling Formats 1.0)."""
+    codes = torch.stack([packed % 16, packed // 16], -1).flatten(-2).double()
+    sign, exponent, half = 1 - 2 * (codes // 8), codes // 2 % 4, codes % 2
+    return sign * torch.where(exponent == 0, half / 2, 2 ** (exponent - 1) * (1 + half / 2))
+
+
+def _compressed(format_: str, extra: Tensors | None = None, **weights: Any) -> Format:
+    """By the package of compressed-tensors."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    group = {"targets": ["Linear"], "weights": weights}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+
+    def encode(matrix: Tensor) -> tuple[Tensors, Tensor]:
+        args, compressor = scheme.weights, BaseCompressor.get_value_from_registry(format_)
+        assert args is not None
+        size = args.group_size or matrix.shape[1]
+        parts = matrix.unflatten(1, (-1, size))
+        given: Tensors = {}
+        if args.strategy == "tensor_group":
+            given["weight_global_scale"] = (448 * 6 / matrix.abs().max()).reshape(1)
+        low, high = (parts, parts) if args.strategy != "tensor" else (matrix.flatten(), matrix.flatten())
+        low, high = low.amin(-1), high.amax(-1)
+        scales, zeros = calculate_qparams(low, high, args, global_scale=given.get("weight_global_scale"))
+        if args.strategy == "tensor":
+            scales = scales.reshape(1)
+        state = {"weight": matrix, "weight_scale": scales, **given}
+        if not args.symmetric:
+            state["weight_zero_point"] = zeros.to(torch.int8)
+        stored = compressor.compress(state, scheme)
+        if args.num_bits == 4 and args.type == "float":  # the package's reader rounds to bfloat16
+            scale = stored["weight_scale"]
+            scale = 2.0 ** (scale.double() - 127) if scale.dtype == torch.uint8 else scale.double()
+            scale = scale / given.get("weight_global_scale", _ONE).double()
+            back = e2m1(stored["weight_packed"]) * scale.repeat_interleave(size, 1)
+        else:
+            back = compressor.decompress(dict(stored), scheme)["weight"].double()
+        return {**stored, **(extra or {})}, back
+
+    config = {"quant_method": "compressed-tensors", "format": format_, "ignore": ["lm_head"]}
+    return Format({**config, "config_groups": {"group_0": group}}, encode)
+
+
+def _gptq_config(bits: int, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, **more}
+
+
+_FP8: dict[str, Any] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+FORMATS: dict[str, Format] = {
+    **{f"gptq {bits} bits": Format(_gptq_config(bits), _gptq(bits, False, 1)) for bits in (2, 3, 4, 8)},
+    "gptq by activation": Format(_gptq_config(4, desc_act=True), _gptq(4, True, 1)),
+    "gptq 3 bits by activation": Format(_gptq_config(3, desc_act=True), _gptq(3, True, 1)),
+    "gptq_v2": Format(_gptq_config(4, checkpoint_format="gptq_v2"), _gptq(4, False, 0)),
+    "auto-round": Format(
+        {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": GROUP},
+        _gptq(4, False, 1, g_idx=False),
+    ),
+    "awq": Format({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}, _awq),
+    "fp8 tensors": Format(_FP8, _float8(0, 0)),
+    "fp8 static": Format({**_FP8, "activation_scheme": "static"}, _float8(0, 0, extra={"input_scale": _ONE[0]})),
+    "fp8 blocks": Format({**_FP8, "weight_block_size": [32, 16]}, _float8(32, 16, "weight_scale_inv")),
+    "fbgemm_fp8": Format({"quant_method": "fbgemm_fp8"}, _float8(1, 0)),
+    "packed int4": _compressed("pack-quantized", num_bits=4, strategy="group", group_size=GROUP),
+    "packed int4, zeros": _compressed(
+        "pack-quantized", num_bits=4, strategy="group", group_size=GROUP, symmetric=False
+    ),
+    "packed int3": _compressed("pack-quantized", num_bits=3, strategy="group", group_size=GROUP),
+    "packed int8 channels": _compressed("pack-quantized", num_bits=8, strategy="channel"),
+    "int8 channels": _compressed("int-quantized", num_bits=8, strategy="channel"),
+    "float8 channels": _compressed("float-quantized", num_bits=8, type="float", strategy="channel"),
+    "float8 tensors": _compressed("float-quantized", num_bits=8, type="float", strategy="tensor"),
+    "mxfp4 compressed": _compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32),
+    "nvfp4": _compressed("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
+    "nvfp4 static": _compressed(
+        "nvfp4-pack-quantized", {"input_global_scale": _ONE}, num_bits=4, type="float", strategy="tensor_group",
+        group_size=16,
+    ),
+}  # fmt: skip
+
+
+def write(folder: Path, made: Format) -> LlamaForCausalLM:
+    """A checkpoint in that format, and transformers' model with the numbers that it stands for."""
+    torch.manual_seed(7)
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    tensors: Tensors = {}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith("proj.weight"):
+                tensors[name] = parameter.clone()
+                continue
+            stored, numbers = made.encode(parameter.float())
+            tensors |= {f"{name.removesuffix('weight')}{n}": t.clone().contiguous() for n, t in stored.items()}
+            parameter.copy_(numbers)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    settings = config.to_dict() | {"architectures": ["LlamaForCausalLM"], "quantization_config": made.config}
+    (folder / "config.json").write_text(json.dumps(settings))
+    return model

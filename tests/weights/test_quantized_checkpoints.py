@@ -1,0 +1,193 @@
+"""Quantized checkpoints of other programs: every format gives exactly the numbers that it stands for, whole models give
+transformers' logits with these numbers, and what is broken is refused by its name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from quantized import FORMATS, write
+from safetensors.torch import load_file, save_file
+
+from graphllm.compile.pipeline import find_model
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
+from graphllm.weights.checkpoint import WeightError
+from graphllm.weights.loader import load_weights
+from graphllm.weights.match import check_checkpoint
+from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.schemes import as_quantized, scheme_of
+from graphllm.weights.shard import shard_plan
+
+
+def _driver() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("driver", Path(__file__).parents[1] / "models" / "driver.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _plan(folder: Path) -> WeightPlan:
+    source = open_source(folder)
+    assert source.checkpoint is not None
+    model = find_model(source.config)
+    plan = make_plan(model, model.config(source.config), "float32")
+    return as_quantized(plan, source.config, source.checkpoint.tensors)
+
+
+def _loaded(folder: Path, plan: WeightPlan, rank: int = 0) -> dict[str, torch.Tensor]:
+    checkpoint = open_source(folder).checkpoint
+    assert checkpoint is not None
+    return load_weights(plan, checkpoint, rank=rank)
+
+
+def _same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_numbers(name: str, tmp_path: Path) -> None:
+    stored = write(tmp_path, FORMATS[name]).state_dict()
+    plan = _plan(tmp_path)
+    weights = _loaded(tmp_path, plan)
+    for i in range(2):
+        at = f"model.layers.{i}."
+        _same(weights[f"layers.{i}.qkv"], torch.cat([stored[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"]))
+        _same(weights[f"layers.{i}.o"], stored[f"{at}self_attn.o_proj.weight"])
+        _same(weights[f"layers.{i}.down"], stored[f"{at}mlp.down_proj.weight"])
+    ranks = [_loaded(tmp_path, shard_plan(plan, 2), rank) for rank in range(2)]
+    for name in ("layers.0.o", "layers.0.down"):  # their inner entries are divided
+        _same(torch.cat([rank[name] for rank in ranks], 1), weights[name])
+    q, k, v = (torch.cat(parts) for parts in zip(*(r["layers.1.qkv"].split([32, 16, 16]) for r in ranks), strict=True))
+    _same(torch.cat([q, k, v]), weights["layers.1.qkv"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["gptq by activation", "awq", "fp8 blocks", "packed int4, zeros"])
+def test_logits(name: str, tmp_path: Path) -> None:
+    model = write(tmp_path, FORMATS[name])
+    runner = _driver().Driver(tmp_path, "eager", tmp_path / "artifact")
+    prompt = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits, _ = runner.generate([prompt], 1)
+    torch.testing.assert_close(logits[0], model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Their MXFP4 blocks, against transformers' own reader of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    config = transformers.GptOssConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+    )  # fmt: skip
+    model = transformers.GptOssForCausalLM(config).eval()
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = parameter.clone()
+            continue
+        count, inner, rows = parameter.shape
+        blocks = torch.randint(0, 256, (count, rows, inner // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(118, 124, (count, rows, inner // 32), dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    settings = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | settings))
+    weights, stored = _loaded(tmp_path, _plan(tmp_path)), model.state_dict()
+    for i in range(2):
+        at = f"model.layers.{i}.mlp.experts."
+        gate_up = stored[at + "gate_up_proj"].transpose(1, 2)
+        _same(weights[f"layers.{i}.gate_up"], torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1))
+        _same(weights[f"layers.{i}.down"], stored[at + "down_proj"].transpose(1, 2))
+
+
+def test_modules_that_are_left_alone(tmp_path: Path) -> None:
+    """By GPTQ's rules for single modules, and by what lies in the file."""
+    made = FORMATS["gptq 4 bits"]
+    model = write(tmp_path, made._replace(config=made.config | {"dynamic": {r"-:.*layers\.0\.mlp\.down_proj": {}}}))
+    tensors = load_file(tmp_path / "model.safetensors")
+    for plain in ("model.layers.0.mlp.down_proj", "model.layers.1.self_attn.o_proj"):
+        tensors = {n: t for n, t in tensors.items() if not n.startswith(plain + ".")}
+        tensors[f"{plain}.weight"] = model.state_dict()[f"{plain}.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    weights = _loaded(tmp_path, _plan(tmp_path))
+    _same(weights["layers.0.down"], model.state_dict()["model.layers.0.mlp.down_proj.weight"])
+    _same(weights["layers.1.o"], model.state_dict()["model.layers.1.self_attn.o_proj.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("gptq 4 bits", lambda t: t.pop("model.layers.1.mlp.up_proj.scales"), "layers.1.mlp.up_proj.scales: missing"),
+        (
+            "awq",
+            lambda t: t.update({"model.layers.0.mlp.up_proj.scales": torch.zeros(3, 96, dtype=torch.float16)}),
+            "model.layers.0.mlp.up_proj.scales: shape (3, 96), the model needs (2, 96)",
+        ),
+        (
+            "fp8 blocks",
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight_scale": torch.zeros(1)}),
+            "model.layers.0.mlp.up_proj.weight_scale: not used by the model",
+        ),
+        (
+            "int8 channels",
+            lambda t: t.update({"model.layers.0.mlp.up_proj.weight": torch.zeros(96, 64, dtype=torch.int16)}),
+            "model.layers.0.mlp.up_proj.weight: dtype I16 is not supported",
+        ),
+    ],
+)
+def test_broken_files_are_refused(name: str, change: Any, problem: str, tmp_path: Path) -> None:
+    write(tmp_path, FORMATS[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    checkpoint = open_source(tmp_path).checkpoint
+    assert checkpoint is not None
+    with pytest.raises(WeightError) as refused:
+        check_checkpoint(_plan(tmp_path), checkpoint)
+    assert any(problem in line for line in refused.value.problems), refused.value.problems
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"quant_method": "new"}, ("quant_method is 'new'", "gptq, awq")),
+        ({"bits": 4}, ("quant_method is None",)),
+        ({"quant_method": "gptq", "bits": 5}, ("bits is 5", "2, 3, 4, 8")),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ("group_size is 0",)),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ("version is 'gemv'", "gemm")),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, ("weight_block_size is [128]",)),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8"}, ("quant_algo is 'W4A8'",)),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
+            ("sparsity_config.format is 'sparse-24-bitmask'", "save_compressed=False"),
+        ),
+    ],
+)
+def test_settings_that_cannot_be_read(config: dict[str, Any], words: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        scheme_of({"quantization_config": config})
+    assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+def test_the_option_names_the_checkpoints_method_or_rounds_again(tmp_path: Path) -> None:
+    write(tmp_path, FORMATS["awq"])
+    config = open_source(tmp_path).config
+
+    def wanted(said: str) -> str | None:
+        return compile_config(config, EngineArgs(target="cpu", quantization=said)).quantization
+
+    assert (wanted("awq"), wanted("awq_marlin"), wanted("int4")) == (None, None, "int4")
+    with pytest.raises(ConfigError, match="quantization is 'gptq': this checkpoint is of awq"):
+        wanted("gptq")
