@@ -1,5 +1,5 @@
-"""For tests of structured output: a tokenizer with its compiler, outputs sampled from random logits under the masks, and
-what is wrong with them by the judgement of jsonschema."""
+"""For tests of structured output: a tokenizer with its compiler, outputs sampled from random logits under the masks,
+and what is wrong with them by the judgement of jsonschema."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FREE, CAP = 40, 500  # tokens sampled freely, then towards an end
 
 
 class Kit(NamedTuple):
-    """A tokenizer, a compiler of its grammars, and for each token how well it leads to the end of a document (0 is best)."""
+    """A tokenizer, a compiler, and for each token how well it leads to the end of a document (0 is best)."""
 
     tokenizer: tokenizers.Tokenizer
     compiler: Any

@@ -8,7 +8,7 @@ holds a part of a character is never allowed, so only characters that are tokens
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,48 +59,82 @@ class LMFormatEnforcerCompiler(TextCompiler):
             parser = RegexParser(form, config)
         except Exception as e:  # the library raises nothing more precise
             raise ConfigError(f"structured_outputs.{field}: {clean(str(e))}; change it") from e
-        masks: dict[int, NDArray[np.int32]] = {}
-        return lambda: _State(parser, self._tree, self._texts, masks, self._vocab)
+        automaton = _Automaton(_live(parser, self._tree), self._tree, self._texts, self._vocab, {})
+        if parser.current_state not in automaton.live:
+            raise ConfigError(
+                f"structured_outputs.{field}: matches nothing, or needs a character that no token of the model is; "
+                "use another backend"
+            )
+        return lambda: _State(parser, automaton)
+
+
+class _Automaton(NamedTuple):
+    """What the states of a grammar share. live: those of the expression from which there is an end. texts: of tokens.
+    masks: of the states that some request has been in."""
+
+    live: frozenset[int]
+    tree: TokenizerPrefixTree
+    texts: dict[int, str]
+    vocab: int
+    masks: dict[int, NDArray[np.int32]]
 
 
 class _State:
-    """masks: of the automaton's states that some request has been in."""
-
-    def __init__(
-        self,
-        parser: RegexParser,
-        tree: TokenizerPrefixTree,
-        texts: dict[int, str],
-        masks: dict[int, NDArray[np.int32]],
-        vocab: int,
-    ) -> None:
-        self._parser, self._tree, self._texts, self._masks, self._vocab = parser, tree, texts, masks, vocab
+    def __init__(self, parser: RegexParser, automaton: _Automaton) -> None:
+        self._parser, self._automaton = parser, automaton
 
     def take(self, token: int) -> bool:
         parser = self._parser
-        for char in self._texts.get(token, ""):
+        for char in self._automaton.texts.get(token, ""):
             if char not in parser.get_allowed_characters():
                 return False
             parser = parser.add_character(char)
+        if token not in self._automaton.texts or parser.current_state not in self._automaton.live:
+            return False
         self._parser = parser
-        return token in self._texts
+        return True
 
     def write(self, row: NDArray[np.int32]) -> None:
-        state = self._parser.current_state
-        if state not in self._masks:
+        state, automaton = self._parser.current_state, self._automaton
+        if state not in automaton.masks:
             found: list[int] = []
-            _collect(self._parser, self._tree.root, found)
-            self._masks[state] = bits(found, self._vocab)
-        row[:] = self._masks[state]
+            _collect(self._parser, automaton.tree.root, automaton.live, found)
+            automaton.masks[state] = bits(found, automaton.vocab)
+        row[:] = automaton.masks[state]
 
     def complete(self) -> bool:
         return self._parser.can_end()
 
 
-def _collect(parser: RegexParser, node: TokenizerPrefixTreeNode, found: list[int]) -> None:
-    found += node.tokens
+def _collect(parser: RegexParser, node: TokenizerPrefixTreeNode, live: frozenset[int], found: list[int]) -> None:
+    """The tokens in a part of the tree that lead to a live state."""
+    if parser.current_state in live:
+        found += node.tokens
     for char in node.children.keys() & set(parser.get_allowed_characters()):
-        _collect(parser.add_character(char), node.children[char], found)
+        _collect(parser.add_character(char), node.children[char], live, found)
+
+
+def _live(parser: RegexParser, tree: TokenizerPrefixTree) -> frozenset[int]:
+    """The states from which characters that are tokens lead to an end."""
+    fsm, others = parser.context.pattern, parser.context.anything_else_characters
+    alone = {char for char, node in tree.root.children.items() if node.tokens}
+    usable = {
+        key
+        for key, symbols in fsm.alphabet.by_transition.items()
+        if any(symbol in alone if isinstance(symbol, str) else not alone.isdisjoint(others) for symbol in symbols)
+    }
+    before: dict[int, set[int]] = {}
+    for state, moves in fsm.map.items():
+        for key, after in moves.items():
+            if key in usable:
+                before.setdefault(after, set()).add(state)
+    live = set(fsm.finals)
+    found = list(live)
+    while found:
+        new = before.get(found.pop(), set()) - live
+        live |= new
+        found += new
+    return frozenset(live)
 
 
 def _whole(text: bytes) -> str:

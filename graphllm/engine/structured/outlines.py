@@ -20,6 +20,10 @@ from graphllm.engine.structured.vocabulary import Vocabulary
 if TYPE_CHECKING:
     import outlines_core
 
+# Without "$" the library leaves out texts that a shorter one is a beginning of ("aaaa" of "(a[ab])+"), and with it, it
+# refuses expressions of the empty text. So all begin with a character that is taken before the output begins.
+_MARK = "\ue000"
+
 
 class OutlinesCompiler(TextCompiler):
     """https://github.com/dottxt-ai/outlines-core"""
@@ -29,6 +33,7 @@ class OutlinesCompiler(TextCompiler):
     fields = frozenset(("json", "json_object", "choice", "regex"))
     shapes = REGEX_SHAPES
     _tokens: outlines_core.Vocabulary
+    _mark: int  # a token that no model has
 
     def load(self, vocabulary: Vocabulary) -> None:
         """Make its vocabulary, of the tokens that each text has."""
@@ -38,6 +43,8 @@ class OutlinesCompiler(TextCompiler):
         for token, text in enumerate(vocabulary.texts):
             if text:
                 ids.setdefault(text, []).append(token)
+        self._mark = len(vocabulary.texts)
+        ids.setdefault(_MARK.encode(), []).append(self._mark)
         self._tokens = outlines_core.Vocabulary(min(vocabulary.stop_ids), ids)
 
     def schema(self, reduced: Any, spaces: bool) -> Any:
@@ -53,17 +60,19 @@ class OutlinesCompiler(TextCompiler):
         import outlines_core
 
         try:
-            index = outlines_core.Index(f"(?:{form})", self._tokens)
+            index = outlines_core.Index(f"{_MARK}(?:{form})$", self._tokens)
         except ValueError as e:
             raise ConfigError(f"structured_outputs.{field}: {clean(str(e))}; change it") from e
-        return lambda: _State(index)
+        return lambda: _State(index, self._mark)
 
 
 class _State:
-    def __init__(self, index: outlines_core.Index) -> None:
+    def __init__(self, index: outlines_core.Index, mark: int) -> None:
         import outlines_core
 
         self._guide = outlines_core.Guide(index, max_rollback=0)
+        self._guide.advance(mark, return_tokens=False)
+        self._row = np.zeros(mark // 32 + 1, np.int32)  # the library's, with the mark
 
     def take(self, token: int) -> bool:
         if not self._guide.accepts_tokens([token]):
@@ -72,7 +81,8 @@ class _State:
         return True
 
     def write(self, row: NDArray[np.int32]) -> None:
-        self._guide.write_mask_into(row.ctypes.data, row.size, row.itemsize)
+        self._guide.write_mask_into(self._row.ctypes.data, self._row.size, self._row.itemsize)
+        row[:] = self._row[: row.size]
 
     def complete(self) -> bool:
         return self._guide.is_finished()

@@ -7,12 +7,18 @@ anything else is refused by name.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Mapping
 
 from graphllm.config import ConfigError
 from graphllm.engine.structured.source import UnsupportedError
 
 _MAX_TEXT, _MAX_REPEATS = 20_000, 5000
-_CLASSES = {"d": "0-9", "w": "0-9A-Za-z_", "s": " \t\n\r\f\v"}
+Ranges = list[tuple[str, str]]  # of characters, both ends among them
+_CLASSES: Mapping[str, Ranges] = {
+    "d": [("0", "9")],
+    "w": [("0", "9"), ("A", "Z"), ("a", "z"), ("_", "_")],
+    "s": [(" ", " "), ("\t", "\r")],
+}
 _CONTROLS = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "v": "\v"}
 _REPEAT = re.compile(r"[*+?]|\{(\d+)(,(\d*))?\}")
 _GROUP = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)")
@@ -20,7 +26,8 @@ _CODE = re.compile(r"x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})")
 # Of no backend: look-around, references to groups, possessive repetitions.
 _NEVER = re.compile(r"\(\?(<?[=!]|>)|\\[bBAZ1-9]|the possessive")
 # What a JSON string cannot hold as it stands.
-_UNQUOTABLE = '"\\' + "".join(map(chr, range(32)))
+_UNQUOTABLE: Ranges = [('"', '"'), ("\\", "\\"), ("\x00", "\x1f")]
+_WRITTEN = {"\n": r"\n", "\r": r"\r", "\x00": r"\x00"}
 
 
 def plain_regex(pattern: str, field: str, where: str = "") -> str:
@@ -42,7 +49,21 @@ def literal(text: str) -> str:
 
 
 def _escaped(char: str) -> str:
-    return "\\" + char if char in r"\.^$*+?()[]{}|-" else char
+    return "\\" + char if char in r"\.^$*+?()[]{}|-" else _WRITTEN.get(char, char)
+
+
+def _class(ranges: Iterable[tuple[str, str]], negated: bool = False) -> str:
+    """In the order that XGrammar reads right: it takes a first \\^ for a negation, and hexadecimal digits behind \\x00
+    and its range for more of them."""
+    ranges = sorted(set(ranges), reverse=True)
+    low, high = ranges[0]
+    if low == "^" and not negated:
+        others = [("_", high)] * (high > low) + ranges[1:]
+        if not others:
+            return r"\^"
+        ranges = [others[0], ("^", "^"), *others[1:]]
+    parts = (_escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}" for low, high in ranges)
+    return f"[{'^' * negated}{''.join(parts)}]"
 
 
 class _Reader:
@@ -95,7 +116,7 @@ class _Reader:
             elif c in "^$":
                 raise self._unsupported(f"{c} inside of it")
             elif c == ".":
-                parts.append(self._class("\n", negated=True))
+                parts.append(self._class([("\n", "\n")], negated=True))
             elif c == "[":
                 parts.append(self._bracket())
             elif c == "\\":
@@ -134,7 +155,7 @@ class _Reader:
     def _bracket(self) -> str:
         negated = self._text.startswith("^", self._at)
         self._at += negated
-        parts: list[str] = []
+        ranges: Ranges = []
         first = True
         while (c := self._next()) != "]" or first:
             first = False
@@ -142,7 +163,7 @@ class _Reader:
                 raise self._unsupported(f"{c!r} without a backslash in [...]")
             if c == "\\" and (kind := self._text[self._at : self._at + 1]) in _CLASSES:
                 self._at += 1
-                parts.append(_CLASSES[kind])
+                ranges += _CLASSES[kind]
                 continue
             low = high = self._member(c)
             if self._text.startswith("-", self._at) and not self._text.startswith("-]", self._at):
@@ -150,20 +171,23 @@ class _Reader:
                 high = self._member(self._next())
                 if high < low:
                     raise self._wrong(f"{low}-{high} ends before it begins")
-            if self._quoted and not negated and any(low <= q <= high for q in _UNQUOTABLE):
-                raise self._unsupported(f"a class with {low!r}")
-            parts.append(_escaped(low) if low == high else f"{_escaped(low)}-{_escaped(high)}")
-        return self._class("".join(parts), negated)
+            ranges.append((low, high))
+        return self._class(ranges, negated)
 
     def _member(self, c: str) -> str:
         return self._character(self._next()) if c == "\\" else c
 
-    def _class(self, members: str, negated: bool) -> str:
-        if self._quoted and not negated and any(c in members for c in "\n\t"):
-            raise self._unsupported("a class with line breaks")
+    def _class(self, ranges: Ranges, negated: bool) -> str:
         if self._quoted and negated:
-            members += f'"{_escaped(chr(92))}\x00-\x1f'
-        return f"[{'^' if negated else ''}{members}]"
+            ranges = [*ranges, *_UNQUOTABLE]
+        elif self._quoted:
+            for low, high in ranges:
+                self._check_quotable(low, high)
+        return _class(ranges, negated)
+
+    def _check_quotable(self, low: str, high: str) -> None:
+        if self._quoted and any(low <= last and first <= high for first, last in _UNQUOTABLE):
+            raise self._unsupported(f"{low!r}, which JSON escapes,")
 
     def _character(self, c: str) -> str:
         """What an escape that is no class stands for."""
@@ -180,8 +204,9 @@ class _Reader:
         return c
 
     def _literal(self, c: str) -> str:
-        if self._quoted and c in _UNQUOTABLE:
-            raise self._unsupported(f"{c!r}, which JSON escapes,")
+        if c == "\x00":
+            raise self._wrong("a null character")
+        self._check_quotable(c, c)
         return _escaped(c)
 
     def _next(self) -> str:

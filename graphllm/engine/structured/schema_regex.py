@@ -13,7 +13,7 @@ from typing import Any
 from graphllm.engine.structured.regexes import literal, plain_string_pattern
 from graphllm.engine.structured.source import UnsupportedError
 
-_CHAR = r'(?:[^"\\' + "\x00-\x1f" + r']|\\["\\/bfnrt])'
+_CHAR = r'(?:[^"\\\x00-\x1f]|\\["\\/bfnrt])'
 _SCALARS = {
     "null": "null",
     "boolean": "(?:true|false)",
@@ -21,7 +21,7 @@ _SCALARS = {
     "number": r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+\-]?[0-9]{1,3})?",
     "string": f'"{_CHAR}*"',
 }
-_DEEPEST = 2  # of values of any kind
+_DEEPEST = 1  # of values of any kind: what stands in an object without a schema is nested so often
 _LONGEST = 200_000
 
 # What this enforces, for the `shapes` of a backend.
@@ -51,12 +51,19 @@ def schema_regex(reduced: Mapping[str, Any], spaces: bool) -> str:
 class _Writer:
     def __init__(self, definitions: Mapping[str, Any], spaces: bool) -> None:
         self._definitions = definitions
+        self._open: list[str] = []  # definitions that are being written
         self._gap = " ?" if spaces else ""
 
     def value(self, node: Mapping[str, Any], where: str) -> str:
         if "$ref" in node:
             name = node["$ref"].removeprefix("#/$defs/")
-            return self.value(self._definitions[name], f"#/$defs/{name}")
+            if name in self._open:
+                why = "it leads back to itself, where a schema becomes an expression"
+                raise UnsupportedError("json", "$ref", where, "recursion", why)
+            self._open.append(name)
+            inside = self.value(self._definitions[name], f"#/$defs/{name}")
+            self._open.remove(name)
+            return inside
         if "enum" in node:
             return _either([literal(_dumped(value)) for value in node["enum"]])
         if "anyOf" in node:

@@ -131,7 +131,7 @@ class _Reducer:
         options = []
         for i, option in enumerate(node["anyOf"]):
             inside = {**kind, **option} if isinstance(option, dict) else option
-            alike = isinstance(inside, dict) and "$ref" not in inside and inside.get("type") == node.get("type")
+            alike = isinstance(inside, dict) and "$ref" not in inside and _types(inside) <= _types(node)
             if kind and not alike:
                 raise UnsupportedError(_FIELD, "type", f"{where}/anyOf/{i}", "", "beside anyOf")
             options.append(self._reduce(inside, f"{where}/anyOf/{i}"))
@@ -194,6 +194,12 @@ class _Reducer:
                 what = "properties of any name" if free else keyword
                 raise UnsupportedError(_FIELD, what, where, kind)
         return node
+
+
+def _types(node: Mapping[str, Any]) -> set[str]:
+    given = node.get("type", _OF_TYPE)
+    names = {given} if isinstance(given, str) else set(given)
+    return names | {"integer"} if "number" in names else names
 
 
 def _is(value: Any, kind: str) -> bool:

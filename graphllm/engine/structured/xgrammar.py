@@ -6,15 +6,15 @@ Beside the smaller backends it knows recursion, bounds of numbers, and grammars 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
-from graphllm.engine.structured.regexes import plain_string_pattern
-from graphllm.engine.structured.schema_regex import REGEX_SHAPES, times
+from graphllm.engine.structured.schema_regex import REGEX_SHAPES, schema_regex, times
 from graphllm.engine.structured.source import UnsupportedError, clean
 from graphllm.engine.structured.texts import TextCompiler
 from graphllm.engine.structured.vocabulary import Vocabulary
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import xgrammar
 
 _SPACES = 66  # between two marks of JSON: a line break and what people indent with, so that they have an end
+_PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # that a message begins with: the time, and a line of the library
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 
 
@@ -50,7 +51,9 @@ class XGrammarCompiler(TextCompiler):
 
     def schema(self, reduced: Any, spaces: bool) -> Any:
         """A form is a method of its compiler and what it is given."""
-        text = json.dumps({**_ours(reduced, "#"), "$defs": _definitions(reduced)})
+        if any("pattern" in node for node in _nodes(reduced)):
+            return "compile_regex", _whole(reduced, spaces), {}
+        text = json.dumps(_ours(reduced))
         dense = {"any_whitespace": False, "separators": (",", ":")}
         return "compile_json_schema", text, {"max_whitespace_cnt": _SPACES} if spaces else dense
 
@@ -70,7 +73,7 @@ class XGrammarCompiler(TextCompiler):
         try:
             compiled = getattr(self._compiler, method)(text, **options)
         except (RuntimeError, ValueError) as e:
-            raise ConfigError(f"structured_outputs.{field}: {clean(str(e))}; change it") from e
+            raise ConfigError(f"structured_outputs.{field}: {clean(_PLACE.sub('', str(e)))}; change it") from e
         return lambda: _State(compiled)
 
 
@@ -91,30 +94,49 @@ class _State:
         return self._matcher.is_completed()
 
 
-def _definitions(reduced: Any) -> Any:
-    return {name: _ours(inside, f"#/$defs/{name}") for name, inside in reduced.get("$defs", {}).items()}
+def _parts(node: Any) -> Iterator[Any]:
+    """The schemas directly inside of one."""
+    for name in ("items", "additionalProperties"):
+        if isinstance(node.get(name), dict):
+            yield node[name]
+    for name in ("prefixItems", "anyOf"):
+        yield from node.get(name, ())
+    for name in ("properties", "$defs"):
+        yield from node.get(name, {}).values()
 
 
-def _ours(node: Any, where: str) -> Any:
-    """A reduced schema with expressions as this library reads them."""
-    if "enum" in node or not isinstance(node, dict):
-        return node
-    ours = {name: value for name, value in node.items() if name != "$defs"}
-    low, high = ours.pop("minLength", 0), ours.get("maxLength")
-    if "pattern" in ours:
-        if low or high is not None:
-            raise UnsupportedError("json", "pattern", where, "length", "beside minLength or maxLength")
-        ours["pattern"] = f"^(?:{plain_string_pattern(ours['pattern'], 'json', where)})$"
-    elif low:
-        # Without escapes: a pair of surrogates is one character, and two to the library.
-        ours.pop("maxLength", None)
-        ours["pattern"] = f'^[^"\\\\\x00-\x1f]{times(low, high)}$'
+def _nodes(node: Any) -> Iterator[Any]:
+    yield node
+    for part in _parts(node):
+        yield from _nodes(part)
+
+
+def _whole(reduced: Any, spaces: bool) -> str:
+    """The expression of a schema with a pattern in it.
+
+    The library's own automaton for patterns takes texts that they do not match: "a" for ((a{1,3}){2})?.
+    """
+    for node in _nodes(reduced):
+        kind = node.get("type", "")
+        stray = [name for name in node if kind in REGEX_SHAPES and name not in ("type", "$defs", *REGEX_SHAPES[kind])]
+        if stray:
+            raise UnsupportedError("json", "pattern", why=f"in a schema with {stray[0]}")
+    return schema_regex(reduced, spaces)
+
+
+def _ours(node: Any) -> Any:
+    """A reduced schema without lengths that the library counts otherwise: to it an escaped pair of surrogates is two
+    characters."""
+    if node.get("minLength"):
+        return {"type": "string", "pattern": f'^[^"\\\\\\x00-\\x1f]{times(node["minLength"], node.get("maxLength"))}$'}
+    ours = dict(node)
     for name in ("items", "additionalProperties"):
         if isinstance(ours.get(name), dict):
-            ours[name] = _ours(ours[name], f"{where}/{name}")
+            ours[name] = _ours(ours[name])
     for name in ("prefixItems", "anyOf"):
         if name in ours:
-            ours[name] = [_ours(part, f"{where}/{name}/{i}") for i, part in enumerate(ours[name])]
-    if "properties" in ours:
-        ours["properties"] = {n: _ours(v, f"{where}/properties/{n}") for n, v in ours["properties"].items()}
+            ours[name] = [_ours(part) for part in ours[name]]
+    for name in ("properties", "$defs"):
+        if name in ours:
+            ours[name] = {inside: _ours(part) for inside, part in ours[name].items()}
     return ours
