@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError
 from graphllm.config.sampling import StructuredOutputsParams as Spec
 from graphllm.config.structured_outputs import BACKENDS
@@ -421,3 +422,34 @@ def test_a_missing_package_is_named_with_its_extra(backend: str, monkeypatch: py
     compilers = GrammarCompilers(EMBEDDED, 4096, frozenset([2]))
     with pytest.raises(ConfigError, match=remedy):
         compilers.check(Spec(regex="a", backend=backend))
+
+
+@pytest.mark.parametrize("backend", NAMES)
+def test_an_engine_of_a_backend(backend: str, checkpoint: Path, eager_artifact: Path) -> None:
+    """Requests without a choice get the engine's, others their own; what it refuses is a mistake of the request."""
+    if not installed(backend):
+        pytest.skip(f"{backend} is not installed")
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted = {
+        r'\{ ?"a" ?: ?(true|false) ?\}': Spec(json=schema, disable_any_whitespace=True),
+        "red|green": Spec(choice=("red", "green")),
+        "[a-f]{4}-[0-9]{2}": Spec(regex="[a-f]{4}-[0-9]{2}"),
+        "ab?": Spec(regex="ab?", backend="guidance"),
+    }
+    with LLM(checkpoint, artifact=str(eager_artifact), structured_outputs_backend=backend) as llm:
+        for temperature in (0.0, 1.0):
+            params = [
+                SamplingParams(max_tokens=40, temperature=temperature, seed=1, structured_outputs=s)
+                for s in wanted.values()
+            ]
+            outputs = llm.generate(["hello world"] * len(params), params)
+            for pattern, output in zip(wanted, outputs, strict=True):
+                assert re.fullmatch(pattern, output.outputs[0].text), (pattern, output.outputs[0].text)
+                assert output.outputs[0].finish_reason == "stop"
+        with pytest.raises(ConfigError, match=r"structured_outputs\.regex"):
+            llm.generate(["x"], SamplingParams(structured_outputs=Spec(regex="(?=a)b")))
