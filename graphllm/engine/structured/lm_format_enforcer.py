@@ -21,7 +21,7 @@ from graphllm.engine.structured.vocabulary import Vocabulary, bits
 
 if TYPE_CHECKING:
     from lmformatenforcer.regexparser import RegexParser
-    from lmformatenforcer.tokenizerprefixtree import TokenizerPrefixTree, TokenizerPrefixTreeNode
+    from lmformatenforcer.tokenizerprefixtree import TokenizerPrefixTree
 
 
 class LMFormatEnforcerCompiler(TextCompiler):
@@ -37,6 +37,7 @@ class LMFormatEnforcerCompiler(TextCompiler):
         from lmformatenforcer.tokenizerprefixtree import TokenizerPrefixTree
 
         self._texts = {token: text for token, text in enumerate(map(_whole, vocabulary.texts)) if text}
+        self._alphabet = "".join(sorted({char for text in self._texts.values() for char in text}))
         self._tree = TokenizerPrefixTree(
             [(token, text, False) for token, text in self._texts.items()], use_bitmask=False, vocab_size=self._vocab
         )
@@ -54,87 +55,90 @@ class LMFormatEnforcerCompiler(TextCompiler):
         from lmformatenforcer import CharacterLevelParserConfig
         from lmformatenforcer.regexparser import RegexParser
 
-        config = CharacterLevelParserConfig(alphabet="".join(sorted(self._tree.root.children)))
         try:
-            parser = RegexParser(form, config)
+            parser = RegexParser(form, CharacterLevelParserConfig(alphabet=self._alphabet))
         except Exception as e:  # the library raises nothing more precise
             raise ConfigError(f"structured_outputs.{field}: {clean(str(e))}; change it") from e
-        automaton = _Automaton(_live(parser, self._tree), self._tree, self._texts, self._vocab, {})
-        if parser.current_state not in automaton.live:
+        automaton = _automaton(parser, self._tree, self._texts, self._vocab)
+        if parser.context.pattern.initial not in automaton.moves:
             raise ConfigError(
                 f"structured_outputs.{field}: matches nothing, or needs a character that no token of the model is; "
                 "use another backend"
             )
-        return lambda: _State(parser, automaton)
+        return lambda: _State(automaton, parser.context.pattern.initial)
 
 
 class _Automaton(NamedTuple):
-    """What the states of a grammar share. live: those of the expression from which there is an end. texts: of tokens.
-    masks: of the states that some request has been in."""
+    """What the states of a grammar share.
 
-    live: frozenset[int]
+    keys: of characters, in moves. moves: of states from which characters that are tokens lead to an end, to such
+    states; so nobody gets where nothing may follow. ends: where the text may end. texts: of tokens. masks: of the
+    states that some request has been in.
+    """
+
+    keys: dict[str, int]
+    moves: dict[int, dict[int, int]]
+    ends: frozenset[int]
     tree: TokenizerPrefixTree
     texts: dict[int, str]
     vocab: int
     masks: dict[int, NDArray[np.int32]]
 
+    def mask(self, start: int) -> NDArray[np.int32]:
+        """The tokens that may come next. It walks along the tree itself: by the parser's own methods, which make an
+        object and a set of all characters at each node, that takes seconds for large vocabularies."""
+        if start not in self.masks:
+            found: list[int] = []
+            pending = [(self.tree.root, start)]
+            while pending:
+                node, state = pending.pop()
+                found += node.tokens
+                moves = self.moves[state]
+                for char, child in node.children.items():
+                    if (after := moves.get(self.keys[char])) is not None:
+                        pending.append((child, after))
+            self.masks[start] = bits(found, self.vocab)
+        return self.masks[start]
+
 
 class _State:
-    def __init__(self, parser: RegexParser, automaton: _Automaton) -> None:
-        self._parser, self._automaton = parser, automaton
+    def __init__(self, automaton: _Automaton, state: int) -> None:
+        self._automaton, self._state = automaton, state
 
     def take(self, token: int) -> bool:
-        parser = self._parser
-        for char in self._automaton.texts.get(token, ""):
-            if char not in parser.get_allowed_characters():
-                return False
-            parser = parser.add_character(char)
-        if token not in self._automaton.texts or parser.current_state not in self._automaton.live:
+        state: int | None = self._state
+        for char in self._automaton.texts.get(token, ()):
+            state = None if state is None else self._automaton.moves[state].get(self._automaton.keys[char])
+        if state is None or token not in self._automaton.texts:
             return False
-        self._parser = parser
+        self._state = state
         return True
 
     def write(self, row: NDArray[np.int32]) -> None:
-        state, automaton = self._parser.current_state, self._automaton
-        if state not in automaton.masks:
-            found: list[int] = []
-            _collect(self._parser, automaton.tree.root, automaton.live, found)
-            automaton.masks[state] = bits(found, automaton.vocab)
-        row[:] = automaton.masks[state]
+        row[:] = self._automaton.mask(self._state)
 
     def complete(self) -> bool:
-        return self._parser.can_end()
+        return self._state in self._automaton.ends
 
 
-def _collect(parser: RegexParser, node: TokenizerPrefixTreeNode, live: frozenset[int], found: list[int]) -> None:
-    """The tokens in a part of the tree that lead to a live state."""
-    if parser.current_state in live:
-        found += node.tokens
-    for char in node.children.keys() & set(parser.get_allowed_characters()):
-        _collect(parser.add_character(char), node.children[char], live, found)
-
-
-def _live(parser: RegexParser, tree: TokenizerPrefixTree) -> frozenset[int]:
-    """The states from which characters that are tokens lead to an end."""
-    fsm, others = parser.context.pattern, parser.context.anything_else_characters
-    alone = {char for char, node in tree.root.children.items() if node.tokens}
-    usable = {
-        key
-        for key, symbols in fsm.alphabet.by_transition.items()
-        if any(symbol in alone if isinstance(symbol, str) else not alone.isdisjoint(others) for symbol in symbols)
-    }
-    before: dict[int, set[int]] = {}
+def _automaton(parser: RegexParser, tree: TokenizerPrefixTree, texts: dict[int, str], vocab: int) -> _Automaton:
+    fsm = parser.context.pattern
+    named = {char: key for key, chars in fsm.alphabet.by_transition.items() for char in chars if isinstance(char, str)}
+    others = next((key for key, chars in fsm.alphabet.by_transition.items() if not named.keys() >= {*chars}), -1)
+    keys = {char: named.get(char, others) for char in parser.config.alphabet}
+    alone = {keys[char] for char, node in tree.root.children.items() if node.tokens}
+    before: dict[int, list[int]] = {}
     for state, moves in fsm.map.items():
         for key, after in moves.items():
-            if key in usable:
-                before.setdefault(after, set()).add(state)
-    live = set(fsm.finals)
-    found = list(live)
-    while found:
-        new = before.get(found.pop(), set()) - live
+            if key in alone:
+                before.setdefault(after, []).append(state)
+    live, pending = set(fsm.finals), list(fsm.finals)
+    while pending:
+        new = set(before.get(pending.pop(), ())) - live
         live |= new
-        found += new
-    return frozenset(live)
+        pending += new
+    moves = {s: {key: after for key, after in fsm.map.get(s, {}).items() if after in live} for s in live}
+    return _Automaton(keys, moves, frozenset(fsm.finals), tree, texts, vocab, {})
 
 
 def _whole(text: bytes) -> str:
