@@ -36,12 +36,14 @@ def compiler_class(backend: str) -> type[Compiler]:
     return made
 
 
-def compiler_for(backend: str, folder: Path, vocab: int, stop_ids: frozenset[int]) -> Compiler:
-    """Raises ConfigError where its package is not installed."""
+def compiler_for(
+    backend: str, folder: Path, vocab: int, stop_ids: frozenset[int], asked: str = "structured_outputs.backend"
+) -> Compiler:
+    """asked: the field that names the backend. Raises ConfigError where its package is not installed."""
     made = compiler_class(backend)
     if importlib.util.find_spec(made.package) is None:
         raise ConfigError(
-            f"structured_outputs.backend is {backend!r}: the package {made.package} is not installed; run "
+            f"{asked} is {backend!r}: the package {made.package} is not installed; run "
             f"pip install 'graphllm[{made.name}]', or use another backend"
         )
     return made(folder, vocab, stop_ids)
@@ -57,7 +59,7 @@ class GrammarCompilers:
         self._place = folder, vocab, stop_ids
         self._lock = threading.Lock()
         self._made: dict[type[Compiler], Compiler] = {}
-        self._usual = self._of(backend)
+        self._usual = self._of(backend, "structured_outputs_backend")
 
     def check(self, spec: StructuredOutputsParams) -> None:
         """Raises ConfigError, QueueFullError (`CachingCompiler.check`)."""
@@ -81,11 +83,11 @@ class GrammarCompilers:
             able = tuple(name for name in _CLASSES if name != compiler.name and _does(compiler_class(name), e))
             raise ConfigError(e.told(compiler.name, able)) from e
 
-    def _of(self, backend: str) -> Compiler:
+    def _of(self, backend: str, asked: str = "structured_outputs.backend") -> Compiler:
         with self._lock:
             wanted = compiler_class(backend)
             if wanted not in self._made:
-                self._made[wanted] = compiler_for(backend, *self._place)
+                self._made[wanted] = compiler_for(backend, *self._place, asked)
             return self._made[wanted]
 
 
