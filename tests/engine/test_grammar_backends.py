@@ -367,7 +367,9 @@ def test_what_may_be_large_is_compiled_elsewhere_first(kit: Kit) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("regex", ["((a{0,100}){0,100}){0,100}", "(.*a){40}", "(a|b)*a(a|b){500}", "[a-z]*" * 300])
+@pytest.mark.parametrize(
+    "regex", ["((a{0,20}){0,20}){0,20}", "((a{0,99}){0,99}){0,99}", "(.*a){40}", "(a|b)*a(a|b){500}", "[a-z]*" * 300]
+)
 def test_exploding_expressions_take_bounded_time(regex: str, kit: Kit) -> None:
     begin = time.monotonic()
     with contextlib.suppress(ConfigError, GrammarError):

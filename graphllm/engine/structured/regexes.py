@@ -13,6 +13,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.structured.source import UnsupportedError
 
 _MAX_TEXT, _MAX_REPEATS = 20_000, 5000
+_MAX_NESTED = 10_000  # of one part, where repetitions stand in repetitions
 Ranges = list[tuple[str, str]]  # of characters, both ends among them
 _CLASSES: Mapping[str, Ranges] = {
     "d": [("0", "9")],
@@ -86,6 +87,8 @@ class _Reader:
         """The plain form of it all."""
         parts: list[str] = []
         depth, atom = 0, False  # whether there is something to repeat
+        most = [1]  # how often a part of each group that is open is repeated in it
+        closed = 1  # the same of the group that was closed last
         while self._at < len(self._text):
             c = self._text[self._at]
             repeat = _REPEAT.match(self._text, self._at)
@@ -93,9 +96,13 @@ class _Reader:
                 if not atom:
                     raise self._wrong("a repetition of nothing")
                 parts.append(self._repetition(repeat))
+                most[-1] = max(most[-1], closed * int(repeat[3] or repeat[1] or 1))
+                if most[-1] > _MAX_NESTED:
+                    raise self._wrong(f"more than {_MAX_NESTED} repetitions within repetitions")
                 atom = False
                 continue
             self._at += 1
+            closed = 1
             atom = c not in "(|"
             if c == "(":
                 group = _GROUP.match(self._text, self._at)
@@ -103,11 +110,14 @@ class _Reader:
                     raise self._unsupported(self._text[self._at - 1 : self._at + 3])
                 self._at = group.end() if group else self._at
                 depth += 1
+                most.append(1)
                 parts.append("(?:")
             elif c == ")":
                 depth -= 1
                 if depth < 0:
                     raise self._wrong("')' without '('")
+                closed = most.pop()
+                most[-1] = max(most[-1], closed)
                 parts.append(c)
             elif c == "|":
                 if not depth and self._quoted:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 _SPACES = 66  # between two marks of JSON: a line break and what people indent with, so that they have an end
 _PLACE = re.compile(r"^\[[\d:]+\] \S+: ")  # that a message begins with: the time, and a line of the library
+_PROBED = 64  # tokens
 _BOUNDS = frozenset(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"))
 
 
@@ -41,12 +42,14 @@ class XGrammarCompiler(TextCompiler):
         "object": REGEX_SHAPES["object"] | {"minProperties", "maxProperties"},
     }
     _compiler: xgrammar.GrammarCompiler
+    _text_row: NDArray[np.int32]
 
     def load(self, vocabulary: Vocabulary) -> None:
         """Make its compiler; it keeps nothing, since grammars are kept here."""
         import xgrammar
 
         tokens = xgrammar.TokenizerInfo(list(vocabulary.texts), stop_token_ids=sorted(vocabulary.stop_ids))
+        self._text_row = vocabulary.text_row
         self._compiler = xgrammar.GrammarCompiler(tokens, max_threads=1, cache_enabled=False)
 
     def schema(self, reduced: Any, spaces: bool) -> Any:
@@ -74,7 +77,20 @@ class XGrammarCompiler(TextCompiler):
             compiled = getattr(self._compiler, method)(text, **options)
         except (RuntimeError, ValueError) as e:
             raise ConfigError(f"structured_outputs.{field}: {clean(_PLACE.sub('', str(e)))}; change it") from e
+        self._probe(_State(compiled))
         return lambda: _State(compiled)
+
+    def _probe(self, state: _State) -> None:
+        """Take some tokens: the library needs without limit for some expressions, such as ((a{0,20}){0,20}){0,20}, and
+        only when it matches; where a grammar is tried, that is found out."""
+        random, row = np.random.default_rng(0), np.zeros_like(self._text_row)
+        for _ in range(_PROBED):
+            state.write(row)
+            row &= self._text_row
+            tokens = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little"))
+            if not tokens.size:
+                break
+            state.take(int(random.choice(tokens)))
 
 
 class _State:
