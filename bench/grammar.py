@@ -1,10 +1,12 @@
 """Structured output at the vocabulary of today's models: time to compile a schema, to make a mask, and to take a token.
 
-    python bench/grammar.py [--vocab 151936] [--out FILE.json]
+    python bench/grammar.py [--vocab 151936] [--backend guidance] [--tokenizer FOLDER] [--out FILE.json]
 
-The tokenizer is a byte-level BPE trained on the source text of the Python installation. Each of the hand-written
-schemas of the tests is compiled by a compiler that has not seen it, then documents are sampled with random logits:
-masks and tokens are timed one at a time, as an engine asks for them. Times are processor time of the thread that works.
+The tokenizer is a byte-level BPE trained on the source text of the Python installation, or that of a folder. Each of
+the hand-written schemas of the tests is compiled by a compiler that has not seen it, then documents are sampled with
+random logits: masks and tokens are timed one at a time, as an engine asks for them. A schema that a backend refuses is
+left out. Times of steps are processor time of the thread that works; masks of a grammar that a backend keeps are made
+in the first ones.
 """
 
 from __future__ import annotations
@@ -19,14 +21,15 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from graphllm.config.errors import ConfigError
 from graphllm.config.sampling import StructuredOutputsParams
-from graphllm.engine.grammar import GrammarCompiler
+from graphllm.engine.structured.compilers import compiler_class, compiler_for
 
 STOP = 0
 DOCUMENTS, STEPS = 4, 64
@@ -36,17 +39,23 @@ CORPUS = 48 << 20  # bytes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--backend", nargs="+", default=["guidance"])
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer.json; --vocab is then the model's")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    known = packages_distributions()
+    libraries = [known[compiler_class(backend).package][0] for backend in args.backend]
     with tempfile.TemporaryDirectory() as folder:
-        tokens = make_tokenizer(Path(folder), args.vocab)
+        place = args.tokenizer or Path(folder)
+        if args.tokenizer is None:
+            make_tokenizer(place, args.vocab)
         result = {
             "command": f"python {' '.join(sys.argv)}",
             "machine": platform.processor() or platform.machine(),
             "cores": len(os.sched_getaffinity(0)),
-            "versions": {name: version(name) for name in ("llguidance", "tokenizers", "numpy")},
-            "vocabulary": {"model": args.vocab, "tokenizer": tokens},
-            **measure(Path(folder), args.vocab),
+            "versions": {name: version(name) for name in ("tokenizers", "numpy", *libraries)},
+            "vocabulary": args.vocab,
+            **{backend: measure(backend, place, args.vocab) for backend in args.backend},
         }
     text = json.dumps(result, indent=1)
     print(text)
@@ -54,19 +63,21 @@ def main() -> None:
         args.out.write_text(text + "\n")
 
 
-def make_tokenizer(folder: Path, vocab: int) -> int:
-    """Train one into ``folder``; how many tokens it has."""
+def make_tokenizer(folder: Path, vocab: int) -> None:
+    """Train one into ``folder``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=["<|end|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        vocab_size=vocab,
+        special_tokens=["<|end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        max_token_length=128,  # as those of today's models; llguidance has a limit
     )
     backend.train_from_iterator(corpus(), trainer)
     backend.save(str(folder / "tokenizer.json"))
-    return backend.get_vocab_size()
 
 
 def corpus() -> Iterator[str]:
@@ -85,19 +96,24 @@ def written_schemas() -> dict[str, Any]:
     return {name: schema for name, (schema, _) in runpy.run_path(str(file))["WRITTEN"].items()}
 
 
-def measure(folder: Path, vocab: int) -> dict[str, Any]:
-    compiler = GrammarCompiler(folder, vocab, frozenset([STOP]))
-    begin = time.thread_time()
-    compiler.check(StructuredOutputsParams(regex="a"))
-    first = time.thread_time() - begin
+def measure(backend: str, folder: Path, vocab: int) -> dict[str, Any]:
+    compiler = compiler_for(backend, folder, vocab, frozenset([STOP]))
+    begin = time.perf_counter()
+    compiler.compile(StructuredOutputsParams(choice=("a",)))
+    first = time.perf_counter() - begin
     random = np.random.default_rng(0)
     row = np.zeros((vocab + 31) // 32, np.int32)
     compiles, masks, advances, clones = [], [], [], []
+    refused = 0
     for schema in written_schemas().values():
         params = StructuredOutputsParams(json=json.dumps(schema))
-        begin = time.thread_time()
-        grammar = compiler.compile(params)
-        compiles.append(time.thread_time() - begin)
+        begin = time.perf_counter()
+        try:
+            grammar = compiler.compile(params)
+        except ConfigError:
+            refused += 1
+            continue
+        compiles.append(time.perf_counter() - begin)
         for _ in range(DOCUMENTS):
             begin = time.thread_time()
             matcher = grammar.matcher()
@@ -114,7 +130,8 @@ def measure(folder: Path, vocab: int) -> dict[str, Any]:
                 if matcher.finished:
                     break
     return {
-        "tokenizer load s": round(first, 3),
+        "load s": round(first, 3),
+        "schemas refused": refused,
         "compile ms": spread(compiles, 1e3),
         "matcher us": spread(clones, 1e6),
         "mask us": spread(masks, 1e6),

@@ -127,6 +127,9 @@ def test_names_that_mean_a_setting() -> None:
             {"speculative_config": {"model": "m", "num_speculative_tokens": 3, "method": "draft_model"}},
             {"speculative_model": "m", "num_speculative_tokens": 3},
         ),
+        ({"structured_outputs_config": {"backend": "xgrammar"}}, {"structured_outputs_backend": "xgrammar"}),
+        ({"structured_outputs_config": {"backend": None, "enable_in_reasoning": False}}, {}),
+        ({"guided_decoding_backend": "outlines"}, {"structured_outputs_backend": "outlines"}),
     ):
         assert EngineArgs(**given) == EngineArgs(**meant), given  # type: ignore[arg-type]
     choice = StructuredOutputsParams(choice=("a", "b"))
@@ -138,6 +141,15 @@ def test_names_that_mean_a_setting() -> None:
     [
         ({"enforce_eager": True, "target": "cpu", "spec_model": "a", "speculative_model": "b"}, "spec_model is 'a'"),
         ({"speculative_config": {"method": "ngram"}}, "speculative_config.method is 'ngram': drafts come from a draft"),
+        (
+            {"structured_outputs_config": {"backend": "yacc"}},
+            "structured_outputs_backend is 'yacc': .*lm-format-enforcer",
+        ),
+        (
+            {"structured_outputs_config": {"disable_any_whitespace": True}},
+            "structured_outputs_config.disable_any_whitespace is True: not supported; give it in a request's",
+        ),
+        ({"structured_outputs_config": "xgrammar"}, "structured_outputs_config is 'xgrammar': give an object"),
         ({"enforce_eager": 1}, "enforce_eager is 1: give True or False"),
         ({"enable_lora": 0}, "enable_lora is 0: LoRA"),  # 0 is not False
         ({"tokenzier": "x"}, "tokenzier is 'x': not supported; leave it out, or did you mean tokenizer"),

@@ -41,6 +41,11 @@ class ModelConfig:
         help="What edits the logits, as package.module:name; in Python also the functions or classes themselves.",
         key=_RUNNING,
     )
+    structured_outputs_backend: Literal["auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer"] = setting(
+        "auto",
+        help="What enforces structured outputs whose requests do not say; all but guidance are extras to install.",
+        key=_RUNNING,
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from graphllm.config.errors import ConfigError
 from graphllm.config.parameter import is_strings, raise_all
 
+BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
 
 
@@ -23,6 +24,8 @@ class StructuredOutputsParams:
     For JSON: disable_any_whitespace: no spaces and line breaks. whitespace_pattern: regex of the whitespace that may
     stand between any two marks; without it one space, or a line break and up to 64 spaces or tabs, so that a model
     cannot write whitespace for ever. disable_additional_properties: objects have only the properties of the schema.
+
+    backend: the library that enforces it, one of BACKENDS; None for the engine's.
     """
 
     json: str | dict[str, Any] | None = field(default=None, hash=False)
@@ -34,6 +37,7 @@ class StructuredOutputsParams:
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     structural_tag: str | None = None  # for scripts that name it; only None
+    backend: str | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -53,6 +57,7 @@ class StructuredOutputsParams:
                 "give True or False",
             ),
             ("whitespace_pattern", isinstance(self.whitespace_pattern, text), "give a regular expression"),
+            ("backend", self.backend in (None, *BACKENDS), f"give one of {', '.join(BACKENDS)}"),
             ("structural_tag", self.structural_tag is None, "not supported; leave it out"),
         )
         raise_all(

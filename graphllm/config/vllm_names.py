@@ -71,6 +71,18 @@ def _eager(value: Any) -> Mapping[str, Any]:
     return {"backend": "eager"} if value else {}
 
 
+def _structured_outputs(value: Any) -> Mapping[str, Any]:
+    """vLLM's structured_outputs_config. Whitespace and further properties are a request's own choice."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"structured_outputs_config is {value!r:.80}: give an object with backend")
+    for name, given in value.items():
+        if name != "backend" and given not in (None, "", False):
+            known = name in ("disable_any_whitespace", "disable_additional_properties")
+            remedy = f"give it in a request's structured_outputs.{name}" if known else "leave it out"
+            raise ConfigError(f"structured_outputs_config.{name} is {given!r:.80}: not supported; {remedy}")
+    return {"structured_outputs_backend": value["backend"]} if value.get("backend") is not None else {}
+
+
 def _renamed(setting: str) -> ForeignName:
     return ForeignName(means=lambda value: {setting: value})
 
@@ -81,6 +93,10 @@ _MEANINGS = {
     "device_memory_utilization": _renamed("gpu_memory_utilization")._replace(remedy="`gpu_memory_utilization`"),
     "spec_model": _renamed("speculative_model")._replace(remedy="`speculative_model`"),
     "spec_tokens": _renamed("num_speculative_tokens")._replace(remedy="`num_speculative_tokens`"),
+    "structured_outputs_config": ForeignName(
+        means=_structured_outputs, remedy="`structured_outputs_backend`, of an object with `backend`"
+    ),
+    "guided_decoding_backend": _renamed("structured_outputs_backend")._replace(remedy="`structured_outputs_backend`"),
     "num_lookahead_slots": _renamed("num_speculative_tokens")._replace(remedy="`num_speculative_tokens`"),
     "speculative_config": ForeignName(
         means=_speculation, remedy="`speculative_model` and `num_speculative_tokens`, of an object with these"
@@ -176,8 +192,6 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     **fixed("answers do not have it; leave it out", enable_return_routed_experts=False, return_sampling_mask=False,
              aux_output_config=({},), enable_trace_replay=False),
-    **fixed("grammars are llguidance's; use auto or guidance", guided_decoding_backend=("auto", "guidance"),
-             structured_outputs_config=({}, {"backend": "auto"}, {"backend": "guidance"})),
     **fixed("reasoning ends where the model ends it; leave it out", reasoning_config=({},)),
     **hints("only `graphllm serve` takes reasoning out of answers", reasoning_parser=("", "auto"),
              reasoning_parser_plugin=""),

@@ -40,7 +40,8 @@ from graphllm.engine.step_executor import Handle, StepExecutor
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.engine.grammar import Grammar, GrammarCompiler, Matcher
+    from graphllm.engine.structured.compiler import Grammar, Matcher
+    from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.executor import StepResult
 
 _COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
@@ -69,7 +70,7 @@ class EngineCore:
         executor: StepExecutor,
         max_len: int,
         options: SchedulerConfig,
-        grammars: GrammarCompiler | None = None,
+        grammars: GrammarCompilers | None = None,
         processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
@@ -266,7 +267,7 @@ class EngineCore:
 
     def _allow(self, state: RequestState, row: np.ndarray) -> bool:
         """Write what a request's grammar allows next; a grammar that fails ends the request."""
-        from graphllm.engine.grammar import GrammarError
+        from graphllm.engine.structured.source import GrammarError
 
         try:
             self._matchers[state.request.id].allow(row)
@@ -346,7 +347,7 @@ class EngineCore:
 
     def _advance(self, state: RequestState, tokens: Sequence[int]) -> None:
         """Tell a request's grammar its new tokens; one that cannot go on ends the request."""
-        from graphllm.engine.grammar import GrammarError
+        from graphllm.engine.structured.source import GrammarError
 
         try:
             matcher = self._matchers[state.request.id]

@@ -1,60 +1,43 @@
-"""Structured output: grammars compiled for one checkpoint's tokenizer, and the masks of tokens that may come next.
-
-A front for llguidance, imported when first needed. Nothing here is shared between compilers, and a compiler may be
-called from several threads; a matcher belongs to one request.
+"""Structured output by llguidance: grammars compiled for one checkpoint's tokenizer, and the masks of tokens that may
+come next. The library is imported when first needed. Nothing here is shared between compilers.
 """
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
-from graphllm.engine.grammar_trial import GrammarTrial
 from graphllm.engine.patterns import ascii_classes, check_regex
 from graphllm.engine.schema import parse_schema, rewrite_schema
+from graphllm.engine.structured.compiler import CachingCompiler, Prepared
+from graphllm.engine.structured.source import GrammarError, Source, clean
+from graphllm.engine.structured.vocabulary import read_tokenizer
 
 if TYPE_CHECKING:
     import llguidance
 
     from graphllm.config.sampling import StructuredOutputsParams
 
-T = TypeVar("T")
-
-_CACHED, _CACHED_LARGE = 128, 8  # compiled grammars kept; of those that may take much memory
-_CHEAP_TEXT = 20_000  # characters up to which a text compiles in less than 0.1 s, whatever it says
-_CHEAP_PATTERN = 200  # of a pattern that is compared with another one
 # A model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
 _WHITESPACE = r"[ ]?|\n[ \t]{0,64}"
 _MAX_TEXT = 200_000  # characters of a regex, a grammar, or all choices
 _MAX_REPEATS = 5000  # of a regex or a grammar; time and memory to compile them grow with the square
-_MAX_MESSAGE = 300
 # Expressions over what a request sends must not backtrack far: nothing else runs in Python meanwhile.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 _LARK_ATTRIBUTE = re.compile(
     r"^[ \t]*[?!]?[\w-]+\s*\[(?:[^\[\]:\"]|\"[^\"\n]*\")*\b(temperature|max_tokens|stop)\b", re.MULTILINE
 )
 _LARK_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|//.*|#.*')
-# The library follows rules that lead to one another, and nested schemas, by recursion: up to 15,000 levels in a text of
-# _MAX_TEXT, for which 64 MiB are enough. The usual stack overflows at 1,000 of them, and that ends the process.
-STACK_BYTES = 256 << 20
-_STACK_LOCK = threading.Lock()  # its size is a setting of the process
 # \uXXXX would be another way to write a property's name, past what the schema says of it; characters need no escape.
 _ESCAPES = 'nrbtf\\"'
-
-
-class GrammarError(RuntimeError):
-    """The output cannot go on under its grammar: a token that it does not allow, or a limit of the library."""
 
 
 @dataclass(frozen=True)
@@ -170,84 +153,41 @@ class Matcher:
             raise self._error()
 
     def _error(self) -> GrammarError:
-        return GrammarError(_clean(self._state.get_error()))
+        return GrammarError(clean(self._state.get_error()))
 
 
-class GrammarCompiler:
-    """Compiles what requests ask for, and keeps the latest grammars.
+class GrammarCompiler(CachingCompiler[Grammar]):
+    """llguidance, the backend that enforces most."""
 
-    tokenizer_folder: holds ``tokenizer.json``. vocab: the model's vocabulary, which sets the size of the masks; the
-    tokenizer may have fewer tokens. stop_ids: the tokens that end an output.
-    """
+    name = "guidance"
+    package = "llguidance"
+    fields = frozenset(("json", "json_object", "choice", "regex", "grammar"))
+    shapes = None
 
     def __init__(self, tokenizer_folder: Path, vocab: int, stop_ids: frozenset[int]) -> None:
-        self._folder, self._vocab, self._stop_ids = tokenizer_folder, vocab, stop_ids
+        super().__init__(tokenizer_folder, vocab, stop_ids)
         self._vocabulary: Vocabulary | None = None
-        self._trial = GrammarTrial(tokenizer_folder, vocab, stop_ids)
-        # Of cheap ones, and of large ones.
-        self._caches: dict[bool, OrderedDict[Key, Grammar]] = {True: OrderedDict(), False: OrderedDict()}
-        self._lock = threading.Lock()
 
-    def check(self, spec: StructuredOutputsParams) -> None:
-        """Raises ConfigError naming the field, what is wrong with it and the remedy, QueueFullError where too many wait
-        for an answer. What is not certainly cheap is compiled elsewhere, within limits."""
-        source = _source(spec)
-        if self._known(source, spec) is not None:
-            return
-        lark = self._lark(source, spec) if source.cheap else None
-        if lark is not None and lark.cheap:
-            self._add(source, spec, lark)
-        else:
-            self._trial.check(source.field, spec)
-
-    def compile(self, spec: StructuredOutputsParams) -> Grammar:
-        """The grammar of a request; milliseconds, or nothing when it is known. Without limits, so call `check` first.
-        Raises ConfigError like that."""
-        source = _source(spec)
-        return self._known(source, spec) or self._add(source, spec, self._lark(source, spec))
-
-    def _add(self, source: Source, spec: StructuredOutputsParams, lark: Lark) -> Grammar:
-        grammar = _on_deep_stack(lambda: self._build(source.field, lark.text, spec))
-        cache = self._caches[source.cheap and lark.cheap]
-        with self._lock:
-            cache[_key(source, spec)] = grammar
-            while len(cache) > (_CACHED if cache is self._caches[True] else _CACHED_LARGE):
-                cache.popitem(last=False)
-        return grammar
-
-    def forget(self) -> None:
-        """Compiled grammars are not kept any longer."""
-        with self._lock:
-            for cache in self._caches.values():
-                cache.clear()
-
-    def _known(self, source: Source, spec: StructuredOutputsParams) -> Grammar | None:
-        key = _key(source, spec)
-        with self._lock:
-            for cache in self._caches.values():
-                if key in cache:
-                    cache.move_to_end(key)
-                    return cache[key]
-        return None
-
-    def _lark(self, source: Source, spec: StructuredOutputsParams) -> Lark:
+    def prepare(self, source: Source, spec: StructuredOutputsParams) -> Prepared:
+        """In the library's dialect of Lark."""
         try:
             return _lark(source, spec)
         except UnicodeEncodeError as e:
-            raise ConfigError(f"structured_outputs.{source.field}: {_clean(str(e))}; leave that character out") from e
+            raise ConfigError(f"structured_outputs.{source.field}: {clean(str(e))}; leave that character out") from e
 
-    def _build(self, field: str, lark: str, spec: StructuredOutputsParams) -> Grammar:
+    def build(self, field: str, form: str, spec: StructuredOutputsParams) -> Grammar:
+        """Raises ConfigError for what matches nothing, too."""
         if spec.whitespace_pattern is not None:
             self._check_whitespace(spec.whitespace_pattern)
-        return self._compile(f"structured_outputs.{field}", lark)
+        return self._compile(f"structured_outputs.{field}", form)
 
     def _compile(self, field: str, lark: str) -> Grammar:
         vocabulary = self._load()
         start = _start(vocabulary, lark)
         if start.is_error():
-            raise ConfigError(f"{field}: {_clean(start.get_error())}; change it")
+            raise ConfigError(f"{field}: {clean(start.get_error())}; change it")
         if warnings := start.get_grammar_warnings():
-            raise ConfigError(f"{field}: {_clean('; '.join(warnings))}; change it")
+            raise ConfigError(f"{field}: {clean('; '.join(warnings))}; change it")
         grammar = Grammar(vocabulary, start)
         try:
             # On the shared start, so that requests find the first mask's work done; and what matches nothing shows.
@@ -261,7 +201,7 @@ class GrammarCompiler:
         name, terminal = "structured_outputs.whitespace_pattern", _terminal(pattern)
         start = _start(self._load(), f"start: {terminal}")
         if start.is_error():
-            raise ConfigError(f"{name}: {_clean(start.get_error())}; change it")
+            raise ConfigError(f"{name}: {clean(start.get_error())}; change it")
         other = _start(self._load(), f"start: OTHER\nOTHER: {terminal} & ~/[ \\t\\n\\r]*/")
         other.compute_bitmask()  # fails where nothing matches
         if not other.is_error():
@@ -269,21 +209,10 @@ class GrammarCompiler:
 
     def _load(self) -> Vocabulary:
         """The tokenizer in the library's form; about a second for large ones, the first time."""
-        import llguidance
-
         with self._lock:
             if self._vocabulary is None:
-                stop_ids = frozenset(i for i in self._stop_ids if 0 <= i < self._vocab)
-                if not stop_ids:
-                    raise ConfigError("structured_outputs: the checkpoint names no token that ends output; name one "
-                                      "as eos_token_id in its generation_config.json")  # fmt: skip
-                file = self._folder / "tokenizer.json"
-                try:
-                    tokenizer = llguidance.LLTokenizer(file.read_text(encoding="utf-8"))
-                except (OSError, ValueError) as e:
-                    raise ConfigError(
-                        f"structured_outputs: {file} is of no use for it ({_clean(str(e))}); leave it out"
-                    ) from e
+                stop_ids = self.usable_stops()
+                tokenizer = read_tokenizer(self._folder)
                 never = frozenset(tokenizer.eos_tokens) - stop_ids
                 self._vocabulary = Vocabulary(
                     tokenizer,
@@ -307,26 +236,6 @@ def _start(vocabulary: Vocabulary, lark: str) -> llguidance.LLMatcher:
     return llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
 
 
-def _on_deep_stack(work: Callable[[], T]) -> T:
-    """What ``work`` returns or raises, in a thread whose stack the library cannot overflow."""
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(work())
-        except BaseException as error:
-            result.set_exception(error)
-
-    thread = threading.Thread(target=run, name="graphllm-grammar", daemon=True)
-    with _STACK_LOCK:
-        usual = threading.stack_size(STACK_BYTES)
-        try:
-            thread.start()
-        finally:
-            threading.stack_size(usual)
-    return result.result()
-
-
 def _places(tokens: Iterable[int]) -> tuple[tuple[int, int], ...]:
     return tuple((i // 32, 1 << i % 32) for i in sorted(tokens))
 
@@ -335,47 +244,7 @@ def _words(tokens: int) -> int:
     return (tokens + 31) // 32
 
 
-class Source(NamedTuple):
-    """What a request asks for. field: that is given. content: of it, in a form that can be looked up. cheap: it is
-    short, so that nothing but what it says can make it expensive."""
-
-    field: str
-    content: Any
-    cheap: bool
-
-
-class Lark(NamedTuple):
-    """A constraint in the library's dialect of Lark. cheap: certainly to compile, if it is short."""
-
-    text: str
-    cheap: bool = True
-
-
-Key = tuple[str, Any, bool, bool, str | None]
-
-
-def _key(source: Source, spec: StructuredOutputsParams) -> Key:
-    options = (spec.disable_any_whitespace, spec.disable_additional_properties, spec.whitespace_pattern)
-    return (source.field, source.content, *options)
-
-
-def _source(spec: StructuredOutputsParams) -> Source:
-    pattern = len(spec.whitespace_pattern or "") <= _CHEAP_PATTERN
-    if spec.json is not None:
-        text = spec.json if isinstance(spec.json, str) else json.dumps(parse_schema(spec.json))
-        return Source("json", text, pattern and len(text) <= _CHEAP_TEXT)
-    if spec.json_object:
-        return Source("json_object", True, pattern)
-    if spec.choice is not None:
-        return Source("choice", tuple(spec.choice), sum(map(len, spec.choice)) <= _CHEAP_TEXT)
-    if spec.regex is not None:
-        return Source("regex", spec.regex, len(spec.regex) <= _CHEAP_TEXT)
-    if spec.grammar is not None:
-        return Source("grammar", spec.grammar, len(spec.grammar) <= _CHEAP_TEXT)
-    raise ConfigError("structured_outputs: empty; give one of json, json_object, choice, regex, grammar")
-
-
-def _lark(given: Source, spec: StructuredOutputsParams) -> Lark:
+def _lark(given: Source, spec: StructuredOutputsParams) -> Prepared:
     """Raises ConfigError, UnicodeEncodeError."""
     field, source, _ = given
     name = f"structured_outputs.{field}"
@@ -388,13 +257,13 @@ def _lark(given: Source, spec: StructuredOutputsParams) -> Lark:
         if not source or not all(isinstance(choice, str) for choice in source):
             raise ConfigError(f"{name} is {list(source)!r:.80}: give one or more strings")
         # One terminal: alternatives that share a beginning are followed together.
-        return Lark("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source)))
+        return Prepared("start: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, source)))
     if (repeats := sum(map(source.count, "?*+{"))) > _MAX_REPEATS:
         raise ConfigError(f"{name}: {repeats} repetitions, more than {_MAX_REPEATS}; give a smaller one")
     if field == "regex":
-        return Lark(f"start: {_terminal(ascii_classes(check_regex(source, name)))}")
+        return Prepared(f"start: {_terminal(ascii_classes(check_regex(source, name)))}")
     if _GBNF_RULE.search(source):
-        return Lark(_gbnf(source, name))
+        return Prepared(_gbnf(source, name))
     if "%json" in source:
         raise ConfigError(f"{name}: %json is not supported; give the schema as structured_outputs.json")
     if found := _LARK_ATTRIBUTE.search(source):
@@ -402,7 +271,7 @@ def _lark(given: Source, spec: StructuredOutputsParams) -> Lark:
     if "&" in _LARK_LITERAL.sub("", source):
         # Whether anything is left of two expressions can take the library for ever.
         raise ConfigError(f"{name}: the operator & is not supported; write what is left as one expression")
-    return Lark(source, cheap="~" not in source and "%regex" not in source)
+    return Prepared(source, cheap="~" not in source and "%regex" not in source)
 
 
 def _terminal(pattern: str) -> str:
@@ -411,7 +280,7 @@ def _terminal(pattern: str) -> str:
     return f"/{regex_to_lark(pattern, '') or '(?:)'}/"  # an empty one would begin a comment
 
 
-def _json(schema: Any, spec: StructuredOutputsParams) -> Lark:
+def _json(schema: Any, spec: StructuredOutputsParams) -> Prepared:
     """The documents of a schema, with what the request says of whitespace."""
     plain, cheap = rewrite_schema(schema, spec.disable_additional_properties)
     if plain is False:
@@ -423,7 +292,7 @@ def _json(schema: Any, spec: StructuredOutputsParams) -> Lark:
     if not spec.disable_any_whitespace:
         options["whitespace_pattern"] = _WHITESPACE if pattern is None else check_regex(pattern, name)
     # At the end: the library takes it out by putting the last keyword into its place, and order matters to it.
-    return Lark(f"start: %json {json.dumps({**({} if plain is True else plain), 'x-guidance': options})}", cheap)
+    return Prepared(f"start: %json {json.dumps({**({} if plain is True else plain), 'x-guidance': options})}", cheap)
 
 
 def _gbnf(text: str, name: str) -> str:
@@ -445,11 +314,4 @@ def _gbnf(text: str, name: str) -> str:
     except ConfigError:
         raise
     except Exception as e:  # the converter raises nothing more precise
-        raise ConfigError(f"{name}: {_clean(str(e))}; write it in Lark syntax") from e
-
-
-def _clean(message: str) -> str:
-    """One line of bounded length: without the library's repetition of the source."""
-    head = re.split(r"\n[ \t]*\d+ \|", message.replace("<non-verbose/>", ""))[0]
-    line = " ".join(re.sub(r"^at \S+ failed to compile JSON schema: ", "", head).split())
-    return line if len(line) <= _MAX_MESSAGE else f"{line[:_MAX_MESSAGE]}..."
+        raise ConfigError(f"{name}: {clean(str(e))}; write it in Lark syntax") from e

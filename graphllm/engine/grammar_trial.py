@@ -23,16 +23,17 @@ _KEPT = 1024  # answers
 class Setup(msgspec.Struct):
     """First line to the process; the others are StructuredOutputsParams."""
 
+    backend: str
     folder: str
     vocab: int
     stop_ids: list[int]
 
 
 class GrammarTrial:
-    """Asks the process, which starts with the first grammar and stays. For several threads."""
+    """Asks the process, which starts with the first grammar and stays. For several threads. backend: what compiles."""
 
-    def __init__(self, tokenizer_folder: Path, vocab: int, stop_ids: frozenset[int]) -> None:
-        setup = msgspec.json.encode(Setup(str(tokenizer_folder), vocab, sorted(stop_ids)))
+    def __init__(self, backend: str, tokenizer_folder: Path, vocab: int, stop_ids: frozenset[int]) -> None:
+        setup = msgspec.json.encode(Setup(backend, str(tokenizer_folder), vocab, sorted(stop_ids)))
         self._process = LimitedProcess("graphllm.engine.grammar_worker", setup, "large grammars", _KEPT)
 
     def check(self, field: str, spec: StructuredOutputsParams) -> None:

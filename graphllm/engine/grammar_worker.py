@@ -11,15 +11,16 @@ import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import StructuredOutputsParams
-from graphllm.engine.grammar import STACK_BYTES, GrammarCompiler
 from graphllm.engine.grammar_trial import CPU_SECONDS, MEMORY_MB, Setup
 from graphllm.engine.limited_process import limit_memory, limit_time
+from graphllm.engine.structured.compiler import STACK_BYTES
+from graphllm.engine.structured.compilers import GrammarCompilers
 
 
 def main() -> None:
     """Until stdin closes."""
     setup = msgspec.json.decode(sys.stdin.buffer.readline(), type=Setup)
-    compiler = GrammarCompiler(Path(setup.folder), setup.vocab, frozenset(setup.stop_ids))
+    compiler = GrammarCompilers(Path(setup.folder), setup.vocab, frozenset(setup.stop_ids), setup.backend)
     with contextlib.suppress(ConfigError):  # it comes again with the first grammar
         compiler.compile(StructuredOutputsParams(regex="a"))  # what is made once is not limited
     limit_memory(STACK_BYTES + (MEMORY_MB << 20))

@@ -41,7 +41,7 @@ class TokensPrompt(TypedDict):
 
 
 class GrammarChecker(Protocol):
-    """Says whether a constraint can be used (`graphllm.engine.grammar.GrammarCompiler`)."""
+    """Says whether a constraint can be used (`graphllm.engine.structured.compilers.GrammarCompilers`)."""
 
     def check(self, spec: StructuredOutputsParams) -> None:
         """Raises ConfigError when it cannot."""

@@ -379,11 +379,12 @@ def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | 
     """Makes what checks constraints; a model without a tokenizer has none."""
     folder = Path(resolved.config.tokenizer or resolved.config.model.model)
     stop_ids = frozenset(resolved.config.stop_ids)
+    backend = resolved.config.model.structured_outputs_backend
 
     def make(info: CoreInfo) -> GrammarChecker:
-        from graphllm.engine.grammar import GrammarCompiler
+        from graphllm.engine.structured.compilers import GrammarCompilers
 
-        return GrammarCompiler(folder, info.vocab, stop_ids)
+        return GrammarCompilers(folder, info.vocab, stop_ids, backend)
 
     return make if resolved.tokenizer else None
 

@@ -62,9 +62,9 @@ def _load(
     import torch
 
     from graphllm.engine.core import EngineCore
-    from graphllm.engine.grammar import GrammarCompiler
     from graphllm.engine.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
     from graphllm.engine.options import imported
+    from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.executor import Executor
     from graphllm.weights.formats.integers import KERNELS
     from graphllm.weights.loader import load_weights
@@ -98,7 +98,8 @@ def _load(
     grammars = None
     tokenizer = Path(config.tokenizer or folder)
     if (tokenizer / "tokenizer.json").is_file():
-        grammars = GrammarCompiler(tokenizer, executor.vocab, frozenset(config.stop_ids))
+        backend = config.model.structured_outputs_backend
+        grammars = GrammarCompilers(tokenizer, executor.vocab, frozenset(config.stop_ids), backend)
     clock("executor")
     if device == "cuda":
         executor.warm_up()

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import BeamSearchParams, SamplingParams
+from graphllm.config.structured_outputs import BACKENDS
 from graphllm.engine.processor import Prompt, Truncation
 from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
-from graphllm.server.chat.fields import judged, unguided
+from graphllm.server.chat.fields import BACKEND, judged, unguided
 from graphllm.server.chat.infill import infilled
 from graphllm.server.chat.replies import ReplyFormat
 from graphllm.server.chat.tools import (
@@ -176,7 +177,13 @@ def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules
         call = call._replace(prompts=_prompts(rest.pop("prompt", None)), suffix=_take(rest, "suffix", str, ""))
         if call.echo and rest.get("max_tokens") == 0 and type(rest["max_tokens"]) is int:
             call, rest["max_tokens"] = call._replace(alone=True), 1
-    rest |= _constraint(rest, call.tools)
+    backend = rest.pop(BACKEND, None)
+    if backend not in (None, *BACKENDS):
+        raise ConfigError(f"{BACKEND} is {backend!r:.80}: give one of {', '.join(BACKENDS)}")
+    made = _constraint(rest, call.tools)
+    if made and backend is not None:
+        made["structured_outputs"]["backend"] = backend
+    rest |= made
     beams = _beam_fields(rest)
     internal = sorted((_INTERNAL - {"extra_args"}) & rest.keys())
     if internal:

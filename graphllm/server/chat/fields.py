@@ -59,7 +59,6 @@ REFUSED: Mapping[str, Refused] = {
     "enable_response_messages": Refused((False,), "ask for return_token_ids in a chat"),
     "function_call": Refused(("none",), _TOOLS),
     "functions": Refused(([],), _TOOLS),
-    "guided_decoding_backend": Refused(("auto", "guidance"), "grammars are llguidance's; leave it out"),
     "kv_transfer_params": Refused(({},), _TRANSFER),
     "mcp_servers": Refused(([],), "this server runs no tools; give tools of your own"),
     "media_io_kwargs": Refused(({},), _NO_MEDIA),
@@ -76,6 +75,7 @@ REFUSED: Mapping[str, Refused] = {
     "web_search_options": Refused((), "this server fetches nothing; give tools of your own"),
 }
 
+BACKEND = "guided_decoding_backend"
 # Older names of structured_outputs' fields.
 GUIDED: Mapping[str, str] = {
     "guided_json": "json",
@@ -84,6 +84,7 @@ GUIDED: Mapping[str, str] = {
     "guided_grammar": "grammar",
     "guided_json_object": "json_object",
     "guided_whitespace_pattern": "whitespace_pattern",
+    "guided_decoding_backend": "backend",
 }
 
 
@@ -110,9 +111,11 @@ def judged(body: Mapping[str, Any], own: Container[str] = (), strict: bool = Fal
 
 
 def unguided(given: dict[str, Any]) -> dict[str, Any]:
-    """vLLM's older fields of structured outputs under their newer name; they are taken out."""
+    """vLLM's older fields of structured outputs under their newer name; they are taken out. A backend alone stays
+    "guided_decoding_backend": it is for a constraint that a chat's response_format or tools may make."""
     found = {}
-    for name in [name for name in GUIDED if name in given]:
+    alone = not any(name in given for name in GUIDED if name != BACKEND) and "structured_outputs" not in given
+    for name in [name for name in GUIDED if name in given and not (alone and name == BACKEND)]:
         tell_once(name, f"{name} of requests is deprecated: give structured_outputs.{GUIDED[name]}")
         found[GUIDED[name]] = given.pop(name)
     if not found:

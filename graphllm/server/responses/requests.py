@@ -95,6 +95,7 @@ class StructuredOutputs(Object):
     disable_any_whitespace: bool | None = None
     disable_additional_properties: bool | None = None
     whitespace_pattern: str | None = None
+    backend: str | None = None
 
 
 class ResponsesRequest(Object):

@@ -91,6 +91,15 @@ def test_sampling_fields_of_both_endpoints() -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
             {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
         ),
+        (
+            {"response_format": {"type": "json_object"}, "guided_decoding_backend": "xgrammar"},
+            {"structured_outputs": StructuredOutputsParams(json_object=True, backend="xgrammar")},
+        ),
+        ({"guided_decoding_backend": "xgrammar"}, {}),
+        (
+            {"guided_regex": "a+", "guided_decoding_backend": "outlines"},
+            {"structured_outputs": StructuredOutputsParams(regex="a+", backend="outlines")},
+        ),
     ],
 )  # fmt: skip
 def test_fields_of_a_chat(fields: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -218,6 +227,11 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (CHAT, {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "response_format",
          "both given"),
         (CHAT, {"structured_outputs": {"regexp": "a"}}, "structured_outputs", "structured_outputs.regexp is 'a'"),
+        (CHAT, {"structured_outputs": {"regex": "a", "backend": "yacc"}}, "structured_outputs",
+         "structured_outputs.backend is 'yacc': give one of auto, guidance, xgrammar"),
+        (CHAT, {"guided_decoding_backend": "yacc"}, "guided_decoding_backend", "is 'yacc': give one of auto, guidance"),
+        (CHAT, {"guided_decoding_backend": "auto", "structured_outputs": {"regex": "a"}}, "guided_decoding_backend",
+         "both given"),
         (CHAT, {"structured_outputs": 3}, "structured_outputs", "structured_outputs is 3"),
         (CHAT, {"priority": "high"}, "priority", "priority is 'high'"),
         (CHAT, {"model": 3}, "model", "model is 3: give a string"),

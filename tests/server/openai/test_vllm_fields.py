@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import math
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 from live import Served
 from openai import AsyncOpenAI, OpenAI
 from sdk import MODEL, STORY, SUM, prompt_ids, scores, tokenizer
+
+from graphllm.engine.structured.compilers import compiler_class
 
 BEGUN: Any = [*SUM, {"role": "assistant", "content": "12 + 7 ="}]
 
@@ -188,6 +191,32 @@ def test_older_names_of_structured_outputs(client: OpenAI, served: Served) -> No
     log = served.log.read_text()
     assert log.count("guided_choice of requests is deprecated: give structured_outputs.choice") == 1
     assert log.count("store of requests is ignored") == 1
+
+
+@pytest.mark.parametrize("backend", ["guidance", "xgrammar", "outlines", "lm-format-enforcer"])
+def test_a_backend_of_a_request(backend: str, client: OpenAI) -> None:
+    """Beside the engine's own; a package that is missing, and what a backend cannot do, are the request's mistakes."""
+    package = compiler_class(backend).package
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
+    wanted: Any = {"json": schema, "backend": backend, "disable_any_whitespace": True}
+    if importlib.util.find_spec(package) is None:
+        with pytest.raises(
+            openai.BadRequestError, match=rf"{package} is not installed; run pip install 'graphllm\[{backend}"
+        ):
+            _chat(client, structured_outputs=wanted)
+        return
+    assert _chat(client, structured_outputs=wanted).choices[0].message.content in ('{"a":true}', '{"a":false}')
+    with pytest.raises(openai.BadRequestError, match="not is not supported"):
+        _chat(client, structured_outputs={"json": {"not": {"type": "null"}}, "backend": backend})
+    if backend != "guidance":
+        beyond = {"json": {"patternProperties": {"^a$": True}}, "backend": backend}
+        with pytest.raises(openai.BadRequestError, match=f"patternProperties is not supported by {backend}; use the"):
+            _chat(client, structured_outputs=beyond)
 
 
 def test_chunks_of_several_tokens(client: OpenAI) -> None:
