@@ -105,6 +105,32 @@ def test_two_tabs_lose_nothing(server: State, page: ChatPage) -> None:
     assert sorted(asked) == [["start", "here"], ["start", "there"]]
 
 
+_SLOW = """() => {
+  const get = IDBObjectStore.prototype.get;
+  IDBObjectStore.prototype.get = function (key) {
+    for (let i = 0; i < 2000; i++) this.count();  // requests of a transaction wait for those before them
+    return get.call(this, key);
+  };
+}"""
+
+
+def test_an_answer_that_overtakes_the_store(server: State, page: ChatPage) -> None:
+    """Both conversations exist once, though the second save of each begins before the first has ended."""
+    _say(server, page, "start", "One.")
+    other = ChatPage(page.tab.context.new_page())
+    other.open(server.url)
+    _kept(other)
+    other.tab.locator("#conversations .open").click()
+    other.wait_for_text("One.")
+    _say(server, other, "there", "Two.")
+    page.tab.bring_to_front()
+    page.tab.evaluate(_SLOW)
+    _say(server, page, "here", "Three.")
+    page.open(server.url)
+    assert sorted(_kept(page)) == ["start", "start"]
+    assert sorted(c["turns"][-1]["text"] for c in _export(page)["conversations"]) == ["Three.", "Two."]
+
+
 def test_export_and_import(server: State, page: ChatPage, browser: Chromium) -> None:
     _say(server, page, "question", "An answer.")
     _kept(page)
