@@ -216,11 +216,11 @@ class SamplingParams:
     )  # fmt: skip
     min_tokens: int = parameter(0, whole("give a number from 0", ge=0), help="Nothing ends the output before these.")
     logprobs: int | None = parameter(
-        None, _TOP, normal=_count, bounds={"ge": 0},
+        None, _TOP, normal=_count, bounds={"ge": -1},
         help="So many of the likeliest tokens at each position, and the token itself; -1 is the whole vocabulary.",
     )  # fmt: skip
     prompt_logprobs: int | None = parameter(
-        None, _TOP, normal=_count, bounds={"ge": 0}, cli=False, help="The same for each position of the prompt."
+        None, _TOP, normal=_count, bounds={"ge": -1}, cli=False, help="The same for each position of the prompt."
     )
     logprob_token_ids: tuple[int, ...] | None = parameter(
         None, optional(Check(lambda value: is_ids(value) and 0 < len(value) <= MAX_LOGPROB_IDS,
