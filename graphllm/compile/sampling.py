@@ -112,11 +112,8 @@ def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...
         return Stage(name, lambda v: _verify(v, logits, versions), ("tokens", "kept"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
-        return (
-            token_logprobs(
-                v["logits"], v["tokens"], v["step.target"], v["step.wanted"], ranked_logprobs(config.max_logprobs)
-            ),
-        )
+        most = ranked_logprobs(config.max_logprobs)
+        return (token_logprobs(v["logits"], v["tokens"], v["step.target"], v["step.wanted"], most),)
 
     return {
         "plain": (sampled("logits"),),

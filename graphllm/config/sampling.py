@@ -230,7 +230,8 @@ class SamplingParams:
     )  # fmt: skip
     thinking_token_budget: int | None = parameter(
         None, optional(whole("give a number from 0", ge=0)),
-        help="Tokens of thinking at most; then `</think>` follows. Of models that think in these tags.",
+        help="Tokens of thinking at most; then `</think>` follows. Of models that think in these tags. With it, "
+        "structured_outputs hold behind the thinking that the prompt begins; without it, from the first token on.",
     )  # fmt: skip
     detokenize: bool = parameter(True, SWITCH, body=False, cli=False, help="False gives token ids only.")
     skip_special_tokens: bool = parameter(True, SWITCH, help="Leave special tokens out of the text.")

@@ -106,7 +106,7 @@ class SamplingTable:
 
     def mask_row(self, row: np.ndarray, slot: int, state: RequestState, sample_index: int) -> None:
         """Write the mask [words] of everything but a grammar: allowed ids, bad words, the end of thinking, and no
-        stop before min_tokens.
+        stop before min_tokens or before what is structured.
 
         row holds what is allowed so far and is narrowed.
         """
@@ -120,7 +120,12 @@ class SamplingTable:
         if request.thinking is not None and (forced := request.thinking.forced(output)) is not None:
             row[:] = 0
             _set(row, forced, True)
-        if sample_index < request.params.min_tokens:
+        unanswered = (  # it must not end within its thinking, with nothing of what was asked for
+            request.thinking is not None
+            and request.params.structured_outputs is not None
+            and request.thinking.goes_on(output)
+        )
+        if unanswered or sample_index < request.params.min_tokens:
             narrowed = row.copy()
             for token in request.stop_ids:
                 _set(narrowed, token, False)

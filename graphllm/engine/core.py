@@ -260,11 +260,17 @@ class EngineCore:
             state = output.requests[rows.entry[row]]
             if state.finish_reason is not None or mask is None:
                 continue  # it ended with the step before; this row is not looked at
-            if state.request.id in self._matchers and not self._allow(state, mask[i]):
+            if self._constrains(state) and not self._allow(state, mask[i]):
                 continue
             self._table.mask_row(mask[i], int(rows.slot[row]), state, int(rows.sample_index[row]))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
+
+    def _constrains(self, state: RequestState) -> bool:
+        """Whether a request has a grammar that holds for its next token; there is none before its thinking ended."""
+        if state.request.id not in self._matchers:
+            return False
+        return state.request.thinking is None or not state.request.thinking.goes_on(state.output)
 
     def _allow(self, state: RequestState, row: np.ndarray) -> bool:
         """Write what a request's grammar allows next; a grammar that fails ends the request."""
@@ -282,8 +288,8 @@ class EngineCore:
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
         params = started.output.requests[rows.entry[row]].request.params
-        inside = rows.sample_index[row] < 0
-        return self._unranked(params, bool(inside)) or (not inside and params.logprob_token_ids is not None)
+        inside = bool(rows.sample_index[row] < 0)
+        return self._unranked(params, inside) > 0 or (not inside and params.logprob_token_ids is not None)
 
     def _unranked(self, params: SamplingParams, inside: bool) -> int:
         """How many log-probabilities a row wants where a step finds fewer, else 0. inside: of the prompt."""
@@ -355,9 +361,11 @@ class EngineCore:
         from graphllm.engine.grammar import GrammarError
 
         try:
-            matcher = self._matchers[state.request.id]
-            for token in tokens:
-                matcher.advance(token)
+            matcher, thinking = self._matchers[state.request.id], state.request.thinking
+            known = len(state.output) - len(tokens)
+            for i, token in enumerate(tokens):
+                if thinking is None or not thinking.goes_on(state.output[: known + i]):
+                    matcher.advance(token)
             if matcher.finished:
                 self._scheduler.end(state, "stop")
         except GrammarError as problem:

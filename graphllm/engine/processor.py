@@ -233,7 +233,7 @@ class Processor:
 
     def _thinking(self, prompt: Sequence[int], params: SamplingParams) -> ThinkingBudget | None:
         budget = params.thinking_token_budget
-        if budget is None or params.structured_outputs is not None:  # a grammar leaves no place for thinking
+        if budget is None:
             return None
         if self._tokenizer is None:
             raise ConfigError(f"thinking_token_budget is {budget}: there is no tokenizer; leave it out")
@@ -244,7 +244,10 @@ class Processor:
             )
         (start,), (end,) = tags
         last = next((i for i in reversed(prompt) if i in (start, end)), end)
-        return ThinkingBudget(budget, start, end, last == start)
+        begun = last == start
+        if params.structured_outputs is not None and not begun:  # a grammar leaves no place for thinking to begin in
+            return None
+        return ThinkingBudget(budget, start, end, begun)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the words, as they stand at the beginning of a text and behind a space."""

@@ -173,9 +173,8 @@ def test_logprobs_of_the_whole_vocabulary(serve: Callable[..., Served], client: 
             for entry, row in zip(entries, scores([*prompt, *ids])[len(prompt) - 1 : -1], strict=True):
                 best = row.sort(descending=True).values[: count if count > 0 else None].tolist()
                 assert [t.logprob for t in entry.top_logprobs] == pytest.approx(best, abs=0.5)
-        listed = (
-            asking.completions.create(model=MODEL, prompt="The cat", max_tokens=1, logprobs=100).choices[0].logprobs
-        )
+        (choice,) = asking.completions.create(model=MODEL, prompt="The cat", max_tokens=1, logprobs=100).choices
+        listed = choice.logprobs
         assert listed is not None
         assert 90 < len((listed.top_logprobs or [{}])[0]) <= 101  # some tokens have the same text
 
