@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 from graphllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from graphllm.config import EngineArgs
-    from graphllm.config import EngineArgs as AsyncEngineArgs
     from graphllm.config.parser import FlexibleArgumentParser
     from graphllm.config.sampling import (
         BeamSearchParams,
@@ -32,6 +30,8 @@ if TYPE_CHECKING:
     from graphllm.entrypoints.llm import LLM
     from graphllm.entrypoints.llm_engine import LLMEngine
     from graphllm.entrypoints.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
+    from graphllm.entrypoints.vllm_config import EngineArgs, VllmConfig
+    from graphllm.entrypoints.vllm_config import EngineArgs as AsyncEngineArgs
 
 __all__ = [
     "LLM",
@@ -61,6 +61,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "Vector",
+    "VllmConfig",
 ]
 
 # Where each name is, and what it is called there where that is another name.
@@ -73,8 +74,8 @@ _PLACES = {
     "LLMEngine": "entrypoints.llm_engine",
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",
-    "EngineArgs": "config",
-    "AsyncEngineArgs": "config:EngineArgs",
+    **dict.fromkeys(("EngineArgs", "VllmConfig"), "entrypoints.vllm_config"),
+    "AsyncEngineArgs": "entrypoints.vllm_config:EngineArgs",
     "FlexibleArgumentParser": "config.parser",
     "CompletionOutput": "engine.outputs",
     "RequestOutput": "engine.outputs",

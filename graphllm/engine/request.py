@@ -236,6 +236,11 @@ class CoreStats(msgspec.Struct):
     buckets: dict[str, BucketStats] = {}
     expert_tokens: list[list[int]] = []
 
+    # vLLM's names, which loggers written for it read.
+    num_running_reqs = property(lambda self: self.running)
+    num_waiting_reqs = property(lambda self: self.waiting)
+    kv_cache_usage = property(lambda self: self.kv_usage)
+
 
 class Core(Protocol):
     """What drives an engine core needs of it: `graphllm.engine.core.EngineCore` is the real one."""

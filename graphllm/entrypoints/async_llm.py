@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,9 @@ from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
 from graphllm.entrypoints.llm_engine import refuse
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
-from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers
+from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
+from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
+from graphllm.entrypoints.vllm_config import VllmConfig
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
@@ -91,7 +94,23 @@ class AsyncLLM:
         """Find the model and its artifact, which is built when the policy says so; `start`, or the first request, then
         loads it in a process of its own. stat_loggers: made and told in place of the line in the log. The others change
         nothing. Raises ConfigError."""
-        return cls.from_resolved(resolve_model(engine_args), engine_args.seed, factories=stat_loggers)
+        loggers = stat_loggers_of(engine_args, stat_loggers)
+        return cls.from_resolved(resolve_model(engine_args), engine_args.seed, loggers=loggers)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        enable_log_requests: bool = False,
+        disable_log_stats: bool = False,
+    ) -> AsyncLLM:
+        """The same from what `EngineArgs.create_engine_config` has given. enable_log_requests: changes nothing."""
+        args = vllm_config.engine_args
+        args = replace(args, disable_log_stats=True) if disable_log_stats else args
+        return cls.from_engine_args(args, stat_loggers=stat_loggers)
 
     @classmethod
     def from_resolved(
@@ -101,17 +120,18 @@ class AsyncLLM:
         unresponsive: float = 10.0,
         stuck: float = 60.0,
         child: Child | None = None,
-        factories: Sequence[StatLoggerFactory] | None = None,
+        loggers: Sequence[StatLogger] | None = None,
     ) -> AsyncLLM:
-        """An engine for a model that is found. factories: of stat loggers, None for the line in the log. The others: as
-        for `CoreClient`. Raises ConfigError."""
+        """An engine for a model that is found. loggers: None for the line in the log, where it is not disabled. The
+        others: as for `CoreClient`. Raises ConfigError."""
         if resolved.processors:
             raise ConfigError(
                 f"logits_processors has {resolved.processors[0]!r}: functions cannot cross to the engine's process; "
                 'give "package.module:name"'
             )
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
-        loggers = stat_loggers(resolved.config.log.disable_log_stats, factories)
+        if loggers is None:
+            loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
         return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers)
 
     @classmethod
@@ -142,10 +162,7 @@ class AsyncLLM:
 
     async def do_log_stats(self) -> None:
         """Tell the loggers now. Raises EngineDeadError."""
-        stats = await self.stats()
-        for logger in self._loggers:
-            logger.record(stats)
-            logger.log()
+        tell(self._loggers, await self.stats())
 
     async def generate(
         self,

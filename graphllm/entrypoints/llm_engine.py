@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
@@ -15,7 +16,8 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
 from graphllm.entrypoints.model import resolve_model
-from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers
+from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
+from graphllm.entrypoints.vllm_config import VllmConfig
 
 
 class LLMEngine:
@@ -55,6 +57,18 @@ class LLMEngine:
         """Find the model and its artifact, which is built when the policy says so, and load it. stat_loggers: made and
         told in place of the line in the log. The others change nothing. Raises ConfigError."""
         return load_engine(engine_args, stat_loggers)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        usage_context: Any = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        disable_log_stats: bool = False,
+    ) -> LLMEngine:
+        """The same from what `EngineArgs.create_engine_config` has given."""
+        args = vllm_config.engine_args
+        return load_engine(replace(args, disable_log_stats=True) if disable_log_stats else args, stat_loggers)
 
     def add_request(
         self,
@@ -116,10 +130,8 @@ class LLMEngine:
 
     def do_log_stats(self) -> None:
         """Tell the loggers now."""
-        self._logged, stats = time.monotonic(), self.core.stats()
-        for logger in self._loggers:
-            logger.record(stats)
-            logger.log()
+        self._logged = time.monotonic()
+        tell(self._loggers, self.core.stats())
 
     def get_metrics(self) -> list[Metric]:
         """All that was counted since the engine's start."""
@@ -145,7 +157,7 @@ def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None 
     resolved = resolve_model(args)
     core = load_core(resolved.config, processors=resolved.processors)
     grammar = core.grammars if resolved.tokenizer else None
-    loggers = stat_loggers(args.disable_log_stats, factories)
+    loggers = stat_loggers(args, factories)
     return LLMEngine(core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers)
 
 

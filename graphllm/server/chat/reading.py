@@ -25,7 +25,7 @@ def _new_id() -> str:
 def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
     """What is new in a completion of a chat."""
     parts = reader.feed(shown_text(call, completion))
-    if completion.finished:
+    if completion.finished():
         parts += reader.finish(cut=completion.finish_reason != "stop" or completion.stop_reason is not None)
     return parts
 
@@ -81,7 +81,7 @@ class Reading:
         parts: list[Part] = []
         for completion in output.outputs:
             parts += parts_of(call, completion, self._reader)
-            if completion.finished:
+            if completion.finished():
                 self._last = completion
         self._thoughts += [part.text for part in parts if isinstance(part, Reasoning)]
         if self._last is not None and self._thoughts:

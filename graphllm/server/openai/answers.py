@@ -171,12 +171,12 @@ class ChunkWriter:
             self._readers[index] = reader_of(call)
         reader = self._readers[index]
         parts = parts_of(call, completion, reader)
-        self._think(index, parts, completion.finished)
+        self._think(index, parts, completion.finished())
         deltas = [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
         content, tokens = _chat_logprobs(call, completion), _tokens(call, completion)
         if content is not None or tokens.get("token_ids"):
             deltas = deltas or [{"content": ""}]  # the text is held back, these are not
-        if completion.finished and not deltas:
+        if completion.finished() and not deltas:
             deltas = [{}]
         choices: list[dict[str, Any]] = [
             # All tokens of an output have their log-probabilities in the first of its chunks.
@@ -189,7 +189,7 @@ class ChunkWriter:
             # Clients take log-probabilities in a choice's first chunk twice.
             role = {"role": call.role, "content": call.prefix}
             choices.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
-        if completion.finished:
+        if completion.finished():
             choices[-1] |= {"finish_reason": finish_reason(completion, reader), "stop_reason": completion.stop_reason}
         return choices
 
@@ -207,7 +207,7 @@ class ChunkWriter:
         tokens = _tokens(call, completion)
         if positions and call.alone:
             positions = []
-        if not (text or positions or completion.finished or tokens.get("token_ids") or (call.echo and begins)):
+        if not (text or positions or completion.finished() or tokens.get("token_ids") or (call.echo and begins)):
             return []
         offset = self._offsets.setdefault(index, 0)
         if call.echo and begins:
@@ -220,7 +220,7 @@ class ChunkWriter:
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, **tokens}
         if begins:
             choice |= _of_prompt(call, output)
-        if completion.finished:
+        if completion.finished():
             reason = "length" if call.alone else completion.finish_reason
             choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
         return [choice]
