@@ -31,6 +31,7 @@ from graphllm.entrypoints.llm_engine import refuse
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
+from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
@@ -63,12 +64,13 @@ class AsyncLLM:
         seed: int | None = None,
         loggers: Sequence[StatLogger] = (),
         unread: int = UNREAD,
+        tracing: Tracing | None = None,
     ) -> None:
         """client: not started yet. grammar: makes the checker once the core's vocabulary is known. loggers: told of
-        the core's figures every ten seconds. unread: tokens and log-probabilities that may wait for their readers. The
-        others: as for `Processor`."""
+        the core's figures every ten seconds. unread: tokens and log-probabilities that may wait for their readers.
+        tracing: gets a span of each request. The others: as for `Processor`."""
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
-        self._most_unread = unread
+        self._most_unread, self._tracing = unread, tracing
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
         # More than can wait for the check of a large grammar, so that others never do.
@@ -94,8 +96,9 @@ class AsyncLLM:
         """Find the model and its artifact, which is built when the policy says so; `start`, or the first request, then
         loads it in a process of its own. stat_loggers: made and told in place of the line in the log. The others change
         nothing. Raises ConfigError."""
+        tracing = Tracing(engine_args.otlp_traces_endpoint) if engine_args.otlp_traces_endpoint else None
         loggers = stat_loggers_of(engine_args, stat_loggers)
-        return cls.from_resolved(resolve_model(engine_args), engine_args.seed, loggers=loggers)
+        return cls.from_resolved(resolve_model(engine_args), engine_args.seed, loggers=loggers, tracing=tracing)
 
     @classmethod
     def from_vllm_config(
@@ -121,6 +124,7 @@ class AsyncLLM:
         stuck: float = 60.0,
         child: Child | None = None,
         loggers: Sequence[StatLogger] | None = None,
+        tracing: Tracing | None = None,
     ) -> AsyncLLM:
         """An engine for a model that is found. loggers: None for the line in the log, where it is not disabled. The
         others: as for `CoreClient`. Raises ConfigError."""
@@ -132,7 +136,7 @@ class AsyncLLM:
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
         if loggers is None:
             loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
-        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers)
+        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing)
 
     @classmethod
     def beside(cls, core: RemoteCore, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
@@ -173,7 +177,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request as they come; leaving the stream early aborts it.
 
@@ -193,10 +197,13 @@ class AsyncLLM:
                 raise EngineDeadError(self._cause)
             self._client.add(parsed.requests)
             self._outputs.add(parsed)
+            trace = TracedRequest(self._tracing, request_id, parsed.params, trace_headers) if self._tracing else None
             finished = False
             while not finished:
                 output = await stream.get()
                 output.request_id, finished = request_id, output.finished
+                if trace is not None:
+                    trace.take(output)
                 yield output
         finally:
             del self._names[request_id]
@@ -323,6 +330,8 @@ class AsyncLLM:
         self._long_texts.shutdown(wait=False, cancel_futures=True)
         if self._receiver is not None:
             await self._receiver
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def shutdown(self, grace: float | None = None) -> None:
         """End the core without asking, and wait for it; open streams raise EngineDeadError. `close` is gentler. grace:

@@ -67,7 +67,7 @@ class LLM:
 
     def close(self) -> None:
         """Give back memory and threads; nothing can be generated after it."""
-        self._core.close()
+        self.llm_engine.close()
 
     def generate(
         self,
@@ -200,7 +200,7 @@ class LLM:
             done = (lambda output: bar.update(1)) if bar is not None else (lambda output: None)
             outputs = run_to_completion(self._core, self._outputs, parsed, done)
         for output, request in zip(outputs, parsed, strict=True):
-            self.llm_engine.metrics.finished(output, request.params)
+            self.llm_engine.finished(output, request.params)
         return outputs
 
 

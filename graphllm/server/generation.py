@@ -17,6 +17,7 @@ from graphllm.engine.processor import Prompt
 from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError, merge
 from graphllm.entrypoints.engine_client import EngineClient
+from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.beams import search
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
@@ -24,7 +25,6 @@ from graphllm.server.chat.replies import ReplyReader
 from graphllm.server.http.errors import EngineFailureError
 from graphllm.server.http.wire import Record
 from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.tracing import Tracing
 
 
 class News(NamedTuple):

@@ -17,6 +17,7 @@ from graphllm.engine.request import CoreInfo
 from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import merge
+from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.chat.call import (
     CHAT,
     CHAT_BATCH,
@@ -33,7 +34,6 @@ from graphllm.server.http.errors import NotFoundError, UnavailableError
 from graphllm.server.http.wire import Record, aside, cancelled, encode, record_of, while_there
 from graphllm.server.operations.engine_view import EngineView
 from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.tracing import Tracing
 from graphllm.server.shared import Shared
 
 T = TypeVar("T")
