@@ -8,6 +8,7 @@ from graphllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from graphllm.config.parser import FlexibleArgumentParser
+    from graphllm.config.pooling import PoolingParams
     from graphllm.config.sampling import (
         BeamSearchParams,
         RepetitionDetectionParams,
@@ -52,6 +53,7 @@ __all__ = [
     "LogitsProcessor",
     "Metric",
     "MoveDirectionality",
+    "PoolingParams",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
@@ -79,6 +81,7 @@ _PLACES = {
     "FlexibleArgumentParser": "config.parser",
     "CompletionOutput": "engine.outputs",
     "RequestOutput": "engine.outputs",
+    "PoolingParams": "config.pooling",
     "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",
     "PromptType": "engine.processor:Prompt",
     "TextPrompt": "engine.processor",

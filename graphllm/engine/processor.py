@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 from graphllm.config import ConfigError
+from graphllm.config.pooling import NO_POOLING, PoolingParams
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.engine.request import CoreInfo, EngineRequest, ThinkingBudget
 from graphllm.engine.text import Tokenizer
@@ -112,6 +113,9 @@ class Processor:
         Completions are named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError
         naming field, value and remedy.
         """
+        if not isinstance(params, SamplingParams):
+            why = NO_POOLING if isinstance(params, PoolingParams) else "give SamplingParams"
+            raise ConfigError(f"params is {params!r:.80}: {why}")
         text, ids, salt = self._prompt(prompt, params)
         limit = self._limit(len(ids), params)
         self._check_counts(params)

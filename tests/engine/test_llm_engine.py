@@ -13,7 +13,7 @@ import pytest
 from byte_tokenizer import make
 from stub_core import StubCore, info
 
-from graphllm import EngineArgs, VllmConfig
+from graphllm import EngineArgs, PoolingParams, VllmConfig
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from graphllm.engine.request import CoreStats, EngineRequest
@@ -100,6 +100,23 @@ def test_requests_that_cannot_run(engine: LLMEngine, core: StubCore) -> None:
     with pytest.raises(ConfigError, match="refused"):
         engine.add_request("c", [5])
     assert (engine.get_num_unfinished_requests(), engine.outputs.unfinished) == (1, 1)
+
+
+def test_pooling_is_refused(core: StubCore, tokenizer: Tokenizer) -> None:
+    """With its reason, wherever vLLM takes its parameters; they can be made."""
+    pooling: Any = PoolingParams(task="embed", dimensions=8)
+    llm = LLM.from_core(core, tokenizer)
+    for call in (
+        lambda: llm.encode(["a"], pooling),
+        lambda: llm.embed(["a"], pooling_params=pooling),
+        lambda: llm.generate(["a"], pooling),
+        lambda: llm.generate(["a"], [pooling]),
+        lambda: llm.llm_engine.add_request("a", "a", pooling),
+    ):
+        with pytest.raises(ConfigError, match="the model generates text; use generate or chat with SamplingParams"):
+            call()
+    with pytest.raises(ConfigError, match="sampling_params is 5: give SamplingParams, or a list of them"):
+        llm.generate(["a"], 5)  # type: ignore[arg-type]
 
 
 # --- what it counts
