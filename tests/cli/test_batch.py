@@ -146,7 +146,7 @@ def test_a_stream_is_the_text(engine: Engine) -> None:
     parts = _generate(engine, [_prompt("a", max_tokens=9)], stream=True)
     assert len(parts) == 9
     assert "".join(r.outputs[0].outputs[0].text for r in parts) == whole.outputs[0].outputs[0].text
-    assert [r.outputs[0].finished() for r in parts] == [False] * 8 + [True]
+    assert [r.outputs[0].finished for r in parts] == [False] * 8 + [True]
     (several,) = _generate(engine, [_prompt("a", n=2, temperature=1.0)], stream=True)
     assert [len(c.token_ids) for c in several.outputs[0].outputs] == [3, 3]
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from graphllm.engine.outputs import CompletionOutput, RequestOutput
 from graphllm.server.chat.call import Call
+from graphllm.server.chat.logprobs import TextLogprobs
 from graphllm.server.chat.replies import Ending, Part, Reasoning, ReplyReader, Usage
 
 Count = Callable[[str], int]  # tokens of a text
@@ -69,7 +71,7 @@ class Reading:
 
     def __init__(self, call: Call, count: Count) -> None:
         self._call, self._count = call, count
-        self._reader = reader_of(call)
+        self._reader, self._logprobs = reader_of(call), TextLogprobs(call)
         self._thoughts: list[str] = []
         self._used = Usage(0, 0)
         self._last: CompletionOutput | None = None
@@ -88,6 +90,10 @@ class Reading:
             # Once it is whole: pieces of a text may have more tokens.
             self._used = self._used._replace(reasoning=self._count("".join(self._thoughts)))
         return parts if self._call.reasoning else [part for part in parts if not isinstance(part, Reasoning)]
+
+    def logprobs(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """Entries of the tokens of text in an output, and maybe of calls behind it; none where none were asked for."""
+        return [entry for completion in output.outputs for entry in self._logprobs.take(completion)]
 
     @property
     def usage(self) -> Usage:
