@@ -1,5 +1,5 @@
 // Conversations in this browser's own database. What it does not take stays in memory, is told, and is tried again.
-import { newId } from "./tree.js";
+import { mentions, newId } from "./tree.js";
 
 const NAME = "graphllm", HEADS = "heads", WHOLE = "conversations";
 const unsaved = new Map(); // by id: conversations that the database did not take
@@ -81,21 +81,36 @@ async function put(conversations, check = async () => {}) {
 
 export const save = (...conversations) => inTurn(() => put(conversations));
 
-// Keeps a conversation that grew. One that another tab changed too goes on under a new id: both stay.
+// Puts a conversation that this tab changed. One that another tab changed too goes on under a new id: both stay.
+const putChanged = (conversation) => put([conversation], async (heads) => {
+  const there = await result(heads.get(conversation.id));
+  if (there && there.changed !== seen.get(conversation.id)) conversation.id = newId();
+});
+
+// Keeps a conversation that grew.
 export const saveChanged = (conversation) => inTurn(() => {
   conversation.changed = Math.max(Date.now(), conversation.changed + 1);
-  return put([conversation], async (heads) => {
-    const there = await result(heads.get(conversation.id));
-    if (there && there.changed !== seen.get(conversation.id)) conversation.id = newId();
-  });
+  return putChanged(conversation);
 });
+
+// Gives it another title; it stays where it is in the list.
+export const rename = (conversation, title) => inTurn(() => {
+  conversation.title = title;
+  conversation.changed += 1;
+  return putChanged(conversation);
+});
+
+const newestFirst = (heads) => heads.sort((a, b) => b.changed - a.changed);
 
 // What there is: {id, title, changed}, newest first.
 export const list = () => inTurn(async () => {
   const kept = await transact("readonly", (heads) => result(heads.getAll())).catch(() => []);
   const byId = new Map([...kept, ...[...unsaved.values()].map(head)].map((one) => [one.id, one]));
-  return [...byId.values()].sort((a, b) => b.changed - a.changed);
+  return newestFirst([...byId.values()]);
 });
+
+// The same of those in which each of these words stands.
+export const search = async (words) => newestFirst((await all()).filter((one) => mentions(one, words)).map(head));
 
 export const load = (id) => inTurn(async () => {
   if (unsaved.has(id)) return unsaved.get(id);
