@@ -1,10 +1,11 @@
 """Where the seconds of `graphllm compile` go on a CPU, for the embedded model and for the Qwen2.5-0.5B shape.
 
-    python bench/compile_time.py [--runs N] [--depth] [--out FILE.json]
+    python bench/compile_time.py [--runs N] [--depth [SHAPE]] [--out FILE.json]
 
 Each compile is a process of its own; the models take turns. "first": with an empty cache, "again": after it, with
 another --max-model-len, "int8" and "int4": the same after it. Prints medians of the whole process and of its stages.
-What is listed under g++ runs beside them. --depth: only the same widths with 4 and with 24 layers, and their ratio.
+What is listed under g++ runs beside them. --depth: only one shape, with 4 layers and with all of its own, and their
+ratio; a shape of bench/gpu_step.py is compiled for the GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from importlib.metadata import version
 from pathlib import Path
 
+import gpu_step
 from real_size import SHAPES
 
 from graphllm import artifact
@@ -35,10 +37,10 @@ KINDS: dict[str, tuple[str, ...]] = {
 }
 
 
-def shape(folder: Path, layers: int = 24) -> Path:
+def shape(folder: Path, name: str = "qwen2.5-0.5b", **changes: int) -> Path:
     """A folder with the config.json of the shape."""
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(SHAPES["qwen2.5-0.5b"] | {"num_hidden_layers": layers}))
+    (folder / "config.json").write_text(json.dumps({**SHAPES, **gpu_step.SHAPES}[name] | changes))
     return folder
 
 
@@ -64,29 +66,30 @@ def medians(runs: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--depth", action="store_true")
+    parser.add_argument("--depth", nargs="?", const="qwen2.5-0.5b", metavar="SHAPE")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp())
     made: dict[str, list[dict[str, float]]] = {}
     for run in range(args.runs):
         if args.depth:
-            for layers in (4, 24):
-                cache = folder / f"depth{layers}.{run}"
-                model = shape(folder / str(layers), layers)
-                made.setdefault(f"{layers} layers", []).append(compile_once(model, (*DUMMY, *KINDS["first"]), cache))
+            for name, changes in (("4 layers", {"num_hidden_layers": 4}), ("all layers", {})):
+                model = shape(folder / name, args.depth, **changes)
+                took = compile_once(model, (*DUMMY, *KINDS["first"]), folder / f"{name}.{run}")
+                made.setdefault(name, []).append(took)
             continue
         for name, model, load in (("embedded", Path(MODEL_DIR), ()), ("qwen2.5-0.5b", shape(folder / "shape"), DUMMY)):
             cache = folder / f"{name}.{run}"
             for kind, options in KINDS.items():
                 made.setdefault(f"{name}, {kind}", []).append(compile_once(model, (*load, *options), cache))
     result = {
-        "machine": f"{detect_target('cpu').name}, {usable_cores()} cores", "torch": version("torch"),
-        "g++": compiler_version(), "runs": args.runs, "seconds": {name: medians(runs) for name, runs in made.items()},
+        "machine": f"{detect_target('auto').name}, {usable_cores()} cores", "torch": version("torch"),
+        "shape": args.depth, "g++": compiler_version(), "runs": args.runs,
+        "seconds": {name: medians(runs) for name, runs in made.items()},
     }  # fmt: skip
     if args.depth:
         whole = {name: times["whole"] for name, times in result["seconds"].items()}
-        result["ratio"] = round(whole["24 layers"] / whole["4 layers"], 3)
+        result["ratio"] = round(whole["all layers"] / whole["4 layers"], 3)
     text = json.dumps(result, indent=1)
     print(text)
     if args.out:

@@ -50,7 +50,7 @@ def prepared(shape: str, weights: bool = False) -> tuple[Path, Path]:
     folder = Path(tempfile.gettempdir()) / f"graphllm-{shape}{'-weights' if weights else ''}"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-    if weights and not (folder / "model.safetensors").exists():
+    if weights and not (folder / "model.safetensors.index.json").exists():
         write_checkpoint(folder)
     artifact = folder / "artifact"
     if not artifact.exists():

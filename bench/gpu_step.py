@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -80,7 +81,7 @@ def worker(folder: Path, artifact: Path) -> None:
     from graphllm.weights.random import random_weights
 
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
-    real = (folder / "model.safetensors").exists()
+    real = (folder / "model.safetensors.index.json").exists()
     weights = load_weights(plan, Checkpoint.open(folder), "cuda") if real else random_weights(plan, "cuda")
     torch.cuda.synchronize()
     mark("weights from page cache" if real else "random weights")
@@ -184,15 +185,33 @@ def main() -> None:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """One safetensors file of random weights in transformers' names; it is in the page cache afterwards."""
+    """Random weights in the names that checkpoints have, a safetensors file for each layer; they are in the page cache
+    afterwards. Experts have a tensor each, as they are published."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    tensors = {n: (torch.randn(p.shape, device="cuda") * 0.02).bfloat16().cpu() for n, p in model.named_parameters()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    files: dict[str, dict[str, torch.Size]] = {}
+    for name, parameter in model.named_parameters():
+        layer = re.search(r"\.layers\.(\d+)\.", name)
+        shapes = files.setdefault(f"layer-{layer[1]}.safetensors" if layer else "rest.safetensors", {})
+        if name.endswith(".experts.gate_up_proj"):
+            parts = {"gate_proj": parameter[0].chunk(2)[0], "up_proj": parameter[0].chunk(2)[1]}
+        elif name.endswith(".experts.down_proj"):
+            parts = {"down_proj": parameter[0]}
+        else:
+            shapes[name] = parameter.shape
+            continue
+        stem = name.rpartition(".")[0]
+        shapes |= {f"{stem}.{i}.{k}.weight": p.shape for i in range(len(parameter)) for k, p in parts.items()}
+    for file, shapes in files.items():
+        tensors = {n: (torch.randn(s, device=device) * 0.02).bfloat16().cpu() for n, s in shapes.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    index = {"metadata": {}, "weight_map": {name: file for file, shapes in files.items() for name in shapes}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
                     "mixed": (13000, 16000), "startup": (8, 5)},
     "qwen3-0.6b": {"decode 1": (0.9, 0.5), "decode 64": (1.3, 0.8), "decode 256": (3.0, 2.0), "mixed": (45000, 80000)},
     "qwen3-30b-a3b": {"decode 1": (2.6, 2.3), "decode 32": (14.5, 14.2), "decode 128": (17, 16.5),
-                      "TTFT 8192": (150, 138)},
+                      "TTFT 8192": (150, 138), "startup": (20, 12)},
     "gpt-oss-20b": {"decode 1": (2.4, 2.2)},
 }  # fmt: skip
 PEER = {
@@ -47,7 +47,6 @@ PEER = {
     "qwen3-30b-a3b": {"TTFT 8192": 156.6},
 }
 IDLE = {"qwen3-0.6b": (1, 64, 256)}  # batches whose idle share is measured: where steps are short
-COMPILE = [sys.executable, "-m", "graphllm.cli", "compile"]
 UP = ("mixed", "prefill 32x1024")  # rows where more is better
 
 
@@ -85,6 +84,11 @@ class Floor:
         flops += self.attention * (prompts * (prompts + 1) / 2).sum()
         read = (outputs * prompts + outputs * (outputs + 1) / 2).sum() * self.kv
         return float(flops / ARITHMETIC + read / BANDWIDTH)
+
+
+def compile_to(artifact: Path, folder: Path, *options: str) -> None:
+    command = [sys.executable, "-m", "graphllm.cli", "compile", str(folder), "-o", str(artifact), *options]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
 
 def load(artifact: Path, folder: Path, **options: Any) -> Any:
@@ -143,6 +147,23 @@ def measure(shape: str, artifact: Path, folder: Path, runs: int) -> dict[str, An
     core.close()
     return {"rows": {row: {"runs": [round(v, 3) for v in values], "floor": round(floors[row], 3)}
                      for row, values in found.items()}, **host}  # fmt: skip
+
+
+def distinct_experts(artifact: Path, folder: Path, sizes: tuple[int, ...]) -> dict[str, list[int]]:
+    """By batch: how many of a layer's experts one decode step reads, for each layer. The artifact counts them."""
+    core = load(artifact, folder)
+    rng, vocab = np.random.default_rng(0), json.loads((folder / "config.json").read_text())["vocab_size"]
+    found = {}
+    for size in sizes:
+        add(core, [rng.integers(0, vocab, 128).tolist() for _ in range(size)], [64] * size, {"temperature": 0.0})
+        steps = core.stats().steps
+        while core.stats().steps < steps + 40:  # all of them decode by then
+            before, _ = np.array(core.stats().expert_tokens), core.step()
+        found[str(size)] = ((np.array(core.stats().expert_tokens) - before) > 0).sum(axis=1).tolist()
+        while core.unfinished:
+            core.step()
+    core.close()
+    return found
 
 
 def padding(core: Any) -> dict[str, tuple[int, int]]:
@@ -205,7 +226,7 @@ def startup(folder: Path, options: list[str], runs: int) -> dict[str, Any]:
     """Seconds from the start of a process to its first token, weights from the page cache; phases of the last run."""
     write_checkpoint(folder)
     artifact = folder / "with-weights"
-    subprocess.run([*COMPILE, str(folder), "-o", str(artifact), *options], check=True, stdout=subprocess.DEVNULL)
+    compile_to(artifact, folder, *options)
     tried = [last_line("--first-token", str(folder), str(artifact), str(time.time())) for _ in range(runs)]
     starts = [s for s in tried if s]
     if not starts:
@@ -251,6 +272,7 @@ def main() -> None:
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--idle", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--first-token", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--experts", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.first_token:
         folder, artifact, begun = args.first_token
@@ -259,6 +281,9 @@ def main() -> None:
     if args.worker:
         shape, artifact, folder = args.worker
         print(json.dumps(measure(shape, Path(artifact), Path(folder), args.runs)))
+        return
+    if args.experts:
+        print(json.dumps(distinct_experts(*args.experts, (1, 32, 128))))
         return
     if args.idle:
         artifact, folder, size = args.idle
@@ -270,17 +295,21 @@ def main() -> None:
         "machine": torch.cuda.get_device_name(), "versions": {p: version(p) for p in ("torch", "triton")},
         "command": " ".join(sys.argv),
     }  # fmt: skip
+    dummy = ("--load-format", "dummy", *args.compile.split())
     for shape in args.shapes.split(","):
         folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
         (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
         artifact = folder / "artifact"
         begin = time.perf_counter()
-        command = [*COMPILE, str(folder), "-o", str(artifact), "--load-format", "dummy"]
-        subprocess.run([*command, *args.compile.split()], check=True, stdout=subprocess.DEVNULL)
+        compile_to(artifact, folder, *dummy)
         found: dict[str, Any] = {"compile s": round(time.perf_counter() - begin, 1), "rows": {}}
         part = last_line("--runs", str(args.runs), "--worker", shape, str(artifact), str(folder))
         parts = [part] if part else []
         found["idle"] = {n: last_line("--idle", str(artifact), str(folder), str(n)) for n in IDLE.get(shape, ())}
+        if "num_experts_per_tok" in SHAPES[shape]:
+            counting = folder / "counting"
+            compile_to(counting, folder, *dummy, "--count-expert-tokens")
+            found["distinct experts of each layer, by batch"] = last_line("--experts", str(counting), str(folder))
         if args.startup and "startup" in TARGETS[shape]:
             parts.append(startup(folder, args.compile.split(), args.runs))
         for part in parts:

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from graphllm.embedded import MODEL_DIR
+from graphllm.embedded import MODEL_DIR, MOE_DIR
 from graphllm.embedded.data import END_OF_TEXT, TURN_END, TURN_START, answer_mask, render
 from graphllm.embedded.evaluate import answers
 from graphllm.embedded.tasks import TASKS, Sample, draw, in_split
@@ -50,6 +50,20 @@ def test_the_card_tells_the_accuracy() -> None:
     card = (MODEL_DIR / "README.md").read_text()
     assert "python -m graphllm.embedded.evaluate" in card
     figures = dict(re.findall(r"\| (\w+) \| \d+ \| ([\d.]+)% \|", card))
+    assert set(figures) == set(TASKS)
+    assert sum(map(float, figures.values())) / len(figures) > 95
+
+
+def test_the_small_one_with_experts() -> None:
+    """At most 8 MB with all its files; the same tokenizer and template; it answers held-out questions as well."""
+    sizes = {path.name: path.stat().st_size for path in MOE_DIR.iterdir()}
+    assert sum(sizes.values()) <= 8_000_000
+    config = json.loads((MOE_DIR / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+    assert (config["num_local_experts"], config["num_experts_per_tok"]) == (8, 2)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (MOE_DIR / name).read_bytes() == (MODEL_DIR / name).read_bytes()
+    figures = dict(re.findall(r"\| (\w+) \| \d+ \| ([\d.]+)% \|", (MOE_DIR / "README.md").read_text()))
     assert set(figures) == set(TASKS)
     assert sum(map(float, figures.values())) / len(figures) > 95
 

@@ -23,10 +23,12 @@ from torch._inductor.debug import DebugContext
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import ExternKernel, MultiOutput
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
 from graphllm.ir.graph import Shapes
+from graphllm.ir.kernels import zeroed
 
 CPP_HEADER = "#include <torch/csrc/inductor/cpp_prefix.h>"  # what every generated C++ kernel begins with
 
@@ -96,8 +98,22 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
         lowering.freeze_runtime_asserts()
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
+            _keep_zeroed(lowering)
             code = lowering.codegen()[0]
     return code if isinstance(code, str) else code.value
+
+
+def _keep_zeroed(lowering: GraphLowering) -> None:
+    """Have nothing else written where `zeroed` scratch is: the next kernels, of other pieces, count on its zeros."""
+    made = {
+        o.get_name() for o in lowering.operations if isinstance(o, ExternKernel) and o.op_overload is zeroed._opoverload
+    }
+    outputs = {
+        o.get_name()
+        for o in lowering.operations
+        if isinstance(o, MultiOutput) and any(i.get_name() in made for i in o.inputs if isinstance(i, ExternKernel))
+    }
+    lowering.never_reuse_buffers.update(made | outputs)
 
 
 def cubins(source: str, inputs: Sequence[torch.Tensor | int], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:

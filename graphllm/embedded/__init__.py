@@ -1,6 +1,13 @@
-"""The small chat model that ships inside the package: something to run, test and demonstrate with offline."""
+"""The small chat models that ship inside the package: something to run, test and demonstrate with offline.
+
+Hugging Face folders in bf16, made by `python -m graphllm.embedded.train` and measured by `.evaluate`.
+"""
 
 from pathlib import Path
 
 MODEL_DIR = Path(__file__).resolve().parent / "model"
-"""A Hugging Face folder (Llama, bf16). Made by `python -m graphllm.embedded.train`, measured by `.evaluate`."""
+"""A Llama."""
+MOE_DIR = Path(__file__).resolve().parent / "moe"
+"""A Qwen3-MoE that knows the same: each token goes to 2 of 8 experts."""
+SHIPPED = {"embedded": MODEL_DIR, "embedded-moe": MOE_DIR}
+"""By the names that --model takes."""

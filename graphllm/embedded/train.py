@@ -113,7 +113,7 @@ def new_model(tokenizer: Tokenizer, hidden: int, layers: int, experts: int) -> C
     }
     if not experts:
         return LlamaForCausalLM(LlamaConfig(**common, intermediate_size=hidden * 11 // 4))
-    width = hidden // 2 // 16 * 16
+    width = hidden * 7 // 16 // 16 * 16
     config = Qwen3MoeConfig(
         **common,
         intermediate_size=width,

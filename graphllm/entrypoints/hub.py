@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from graphllm.config import ConfigError, Env
 from graphllm.config.fields import is_folder
+from graphllm.embedded import SHIPPED
 
 _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]*", re.ASCII)
@@ -58,6 +59,8 @@ class Hub(NamedTuple):
     def find(self, setting: str, given: str | Path, revision: str | None, wanted: Wanted) -> Found:
         """The folder that a setting means. Raises ConfigError when there is none, or none can be had."""
         folder = Path(given).expanduser()
+        if not is_folder(folder):
+            folder = SHIPPED.get(str(given), folder)
         if is_folder(folder):
             if revision not in (None, _BRANCH):
                 raise ConfigError(

@@ -12,6 +12,8 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.moe_route.op import moe_route
 
+LOWEST = tl.constexpr(-1e30)  # of two groups' sum, too, more than -inf
+
 
 @triton.jit
 def _largest(values, at, PAD: tl.constexpr):
@@ -53,6 +55,8 @@ def route_kernel(
     ranked = logits
     if BIAS:
         ranked = tl.where(n < N, scores + tl.load(bias_ptr + n, mask=n < N, other=0.0), float("-inf"))
+    # Numbers that are none rank last: of a row of them, too, experts that exist are chosen.
+    ranked = tl.where((n < N) & ~(ranked > LOWEST), LOWEST, ranked)
     if GROUPS > 1:  # N is a power of two
         g = tl.arange(0, GROUPS)
         m = tl.arange(0, N // GROUPS)

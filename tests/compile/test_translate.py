@@ -17,7 +17,8 @@ from graphllm.compile.trace import trace_unit
 from graphllm.compile.translate import Bundle, TranslateError, translate
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
-from graphllm.program.linking import Call, LinkedProgram, plan_memory
+from graphllm.ir.kernels import zeroed
+from graphllm.program.linking import ZEROED, Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.kernels import CpuKernels
 
@@ -146,6 +147,10 @@ def _casts(v: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return v["x"].bfloat16(), (v["x"] > 0.5).to(torch.int32), v["x"].double().exp().float()
 
 
+def _scratch(v: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return (zeroed(v["x"], 64) + 1,)
+
+
 GRAPHS: dict[str, tuple[Callable[[dict[str, Tensor]], tuple[Tensor, ...]], dict[str, TensorSpec]]] = {
     "softmax": (_softmax, {}),
     "sort": (_sort, {}),
@@ -155,6 +160,7 @@ GRAPHS: dict[str, tuple[Callable[[dict[str, Tensor]], tuple[Tensor, ...]], dict[
     "matmuls": (_matmuls, {"w": dense("float32", 8, 5), "b": dense("float32", 5)}),
     "aliases": (_aliases, {}),
     "casts": (_casts, {}),
+    "scratch": (_scratch, {}),
 }
 BUCKETS = (Bucket("mixed", 2, 33), Bucket("decode", 1, 1))
 
@@ -193,7 +199,8 @@ def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> N
     linked = LinkedProgram([Call(pieces[name, bucket].bundle, list(given), outputs)], outputs)
     plan = plan_memory(linked, bucket.limits(5))
     arena = torch.full((max(plan.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
-    bound = bind(linked, plan, given, arena, CpuKernels(library), {"T": T, "S": S})
+    zeros = torch.zeros(max(plan.zeroed, 1), dtype=torch.int32)
+    bound = bind(linked, plan, {**given, ZEROED: zeros}, arena, CpuKernels(library), {"T": T, "S": S})
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
@@ -201,3 +208,4 @@ def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> N
         found = bound.results[out]
         assert found.dtype == expected.dtype
         torch.testing.assert_close(found, expected, rtol=2e-6, atol=2e-6)
+    assert not zeros.any()  # Inductor would write the sum where the scratch was

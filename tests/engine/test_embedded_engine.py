@@ -1,4 +1,4 @@
-"""The embedded model through the engine gives transformers' greedy text: any batch, any chunks, cached or preempted."""
+"""The embedded models through the engine give transformers' greedy text: any batch, any chunks, cached or preempted."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness import finish, open_core, request
 
 from graphllm.config import EngineArgs
 from graphllm.config.sampling import SamplingParams
-from graphllm.embedded import MODEL_DIR
+from graphllm.embedded import MODEL_DIR, MOE_DIR
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
@@ -19,10 +19,10 @@ from graphllm.entrypoints.source import open_source
 TOKENS = 32
 
 
-def _compile(folder: Path) -> None:
+def _compile(folder: Path, model: Path = MODEL_DIR) -> None:
     from graphllm.compile.pipeline import compile_model
 
-    source = open_source(MODEL_DIR)
+    source = open_source(model)
     wanted = EngineArgs(target="cpu", dtype="float32", max_model_len=256, max_num_seqs=64, block_size=8)
     compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
 
@@ -34,16 +34,23 @@ def place(shared: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[tuple[int, ...], list[int]]:
-    """64 prompts, and what transformers makes of them, end-of-sequence token and what comes after it not counted."""
-    from transformers import AutoModelForCausalLM
-
-    tokenizer = Tokenizer.from_folder(MODEL_DIR)
-    model = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32).eval()
+    """64 prompts, and what transformers makes of them."""
     questions = [f"What is {a} + {b}?" for a in range(11, 19) for b in (7, 23, 58, 99)]
     fruit = ("fig", "kiwi", "lemon", "mango", "olive", "pear", "plum", "nut")
     questions += [f"Sort these words: {w} banana apple {w} cherry" for w in fruit]
     questions += [f"Reverse the string {'abcdefgh'[i:] * 4}" for i in range(8)]
     questions += [f"How many letters are in {'word' * i}?" for i in range(1, 17)]
+    found = _answers(MODEL_DIR, questions)
+    assert len(found) == 64
+    return found
+
+
+def _answers(folder: Path, questions: list[str]) -> dict[tuple[int, ...], list[int]]:
+    """By prompt, what transformers makes of it, end-of-sequence token and what comes after it not counted."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = Tokenizer.from_folder(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = {}
     for question in questions:
         prompt = tokenizer.encode_chat([{"role": "user", "content": question}])
@@ -51,7 +58,6 @@ def expected() -> dict[tuple[int, ...], list[int]]:
             torch.tensor([prompt]), max_new_tokens=TOKENS, do_sample=False, eos_token_id=sorted(tokenizer.stop_ids)
         )
         found[tuple(prompt)] = out[0, len(prompt) :].tolist()
-    assert len(found) == 64
     return found
 
 
@@ -87,3 +93,19 @@ def test_greedy_while_preempted(place: Path, expected: dict[tuple[int, ...], lis
     finally:
         core.close()
     assert [found[str(i)].tokens for i in range(len(expected))] == list(expected.values())
+
+
+def test_greedy_of_experts(shared: Any) -> None:
+    """The one whose tokens go to 2 of 8 experts."""
+    place = shared("embedded-moe-float32", lambda folder: _compile(folder, MOE_DIR))
+    questions = [f"What is {a} + {b}?" for a in (12, 31) for b in (7, 58)]
+    questions += ["What is the capital of France?", "Spell cherry.", "Who are you?", "Sort these words: plum apple fig"]
+    expected = _answers(MOE_DIR, questions)
+    stops = sorted(Tokenizer.from_folder(MOE_DIR).stop_ids)
+    core = open_core(MOE_DIR, place, pages=400, long_prefill_token_threshold=5)
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+    try:
+        found = finish(core, [request(str(i), p, params, stop_ids=stops) for i, p in enumerate(expected)])
+    finally:
+        core.close()
+    assert [found[str(i)].tokens for i in range(len(questions))] == list(expected.values())

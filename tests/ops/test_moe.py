@@ -39,6 +39,20 @@ def _same_choice(found: tuple[Tensor, Tensor], weights: Tensor, experts: Tensor)
     torch.testing.assert_close(*dense)
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("route", [moe_route, moe_route.impls["triton"].fn], ids=["reference", "triton"])
+def test_rows_without_numbers_choose_experts_that_exist(route: Any, groups: int) -> None:
+    """Weights that overflow make such rows; what then multiplies with experts reads where these numbers say."""
+    logits = torch.randn(6, N)
+    expected = moe_route(logits_TN=logits, k=K, groups=groups, kept_groups=2 if groups > 1 else 1)
+    logits[1], logits[3, 2:5], logits[4] = torch.nan, torch.nan, -torch.inf
+    weights, experts = route(logits_TN=logits, k=K, groups=groups, kept_groups=2 if groups > 1 else 1)
+    assert all(len({e for e in row if 0 <= e < N}) == K for row in experts.tolist())
+    sound = [0, 2, 5]
+    torch.testing.assert_close(weights[sound], expected[0][sound])
+    assert torch.equal(experts[sound], expected[1][sound])
+
+
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy"])
 def test_router_of_deepseek_v2(method: str) -> None:
     config = transformers.DeepseekV2Config(

@@ -19,7 +19,7 @@ bench_app = typer.Typer(
     help="Measure a running server, the engine alone, or a start.",
 )
 
-ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, or embedded.")]
+ModelName = Annotated[str, typer.Option("--model", "-m", help="Checkpoint folder, hub name, embedded or embedded-moe.")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Write all figures here as JSON.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")]
 InputLen = Annotated[str, typer.Option(help="Tokens of a random prompt, or a range such as 100-1024.")]
@@ -94,7 +94,7 @@ def throughput_command(
     from graphllm.cli.bench.offline import Throughput, bench_throughput
 
     work = Throughput(num_prompts, input_len, output_len, prefix_len, n, temperature, seed)
-    bench_throughput(replace(args, model=_named(model)), work, output, quiet)
+    bench_throughput(replace(args, model=model), work, output, quiet)
 
 
 @bench_app.command("latency", cls=EngineCommand)
@@ -115,7 +115,7 @@ def latency_command(
     from graphllm.cli.bench.offline import Latency, bench_latency
 
     work = Latency(batch_size, input_len, output_len, num_iters, num_iters_warmup, seed)
-    bench_latency(replace(args, model=_named(model)), work, output, quiet)
+    bench_latency(replace(args, model=model), work, output, quiet)
 
 
 @bench_app.command("startup")
@@ -132,8 +132,4 @@ def startup_command(
     """Seconds from process start until graphllm serve lives, is ready, and has streamed a token."""
     from graphllm.cli.bench.startup import bench_startup
 
-    bench_startup(_named(model), serve_options or [], runs, timeout, output, quiet)
-
-
-def _named(model: str) -> str | None:
-    return None if model == "embedded" else model
+    bench_startup(model, serve_options or [], runs, timeout, output, quiet)

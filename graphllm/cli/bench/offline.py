@@ -243,7 +243,7 @@ def _about(args: EngineArgs, loaded: Loaded) -> dict[str, Any]:
     info = loaded.info
     return {
         **report.about(info.device),
-        "model": "embedded" if args.model is None else str(args.model),
+        "model": str(args.model),
         "engine": {
             name: getattr(args, name)
             for name in ("dtype", "load_format", "backend", "target", "enable_prefix_caching", "kv_cache_memory_bytes")

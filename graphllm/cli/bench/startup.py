@@ -36,14 +36,14 @@ class Start(NamedTuple):
 
 
 def bench_startup(
-    model: str | None, options: Sequence[str], runs: int, timeout: float, output: Path | None, quiet: bool
+    model: str, options: Sequence[str], runs: int, timeout: float, output: Path | None, quiet: bool
 ) -> None:
     """Start the server runs + 1 times, the first untimed because it may compile. options: further ones of
     `graphllm serve`. Raises ConfigError when it does not start or does not stop."""
     report.check_output(output)
     if math.isnan(timeout):
         raise ConfigError(f"timeout is {timeout}: give seconds from 1")
-    arguments = [*([] if model is None else [str(model)]), *options]
+    arguments = [model, *options]
     starts = []
     for number in track(range(runs + 1), "starts", console=console, transient=True, disable=quiet):
         try:
@@ -53,8 +53,7 @@ def bench_startup(
         if number:
             starts.append(start)
     figures = summarize(starts)
-    name = "embedded" if model is None else str(model)
-    result = {**report.about(), "model": name, "serve_options": list(options), "runs": runs, **figures}
+    result = {**report.about(), "model": model, "serve_options": list(options), "runs": runs, **figures}
     rows = {name.replace("_", " "): row for name, row in figures["seconds"].items()}
     rows |= {f"by its own clock: {phase}": row for phase, row in figures["phases"].items()}
     grid = [(name, row["median"], row["min"], row["max"]) for name, row in rows.items()]
