@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 from graphllm.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from graphllm.config import EngineArgs
-    from graphllm.config import EngineArgs as AsyncEngineArgs
     from graphllm.config.parser import FlexibleArgumentParser
+    from graphllm.config.pooling import PoolingParams
     from graphllm.config.sampling import (
         BeamSearchParams,
         RepetitionDetectionParams,
@@ -32,6 +31,8 @@ if TYPE_CHECKING:
     from graphllm.entrypoints.llm import LLM
     from graphllm.entrypoints.llm_engine import LLMEngine
     from graphllm.entrypoints.metrics_reader import Counter, Gauge, Histogram, Metric, Vector
+    from graphllm.entrypoints.vllm_config import EngineArgs, VllmConfig
+    from graphllm.entrypoints.vllm_config import EngineArgs as AsyncEngineArgs
 
 __all__ = [
     "LLM",
@@ -52,6 +53,7 @@ __all__ = [
     "LogitsProcessor",
     "Metric",
     "MoveDirectionality",
+    "PoolingParams",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
@@ -61,6 +63,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "Vector",
+    "VllmConfig",
 ]
 
 # Where each name is, and what it is called there where that is another name.
@@ -73,11 +76,12 @@ _PLACES = {
     "LLMEngine": "entrypoints.llm_engine",
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",
-    "EngineArgs": "config",
-    "AsyncEngineArgs": "config:EngineArgs",
+    **dict.fromkeys(("EngineArgs", "VllmConfig"), "entrypoints.vllm_config"),
+    "AsyncEngineArgs": "entrypoints.vllm_config:EngineArgs",
     "FlexibleArgumentParser": "config.parser",
     "CompletionOutput": "engine.outputs",
     "RequestOutput": "engine.outputs",
+    "PoolingParams": "config.pooling",
     "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",
     "PromptType": "engine.processor:Prompt",
     "TextPrompt": "engine.processor",

@@ -73,7 +73,7 @@ def compile_command(
 
 
 @app.command("run", cls=EngineCommand)
-@engine_options(without=("seed", "dump", "max_num_queued_reqs"))
+@engine_options(without=("seed", "dump", "max_num_queued_reqs", "otlp_traces_endpoint"))
 @sampling_options(shown={"max_tokens": "256 for a plain prompt, OpenAI's for a line of a batch file"})
 def run_command(
     sampling: dict[str, Any],
@@ -193,9 +193,6 @@ def serve_command(
     uvicorn_log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="Of the HTTP library.")
     ] = "warning",
-    otlp_traces_endpoint: Annotated[
-        str | None, typer.Option(help="Send a span for each request there, by HTTP; needs graphllm[otel].")
-    ] = None,
     log_format: Annotated[Literal["text", "json"], typer.Option(help="Of the log on stderr.")] = "text",
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], typer.Option(help="info: a line for each request.")
@@ -249,7 +246,7 @@ def serve_command(
             keyfile=ssl_keyfile,
             ca_certs=ssl_ca_certs,
             cert_reqs=ssl_cert_reqs,
-            traces=otlp_traces_endpoint,
+            traces=args.otlp_traces_endpoint,
             fronts=told.front_count(api_server_count),
             log=log,
             started=told.started_at(),

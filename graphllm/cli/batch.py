@@ -16,6 +16,7 @@ from typing import IO, Any
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import RequestOutput
+from graphllm.server.chat import logprobs
 from graphllm.server.chat.call import Call, parse_call
 from graphllm.server.chat.reading import failure, usage_of
 from graphllm.server.http.error_bodies import error_body
@@ -74,7 +75,7 @@ class PlainItem:
         for c in output.outputs:
             choice: dict[str, Any] = {"text": c.text, "finish_reason": c.finish_reason}
             if c.logprobs is not None:
-                choice["logprobs"] = answers.chat_logprobs(c.logprobs, call.params.logprobs or 0)
+                choice["logprobs"] = logprobs.entries(c.logprobs, call.params.logprobs or 0)
             if c.error is not None:
                 choice["error"] = c.error
             choices.append(choice)

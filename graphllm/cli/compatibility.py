@@ -26,7 +26,9 @@ _PYTHON = """
 Names of vLLM's package and of its modules, imported from `graphllm`: `LLM`, `SamplingParams`, `LLMEngine`,
 `AsyncLLMEngine`, `EngineArgs`, `AsyncEngineArgs`, `RequestOutput`, `CompletionOutput`, `TextPrompt`, `TokensPrompt`,
 `PromptType`, `BeamSearchParams`, `StructuredOutputsParams`, `RepetitionDetectionParams`, `RequestOutputKind`,
-`LogitsProcessor`, `BatchUpdate`, `FlexibleArgumentParser` and more.
+`LogitsProcessor`, `BatchUpdate`, `FlexibleArgumentParser` and more. `EngineArgs.create_engine_config()` gives a
+`VllmConfig` to read, of which `LLMEngine.from_vllm_config` and `AsyncLLM.from_vllm_config` make engines.
+`PoolingParams` can be made; whoever uses them is told that the model generates text.
 [Ten scripts](examples/vllm) show them at work.
 
 ### Keywords of LLM and EngineArgs, flags of serve

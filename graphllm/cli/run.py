@@ -342,7 +342,7 @@ def _print(result: Result) -> None:
     assert result.call is not None
     completions = [completion for output in result.outputs for completion in output.outputs]
     if result.call.params.output_kind is RequestOutputKind.DELTA:
-        print(completions[0].text, end="\n" if completions[0].finished else "", flush=True)
+        print(completions[0].text, end="\n" if completions[0].finished() else "", flush=True)
         return
     for number, completion in enumerate(completions):
         label = id if len(completions) == 1 else f"{id}, {number}"

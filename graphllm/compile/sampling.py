@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config import CompileConfig
+from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import sampling_columns
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ops.accept_drafts import accept_drafts
@@ -84,7 +85,7 @@ OUTPUTS = (
     OutputSpec("kept", ("S",), "int32", host=True),
     OutputSpec("logits", ("R", "V"), "model"),
     OutputSpec("adjusted", ("R", "V"), "float32"),
-    OutputSpec("scores", ("R", "2 + 2 * max_logprobs"), "float32"),
+    OutputSpec("scores", ("R", "2 + 2 * ranked_logprobs"), "float32"),
 )
 
 
@@ -111,7 +112,8 @@ def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...
         return Stage(name, lambda v: _verify(v, logits, versions), ("tokens", "kept"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
-        return (token_logprobs(v["logits"], v["tokens"], v["step.target"], v["step.wanted"], config.max_logprobs),)
+        most = ranked_logprobs(config.max_logprobs)
+        return (token_logprobs(v["logits"], v["tokens"], v["step.target"], v["step.wanted"], most),)
 
     return {
         "plain": (sampled("logits"),),

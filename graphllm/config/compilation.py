@@ -155,7 +155,10 @@ class CompileConfig:
     )
     block_size: int = setting(16, auto="16", help="Tokens in one block of the cache.", ge=1, le=2**16)
     max_logprobs: int = setting(
-        20, help="Log-probabilities that a request may ask for at each position.", ge=0, le=2**16
+        20,
+        help="Log-probabilities that a request may ask for at each position; -1: the whole vocabulary.",
+        ge=-1,
+        le=2**16,
     )
     max_logit_bias: int = setting(1024, help="Tokens whose logits a request may bias.", ge=0, le=2**24)
     tensor_parallel_size: int = setting(
@@ -186,6 +189,11 @@ class CompileConfig:
         ge=0,
         le=2**10,
     )
+
+
+def ranked_logprobs(max_logprobs: int) -> int:
+    """How many of the likeliest tokens a step finds at each position; for more, the host ranks the vocabulary."""
+    return 20 if max_logprobs == -1 else max_logprobs
 
 
 def check(config: CompileConfig) -> None:

@@ -185,6 +185,11 @@ class LogConfig:
     disable_log_stats: bool = setting(
         False, help="No line in the log every ten seconds with the throughput and the load.", key=_RUNNING
     )
+    otlp_traces_endpoint: str | None = setting(
+        None,
+        help="Send OpenTelemetry a span for each request, to this URL; needs graphllm[otel].",
+        key=_RUNNING,
+    )
 
 
 @dataclass(frozen=True)

@@ -216,11 +216,11 @@ class SamplingParams:
     )  # fmt: skip
     min_tokens: int = parameter(0, whole("give a number from 0", ge=0), help="Nothing ends the output before these.")
     logprobs: int | None = parameter(
-        None, _TOP, normal=_count, bounds={"ge": 0},
+        None, _TOP, normal=_count, bounds={"ge": -1},
         help="So many of the likeliest tokens at each position, and the token itself; -1 is the whole vocabulary.",
     )  # fmt: skip
     prompt_logprobs: int | None = parameter(
-        None, _TOP, normal=_count, bounds={"ge": 0}, cli=False, help="The same for each position of the prompt."
+        None, _TOP, normal=_count, bounds={"ge": -1}, cli=False, help="The same for each position of the prompt."
     )
     logprob_token_ids: tuple[int, ...] | None = parameter(
         None, optional(Check(lambda value: is_ids(value) and 0 < len(value) <= MAX_LOGPROB_IDS,
@@ -230,7 +230,8 @@ class SamplingParams:
     )  # fmt: skip
     thinking_token_budget: int | None = parameter(
         None, optional(whole("give a number from 0", ge=0)),
-        help="Tokens of thinking at most; then `</think>` follows. Of models that think in these tags.",
+        help="Tokens of thinking at most; then `</think>` follows. Of models that think in these tags. With it, "
+        "structured_outputs hold behind the thinking that the prompt begins; without it, from the first token on.",
     )  # fmt: skip
     detokenize: bool = parameter(True, SWITCH, body=False, cli=False, help="False gives token ids only.")
     skip_special_tokens: bool = parameter(True, SWITCH, help="Leave special tokens out of the text.")

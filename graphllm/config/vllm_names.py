@@ -261,7 +261,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         disable_log_requests=True, enable_logging_iteration_details=False, enable_mfu_metrics=False,
         fail_on_environ_validation=False, kv_cache_metrics=False, kv_cache_metrics_sample=0.01, log_config_file=(),
         log_level=(), logging_config=(), per_request_spec_decode_metrics=False, profiler_config=({},),
-        show_hidden_metrics_for_version=(), watchdog_config=({},), otlp_traces_endpoint=(),
+        show_hidden_metrics_for_version=(), watchdog_config=({},),
     ),
     **hints("only `graphllm serve` has names in requests and an end in good order", served_model_name=(),
              shutdown_timeout=()),

@@ -44,10 +44,11 @@ class Batch(NamedTuple):
 
 
 class SamplingTable:
-    """Sampling parameters of the running requests as arrays by slot; the last slot is scrap."""
+    """Sampling parameters of the running requests as arrays by slot; the last slot is scrap. ranked: log-probabilities
+    that a step finds at each position."""
 
-    def __init__(self, slots: int, vocab: int) -> None:
-        self._scrap, self._vocab = slots, vocab
+    def __init__(self, slots: int, vocab: int, ranked: int) -> None:
+        self._scrap, self._vocab, self._ranked = slots, vocab, ranked
         self.words = -(-vocab // 32)
 
         def column(dtype: type, neutral: float = 0) -> np.ndarray:
@@ -73,9 +74,8 @@ class SamplingTable:
             values[slot] = min(value, _INT32) if definition.dtype == "int32" else value
         counted = p.repetition_penalty != 1 or p.frequency_penalty != 0 or p.presence_penalty != 0
         self.counted[slot], self.bias_count[slot] = counted, len(p.logit_bias or {})
-        # All log-probabilities (-1) are fetched apart; the row's own one and its rank are wanted then too.
-        self.wanted[slot] = -1 if p.logprobs is None else max(p.logprobs, 0)
-        self.wanted_prompt[slot] = -1 if p.prompt_logprobs is None else max(p.prompt_logprobs, 0)
+        # More than those are fetched apart; the row's own one and its rank are wanted then too.
+        self.wanted[slot], self.wanted_prompt[slot] = self._wanted(p.logprobs), self._wanted(p.prompt_logprobs)
         self.prompt_len[slot] = len(request.prompt)
         self.min_tokens[slot] = p.min_tokens if request.stop_ids else 0
         self._base.pop(slot, None)
@@ -93,6 +93,9 @@ class SamplingTable:
         self.special[slot] = has_state or wants or self.masked[slot]
         return has_state
 
+    def _wanted(self, logprobs: int | None) -> int:
+        return -1 if logprobs is None else logprobs if 0 <= logprobs <= self._ranked else 0
+
     def states(self, prompt: Sequence[int], output: Sequence[int], bias: Mapping[int, float]) -> dict[str, np.ndarray]:
         """What a slot's states begin with: penalty counts for both lists, and the logit bias."""
         counts = np.zeros(self._vocab, dtype=np.int32)
@@ -103,7 +106,7 @@ class SamplingTable:
 
     def mask_row(self, row: np.ndarray, slot: int, state: RequestState, sample_index: int) -> None:
         """Write the mask [words] of everything but a grammar: allowed ids, bad words, the end of thinking, and no
-        stop before min_tokens.
+        stop before min_tokens or before what is structured.
 
         row holds what is allowed so far and is narrowed.
         """
@@ -117,7 +120,12 @@ class SamplingTable:
         if request.thinking is not None and (forced := request.thinking.forced(output)) is not None:
             row[:] = 0
             _set(row, forced, True)
-        if sample_index < request.params.min_tokens:
+        unanswered = (  # it must not end within its thinking, with nothing of what was asked for
+            request.thinking is not None
+            and request.params.structured_outputs is not None
+            and request.thinking.goes_on(output)
+        )
+        if unanswered or sample_index < request.params.min_tokens:
             narrowed = row.copy()
             for token in request.stop_ids:
                 _set(narrowed, token, False)

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
@@ -96,7 +97,8 @@ class EngineCore:
             )
         self._scheduler = policy(limits, executor.layout, caching, options.cache_secret)
         self._pool = self._scheduler.cache.pool
-        self._table = SamplingTable(executor.max_num_seqs, executor.vocab)
+        self._ranked = ranked_logprobs(executor.max_logprobs)
+        self._table = SamplingTable(executor.max_num_seqs, executor.vocab, self._ranked)
         self._providers = find_providers(executor.inputs.values())
         self._in_flight: _InFlight | None = None
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
@@ -119,7 +121,7 @@ class EngineCore:
             block_size=executor.layout.block_size,
             num_blocks=executor.layout.num_blocks,
             capacity=self._scheduler.capacity,
-            max_logprobs=executor.max_logprobs,
+            max_logprobs=executor.vocab if executor.max_logprobs == -1 else executor.max_logprobs,
             max_logit_bias=executor.max_logit_bias,
             device=executor.device.type,
         )
@@ -259,11 +261,17 @@ class EngineCore:
             state = output.requests[rows.entry[row]]
             if state.finish_reason is not None or mask is None:
                 continue  # it ended with the step before; this row is not looked at
-            if state.request.id in self._matchers and not self._allow(state, mask[i]):
+            if self._constrains(state) and not self._allow(state, mask[i]):
                 continue
             self._table.mask_row(mask[i], int(rows.slot[row]), state, int(rows.sample_index[row]))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
+
+    def _constrains(self, state: RequestState) -> bool:
+        """Whether a request has a grammar that holds for its next token; there is none before its thinking ended."""
+        if state.request.id not in self._matchers:
+            return False
+        return state.request.thinking is None or not state.request.thinking.goes_on(state.output)
 
     def _allow(self, state: RequestState, row: np.ndarray) -> bool:
         """Write what a request's grammar allows next; a grammar that fails ends the request."""
@@ -281,9 +289,13 @@ class EngineCore:
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
         params = started.output.requests[rows.entry[row]].request.params
-        if rows.sample_index[row] < 0:
-            return params.prompt_logprobs == -1
-        return params.logprobs == -1 or params.logprob_token_ids is not None
+        inside = bool(rows.sample_index[row] < 0)
+        return self._unranked(params, inside) > 0 or (not inside and params.logprob_token_ids is not None)
+
+    def _unranked(self, params: SamplingParams, inside: bool) -> int:
+        """How many log-probabilities a row wants where a step finds fewer, else 0. inside: of the prompt."""
+        wanted = (params.prompt_logprobs if inside else params.logprobs) or 0
+        return self._executor.vocab if wanted == -1 else wanted if wanted > self._ranked else 0
 
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
@@ -350,9 +362,11 @@ class EngineCore:
         from graphllm.engine.structured.source import GrammarError
 
         try:
-            matcher = self._matchers[state.request.id]
-            for token in tokens:
-                matcher.advance(token)
+            matcher, thinking = self._matchers[state.request.id], state.request.thinking
+            known = len(state.output) - len(tokens)
+            for i, token in enumerate(tokens):
+                if thinking is None or not thinking.goes_on(state.output[: known + i]):
+                    matcher.advance(token)
             if matcher.finished:
                 self._scheduler.end(state, "stop")
         except GrammarError as problem:
@@ -373,9 +387,9 @@ class EngineCore:
             token = int(step.batch.step.arrays["target"][row]) if inside else int(result.tokens[row])
             params = state.request.params
             named = () if inside else params.logprob_token_ids or ()
-            every = (params.prompt_logprobs if inside else params.logprobs) == -1
             whole = result.whole.get(int(row))
-            ranked = _ranked(token, scores[row], int(rows.wanted[row]), whole if every else None)
+            most = self._unranked(params, bool(inside))
+            ranked = _ranked(token, scores[row], most or int(rows.wanted[row]), whole if most else None)
             if named and whole is not None:
                 ranked.named = [(i, float(whole[i]), 1 + int(np.count_nonzero(whole > whole[i]))) for i in named]
             (self._scored if inside else found).setdefault(state.request.id, []).append(ranked)
@@ -423,10 +437,10 @@ class EngineCore:
 
 
 def _ranked(token: int, scores: np.ndarray, wanted: int, whole: np.ndarray | None) -> PositionLogprobs:
-    """One row of `token_logprobs`, with the whole vocabulary in order when that was wanted."""
+    """One row of `token_logprobs`. whole: log-probabilities of the vocabulary, where it has fewer than are wanted."""
     logprob, rank = float(scores[0]), int(scores[1])
     if whole is not None:
-        order = np.argsort(-whole, kind="stable")
+        order = np.argsort(-whole, kind="stable")[:wanted]
         return PositionLogprobs(token, logprob, rank, order.tolist(), whole[order].tolist())
     k = (len(scores) - 2) // 2
     values, ids = scores[2 : 2 + wanted], scores[2 + k : 2 + k + wanted]

@@ -47,8 +47,8 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     error: str | None = None
 
-    @property
     def finished(self) -> bool:
+        """Whether it has its end."""
         return self.finish_reason is not None
 
 

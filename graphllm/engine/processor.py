@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 
 from graphllm.config import ConfigError
+from graphllm.config.pooling import NO_POOLING, PoolingParams
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.engine.request import CoreInfo, EngineRequest, ThinkingBudget
 from graphllm.engine.text import Tokenizer
@@ -112,6 +113,9 @@ class Processor:
         Completions are named ``request_id``, or ``0_request_id`` and so on when there are several. Raises ConfigError
         naming field, value and remedy.
         """
+        if not isinstance(params, SamplingParams):
+            why = NO_POOLING if isinstance(params, PoolingParams) else "give SamplingParams"
+            raise ConfigError(f"params is {params!r:.80}: {why}")
         text, ids, salt = self._prompt(prompt, params)
         limit = self._limit(len(ids), params)
         self._check_counts(params)
@@ -233,7 +237,7 @@ class Processor:
 
     def _thinking(self, prompt: Sequence[int], params: SamplingParams) -> ThinkingBudget | None:
         budget = params.thinking_token_budget
-        if budget is None or params.structured_outputs is not None:  # a grammar leaves no place for thinking
+        if budget is None:
             return None
         if self._tokenizer is None:
             raise ConfigError(f"thinking_token_budget is {budget}: there is no tokenizer; leave it out")
@@ -244,7 +248,10 @@ class Processor:
             )
         (start,), (end,) = tags
         last = next((i for i in reversed(prompt) if i in (start, end)), end)
-        return ThinkingBudget(budget, start, end, last == start)
+        begun = last == start
+        if params.structured_outputs is not None and not begun:  # a grammar leaves no place for thinking to begin in
+            return None
+        return ThinkingBudget(budget, start, end, begun)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Token sequences of the words, as they stand at the beginning of a text and behind a space."""

@@ -57,11 +57,16 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
 
     def forced(self, output: Sequence[int]) -> int | None:
         """The token that must come next; None where any may."""
-        if not self.begun and self.start not in output:
+        if not self.goes_on(output):
             return None
         begin = 0 if self.begun else output.index(self.start) + 1
-        over = len(output) - begin >= self.tokens and self.end not in output[begin:]
-        return self.end if over else None
+        return self.end if len(output) - begin >= self.tokens else None
+
+    def goes_on(self, output: Sequence[int]) -> bool:
+        """Whether the sequence thinks; once only, so tags in what follows mean nothing."""
+        if self.begun:
+            return self.end not in output
+        return self.start in output and self.end not in output[output.index(self.start) :]
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +77,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
     for none). bad_words: token sequences that must not appear. arrival: seconds, `time.monotonic` of the machine.
     adapter_id: entry of the adapters' tables, 0 for none. adapter: what tells its adapter from others in every process,
-    such as a hash of its weights; the prefix cache goes by it. items: encoded inputs. thinking: how long it may think.
+    such as a hash of its weights; the prefix cache goes by it. items: encoded inputs. thinking: how long it may think;
+    structured outputs hold from its end on.
     """
 
     id: str
@@ -229,6 +235,11 @@ class CoreStats(msgspec.Struct):
     step_tokens: Distribution = msgspec.field(default_factory=_step_tokens)
     buckets: dict[str, BucketStats] = {}
     expert_tokens: list[list[int]] = []
+
+    # vLLM's names, which loggers written for it read.
+    num_running_reqs = property(lambda self: self.running)
+    num_waiting_reqs = property(lambda self: self.waiting)
+    kv_cache_usage = property(lambda self: self.kv_usage)
 
 
 class Core(Protocol):

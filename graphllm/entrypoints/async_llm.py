@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,10 @@ from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
 from graphllm.entrypoints.llm_engine import refuse
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
-from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers
+from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
+from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
+from graphllm.entrypoints.tracing import TracedRequest, Tracing
+from graphllm.entrypoints.vllm_config import VllmConfig
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
@@ -60,12 +64,13 @@ class AsyncLLM:
         seed: int | None = None,
         loggers: Sequence[StatLogger] = (),
         unread: int = UNREAD,
+        tracing: Tracing | None = None,
     ) -> None:
         """client: not started yet. grammar: makes the checker once the core's vocabulary is known. loggers: told of
-        the core's figures every ten seconds. unread: tokens and log-probabilities that may wait for their readers. The
-        others: as for `Processor`."""
+        the core's figures every ten seconds. unread: tokens and log-probabilities that may wait for their readers.
+        tracing: gets a span of each request. The others: as for `Processor`."""
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
-        self._most_unread = unread
+        self._most_unread, self._tracing = unread, tracing
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
         # More than can wait for the check of a large grammar, so that others never do.
@@ -91,7 +96,24 @@ class AsyncLLM:
         """Find the model and its artifact, which is built when the policy says so; `start`, or the first request, then
         loads it in a process of its own. stat_loggers: made and told in place of the line in the log. The others change
         nothing. Raises ConfigError."""
-        return cls.from_resolved(resolve_model(engine_args), engine_args.seed, factories=stat_loggers)
+        tracing = Tracing(engine_args.otlp_traces_endpoint) if engine_args.otlp_traces_endpoint else None
+        loggers = stat_loggers_of(engine_args, stat_loggers)
+        return cls.from_resolved(resolve_model(engine_args), engine_args.seed, loggers=loggers, tracing=tracing)
+
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        start_engine_loop: bool = True,
+        usage_context: Any = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        enable_log_requests: bool = False,
+        disable_log_stats: bool = False,
+    ) -> AsyncLLM:
+        """The same from what `EngineArgs.create_engine_config` has given. enable_log_requests: changes nothing."""
+        args = vllm_config.engine_args
+        args = replace(args, disable_log_stats=True) if disable_log_stats else args
+        return cls.from_engine_args(args, stat_loggers=stat_loggers)
 
     @classmethod
     def from_resolved(
@@ -101,18 +123,20 @@ class AsyncLLM:
         unresponsive: float = 10.0,
         stuck: float = 60.0,
         child: Child | None = None,
-        factories: Sequence[StatLoggerFactory] | None = None,
+        loggers: Sequence[StatLogger] | None = None,
+        tracing: Tracing | None = None,
     ) -> AsyncLLM:
-        """An engine for a model that is found. factories: of stat loggers, None for the line in the log. The others: as
-        for `CoreClient`. Raises ConfigError."""
+        """An engine for a model that is found. loggers: None for the line in the log, where it is not disabled. The
+        others: as for `CoreClient`. Raises ConfigError."""
         if resolved.processors:
             raise ConfigError(
                 f"logits_processors has {resolved.processors[0]!r}: functions cannot cross to the engine's process; "
                 'give "package.module:name"'
             )
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
-        loggers = stat_loggers(resolved.config.log.disable_log_stats, factories)
-        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers)
+        if loggers is None:
+            loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
+        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing)
 
     @classmethod
     def beside(cls, core: RemoteCore, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
@@ -142,10 +166,7 @@ class AsyncLLM:
 
     async def do_log_stats(self) -> None:
         """Tell the loggers now. Raises EngineDeadError."""
-        stats = await self.stats()
-        for logger in self._loggers:
-            logger.record(stats)
-            logger.log()
+        tell(self._loggers, await self.stats())
 
     async def generate(
         self,
@@ -156,7 +177,7 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         lora_request: None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """The outputs of a request as they come; leaving the stream early aborts it.
 
@@ -176,10 +197,13 @@ class AsyncLLM:
                 raise EngineDeadError(self._cause)
             self._client.add(parsed.requests)
             self._outputs.add(parsed)
+            trace = TracedRequest(self._tracing, request_id, parsed.params, trace_headers) if self._tracing else None
             finished = False
             while not finished:
                 output = await stream.get()
                 output.request_id, finished = request_id, output.finished
+                if trace is not None:
+                    trace.take(output)
                 yield output
         finally:
             del self._names[request_id]
@@ -306,6 +330,8 @@ class AsyncLLM:
         self._long_texts.shutdown(wait=False, cancel_futures=True)
         if self._receiver is not None:
             await self._receiver
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)
 
     def shutdown(self, grace: float | None = None) -> None:
         """End the core without asking, and wait for it; open streams raise EngineDeadError. `close` is gentler. grace:

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.pooling import NO_POOLING, PoolingParams
 from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
@@ -67,7 +68,7 @@ class LLM:
 
     def close(self) -> None:
         """Give back memory and threads; nothing can be generated after it."""
-        self._core.close()
+        self.llm_engine.close()
 
     def generate(
         self,
@@ -200,7 +201,7 @@ class LLM:
             done = (lambda output: bar.update(1)) if bar is not None else (lambda output: None)
             outputs = run_to_completion(self._core, self._outputs, parsed, done)
         for output, request in zip(outputs, parsed, strict=True):
-            self.llm_engine.metrics.finished(output, request.params)
+            self.llm_engine.finished(output, request.params)
         return outputs
 
 
@@ -301,6 +302,9 @@ def _is_one(prompts: Any) -> bool:
 
 def _each(name: str, given: _T | Sequence[_T], kind: type[_T], count: int) -> list[_T]:
     """One for each prompt."""
+    if not isinstance(given, (kind, Sequence)):
+        why = NO_POOLING if isinstance(given, PoolingParams) else f"give {kind.__name__}, or a list of them"
+        raise ConfigError(f"{name} is {given!r:.80}: {why}")
     listed = [given] * count if isinstance(given, kind) else list(cast(Sequence[_T], given))
     if len(listed) != count:
         raise ConfigError(f"{name} has {len(listed)} entries and there are {count} prompts: give one for each")
@@ -329,11 +333,10 @@ def _up_to_the_end_of(chat: Sequence[Message], text: str) -> str:
     raise ConfigError("continue_final_message: the last message has no text that the prompt ends with; give it some")
 
 
-_POOLING = "the model generates text; use generate or chat, and a pooling server for embeddings, classes and scores"
 _SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"
 _WORKERS = "there are no worker processes; use the engine's settings"
 _MISSING = {
-    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _POOLING),
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), NO_POOLING),
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("collective_rpc", "apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "run the script under py-spy or nsys, or see `graphllm bench`"),

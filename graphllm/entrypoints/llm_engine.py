@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
@@ -15,14 +16,16 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
 from graphllm.entrypoints.model import resolve_model
-from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers
+from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
+from graphllm.entrypoints.tracing import TracedRequest, Tracing
+from graphllm.entrypoints.vllm_config import VllmConfig
 
 
 class LLMEngine:
     """Takes requests, and gives what they have got after each `step`; for one thread at a time. Close it in the end.
 
     core, tokenizer, defaults, processor, outputs: its parts, which `LLM` drives too. loggers: told of its figures about
-    every ten seconds while it steps.
+    every ten seconds while it steps. tracing: gets a span of each request.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class LLMEngine:
         grammar: GrammarChecker | None = None,
         seed: int | None = 0,
         loggers: Sequence[StatLogger] = (),
+        tracing: Tracing | None = None,
     ) -> None:
         self.core, self.tokenizer = core, tokenizer
         self.defaults = defaults or SamplingParams()
@@ -42,6 +46,7 @@ class LLMEngine:
         self._loggers, self._logged = loggers, time.monotonic()
         self._names: dict[str, str] = {}  # the core's, by the user's: it may not hear of the end of one in time
         self._params: dict[str, SamplingParams] = {}
+        self._tracing, self._traces = tracing, dict[str, TracedRequest]()  # by its name
         self._count = 0
 
     @classmethod
@@ -56,6 +61,18 @@ class LLMEngine:
         told in place of the line in the log. The others change nothing. Raises ConfigError."""
         return load_engine(engine_args, stat_loggers)
 
+    @classmethod
+    def from_vllm_config(
+        cls,
+        vllm_config: VllmConfig,
+        usage_context: Any = None,
+        stat_loggers: Sequence[StatLoggerFactory] | None = None,
+        disable_log_stats: bool = False,
+    ) -> LLMEngine:
+        """The same from what `EngineArgs.create_engine_config` has given."""
+        args = vllm_config.engine_args
+        return load_engine(replace(args, disable_log_stats=True) if disable_log_stats else args, stat_loggers)
+
     def add_request(
         self,
         request_id: str,
@@ -64,7 +81,7 @@ class LLMEngine:
         arrival_time: float | None = None,
         lora_request: None = None,
         tokenization_kwargs: None = None,
-        trace_headers: None = None,
+        trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> str:
         """Queue a request. params: None for the model's defaults. arrival_time: is always now. Raises ConfigError for
@@ -82,6 +99,8 @@ class LLMEngine:
             self.core.abort(self.outputs.abort([name]))
             raise
         self._names[request_id], self._params[name] = name, parsed.params
+        if self._tracing is not None:
+            self._traces[name] = TracedRequest(self._tracing, request_id, parsed.params, trace_headers)
         return request_id
 
     def step(self) -> list[RequestOutput]:
@@ -91,8 +110,11 @@ class LLMEngine:
         users = {name: id for id, name in self._names.items()} if processed.outputs else {}
         for output in processed.outputs:
             name, output.request_id = output.request_id, users[output.request_id]
+            if (trace := self._traces.get(name)) is not None:
+                trace.take(output)
             if output.finished:
                 del self._names[output.request_id]
+                self._traces.pop(name, None)
                 self.metrics.finished(output, self._params.pop(name))
         if self._loggers and time.monotonic() - self._logged >= SECONDS:
             self.do_log_stats()
@@ -112,14 +134,19 @@ class LLMEngine:
         names = [name for id in ids if (name := self._names.pop(id, None)) is not None]
         for name in names:
             del self._params[name]
+            self._traces.pop(name, None)
         self.core.abort(self.outputs.abort(names))
+
+    def finished(self, output: RequestOutput, params: SamplingParams) -> None:
+        """Count a request that was not added here, and tell of it; output: all of it."""
+        self.metrics.finished(output, params)
+        if self._tracing is not None:
+            TracedRequest(self._tracing, output.request_id, params, None).take(output)
 
     def do_log_stats(self) -> None:
         """Tell the loggers now."""
-        self._logged, stats = time.monotonic(), self.core.stats()
-        for logger in self._loggers:
-            logger.record(stats)
-            logger.log()
+        self._logged = time.monotonic()
+        tell(self._loggers, self.core.stats())
 
     def get_metrics(self) -> list[Metric]:
         """All that was counted since the engine's start."""
@@ -138,15 +165,18 @@ class LLMEngine:
     def close(self) -> None:
         """Give back memory and threads; nothing can be generated after it."""
         self.core.close()
+        if self._tracing is not None:
+            self._tracing.close()
 
 
 def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None = None) -> LLMEngine:
     """An engine of this process. Raises ConfigError."""
+    tracing = Tracing(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
     resolved = resolve_model(args)
     core = load_core(resolved.config, processors=resolved.processors)
     grammar = core.grammars if resolved.tokenizer else None
-    loggers = stat_loggers(args.disable_log_stats, factories)
-    return LLMEngine(core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers)
+    loggers = stat_loggers(args, factories)
+    return LLMEngine(core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers, tracing)
 
 
 _REMEDIES = {

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+from graphllm.config import EngineArgs
 from graphllm.engine.request import CoreStats
+from graphllm.entrypoints.vllm_config import VllmConfig, vllm_config
 
 SECONDS = 10.0
 _log = logging.getLogger(__name__)
@@ -16,14 +18,15 @@ _log = logging.getLogger(__name__)
 class StatLogger(Protocol):
     """Told of one engine."""
 
-    def record(self, stats: CoreStats) -> None:
-        """The engine's figures as of now; counters grow from its start."""
+    def record(self, scheduler_stats: CoreStats, iteration_stats: None, *, engine_idx: int) -> None:
+        """The engine's figures as of now; counters grow from its start. iteration_stats: None, there are none of single
+        steps. engine_idx: 0."""
 
     def log(self) -> None:
         """Time to say something; comes after a `record`."""
 
 
-StatLoggerFactory = Callable[[], StatLogger]
+StatLoggerFactory = Callable[[VllmConfig, int], StatLogger]  # of an engine's config and its number, which is 0
 
 
 class LoggingStatLogger:
@@ -34,9 +37,9 @@ class LoggingStatLogger:
         self._before = self._now = CoreStats()
         self._idle = True
 
-    def record(self, stats: CoreStats) -> None:
+    def record(self, scheduler_stats: CoreStats, iteration_stats: None = None, *, engine_idx: int = 0) -> None:
         """Keep the figures."""
-        self._now = stats
+        self._now = scheduler_stats
 
     def log(self) -> None:
         """Write the line; the first one behind the end of all work still comes."""
@@ -56,8 +59,19 @@ class LoggingStatLogger:
         self._idle = idle
 
 
-def stat_loggers(disabled: bool, factories: Sequence[StatLoggerFactory] | None) -> list[StatLogger]:
-    """The user's, else the line in the log; none where that is disabled."""
-    if disabled:
+def stat_loggers(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None) -> list[StatLogger]:
+    """The user's, else the line in the log; none where that is disabled. Raises ConfigError for a model that is not
+    there."""
+    if args.disable_log_stats:
         return []
-    return [make() for make in (factories if factories is not None else [LoggingStatLogger])]
+    if factories is None:
+        return [LoggingStatLogger()]
+    config = vllm_config(args)
+    return [make(config, 0) for make in factories]
+
+
+def tell(loggers: Iterable[StatLogger], stats: CoreStats) -> None:
+    """Have them say what they have to say."""
+    for logger in loggers:
+        logger.record(stats, None, engine_idx=0)
+        logger.log()

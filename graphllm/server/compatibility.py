@@ -15,7 +15,6 @@ from graphllm.server.chat.fields import GUIDED, IGNORED, REFUSED
 from graphllm.server.frontend_names import FRONTEND_NAMES
 from graphllm.server.http.unserved import UNSERVED
 from graphllm.server.openai.protocol import ChatBody, CompletionBody
-from graphllm.server.responses import requests as responses
 from graphllm.server.responses.requests import ResponsesRequest
 
 APIS: Mapping[str, type[BaseModel]] = {
@@ -24,7 +23,7 @@ APIS: Mapping[str, type[BaseModel]] = {
     "responses": ResponsesRequest,
     "messages": MessagesRequest,
 }
-_NEUTRAL_ONLY = {"responses": responses.NEUTRAL, "messages": anthropic.NEUTRAL}
+_NEUTRAL_ONLY = {"messages": anthropic.NEUTRAL}
 _HEAD = """
 ## HTTP
 

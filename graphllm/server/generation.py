@@ -17,6 +17,7 @@ from graphllm.engine.processor import Prompt
 from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError, merge
 from graphllm.entrypoints.engine_client import EngineClient
+from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.beams import search
 from graphllm.server.chat.call import Call
 from graphllm.server.chat.reading import failure
@@ -24,7 +25,6 @@ from graphllm.server.chat.replies import ReplyReader
 from graphllm.server.http.errors import EngineFailureError
 from graphllm.server.http.wire import Record
 from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.tracing import Tracing
 
 
 class News(NamedTuple):
@@ -99,7 +99,7 @@ async def generate(
                 cached += output.num_cached_tokens
                 times = output.metrics
                 record.notes["ttft_ms"] = round(1000 * (times.first_token_time - times.arrival_time), 1)
-            reasons += [str(c.finish_reason) for c in output.outputs if c.finished]
+            reasons += [str(c.finish_reason) for c in output.outputs if c.finished()]
             record.notes |= {"prompt": prompt_tokens, "cached": cached, "tokens": tokens, "end": ",".join(reasons[:8])}
             yield one
 
@@ -145,7 +145,7 @@ async def _run(
                                 tracker.output(output)
                                 for completion in output.outputs if readers else ():
                                     readers[completion.index].feed(completion.text)
-                                    if readers[completion.index].done and not completion.finished:
+                                    if readers[completion.index].done and not completion.finished():
                                         engine.finish(id, completion.index)
                                 yield News(number, output)
                 except QueueFullError:
@@ -173,7 +173,7 @@ async def paced(news: AsyncGenerator[News, None], interval: int) -> AsyncGenerat
     async with contextlib.aclosing(news) as stream:
         async for one in stream:
             output = merge(waiting.pop(one.prompt, None), one.output)
-            ready = output.finished or any(c.finished for c in output.outputs) or one.prompt not in begun
+            ready = output.finished or any(c.finished() for c in output.outputs) or one.prompt not in begun
             if ready or sum(len(c.token_ids) for c in output.outputs) >= interval:
                 begun.add(one.prompt)
                 yield News(one.prompt, output)

@@ -20,10 +20,10 @@ from graphllm.server.network import listening, prepare_process, read_tls
 from graphllm.server.options import ServerOptions
 
 if TYPE_CHECKING:
+    from graphllm.entrypoints.tracing import Tracing
     from graphllm.server.operations.engine_supervisor import EngineSupervisor
     from graphllm.server.operations.engine_view import SupervisorOptions
     from graphllm.server.operations.metrics import Metrics
-    from graphllm.server.operations.tracing import Tracing
 
 _log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def serve(
 ) -> int:
     """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
     a model that cannot be used."""
-    from graphllm.server.operations.tracing import Tracing
+    from graphllm.entrypoints.tracing import Tracing
 
     tls = read_tls(options)
     tracing = Tracing(options.traces) if options.traces else None

@@ -17,6 +17,7 @@ from graphllm.engine.request import CoreInfo
 from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import merge
+from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.chat.call import (
     CHAT,
     CHAT_BATCH,
@@ -33,7 +34,6 @@ from graphllm.server.http.errors import NotFoundError, UnavailableError
 from graphllm.server.http.wire import Record, aside, cancelled, encode, record_of, while_there
 from graphllm.server.operations.engine_view import EngineView
 from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.tracing import Tracing
 from graphllm.server.shared import Shared
 
 T = TypeVar("T")
@@ -54,8 +54,8 @@ class Limits:
     schema: int = 1 << 20
     counted: int = 1 << 16
 
-    def check(self, call: Call) -> None:
-        """Raises ConfigError."""
+    def check(self, call: Call, vocabulary: bool) -> None:
+        """Raises ConfigError. vocabulary: this server gives log-probabilities of the whole vocabulary."""
         count, n, stop = len(call.prompts), call.params.n, call.params.stop
         if count > self.prompts:
             raise ConfigError(f"prompt has {count} entries: give at most {self.prompts}")
@@ -71,8 +71,10 @@ class Limits:
         if constraint is not None and (size := len(encode(constraint.json))) > self.schema:
             raise ConfigError(f"structured_outputs.json has {size} bytes: give at most {self.schema}")
         for name, wanted in (("logprobs", call.params.logprobs), ("prompt_logprobs", call.params.prompt_logprobs)):
-            if wanted == -1:  # megabytes for every token, and seconds in which nobody else is served
-                raise ConfigError(f"{name} is -1: the whole vocabulary is for `LLM` alone; give a number here")
+            if wanted == -1 and not vocabulary:  # megabytes for every token, and time in which nobody else is served
+                raise ConfigError(
+                    f"{name} is -1: the whole vocabulary is for servers started with --max-logprobs -1; give a number"
+                )
 
 
 class Started(NamedTuple):
@@ -151,7 +153,7 @@ class Service:
         supervisor = self.supervisor
         call = parse_call(url, body, supervisor.defaults, self.rules)
         self.check_model(call.model)
-        self.limits.check(call)
+        self.limits.check(call, vocabulary=self.info.max_logprobs >= self.info.vocab)
         assert supervisor.opened is not None
         check_priority(call, supervisor.opened.config.scheduler)
         texts = call.chat or call.echo or call.suffix or call.truncation or call.special is False

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.app import create_app
 from graphllm.server.generation import Running
 from graphllm.server.http.connection import LimitedProtocol
 from graphllm.server.network import BACKLOG
 from graphllm.server.operations.engine_view import EngineView
 from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.tracing import Tracing
 from graphllm.server.options import ServerOptions
 from graphllm.server.service import Limits, Service
 from graphllm.server.shared import Shared

@@ -488,7 +488,7 @@ def test_loggers_are_told(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch)
     told: list[str] = []
 
     class Logger:
-        def record(self, stats: CoreStats) -> None:
+        def record(self, scheduler_stats: CoreStats, iteration_stats: None, *, engine_idx: int) -> None:
             told.append("record")
 
         def log(self) -> None:

@@ -230,16 +230,17 @@ def test_logprobs(opened: Open, model: LlamaForCausalLM) -> None:
         found = finish(core, [
             request("k", prompt, replace(GREEDY, logprobs=3, prompt_logprobs=2)),
             request("all", prompt, replace(GREEDY, max_tokens=2, logprobs=-1, prompt_logprobs=-1)),
+            request("more", prompt, replace(GREEDY, max_tokens=2, logprobs=50, prompt_logprobs=30)),
             request("none", prompt, replace(GREEDY, logprobs=0)),
             request("plain", prompt),
         ])  # fmt: skip
         assert found["plain"].logprobs == []
         tokens = found["k"].tokens
-        for id, top in (("k", 3), ("none", 0), ("all", V)):
+        for id, top in (("k", 3), ("none", 0), ("all", V), ("more", 50)):
             assert len(found[id].logprobs) == len(found[id].tokens)
             for i, ranked in enumerate(found[id].logprobs):
                 _check_ranked(ranked, tokens[i], _logits(model, prompt + tokens[:i]), top)
-        for id, top in (("k", 2), ("all", V)):
+        for id, top in (("k", 2), ("all", V), ("more", 30)):
             scored = found[id].prompt_logprobs
             assert scored is not None
             assert len(scored) == len(prompt) - 1

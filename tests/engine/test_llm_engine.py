@@ -13,6 +13,7 @@ import pytest
 from byte_tokenizer import make
 from stub_core import StubCore, info
 
+from graphllm import EngineArgs, PoolingParams, VllmConfig
 from graphllm.config import ConfigError
 from graphllm.config.sampling import RepetitionDetectionParams, RequestOutputKind, SamplingParams
 from graphllm.engine.request import CoreStats, EngineRequest
@@ -101,6 +102,23 @@ def test_requests_that_cannot_run(engine: LLMEngine, core: StubCore) -> None:
     assert (engine.get_num_unfinished_requests(), engine.outputs.unfinished) == (1, 1)
 
 
+def test_pooling_is_refused(core: StubCore, tokenizer: Tokenizer) -> None:
+    """With its reason, wherever vLLM takes its parameters; they can be made."""
+    pooling: Any = PoolingParams(task="embed", dimensions=8)
+    llm = LLM.from_core(core, tokenizer)
+    for call in (
+        lambda: llm.encode(["a"], pooling),
+        lambda: llm.embed(["a"], pooling_params=pooling),
+        lambda: llm.generate(["a"], pooling),
+        lambda: llm.generate(["a"], [pooling]),
+        lambda: llm.llm_engine.add_request("a", "a", pooling),
+    ):
+        with pytest.raises(ConfigError, match="the model generates text; use generate or chat with SamplingParams"):
+            call()
+    with pytest.raises(ConfigError, match="sampling_params is 5: give SamplingParams, or a list of them"):
+        llm.generate(["a"], 5)  # type: ignore[arg-type]
+
+
 # --- what it counts
 
 
@@ -138,7 +156,7 @@ def test_the_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
     replaced = CoreStats(started=2.0, prompt_tokens=0, generated_tokens=30)
     with caplog.at_level(logging.INFO):
         for stats in (busy, done, done, replaced):
-            logger.record(stats)
+            logger.record(stats, None)
             logger.log()
     assert [record.getMessage() for record in caplog.records] == [
         "prompts 50.0 tokens/s, output 10.0 tokens/s, running 2, waiting 1, KV cache 25.0 %, prefix cache hits 25.0 %",
@@ -151,12 +169,16 @@ def test_the_line_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
 class Told:
     """A user's logger."""
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self.length, self.index = vllm_config.model_config.max_model_len, engine_index
         self.running: list[int] = []
         self.logged = 0
 
-    def record(self, stats: CoreStats) -> None:
-        self.running.append(stats.running)
+    def record(
+        self, scheduler_stats: CoreStats, iteration_stats: None, mm_cache_stats: None = None, engine_idx: int = -1
+    ) -> None:
+        assert (iteration_stats, engine_idx) == (None, 0)
+        self.running.append(scheduler_stats.num_running_reqs)
 
     def log(self) -> None:
         self.logged += 1
@@ -164,13 +186,14 @@ class Told:
 
 def test_a_users_logger(core: StubCore, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphllm.entrypoints.llm_engine.SECONDS", 0.0)
-    (told,) = loggers = stat_loggers(False, [Told])
+    (told,) = loggers = stat_loggers(EngineArgs(max_model_len=99), [Told])
     engine = LLMEngine(core, tokenizer, loggers=loggers)
     engine.add_request("a", [5], SamplingParams(max_tokens=3))
     list(run(engine))
     assert isinstance(told, Told)
     assert (told.running, told.logged) == ([1, 1, 0], 3)
-    assert stat_loggers(True, [Told]) == []
+    assert (told.length, told.index) == (99, 0)
+    assert stat_loggers(EngineArgs(disable_log_stats=True), [Told]) == []
 
 
 # --- arguments of LLM's methods

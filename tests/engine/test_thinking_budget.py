@@ -59,9 +59,30 @@ def test_thinking_that_begins_in_the_output() -> None:
     assert [budget.forced(output) for output in outputs] == [None, None, None, None, 8, None, None]
 
 
-def test_a_grammar_leaves_no_place_for_thinking(thinker: LLM) -> None:
+def test_a_grammar_holds_behind_the_thinking(thinker: LLM) -> None:
+    tokenizer = thinker.get_tokenizer()
+    end, prompt, choice = tokenizer.token_id("</think>"), "<think> hello world", {"choice": ["hello"]}
+    free = _ids(thinker, prompt)
+    for budget in (0, 1, 5):
+        ids = _ids(thinker, prompt, structured_outputs=choice, thinking_token_budget=budget, ignore_eos=False)
+        assert ids[: budget + 1] == [*free[:budget], end]
+        assert tokenizer.decode(ids[budget + 1 :], skip_special_tokens=False) == "hello</s>"
+    at_once = _ids(thinker, prompt, structured_outputs=choice, ignore_eos=False)
+    assert tokenizer.decode(at_once, skip_special_tokens=False) == "hello</s>"
+
+
+def test_thinking_does_not_end_the_answer(thinker: LLM) -> None:
+    """A model that would stop within its thinking gives what was asked for."""
+    fields: Any = {"thinking_token_budget": 3, "structured_outputs": {"choice": ["hello"]}, "ignore_eos": False}
+    bias = {thinker.get_tokenizer().token_id("</s>"): 100.0}
+    params = SamplingParams(max_tokens=12, temperature=0, logit_bias=bias, **fields)
+    output = thinker.generate(["<think> hello world"], params)[0].outputs[0]
+    assert (output.text[-5:], output.finish_reason, len(output.token_ids) > 4) == ("hello", "stop", True)
+
+
+def test_a_grammar_leaves_no_place_to_begin_thinking(thinker: LLM) -> None:
     params = SamplingParams(max_tokens=4, thinking_token_budget=0, structured_outputs={"choice": ["hello"]})
-    assert thinker.generate(["<think> the"], params)[0].outputs[0].text == "hello"
+    assert thinker.generate(["the"], params)[0].outputs[0].text == "hello"
 
 
 def test_some_of_the_marks_are_not_enough_to_fill_a_gap(thinker: LLM) -> None:

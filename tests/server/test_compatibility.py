@@ -38,6 +38,7 @@ VALUES: dict[str, Any] = {
     "use_beam_search": True, "top_k": 3, "min_p": 0.1, "repetition_penalty": 1.1, "length_penalty": 0.5,
     "stop_token_ids": [1], "include_stop_str_in_output": True, "ignore_eos": True, "min_tokens": 1,
     "skip_special_tokens": False, "spaces_between_special_tokens": False, "truncate_prompt_tokens": 3,
+    "truncation": "auto",
     "truncation_side": "right", "prompt_logprobs": 1, "logprob_token_ids": [1], "allowed_token_ids": [1],
     "bad_words": ["x"], "echo": True, "add_generation_prompt": False, "continue_final_message": True,
     "add_special_tokens": True, "documents": [{"text": "x"}], "chat_template": "x", "chat_template_kwargs": {"a": 1},
@@ -61,6 +62,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "stream_options": {"stream": True},
     "length_penalty": {"use_beam_search": True},
 }
+RESPONSES_NEED = {"top_logprobs": {"include": ["message.output_text.logprobs"]}}
 
 
 def _surface() -> dict[str, list[str]]:
@@ -106,7 +108,8 @@ def test_a_field(api: str, name: str) -> None:
             _call(api, {**body, name: {"strange": 1}})
     else:
         value = OTHERS.get((api, name), VALUES[name])
-        changed = _call(api, {**body, **NEEDS.get(name, {}), name: value}, strict=True)
+        needs = (NEEDS | (RESPONSES_NEED if api == "responses" else {})).get(name, {})
+        changed = _call(api, {**body, **needs, name: value}, strict=True)
         assert isinstance(changed, Call)
         if api in ("chat", "completions") and name not in ("documents", "prompt"):  # others are checked by their models
             with pytest.raises((ConfigError, TypeError)):

@@ -28,7 +28,7 @@ PrefixLen = Annotated[int, typer.Option(min=0, help="Tokens that all prompts beg
 Temperature = Annotated[float, typer.Option(min=0, help="0 is greedy.")]
 Seed = Annotated[int, typer.Option(min=0, help="Of prompts and arrivals.")]
 # Random prompts have a seed of their own, and none of them waits for others.
-_MEANINGLESS = ("seed", "dump", "max_num_queued_reqs", "scheduling_policy")
+_MEANINGLESS = ("seed", "dump", "max_num_queued_reqs", "scheduling_policy", "otlp_traces_endpoint")
 
 
 @bench_app.command("serve")

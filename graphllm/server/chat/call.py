@@ -420,11 +420,11 @@ def write_out(
             prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
         return call, [_told(prompt, call) for prompt in prompts]
     use, text = call.tools, rendered(call, tokenizer, style, templates)
-    constrained = call.params.structured_outputs is not None
+    # A grammar holds from the first token on, so there is no thinking before it; but for one with a budget.
+    constrained = call.params.structured_outputs is not None and call.params.thinking_token_budget is None
     call = call._replace(
         reply=ReplyFormat(
             reasoning=style.reasoning,
-            # A grammar holds from the first token on, so there is no thinking before it.
             thinking=style.reasoning and _thinks(text, call.continues) and not constrained,
             tools=_tool_format(use, style),
             name=use.choice if use.choice not in ("none", "auto", "required") else "",

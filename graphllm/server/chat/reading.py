@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from graphllm.engine.outputs import CompletionOutput, RequestOutput
 from graphllm.server.chat.call import Call
+from graphllm.server.chat.logprobs import TextLogprobs
 from graphllm.server.chat.replies import Ending, Part, Reasoning, ReplyReader, Usage
 
 Count = Callable[[str], int]  # tokens of a text
@@ -25,7 +27,7 @@ def _new_id() -> str:
 def parts_of(call: Call, completion: CompletionOutput, reader: ReplyReader) -> list[Part]:
     """What is new in a completion of a chat."""
     parts = reader.feed(shown_text(call, completion))
-    if completion.finished:
+    if completion.finished():
         parts += reader.finish(cut=completion.finish_reason != "stop" or completion.stop_reason is not None)
     return parts
 
@@ -69,7 +71,7 @@ class Reading:
 
     def __init__(self, call: Call, count: Count) -> None:
         self._call, self._count = call, count
-        self._reader = reader_of(call)
+        self._reader, self._logprobs = reader_of(call), TextLogprobs(call)
         self._thoughts: list[str] = []
         self._used = Usage(0, 0)
         self._last: CompletionOutput | None = None
@@ -81,13 +83,17 @@ class Reading:
         parts: list[Part] = []
         for completion in output.outputs:
             parts += parts_of(call, completion, self._reader)
-            if completion.finished:
+            if completion.finished():
                 self._last = completion
         self._thoughts += [part.text for part in parts if isinstance(part, Reasoning)]
         if self._last is not None and self._thoughts:
             # Once it is whole: pieces of a text may have more tokens.
             self._used = self._used._replace(reasoning=self._count("".join(self._thoughts)))
         return parts if self._call.reasoning else [part for part in parts if not isinstance(part, Reasoning)]
+
+    def logprobs(self, output: RequestOutput) -> list[dict[str, Any]]:
+        """Entries of the tokens of text in an output, and maybe of calls behind it; none where none were asked for."""
+        return [entry for completion in output.outputs for entry in self._logprobs.take(completion)]
 
     @property
     def usage(self) -> Usage:

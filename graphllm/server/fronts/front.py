@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import uvloop
 
+from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.fronts.follower import EngineFollower
 from graphllm.server.fronts.link import ControlLink
 from graphllm.server.fronts.messages import (
@@ -37,7 +38,6 @@ from graphllm.server.generation import Running
 from graphllm.server.network import prepare_process, read_tls
 from graphllm.server.operations.logs import start_log
 from graphllm.server.operations.metrics import Metrics
-from graphllm.server.operations.tracing import Tracing
 from graphllm.server.responses.store import Writers
 from graphllm.server.web import WebServer, web_server
 

@@ -11,6 +11,7 @@ _ORIGINS = {
     "structured_outputs": ("response_format", "text", "tools"),
     "response_format": ("text",),
     "max_tokens": ("max_completion_tokens", "max_output_tokens"),
+    "logprobs": ("top_logprobs",),
     "tool_choice": ("tools",),  # which make it auto
 }
 _ANTHROPIC_TYPES = {

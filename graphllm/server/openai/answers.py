@@ -8,12 +8,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from graphllm.engine.outputs import CompletionOutput, Logprob, Position, RequestOutput
+from graphllm.engine.outputs import CompletionOutput, Position, RequestOutput
 from graphllm.server.chat.call import Call
+from graphllm.server.chat.logprobs import LOWEST, named, of_completion
 from graphllm.server.chat.reading import Count, add_usage, finish_reason, parts_of, reader_of, usage_of
 from graphllm.server.chat.replies import CallArguments, CallStart, Part, Reasoning, ReplyReader, Text, Usage, merged
-
-_LOWEST = -9999.0  # stands for the logarithm of 0, which JSON has not
 
 
 def response_body(
@@ -60,18 +59,11 @@ def _tokens(call: Call, completion: CompletionOutput) -> dict[str, Any]:
     return {"token_ids": [] if call.alone else completion.token_ids} if call.token_ids else {}
 
 
-def _named(call: Call, positions: list[Position] | None) -> list[Position] | None:
-    """Log-probabilities with tokens as their ids, where that was asked for."""
-    if positions is None or not call.tokens_as_ids:
-        return positions
-    return [{i: e._replace(decoded_token=f"token_id:{i}") for i, e in position.items()} for position in positions]
-
-
 def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, index: int) -> tuple[dict[str, Any], str]:
     """A choice, and the reasoning in it."""
     ended = {"finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason}
     if not call.chat:
-        text, logprobs = completion.text, _named(call, completion.logprobs)
+        text, logprobs = completion.text, named(call, completion.logprobs)
         if call.alone:
             text, logprobs, ended["finish_reason"] = "", None if logprobs is None else [], "length"
         given = None if logprobs is None else completion_logprobs(logprobs)
@@ -103,11 +95,8 @@ def _choice(call: Call, output: RequestOutput, completion: CompletionOutput, ind
 
 
 def _chat_logprobs(call: Call, completion: CompletionOutput) -> dict[str, Any] | None:
-    positions = _named(call, completion.logprobs)
-    if positions is None:
-        return None
-    content = chat_logprobs(positions, call.params.logprobs or 0, frozenset(call.params.logprob_token_ids or ()))
-    return {"content": content, "refusal": None}
+    content = of_completion(call, completion)
+    return None if content is None else {"content": content, "refusal": None}
 
 
 class ChunkWriter:
@@ -171,12 +160,12 @@ class ChunkWriter:
             self._readers[index] = reader_of(call)
         reader = self._readers[index]
         parts = parts_of(call, completion, reader)
-        self._think(index, parts, completion.finished)
+        self._think(index, parts, completion.finished())
         deltas = [_delta(part) for part in parts if call.reasoning or not isinstance(part, Reasoning)]
         content, tokens = _chat_logprobs(call, completion), _tokens(call, completion)
         if content is not None or tokens.get("token_ids"):
             deltas = deltas or [{"content": ""}]  # the text is held back, these are not
-        if completion.finished and not deltas:
+        if completion.finished() and not deltas:
             deltas = [{}]
         choices: list[dict[str, Any]] = [
             # All tokens of an output have their log-probabilities in the first of its chunks.
@@ -189,7 +178,7 @@ class ChunkWriter:
             # Clients take log-probabilities in a choice's first chunk twice.
             role = {"role": call.role, "content": call.prefix}
             choices.insert(0, {"index": index, "delta": role, "logprobs": None, "finish_reason": None})
-        if completion.finished:
+        if completion.finished():
             choices[-1] |= {"finish_reason": finish_reason(completion, reader), "stop_reason": completion.stop_reason}
         return choices
 
@@ -203,11 +192,11 @@ class ChunkWriter:
     def _text(self, index: int, output: RequestOutput, completion: CompletionOutput) -> list[dict[str, Any]]:
         call, begins = self._call, index not in self._offsets
         text = "" if call.alone else completion.text
-        positions, first = _named(call, None if completion.logprobs is None else list(completion.logprobs)), None
+        positions, first = named(call, None if completion.logprobs is None else list(completion.logprobs)), None
         tokens = _tokens(call, completion)
         if positions and call.alone:
             positions = []
-        if not (text or positions or completion.finished or tokens.get("token_ids") or (call.echo and begins)):
+        if not (text or positions or completion.finished() or tokens.get("token_ids") or (call.echo and begins)):
             return []
         offset = self._offsets.setdefault(index, 0)
         if call.echo and begins:
@@ -220,7 +209,7 @@ class ChunkWriter:
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None, **tokens}
         if begins:
             choice |= _of_prompt(call, output)
-        if completion.finished:
+        if completion.finished():
             reason = "length" if call.alone else completion.finish_reason
             choice |= {"finish_reason": reason, "stop_reason": completion.stop_reason}
         return [choice]
@@ -254,29 +243,10 @@ def _echoed(call: Call, output: RequestOutput) -> tuple[str, list[Position]]:
     """Text of the prompt's first token, which has no log-probability, and the other positions."""
     others = [position for position in output.prompt_logprobs or () if position is not None]
     if call.tokens_as_ids:
-        return f"token_id:{output.prompt_token_ids[0]}", _named(call, others) or []
+        return f"token_id:{output.prompt_token_ids[0]}", named(call, others) or []
     texts = "".join(next(iter(position.values())).decoded_token or "" for position in others)
     prompt = output.prompt or ""
     return prompt[: -len(texts)] if texts and prompt.endswith(texts) else "", others
-
-
-def chat_logprobs(positions: Iterable[Position], top: int, named: frozenset[int] = frozenset()) -> list[dict[str, Any]]:
-    """Log-probabilities in a chat's form. top: the likeliest tokens listed for each, -1 for all. named: tokens that are
-    listed, too."""
-    found = []
-    for position in positions:
-        # The token that was taken stands first, wherever it ranks.
-        likeliest = sorted(position.values(), key=lambda entry: entry.rank or 0)
-        listed = likeliest if top < 0 else [e for e in likeliest if (e.rank or 0) <= top][:top]
-        listed = listed + [e for i, e in position.items() if i in named and e not in listed]
-        taken = next(iter(position.values()))
-        found.append({**_token(taken), "top_logprobs": [_token(entry) for entry in listed]})
-    return found
-
-
-def _token(entry: Logprob) -> dict[str, Any]:
-    text = entry.decoded_token or ""
-    return {"token": text, "logprob": max(entry.logprob, _LOWEST), "bytes": list(text.encode())}
 
 
 def completion_logprobs(positions: Iterable[Position], offset: int = 0, first: str | None = None) -> dict[str, Any]:
@@ -290,9 +260,9 @@ def completion_logprobs(positions: Iterable[Position], offset: int = 0, first: s
         taken = next(iter(position.values()))
         top: dict[str, float] = {}
         for entry in position.values():  # tokens that are parts of a character may have the same text; the first stays
-            top.setdefault(entry.decoded_token or "", max(entry.logprob, _LOWEST))
+            top.setdefault(entry.decoded_token or "", max(entry.logprob, LOWEST))
         text = taken.decoded_token or ""
-        values = (offset, max(taken.logprob, _LOWEST), text, top)
+        values = (offset, max(taken.logprob, LOWEST), text, top)
         for name, value in zip(found, values, strict=True):
             found[name].append(value)
         offset += len(text)
@@ -304,6 +274,6 @@ def prompt_logprobs(positions: Iterable[Position | None]) -> list[dict[str, Any]
     return [
         None
         if position is None
-        else {str(i): {**e._asdict(), "logprob": max(e.logprob, _LOWEST)} for i, e in position.items()}
+        else {str(i): {**e._asdict(), "logprob": max(e.logprob, LOWEST)} for i, e in position.items()}
         for position in positions
     ]

@@ -82,7 +82,9 @@ class ChatBody(Sampling):
     messages: Items[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, description="The newer name of max_tokens; it wins.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, description="So many likeliest tokens at each position.")
+    top_logprobs: int | None = Field(
+        None, ge=-1, description="So many likeliest tokens at each position; -1 is the whole vocabulary."
+    )
     tools: Items[dict[str, Any]] | None = Field(None, description="Functions, with JSON schemas of their arguments.")
     tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, or one function.")
     parallel_tool_calls: bool | None = None

@@ -75,10 +75,10 @@ async function ask(question, attached, parent) {
     turn.error = reason instanceof TypeError ? "The server does not answer, or the connection broke." : reason.message;
   }
   if (running?.turn === turn) running = null;
+  showComposer();
+  await keep(one); // first, so that nobody who sees it done loses it by closing the tab
   view(turn).busy = false;
   view(turn).paint();
-  showComposer();
-  keep(one);
 }
 
 function stop() {

@@ -1,21 +1,25 @@
-// The list of kept conversations: open, delete, export, import.
+// The list of kept conversations: search, open, rename, delete, export, import.
 import { $, count, el, quiet } from "./dom.js";
-import { all, list, load, onNews, remove, save } from "./store.js";
+import { all, list, load, onNews, remove, rename, save, search } from "./store.js";
 import { download, readConversations } from "./transfer.js";
+import { asTitle } from "./tree.js";
 
-const dialog = $("history"), told = $("history-told");
-let acts = null;
+const dialog = $("history"), told = $("history-told"), shown = $("conversations"), wanted = $("search");
+let acts = null, typing = 0;
 
 // act: {open, removed, current}: shows a conversation; hears that one is gone; gives the one on the page.
 export function startHistory(act) {
   acts = act;
-  onNews(() => dialog.open && refresh());
+  onNews(() => dialog.open && !shown.querySelector("input") && refresh()); // a title that is being edited stays
 }
 
 async function refresh() {
-  const heads = await list();
+  const words = wanted.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const heads = words.length ? await search(words) : await list();
   $("no-conversations").hidden = heads.length > 0;
-  $("conversations").replaceChildren(...heads.map(item));
+  $("no-conversations").textContent = words.length ? "Nothing found."
+    : "None yet. They are kept in this browser only.";
+  shown.replaceChildren(...heads.map(item));
 }
 
 function item({ id, title, changed }) {
@@ -23,9 +27,34 @@ function item({ id, title, changed }) {
   const opening = el("button", { type: "button", className: "open", onclick: () => show(id) },
     el("span", { textContent: title, dir: "auto" }), el("time", { textContent: when }));
   if (id === acts.current().id) opening.ariaCurrent = "true";
+  const renaming = quiet("Rename", () => editTitle(row, id, title));
+  renaming.ariaLabel = `Rename ${title}`;
   const deleting = quiet("Delete", () => discard(id, title));
   deleting.ariaLabel = `Delete ${title}`;
-  return el("li", {}, opening, deleting);
+  const row = el("li", {}, opening, renaming, deleting);
+  row.dataset.id = id;
+  return row;
+}
+
+// Puts a field in place of a row; Enter keeps what is in it, Escape and leaving it do not.
+function editTitle(row, id, title) {
+  const field = el("input", { value: title, maxLength: 80, ariaLabel: `Title of ${title}`, dir: "auto" });
+  let over = false;
+  const end = async (kept) => {
+    if (over) return;
+    over = true;
+    if (kept) await attempt(async () => rename(await find(id), asTitle(field.value) || title));
+    await refresh();
+    if (kept !== null) [...shown.children].find((one) => one.dataset.id === id)?.querySelector(".rename").focus();
+  };
+  field.onkeydown = (event) => {
+    if (event.isComposing || !["Enter", "Escape"].includes(event.key)) return;
+    event.preventDefault(); // Escape would close the dialog
+    end(event.key === "Enter");
+  };
+  field.onblur = () => end(null);
+  row.replaceChildren(field);
+  field.select();
 }
 
 // Does it, and says in the dialog what went wrong.
@@ -38,10 +67,14 @@ async function attempt(work) {
   }
 }
 
-const show = (id) => attempt(async () => {
+async function find(id) {
   const found = id === acts.current().id ? acts.current() : await load(id);
   if (!found) throw new Error("This conversation was deleted in another tab.");
-  acts.open(found);
+  return found;
+}
+
+const show = (id) => attempt(async () => {
+  acts.open(await find(id));
   dialog.close();
 });
 
@@ -53,9 +86,13 @@ const discard = (id, title) => attempt(async () => {
 });
 
 $("open-history").onclick = async () => {
-  told.textContent = "";
+  told.textContent = wanted.value = "";
   await refresh();
   dialog.showModal();
+};
+wanted.oninput = () => {
+  clearTimeout(typing);
+  typing = setTimeout(refresh, 150);
 };
 $("close-history").onclick = () => dialog.close();
 $("export").onclick = () => attempt(async () => download(await all()));

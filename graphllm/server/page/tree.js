@@ -42,7 +42,15 @@ export function choose(conversation, turn) {
 export function add(conversation, turn) {
   conversation.turns.push(turn);
   conversation.leaf = turn.id;
-  conversation.title ||= (turn.question || turn.files[0].name).replace(/\s+/g, " ").slice(0, 80);
+  conversation.title ||= asTitle(turn.question || turn.files[0].name);
+}
+
+export const asTitle = (text) => text.replace(/\s+/g, " ").trim().slice(0, 80);
+
+// Whether each word, in lower case, stands in the title, in a question or in an answer, whatever branch it is on.
+export function mentions({ title, turns }, words) {
+  const said = [title, ...turns.flatMap(({ question, text }) => [question, text])].join("\n").toLowerCase();
+  return words.every((word) => said.includes(word));
 }
 
 // What came to nothing needs no branch: a turn without an answer and without turns after it goes.

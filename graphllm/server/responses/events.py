@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from graphllm.config.sampling import SamplingParams
@@ -36,9 +36,9 @@ def _echo(request: Mapping[str, Any], params: SamplingParams) -> dict[str, Any]:
         "text": {"format": {"type": "text"}, **{n: v for n, v in given.get("text", {}).items() if v is not None}},
         "tool_choice": given.get("tool_choice", "auto"),
         "tools": tools,
-        "top_logprobs": 0,
+        "top_logprobs": given.get("top_logprobs", 0),
         "top_p": params.top_p,
-        "truncation": "disabled",
+        "truncation": given.get("truncation", "disabled"),
     }
 
 
@@ -52,11 +52,17 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     """The only part of an item's content."""
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
+
+
+def _streamed(logprobs: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As events about a text have them: without bytes."""
+    kept = [{name: value for name, value in entry.items() if name != "bytes"} for entry in logprobs]
+    return [e | {"top_logprobs": _streamed(e["top_logprobs"])} if "top_logprobs" in e else e for e in kept]
 
 
 class ResponseWriter:
@@ -77,26 +83,33 @@ class ResponseWriter:
         self._kind: str | None = None  # of the item that is not
         self._call = CallStart(0, "", "")  # of that, if it is one
         self._pieces: list[str] = []  # the text of that
+        self._logprobs: list[dict[str, Any]] = []  # of its tokens
+        self._pending: list[dict[str, Any]] = []  # of tokens whose text was not written yet
         self._sequence = 0
 
     def start(self) -> list[dict[str, Any]]:
         self._status = "in_progress"
         return [self._event(f"response.{name}", response=self.body()) for name in ("created", "in_progress")]
 
-    def parts(self, parts: Iterable[Part]) -> list[dict[str, Any]]:
-        return [event for part in parts for event in self._write(part)]
+    def parts(self, parts: Iterable[Part], logprobs: Iterable[dict[str, Any]] = ()) -> list[dict[str, Any]]:
+        """logprobs: entries of the tokens of text that came with these parts, and maybe of calls behind it."""
+        listed = list(parts)
+        self._pending += logprobs
+        called = any(isinstance(part, CallStart) for part in listed)
+        return [event for part in listed for event in self._write(part, called)]
 
-    def _write(self, part: Part) -> list[dict[str, Any]]:
+    def _write(self, part: Part, called: bool) -> list[dict[str, Any]]:
         match part:
             case Text("") | Reasoning(""):
                 return []
             case Text(text):
-                return self._within("message") + self._delta(text)
+                return self._within("message") + self._delta(text, self._taken(len(text) if called else None))
             case Reasoning(text):
                 return self._within("reasoning") + self._delta(text)
             case CallStart():
                 closed = self._close("completed")
                 self._call = part
+                self._pending.clear()
                 return closed + self._within("function_call")
             case CallArguments(_, text):
                 return self._delta(text)
@@ -104,6 +117,8 @@ class ResponseWriter:
     def end(self, ending: Ending) -> list[dict[str, Any]]:
         """The last events."""
         reason = ending.finish_reason
+        if self._kind == "message":
+            self._logprobs += self._taken(None)
         closed = self._close("completed" if reason in ("stop", "tool_calls", "repetition") else "incomplete")
         self._usage = ending.usage
         if reason in ("error", "abort"):
@@ -161,7 +176,7 @@ class ResponseWriter:
         item = {"id": self._id(), "type": self._kind, "status": status}
         if self._kind == "function_call":
             return {**item, "call_id": self._call.id, "name": self._call.name, "arguments": text or ""}
-        content = [] if text is None else [_part(self._kind or "", text)]
+        content = [] if text is None else [_part(self._kind or "", text, self._logprobs)]
         if self._kind == "reasoning":
             return {**item, "summary": [], "content": content}
         return {**item, "role": "assistant", "content": content}
@@ -181,9 +196,19 @@ class ResponseWriter:
             events += [self._about("response.content_part.added", part=_part(kind, ""))]
         return events
 
-    def _delta(self, text: str) -> list[dict[str, Any]]:
+    def _taken(self, length: int | None) -> list[dict[str, Any]]:
+        """The entries that wait; length: only as many as make so many characters."""
+        count = 0
+        while count < len(self._pending) and (length is None or length > 0):
+            length = None if length is None else length - len(self._pending[count]["token"])
+            count += 1
+        taken, self._pending = self._pending[:count], self._pending[count:]
+        return taken
+
+    def _delta(self, text: str, entries: Sequence[dict[str, Any]] = ()) -> list[dict[str, Any]]:
         self._pieces.append(text)
-        logprobs: dict[str, Any] = {"logprobs": []} if self._kind == "message" else {}
+        self._logprobs += entries
+        logprobs: dict[str, Any] = {"logprobs": _streamed(entries)} if self._kind == "message" else {}
         return [self._about(f"{_TEXT[self._kind or '']}.delta", delta=text, **logprobs)]
 
     def _close(self, status: str) -> list[dict[str, Any]]:
@@ -193,15 +218,15 @@ class ResponseWriter:
             return []
         text = "".join(self._pieces)
         whole: dict[str, dict[str, Any]] = {
-            "message": {"text": text, "logprobs": []},
+            "message": {"text": text, "logprobs": _streamed(self._logprobs)},
             "reasoning": {"text": text},
             "function_call": {"name": self._call.name, "arguments": text},
         }
         events = [self._about(f"{_TEXT[kind]}.done", **whole[kind])]
         if kind != "function_call":
-            events.append(self._about("response.content_part.done", part=_part(kind, text)))
+            events.append(self._about("response.content_part.done", part=_part(kind, text, self._logprobs)))
         item = self._item(status, text)
         events.append(self._event("response.output_item.done", output_index=len(self._output), item=item))
         self._output.append(item)
-        self._kind, self._pieces = None, []
+        self._kind, self._pieces, self._logprobs = None, [], []
         return events

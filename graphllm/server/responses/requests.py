@@ -20,7 +20,6 @@ from graphllm.server.http.bodies import (
     optional,
     refuse_unless,
     required,
-    unsupported,
 )
 
 Chat = list[dict[str, Any]]  # messages of a chat
@@ -32,7 +31,6 @@ _SAME = (  # as in a chat
     "frequency_penalty", "repetition_penalty", "logit_bias", "structured_outputs", "priority", "cache_salt",
     "include_reasoning", "request_id", "vllm_xargs",
 )  # fmt: skip
-NEUTRAL: dict[str, Any] = {"top_logprobs": 0, "truncation": "disabled"}
 _NEUTRAL_TOOL: dict[str, Any] = {"async": False, "defer_loading": False, "allowed_callers": ["direct"]}
 _LOGPROBS = "message.output_text.logprobs"
 _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
@@ -122,10 +120,14 @@ class ResponsesRequest(Object):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     include: Items[str] | None = Field(
-        None, description=f"{_LOGPROBS} is not supported; others ask for what there is not."
+        None, description=f"{_LOGPROBS}: those of the text's tokens; others ask for what there is not."
     )
-    top_logprobs: Literal[0] | None = None
-    truncation: Literal["disabled"] | None = None
+    top_logprobs: int | None = Field(
+        None, ge=-1, description=f"So many likeliest tokens at each position, with include: [{_LOGPROBS}]."
+    )
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto leaves out the oldest turns of a conversation that is longer than the context."
+    )
     metadata: dict[str, str] | None = None
     user: str | None = None
     safety_identifier: str | None = None
@@ -167,6 +169,8 @@ def to_chat(body: Mapping[str, Any], earlier: Sequence[Mapping[str, Any]] = (), 
     chat["messages"] = _instructed(optional(given, "instructions", str), conversation(given, earlier))
     if "max_output_tokens" in given:
         chat["max_tokens"] = given["max_output_tokens"]
+    if _LOGPROBS in (optional(given, "include", list) or []):
+        chat |= {"logprobs": True, "top_logprobs": given.get("top_logprobs", 0)}
     if tools := optional(given, "tools", list):
         chat["tools"] = [_tool(tool, where) for where, tool in objects(tools, "tools")]
         chat |= {"parallel_tool_calls": given["parallel_tool_calls"]} if "parallel_tool_calls" in given else {}
@@ -200,7 +204,6 @@ def input_items(body: Mapping[str, Any], response_id: str) -> Chat:
 
 def _check(given: Mapping[str, Any]) -> None:
     """What no chat has, and is kept or answered by the endpoint, or cannot be served."""
-    refuse_unless(given, NEUTRAL)
     for name in ("previous_response_id", "user", "safety_identifier", "prompt_cache_key"):
         optional(given, name, str)
     for name in ("store", "background", "parallel_tool_calls"):
@@ -218,8 +221,11 @@ def _check(given: Mapping[str, Any]) -> None:
         choice(given["prompt_cache_retention"], "prompt_cache_retention", ("in_memory", "24h"))
     if not all(isinstance(value, str) for value in (optional(given, "metadata", dict) or {}).values()):
         raise ConfigError(f"metadata is {given['metadata']!r:.80}: give texts by name")
-    if _LOGPROBS in (include := optional(given, "include", list) or []):
-        raise unsupported("include", include)
+    if "truncation" in given:
+        choice(given["truncation"], "truncation", ("auto", "disabled"))
+    top = optional(given, "top_logprobs", int)
+    if top and _LOGPROBS not in (optional(given, "include", list) or []):
+        raise ConfigError(f"top_logprobs is {top}: give include: [{_LOGPROBS!r}] with it")
 
 
 def _instructed(instructions: str | None, messages: Chat) -> Chat:

@@ -25,6 +25,7 @@ from graphllm.server.responses.events import ResponseWriter
 from graphllm.server.responses.protocol import Deleted, InputItems, ResponseObject
 from graphllm.server.responses.requests import Chat, ResponsesRequest
 from graphllm.server.responses.store import Responses, StoredResponse
+from graphllm.server.responses.truncation import fitting
 from graphllm.server.service import Service, Started, first_and_rest
 
 _EVENTS = "each is `event:` with its type and `data:` with the event as JSON"
@@ -40,7 +41,10 @@ def responses_routes(service: Service) -> APIRouter:
         """The answer to text or items, maybe as a continuation of an earlier response."""
         given = record_of(request.scope).body
         earlier = await _earlier(store, given.get("previous_response_id"))
-        started = await service.start(request, CHAT, requests.to_chat(given, earlier, service.rules.strict))
+        asked = requests.to_chat(given, earlier, service.rules.strict)
+        if given.get("truncation") == "auto":
+            asked["messages"] = await _fitting(service, request, asked)
+        started = await service.start(request, CHAT, asked)
         # Not the id of the request, which others may guess.
         id = f"resp_{secrets.token_hex(16)}"
         name = started.call.model or service.names[0]
@@ -66,7 +70,7 @@ def responses_routes(service: Service) -> APIRouter:
             return EventStream(_events(request, writer, reading, news, keep), service.keep_alive)
         (output,) = await service.whole(request, started)
         writer.start()
-        writer.parts(reading.read(output))
+        writer.parts(reading.read(output), reading.logprobs(output))
         writer.end(reading.ending)
         await keep()
         return json_response(writer.body())
@@ -139,6 +143,21 @@ async def _earlier(store: Responses, id: str | None) -> Chat:
     return record.conversation
 
 
+async def _fitting(service: Service, request: Request, chat: dict[str, Any]) -> Chat:
+    """The messages of a chat that fit the context."""
+    record, info = record_of(request.scope), service.info
+    room = min(info.max_model_len, info.capacity)
+
+    async def fits(messages: Chat, wanted: int) -> bool:
+        text = await service.conversation(record, {**chat, "messages": messages})
+        try:
+            return len(await service.encode(text)) + wanted <= room
+        except ConfigError:  # it is far too long
+            return False
+
+    return await fitting(chat["messages"], chat.get("max_tokens", 1), fits)
+
+
 async def _in_background(
     request: Request, writer: ResponseWriter, reading: Reading, started: Started, keep: Any
 ) -> None:
@@ -146,7 +165,7 @@ async def _in_background(
         writer.start()
         async with contextlib.aclosing(started.news) as stream:
             async for news in stream:
-                writer.parts(reading.read(news.output))
+                writer.parts(reading.read(news.output), reading.logprobs(news.output))
         writer.end(reading.ending)
     except asyncio.CancelledError:
         writer.cancelled()
@@ -174,7 +193,7 @@ async def _events(
     try:
         events = writer.start()
         async for news in stream:
-            events += writer.parts(reading.read(news.output))
+            events += writer.parts(reading.read(news.output), reading.logprobs(news.output))
             if news.output.finished:
                 events += await end(reading.ending)
             if events:

@@ -331,6 +331,7 @@ def test_a_prompt_that_ends_in_a_think_tag(tokenizer: Tokenizer) -> None:
         ({}, True, True),
         ({}, False, False),
         ({"structured_outputs": {"regex": "a"}}, True, False),
+        ({"structured_outputs": {"regex": "a"}, "thinking_token_budget": 9}, True, True),
         ({"chat_template_kwargs": {"mood": "<think></think>"}}, True, False),
     ):
         call, prompts = write_out(_chat(**{**fields, **given}), tokenizer, Style(None, reasoning))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import openai
@@ -155,6 +155,28 @@ def test_logprobs_of_a_chat(client: OpenAI) -> None:
     streamed = client.chat.completions.create(**body, stream=True)
     told = [e for chunk in streamed for c in chunk.choices if c.logprobs for e in c.logprobs.content or []]
     assert [e.token for e in told] == [e.token for e in entries]
+
+
+def test_logprobs_of_the_whole_vocabulary(serve: Callable[..., Served], client: OpenAI) -> None:
+    """Where the server was started for it; and any number of them."""
+    body: Any = {"model": MODEL, "messages": SUM, "temperature": 0, "logprobs": True, "max_tokens": 2}
+    with pytest.raises(openai.BadRequestError, match="servers started with --max-logprobs -1"):
+        client.chat.completions.create(**body, top_logprobs=-1)
+    server = serve("--artifact", "build", "--backend", "eager", "--max-logprobs", -1).wait_ready()
+    prompt = prompt_ids(SUM)
+    with OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=60) as asking:
+        for count, stream in ((-1, False), (-1, True), (300, False)):
+            answered: Any = asking.chat.completions.create(**body, top_logprobs=count, stream=stream)
+            parts = list(answered) if stream else [answered]
+            entries = [e for part in parts for c in part.choices if c.logprobs for e in c.logprobs.content or []]
+            ids = tokenizer().encode("12 + 7 = 19.")[:2]
+            for entry, row in zip(entries, scores([*prompt, *ids])[len(prompt) - 1 : -1], strict=True):
+                best = row.sort(descending=True).values[: count if count > 0 else None].tolist()
+                assert [t.logprob for t in entry.top_logprobs] == pytest.approx(best, abs=0.5)
+        (choice,) = asking.completions.create(model=MODEL, prompt="The cat", max_tokens=1, logprobs=100).choices
+        listed = choice.logprobs
+        assert listed is not None
+        assert 90 < len((listed.top_logprobs or [{}])[0]) <= 101  # some tokens have the same text
 
 
 def test_a_prompt_that_is_cached(client: OpenAI) -> None:

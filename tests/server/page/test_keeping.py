@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from browser import ChatPage, Chromium, needs_chromium
+from browser import PHONE, ChatPage, Chromium, needs_chromium
 from fake_server import Reply, State, answer
 from served_page import opened
 
@@ -91,6 +91,82 @@ def test_conversations_are_kept(server: State, page: ChatPage) -> None:
     assert _kept(page) == ["second"]
 
 
+def _rename(page: ChatPage, title: str, given: str, key: str) -> None:
+    """By the keyboard."""
+    page.tab.get_by_role("button", name=f"Rename {title}").press("Enter")
+    page.tab.get_by_label(f"Title of {title}").fill(given)
+    page.tab.keyboard.press(key)
+    page.tab.locator("#conversations input").wait_for(state="detached")
+
+
+@pytest.mark.parametrize("look", [{}, {"size": PHONE, "colors": "dark"}], ids=["desktop", "phone"])
+def test_a_conversation_is_renamed(server: State, browser: Chromium, look: dict[str, Any]) -> None:
+    with opened(browser, server, **look) as page:
+        _say(server, page, "first", "One.")
+        page.tab.get_by_role("button", name="New chat").click()
+        _say(server, page, "second", "Two.")
+        assert _kept(page) == ["second", "first"]
+        _rename(page, "first", "  An older   one ", "Enter")
+        assert page.tab.locator(":focus").get_attribute("aria-label") == "Rename An older one"
+        titles = page.tab.locator("#conversations .open span")
+        assert titles.all_inner_texts() == ["second", "An older one"]
+        _rename(page, "second", "never", "Escape")  # the list stays open
+        _rename(page, "second", " ", "Enter")  # no title at all
+        page.tab.get_by_role("button", name="Rename second").click()
+        page.tab.get_by_label("Title of second").fill("left")
+        page.tab.get_by_role("searchbox").focus()
+        page.tab.locator("#conversations input").wait_for(state="detached")
+        assert titles.all_inner_texts() == ["second", "An older one"]
+        _rename(page, "second", "The one on the page", "Enter")
+        for part in ("#conversations .rename", "#conversations .delete", "#conversations .open", "#search"):
+            assert 0 <= page.box(part).left < page.box(part).right <= page.box("#history").right
+        assert page.box("#conversations .rename").apart(page.box("#conversations .delete"))
+        page.tab.get_by_role("button", name="Close").click()
+        _say(server, page, "more", "More.")
+        page.open(server.url)
+        assert _kept(page) == ["The one on the page", "An older one"]
+        turns = {c["title"]: len(c["turns"]) for c in _export(page)["conversations"]}
+        assert turns == {"The one on the page": 2, "An older one": 1}
+
+
+def test_a_renamed_conversation_that_another_tab_goes_on_with(server: State, page: ChatPage) -> None:
+    _say(server, page, "start", "One.")
+    other = ChatPage(page.tab.context.new_page())
+    other.open(server.url)
+    _kept(other)
+    _rename(other, "start", "Another name", "Enter")
+    page.tab.bring_to_front()
+    _say(server, page, "here", "Two.")
+    assert sorted(_kept(page)) == ["Another name", "start"]
+
+
+def test_the_history_is_searched(server: State, page: ChatPage) -> None:
+    _say(server, page, "About cats", "They purr.")
+    server.replies.append(Reply(answer("They MEOW.")))
+    page.tab.get_by_role("button", name="Retry").click()
+    page.wait_for_text("They MEOW.")
+    page.wait_until_done()
+    page.tab.get_by_role("button", name="New chat").click()
+    _say(server, page, "About dogs", "They bark, not purr.")
+    assert _kept(page) == ["About dogs", "About cats"]
+    search, none = page.tab.get_by_role("searchbox", name="Search conversations"), page.tab.locator("#no-conversations")
+    for words, found in (
+        ("CATS", ["About cats"]),
+        ("they purr", ["About dogs", "About cats"]),  # one on a branch that is not shown
+        ("meow about", ["About cats"]),
+        ("bark meow", []),
+        ("", ["About dogs", "About cats"]),
+    ):
+        search.fill(words)
+        expect = "(wanted) => [...document.querySelectorAll('#conversations .open span')].map((e) => e.textContent)"
+        page.tab.wait_for_function(f"{expect}.join() === wanted", arg=",".join(found))  # comes a little later
+        assert none.is_visible() == (not found)
+    search.fill("bark meow")
+    none.get_by_text("Nothing found.").wait_for()
+    page.tab.get_by_role("button", name="Close").click()
+    assert _kept(page) == ["About dogs", "About cats"]
+
+
 def test_two_tabs_lose_nothing(server: State, page: ChatPage) -> None:
     _say(server, page, "start", "One.")
     other = ChatPage(page.tab.context.new_page())
@@ -103,6 +179,32 @@ def test_two_tabs_lose_nothing(server: State, page: ChatPage) -> None:
     _say(server, page, "here", "Three.")
     asked = [[t["question"] for t in c["turns"]] for c in (_kept(page), _export(page))[1]["conversations"]]
     assert sorted(asked) == [["start", "here"], ["start", "there"]]
+
+
+_SLOW = """() => {
+  const get = IDBObjectStore.prototype.get;
+  IDBObjectStore.prototype.get = function (key) {
+    for (let i = 0; i < 2000; i++) this.count();  // requests of a transaction wait for those before them
+    return get.call(this, key);
+  };
+}"""
+
+
+def test_an_answer_that_overtakes_the_store(server: State, page: ChatPage) -> None:
+    """Both conversations exist once, though the second save of each begins before the first has ended."""
+    _say(server, page, "start", "One.")
+    other = ChatPage(page.tab.context.new_page())
+    other.open(server.url)
+    _kept(other)
+    other.tab.locator("#conversations .open").click()
+    other.wait_for_text("One.")
+    _say(server, other, "there", "Two.")
+    page.tab.bring_to_front()
+    page.tab.evaluate(_SLOW)
+    _say(server, page, "here", "Three.")
+    page.open(server.url)
+    assert sorted(_kept(page)) == ["start", "start"]
+    assert sorted(c["turns"][-1]["text"] for c in _export(page)["conversations"]) == ["Three.", "Two."]
 
 
 def test_export_and_import(server: State, page: ChatPage, browser: Chromium) -> None:
@@ -186,6 +288,30 @@ def test_text_files_are_attached(server: State, page: ChatPage) -> None:
     assert page.tab.locator(".asked summary").inner_text() == "a.md · 14 characters"
     page.tab.get_by_role("button", name="Edit").click()
     assert page.tab.get_by_role("button", name="Remove a.md").is_visible()
+
+
+def test_a_text_file_is_dropped_onto_the_page(server: State, page: ChatPage) -> None:
+    def drop(name: str, data: list[int]) -> None:
+        """As a person does who drags it over the page and lets go."""
+        made = """([name, data]) => {
+          const carried = new DataTransfer();
+          carried.items.add(new File([new Uint8Array(data)], name));
+          return carried;
+        }"""
+        carried = page.tab.evaluate_handle(made, [name, data])
+        over = """(carried) => document.querySelector("main").dispatchEvent(
+          new DragEvent("dragover", { dataTransfer: carried, bubbles: true, cancelable: true }))"""
+        assert page.tab.evaluate(over, carried) is False  # the page takes it; else the browser would open it
+        page.tab.dispatch_event("main", "drop", {"dataTransfer": carried})
+
+    drop("notes.txt", list("naïve".encode()))
+    page.tab.get_by_role("button", name="Remove notes.txt").wait_for()
+    drop("a.png", [0x89, 0x50, 0])
+    page.tab.get_by_role("alert").get_by_text("a.png is not text in UTF-8").wait_for()
+    _say(server, page, "What is it?", "A file.")
+    assert server.chats()[0]["messages"] == [
+        {"role": "user", "content": "File notes.txt:\n```\nnaïve\n```\n\nWhat is it?"}
+    ]
 
 
 def test_code_is_colored_and_formulas_are_set(server: State, page: ChatPage) -> None:

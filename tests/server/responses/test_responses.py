@@ -3,6 +3,7 @@ is kept."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 from typing import Any
@@ -18,11 +19,23 @@ from reply_parts import BROKEN, ENDINGS, Replay, batches, blocks, replies, spoil
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.outputs import CompletionOutput, Logprob
 from graphllm.server.chat.call import CHAT, parse_call
-from graphllm.server.chat.replies import CallArguments, CallStart, Ending, Part, Reasoning, Text, Usage
+from graphllm.server.chat.logprobs import TextLogprobs
+from graphllm.server.chat.replies import (
+    CallArguments,
+    CallStart,
+    Ending,
+    Part,
+    Reasoning,
+    ReplyFormat,
+    Text,
+    Usage,
+)
 from graphllm.server.responses.events import ResponseWriter
 from graphllm.server.responses.requests import ResponsesRequest, conversation, to_chat
 from graphllm.server.responses.store import ResponseStore, StoredResponse
+from graphllm.server.responses.truncation import fitting
 
 HELLO = [{"role": "user", "content": "hello"}]
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
@@ -190,9 +203,8 @@ CALL = {"type": "function_call", "call_id": "i", "name": "f", "arguments": "{}"}
         ({"n": 2}, "n is 2: not supported"),
         ({"conversation": "c"}, "conversation is 'c': not supported"),
         ({"prompt": {"id": "p"}}, "prompt is {'id': 'p'}: not supported"),
-        ({"truncation": "auto"}, "truncation is 'auto': not supported"),
-        ({"top_logprobs": 2}, "top_logprobs is 2: not supported"),
-        ({"include": ["message.output_text.logprobs"]}, "include is ['message.output_text.logprobs']: not supported"),
+        ({"truncation": "all"}, "truncation is 'all': give auto or disabled"),
+        ({"top_logprobs": 2}, "top_logprobs is 2: give include: ['message.output_text.logprobs'] with it"),
         ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation is True"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0"),
         ({"max_output_tokens": "9"}, "max_output_tokens is '9'"),
@@ -244,7 +256,7 @@ def test_what_is_refused(fields: dict[str, Any], start: str) -> None:
 
 
 def test_types_are_strict() -> None:
-    for wrong in ({"max_output_tokens": "9"}, {"top_logprobs": 1}, {"temperature": "1"}, {"metadata": {"a": 1}}):
+    for wrong in ({"max_output_tokens": "9"}, {"top_logprobs": "1"}, {"temperature": "1"}, {"metadata": {"a": 1}}):
         with pytest.raises(ValidationError):
             ResponsesRequest.model_validate({"input": "hello", **wrong})
     assert ResponsesRequest.model_json_schema()["additionalProperties"] is False
@@ -519,3 +531,76 @@ def test_what_runs_stays() -> None:
     store.put("d", _record())
     assert [store.get(name) is not None for name in "ad"] == [False, True]
     assert (len(store), store.bytes) == (1, SIZE)
+
+
+# --- truncation
+
+
+def test_the_oldest_turns_are_left_out() -> None:
+    """Whole turns, so that no output of a tool stands without its call."""
+
+    def said(messages: Any) -> str:
+        return "".join(m["content"] for m in messages)
+
+    async def cut(text: str, room: int, wanted: int = 1) -> str:
+        roles = {"s": "system", "u": "user", "a": "assistant", "t": "tool"}
+        messages = [{"role": roles[kind], "content": f"{kind}{i}"} for i, kind in enumerate(text)]
+
+        async def fits(chosen: Any, free: int) -> bool:
+            return len(chosen) + free <= room
+
+        return said(await fitting(messages, wanted, fits))
+
+    for text, room, wanted, expected in (
+        ("suatauaua", 99, 1, "s0u1a2t3a4u5a6u7a8"),
+        ("suatauaua", 9, 1, "s0u5a6u7a8"),
+        ("suatauau", 8, 3, "s0u5a6u7"),
+        ("suatauau", 5, 2, "s0u7"),
+        ("suu", 3, 9, "s0u2"),  # no start leaves so much
+        ("suu", 1, 1, "s0u2"),  # nothing fits: the last turn is refused
+        ("sauau", 5, 1, "s0u2a3u4"),  # what begins with the model
+        ("aua", 3, 1, "u1a2"),
+    ):
+        assert asyncio.run(cut(text, room, wanted)) == expected, text
+
+
+# --- log-probabilities
+
+
+def _completion(tokens: list[str], finish: str | None = None) -> CompletionOutput:
+    positions = [{i: Logprob(-0.5, 1, token)} for i, token in enumerate(tokens)]
+    return CompletionOutput(0, "".join(tokens), [0] * len(tokens), logprobs=positions, finish_reason=finish)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reply", "expected"),
+    [
+        (["a", " b", "</s>"], ReplyFormat(), "a b"),
+        (["<th", "ink>", "a", "</think>", "\n", "b", "</s>"], ReplyFormat(reasoning=True), "b"),
+        (["\n", "<think>a</", "think>", "\n\n", "b", " ", "c", "</s>"], ReplyFormat(reasoning=True), "b c"),
+        (["a</think>", "b", "</s>"], ReplyFormat(reasoning=True, thinking=True), "b"),
+        (["<th", "e b", "</s>"], ReplyFormat(reasoning=True), "<the b"),
+        (["<think>", "a", "</s>"], ReplyFormat(reasoning=True), ""),
+        (["<think>a</think>", "b", "</s>"], ReplyFormat(), "<think>a</think>b"),
+    ],
+)
+def test_the_text_alone_has_log_probabilities(tokens: list[str], reply: ReplyFormat, expected: str) -> None:
+    """Whether they come one by one or all at once."""
+    call = parse_call(CHAT, _chat(include=["message.output_text.logprobs"]), SamplingParams(max_tokens=None))
+    call = call._replace(reply=reply)
+    whole = TextLogprobs(call).take(_completion(tokens, "stop"))
+    each = TextLogprobs(call)
+    one_by_one = [e for i, t in enumerate(tokens) for e in each.take(_completion([t], "stop" if t == "</s>" else None))]
+    assert "".join(entry["token"] for entry in whole) == expected
+    assert one_by_one == whole
+
+
+def test_text_before_a_call_has_its_log_probabilities() -> None:
+    writer = _writer()
+    entries = [{"token": t, "logprob": -1.0, "bytes": [], "top_logprobs": []} for t in ("Wait", " now", "<call>", "{}")]
+    writer.start()
+    writer.parts([Text("Wait now"), CallStart(0, "call_0", "f"), CallArguments(0, "{}")], entries)
+    writer.end(Ending("tool_calls", Usage(1, 1)))
+    message, call = writer.body()["output"]
+    assert [e["token"] for e in message["content"][0]["logprobs"]] == ["Wait", " now"]
+    assert call["arguments"] == "{}"

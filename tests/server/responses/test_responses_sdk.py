@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 from openai.types.responses import Response
 from pydantic import BaseModel
 from reply_parts import unknown
-from sdk import BOTH, CITY, FUNCTIONS, MODEL, RESULT, SUM, TOLD, WEATHER, fresh, prompt_ids, tokenizer
+from sdk import BOTH, CITY, FUNCTIONS, MODEL, RESULT, SUM, TOLD, WEATHER, fresh, prompt_ids, scores, tokenizer
 
 ASKED, SAID = "What is 12 + 7?", "12 + 7 = 19."
 TOOLS: Any = [{"type": "function", "strict": False, **function} for function in FUNCTIONS]
@@ -98,6 +99,60 @@ def test_a_stream(client: OpenAI) -> None:
     assert last.type == "response.completed"
     assert last.response.output_text == SAID
     assert client.responses.retrieve(last.response.id).to_dict() == last.response.to_dict()
+
+
+def test_log_probabilities(client: OpenAI) -> None:
+    """Of the text's tokens, as transformers computes them; the same in a stream, in the background and where kept."""
+    body: Any = {"model": MODEL, "input": ASKED, "temperature": 0, "top_logprobs": 3}
+    body["include"] = ["message.output_text.logprobs"]
+    whole = client.responses.create(**body)
+    assert (unknown(whole), whole.top_logprobs) == ({}, 3)
+    entries = whole.output[0].content[0].logprobs  # type: ignore[union-attr]
+    assert entries
+    assert "".join(entry.token for entry in entries) == SAID
+    prompt, ids = prompt_ids(SUM), tokenizer().encode(SAID)
+    for entry, token, row in zip(entries, ids, scores([*prompt, *ids])[len(prompt) - 1 : -1], strict=True):
+        assert entry.bytes == list(entry.token.encode())
+        assert math.isclose(entry.logprob, row[token], abs_tol=0.1)
+        assert [t.logprob for t in entry.top_logprobs] == pytest.approx(row.topk(3).values.tolist(), abs=0.5)
+    assert client.responses.retrieve(whole.id).output == whole.output
+    events = list(client.responses.create(**body, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [(e.token, len(e.top_logprobs or [])) for d in deltas for e in d.logprobs] == [(e.token, 3) for e in entries]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [e.token for e in done.logprobs] == [e.token for e in entries]
+    assert [unknown(event) for event in events] == [{}] * len(events)
+    ended = events[-1].response.output[0].content[0].logprobs  # type: ignore[union-attr]
+    assert [e.logprob for e in ended] == pytest.approx([e.logprob for e in entries], abs=0.1)
+    plain = client.responses.create(model=MODEL, input=ASKED, temperature=0)
+    assert plain.output[0].content[0].logprobs == []  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_longer_than_the_context(client: OpenAI, stream: bool) -> None:
+    """The oldest turns are left out, no more than must be; instructions and the last turn stay."""
+    turns = [
+        {"role": role, "content": text}
+        for i in range(60)
+        for role, text in (("user", f"Say {i} " + "word " * 20), ("assistant", f"{i} word"))
+    ]
+    given: Any = [*turns, {"role": "user", "content": ASKED}]
+    body: Any = {"model": MODEL, "input": given, "instructions": "Be brief.", "max_output_tokens": 40, "temperature": 0}
+    with pytest.raises(openai.BadRequestError, match="with a larger --max-model-len"):
+        client.responses.create(**body, stream=stream)
+    if stream:
+        response = list(client.responses.create(**body, truncation="auto", stream=True))[-1].response  # type: ignore[union-attr]
+    else:
+        response = client.responses.create(**body, truncation="auto")
+    system, most = {"role": "system", "content": "Be brief."}, client.models.list().data[0].model_extra
+    assert most is not None
+    lengths = [len(prompt_ids([system, *given[i:]])) for i in range(0, len(given), 2)]
+    assert _input_tokens(response) == next(n for n in lengths if n + 40 <= most["max_model_len"])
+    assert response.truncation == "auto"
+    chained = client.responses.create(model=MODEL, input=ASKED, previous_response_id=response.id, truncation="auto")
+    assert _input_tokens(chained) < most["max_model_len"]
+    short = client.responses.create(model=MODEL, input=ASKED, truncation="auto", temperature=0)
+    assert (short.output_text, _input_tokens(short)) == (SAID, len(prompt_ids(SUM)))
 
 
 def test_going_on_at_once(client: OpenAI) -> None:
@@ -230,7 +285,8 @@ def test_a_stream_that_nobody_hears_to_its_end(client: OpenAI, served: Served) -
         ({"tool_choice": "required"}, "tool_choice"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "x"}}}}, "text"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "auto", "input": "x " * 3000}, "input"),
+        ({"top_logprobs": 99, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"extra_body": {"frobnicate": 1}}, "frobnicate"),
     ],
 )
