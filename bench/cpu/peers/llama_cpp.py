@@ -56,7 +56,10 @@ class _Loaded(Runner):
         self._quiet = llama_cpp.llama_log_callback(lambda level, text, data: None)  # llama.cpp holds on to it
         llama_cpp.llama_log_set(self._quiet, None)
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), llama_cpp.llama_model_default_params())
+        settings = llama_cpp.llama_model_default_params()
+        if "num_experts" in model.config:  # quantized experts in weights repacked for AMX end in a segmentation fault
+            settings.use_extra_bufts = False
+        self._model = llama_cpp.llama_model_load_from_file(str(file).encode(), settings)
         params = llama_cpp.llama_context_default_params()
         params.n_ctx = model.batch * model.max_len
         params.n_batch = model.max_len
