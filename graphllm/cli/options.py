@@ -84,10 +84,17 @@ def _sampling_option(d: ParameterDefinition, shown: str | None) -> inspect.Param
     return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
+_WIDEST = 45  # letters of choices that a line of 80 has room for behind an option's name
+
+
 def _parameter(d: Definition, default: Any) -> inspect.Parameter:
     """An option for a setting."""
     kind: Any = _option_type(d)
-    annotation = Annotated[kind, typer.Option(help=d.help, show_default=d.setting.auto is None)]
+    names = [str(c) for c in d.choices if c is not None]
+    wide = len("|".join(names)) > _WIDEST
+    help = f"{d.help} One of {', '.join(names)}." if wide else d.help
+    metavar = "<name>" if wide else None
+    annotation = Annotated[kind, typer.Option(help=help, metavar=metavar, show_default=d.setting.auto is None)]
     if get_origin(kind) in (types.UnionType, typing.Union) and default == ():
         default = None
     return inspect.Parameter(d.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
