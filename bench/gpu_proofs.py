@@ -4,7 +4,7 @@
 
 fuzz: after start-up nothing compiles. 2,000 requests of random shapes and sampling with every compiler's entry watched,
 the caches of Triton and Inductor unwritable and no program on PATH; the first request's time to its first token beside
-the median of the following ones. memory: the planned memory against what is used at most, over 20 configurations.
+the median of the following ones. memory: the planned memory against what is used at most, over 24 configurations.
 logits: the 8B shape's, prefill and decode, beside transformers in float32 and bfloat16 on the same weights. attention:
 the paged kernels against scaled_dot_product_attention and flex_attention on contiguous keys and values.
 """
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 from gpu_engine import add
 from gpu_step import COMPILERS, SHAPES, write_checkpoint
-from gpu_table import BANDWIDTH, COMPILE, load
+from gpu_table import BANDWIDTH, compile_to, load
 
 GIB = 2**30
 _CALLS = 8  # in one graph
@@ -37,6 +37,8 @@ MEMORY: list[tuple[str, dict[str, Any]]] = [
     *(("qwen3-0.6b", {"gpu_memory_utilization": u}) for u in (0.2, 0.4, 0.6, 0.8, 0.9, 0.95)),
     *(("llama3.1-8b", {"kv_cache_memory_bytes": n * GIB}) for n in (2, 8, 32)),
     *(("llama3.1-8b", {"gpu_memory_utilization": u}) for u in (0.3, 0.6, 0.9, 0.95)),
+    *(("qwen3-30b-a3b", options) for options in ({"kv_cache_memory_bytes": 8 * GIB}, {"gpu_memory_utilization": 0.9})),
+    *(("gpt-oss-20b", options) for options in ({"kv_cache_memory_bytes": 8 * GIB}, {"gpu_memory_utilization": 0.9})),
 ]
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
@@ -55,7 +57,7 @@ def prepared(shape: str, weights: bool = False) -> tuple[Path, Path]:
     artifact = folder / "artifact"
     if not artifact.exists():
         options = ["--max-model-len", "4096", *([] if weights else ["--load-format", "dummy", "--no-tune"])]
-        subprocess.run([*COMPILE, str(folder), "-o", str(artifact), *options], check=True, stdout=subprocess.DEVNULL)
+        compile_to(artifact, folder, *options)
     return folder, artifact
 
 

@@ -96,21 +96,36 @@ def test_decode_in_bfloat16(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", SHIPPED)
-def test_embedded_model_greedy_text(name: str) -> None:
-    """An embedded model's greedy text in bf16 equals transformers' on the same GPU, token for token."""
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("embedded", "bfloat16"), ("embedded", "float32"), ("embedded-moe", "float32")]
+)
+def test_embedded_model_greedy_text(name: str, dtype: str) -> None:
+    """An embedded model's greedy text equals transformers' on the same GPU, token for token. With experts in float32
+    only: in bf16 two experts that are nearly as good change places by rounding."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = SHIPPED[name]
     questions = ["What is 12 + 7?", "What is the capital of France?", "Sort these numbers: 9, 3, 7", "Who are you?"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda().eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).cuda().eval()
     for question in questions:
         chat = [{"role": "user", "content": question}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         out = model.generate(**ids.to("cuda"), max_new_tokens=48, do_sample=False)[0, ids["input_ids"].shape[1] :]
         expected = tokenizer.decode(out, skip_special_tokens=True)
-        command = [sys.executable, "-m", "graphllm.cli", "run", "-q", "--model", name, "--target", "cuda"]
+        command = [
+            sys.executable,
+            "-m",
+            "graphllm.cli",
+            "run",
+            "-q",
+            "--model",
+            name,
+            "--target",
+            "cuda",
+            "--dtype",
+            dtype,
+        ]
         command += ["-p", question, "--temperature", "0", "--max-tokens", "48"]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         assert done.stdout.rstrip("\n") == expected.rstrip("\n")

@@ -213,8 +213,9 @@ def test_a_dead_front_loses_its_own_streams_only(server: Served) -> None:
     finally:
         done.set()
         probing.join()
-    assert set(texts[0]) <= {"b", ""}
-    assert len(texts[0]) < ENDLESS["max_tokens"]
+    cut = "".join(texts[0])
+    assert set(cut) == {"b"}  # an event may bring several letters
+    assert len(cut) < ENDLESS["max_tokens"]
     assert "".join(texts[1]) == "c" * ENDLESS["max_tokens"] + "DONE"
     assert set(statuses) == {200}
     assert server.metric("graphllm_http_requests_total") >= counted
