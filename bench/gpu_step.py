@@ -49,6 +49,12 @@ SHAPES = {
         "tie_word_embeddings": False, "dtype": "bfloat16",
     },
 }  # fmt: skip
+SHAPES |= {
+    "llama3.1-8b-fp8": {**SHAPES["llama3.1-8b"], "quantization_config": {"quant_method": "fbgemm_fp8"}},
+    "llama3.1-8b-awq": {**SHAPES["llama3.1-8b"], "quantization_config": {"quant_method": "awq", "bits": 4,
+                        "group_size": 128, "zero_point": True, "version": "gemm"}},
+    "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
+}  # fmt: skip
 VLLM = {("llama3.1-8b", 1): 4.93, ("llama3.1-8b", 32): 5.55, ("llama3.1-8b", 64): 6.15, ("llama3.1-8b", 128): 7.42,
         ("llama3.1-8b", 256): 11.44,
         ("qwen3-0.6b", 1): 2.31, ("qwen3-0.6b", 64): 2.96, ("qwen3-0.6b", 256): 8.09,

@@ -40,12 +40,18 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "qwen3-30b-a3b": {"decode 1": (2.6, 2.3), "decode 32": (14.5, 14.2), "decode 128": (17, 16.5),
                       "TTFT 8192": (150, 138), "startup": (20, 12)},
     "gpt-oss-20b": {"decode 1": (2.4, 2.2)},
+    "llama3.1-8b-fp8": {"decode 1": (2.6, 2.4), "decode 64": (3.6, 3.4), "TTFT 8192": (154, 144)},
+    "llama3.1-8b-awq": {"decode 1": (2.0, 1.8), "decode 64": (4.3, 3.8)},
+    "gpt-oss-20b-mxfp4": {"decode 1": (1.75, 1.5), "decode 32": (4.8, 4.3)},
 }  # fmt: skip
 PEER = {
     "llama3.1-8b": {"TTFT 8192": 219.9, "prefill 32x1024": 42796, "startup": 30.8},
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": {"TTFT 8192": 156.6},
 }
+SAMPLED = ("gpt-oss-20b-mxfp4",)  # at temperature 1: greedy, random weights send all tokens to few experts
+# Bytes of a weight of a layer that is encoded, by quant_method, with its scales; of GPT-OSS only experts are.
+ENCODED = {"fbgemm_fp8": 1.0, "awq": 0.5 + 4 / 128, "mxfp4": 0.5 + 1 / 32}
 IDLE = {"qwen3-0.6b": (1, 64, 256)}  # batches whose idle share is measured: where steps are short
 UP = ("mixed", "prefill 32x1024")  # rows where more is better
 
@@ -60,12 +66,16 @@ class Floor:
         self.expert = L * 3 * D * c.get("moe_intermediate_size", F)
         self.dense, self.head = L * (D * (H + 2 * K) * E + H * E * D), c["vocab_size"] * D
         self.layers = self.dense + self.A * self.expert  # weights that a token is multiplied with
+        method = c.get("quantization_config", {}).get("quant_method")
+        self.expert_bytes = self.expert * ENCODED.get(method, 2.0)
+        self.dense_bytes = self.dense * (2.0 if method == "mxfp4" else ENCODED.get(method, 2.0))
         self.kv, self.attention = 4 * L * K * E, 4 * L * H * E
 
     def products(self, tokens: int, sampled: int) -> float:
         """Of one step."""
         flops = 2 * (self.layers * tokens + self.head * sampled)
-        read = 2 * (self.dense + self.expert * self.N * (1 - (1 - self.A / self.N) ** tokens) + self.head)
+        distinct = self.N * (1 - (1 - self.A / self.N) ** tokens)
+        read = self.dense_bytes + self.expert_bytes * distinct + 2 * self.head
         return max(read / BANDWIDTH, flops / ARITHMETIC)
 
     def decode(self, batch: int, context: float) -> float:
@@ -101,22 +111,22 @@ def load(artifact: Path, folder: Path, **options: Any) -> Any:
     return load_core(resolve_model(args).config)
 
 
-def measure(shape: str, artifact: Path, folder: Path, runs: int) -> dict[str, Any]:
-    """Every row of a shape but start-up, from a finished artifact, in this process."""
+def measure(shape: str, artifact: Path, folder: Path, runs: int, only: str = "") -> dict[str, Any]:
+    """Every row of a shape but start-up, from a finished artifact, in this process. only: the rows, between commas."""
     core = load(artifact, folder)
     rng, vocab, floor = np.random.default_rng(0), SHAPES[shape]["vocab_size"], Floor(SHAPES[shape])
 
     def prompts(lengths: Any) -> list[list[int]]:
         return [rng.integers(0, vocab, n).tolist() for n in lengths]
 
-    greedy = {"temperature": 0.0}
+    greedy = {"temperature": 1.0 if shape in SAMPLED else 0.0}
     found: dict[str, list[float]] = {}
     floors: dict[str, float] = {}
     lengths = rng.integers(100, 1025, (2, 1000))
     run(core, prompts(lengths[0][:300]), [20] * 300, greedy)
     host: dict[str, Any] = {}
     for turn in range(runs):
-        for row in TARGETS[shape]:
+        for row in only.split(",") if only else TARGETS[shape]:
             kind, _, size = row.partition(" ")
             if kind == "decode":
                 if turn == 0:
@@ -253,7 +263,7 @@ def table(shape: str, rows: dict[str, Any]) -> str:
     for name, row in rows.items():
         value, (target, goal) = row["median"], TARGETS[shape][name]
         met = value >= target if name in UP else value <= target
-        peer = VLLM.get((shape, int(name.split()[1]))) if name.startswith("decode") else PEER[shape].get(name)
+        peer = VLLM.get((shape, int(name.split()[1]))) if name.startswith("decode") else PEER.get(shape, {}).get(name)
         peer = MIXED[shape] if name == "mixed" else peer
         floor = row["floor"]
         share = "" if not floor else f"{(value / floor if name in UP else floor / value):.0%}"
@@ -268,6 +278,8 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--startup", action="store_true")
     parser.add_argument("--compile", default="--max-model-len 8320", help="options of graphllm compile")
+    parser.add_argument("--rows", default="", help='only these, such as "decode 1,TTFT 8192"; empty for all')
+    parser.add_argument("--no-experts", action="store_true", help="do not count distinct experts")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--idle", nargs=3, help=argparse.SUPPRESS)
@@ -280,7 +292,7 @@ def main() -> None:
         return
     if args.worker:
         shape, artifact, folder = args.worker
-        print(json.dumps(measure(shape, Path(artifact), Path(folder), args.runs)))
+        print(json.dumps(measure(shape, Path(artifact), Path(folder), args.runs, args.rows)))
         return
     if args.experts:
         print(json.dumps(distinct_experts(*args.experts, (1, 32, 128))))
@@ -303,10 +315,10 @@ def main() -> None:
         begin = time.perf_counter()
         compile_to(artifact, folder, *dummy)
         found: dict[str, Any] = {"compile s": round(time.perf_counter() - begin, 1), "rows": {}}
-        part = last_line("--runs", str(args.runs), "--worker", shape, str(artifact), str(folder))
+        part = last_line("--runs", str(args.runs), "--rows", args.rows, "--worker", shape, str(artifact), str(folder))
         parts = [part] if part else []
         found["idle"] = {n: last_line("--idle", str(artifact), str(folder), str(n)) for n in IDLE.get(shape, ())}
-        if "num_experts_per_tok" in SHAPES[shape]:
+        if "num_experts_per_tok" in SHAPES[shape] and not args.no_experts:
             counting = folder / "counting"
             compile_to(counting, folder, *dummy, "--count-expert-tokens")
             found["distinct experts of each layer, by batch"] = last_line("--experts", str(counting), str(folder))

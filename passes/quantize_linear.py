@@ -9,13 +9,14 @@ import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
-from graphllm.ir.op import all_ops, op_of
+from graphllm.ir.op import Op, all_ops, op_of
 from graphllm.ops.linear import linear
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.expr import Encode, Read, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.simplify import as_stored
+from graphllm.weights.schemes import online_encoding
+from graphllm.weights.simplify import same_encodings
 
 
 @register_pass(numerics="changes")
@@ -30,7 +31,7 @@ def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> Pass
         name = weight.meta["label"].removeprefix("w.")
         if not taken or len(taken) < len(calls) or name == weight.meta["label"]:
             continue
-        found = {_encoding(plan, entry, config.quantization) for entry in unit.entries(name)}
+        found = {_encoding(plan, entry, config) for entry in unit.entries(name)}
         if len(found) != 1 or (chosen := found.pop()) is None:
             continue
         encoding = encoding_of(chosen)
@@ -39,8 +40,7 @@ def quantize_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> Pass
         parts, rows = _inputs(unit, weight, name, encoding), int(weight.meta["val"].shape[0])
         for node, arguments in zip(list(weight.users), taken, strict=True):
             op = all_ops()[str(encoding.op)]
-            x_TI, bias_O = arguments["x_TI"], arguments["bias_O"]
-            unit.replace(node, op, **op.bind((x_TI, *parts), {"rows": rows, "bias_O": bias_O}))
+            unit.replace(node, op, **_call(encoding, op, arguments["x_TI"], parts, rows, arguments["bias_O"]))
         unit.graph.erase_node(weight)
         notes.append(f"{name}: {encoding.name}")
     return PassReport(len(notes), tuple(notes), plan if notes else None)
@@ -56,19 +56,30 @@ def _arguments(node: Node, weight: Node) -> dict[str, Any] | None:
     return found if of is weight and weight not in found.values() else None
 
 
-def _encoding(plan: WeightPlan, entry: str, wanted: str | None) -> str | None:
-    """The encoding in which an entry is to be read: the checkpoint's own if an op reads it, else the wanted one; None
-    for what is to be left alone."""
+def _encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None:
+    """The encoding in which an entry is to be read: the checkpoint's own, or an equal one, if an op reads it, else the
+    wanted one; None for what is to be left alone."""
     expr = plan.expr_of(entry)
     if len(plan[entry].shape) != 2:
         return None
-    stored = as_stored(expr)
-    if stored is not None and encoding_of(stored[0]).op is not None:
-        return stored[0]
+    for name in same_encodings(expr):
+        encoding = encoding_of(name)
+        if encoding.op is not None and (config.backend == "eager" or config.target.device in encoding.devices):
+            return name
     leaves = list(walk(expr))
     if any(isinstance(e, (Values, Encode)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
         return None
-    return None if plan[entry].exact else wanted
+    if plan[entry].exact or config.quantization is None:
+        return None
+    return online_encoding(config.quantization, config.target.device)
+
+
+def _call(encoding: Encoding, op: Op, x_TI: Any, parts: list[Node], rows: int, bias_O: Any) -> dict[str, Any]:
+    """The arguments of the op that reads an encoding."""
+    if not encoding.arguments:
+        return op.bind((x_TI, *parts), {"rows": rows, "bias_O": bias_O})
+    named = dict(zip(encoding.arguments, parts, strict=True))
+    return op.bind((x_TI,), {**named, "bias_O": bias_O, **encoding.settings})
 
 
 def _encode_entry(plan: WeightPlan, name: str, encoding: Encoding) -> WeightPlan:

@@ -1,60 +1,83 @@
-"""quantize_moe: layers of experts read encoded weights, the matrices of each by themselves, in graph and plan."""
+"""quantize_moe: layers of experts read encoded weights, the matrices of each by themselves, in graph and plan: those
+that the checkpoint stores encoded as they are stored, others in the encoding that was asked for."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
-from graphllm.ir.op import all_ops, op_of
+from graphllm.ir.op import Op, all_ops, op_of
 from graphllm.ops.fused_moe import fused_moe
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.expr import Encode, Expr, Read, Reshape, Slice, Stack, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.simplify import simplify
+from graphllm.weights.schemes import online_encoding
+from graphllm.weights.simplify import rows_moved, same_encodings, simplify
 
 
 @register_pass(numerics="changes")
 def quantize_moe(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Turn `fused_moe` into the op that reads the wanted encoding where both stacks of matrices are the checkpoint's
-    plain numbers that nothing else of the unit reads, and gates and ups begin at blocks of the encoding."""
-    encoding = encoding_of(config.quantization) if config.quantization else None
-    if encoding is None or encoding.moe_op is None:
-        return PassReport(0)
-    op, notes = all_ops()[encoding.moe_op], []
+    """Turn `fused_moe` into the op that reads an encoding where nothing else of the unit reads both stacks of matrices:
+    that in which the checkpoint stores them, or an equal one; else the wanted one, if gates and ups begin at its
+    blocks."""
+    notes = []
     for node in list(unit.graph.nodes):
         if op_of(node.target) is not fused_moe:
             continue
         given = fused_moe.bind(node.args, node.kwargs)
         stacks = [given.pop("gate_up_N2FD"), given.pop("down_NDF")]
-        inner = int(stacks[1].meta["val"].shape[2])
-        if inner % encoding.block[0] or not all(_may_change(unit, plan, s, node) for s in stacks):
+        if given["form"] or not all(_may_change(unit, s, node) for s in stacks):
             continue
-        parts = []
-        for stack in stacks:
-            name = stack.meta["label"].removeprefix("w.")
+        names = [s.meta["label"].removeprefix("w.") for s in stacks]
+        found = {_encoding(plan, entry, config) for name in names for entry in unit.entries(name)}
+        inner = int(stacks[1].meta["val"].shape[2])
+        if len(found) != 1 or (chosen := found.pop()) is None or inner % encoding_of(chosen).block[0]:
+            continue
+        encoding, parts = encoding_of(chosen), []
+        for stack, name in zip(stacks, names, strict=True):
             for entry in unit.entries(name):
                 plan = _encode_entry(plan, entry, encoding)
-            parts += _inputs(unit, stack, name, encoding)
+            parts.append(_inputs(unit, stack, name, encoding))
             notes.append(f"{name}: {encoding.name}")
-        x_TD, rest = given.pop("x_TD"), given
-        unit.replace(node, op, **op.bind((x_TD, *parts), {**rest, "inner": inner}))
+        op = all_ops()[str(encoding.moe_op)]
+        unit.replace(node, op, **_call(encoding, op, parts, given, inner))
         for stack in stacks:
             unit.graph.erase_node(stack)
     return PassReport(len(notes), tuple(notes), plan if notes else None)
 
 
-def _may_change(unit: Unit, plan: WeightPlan, stack: Any, user: Node) -> bool:
-    """Whether a value is a weight of numbers that are read, also encoded ones, by one node."""
+def _call(encoding: Encoding, op: Op, parts: list[list[Node]], given: dict[str, Any], inner: int) -> dict[str, Any]:
+    """The arguments of the op that reads an encoding."""
+    if not encoding.moe_arguments:
+        x_TD = given["x_TD"]
+        rest = {n: v for n, v in given.items() if n in op.signature.parameters and n != "x_TD"}
+        return op.bind((x_TD, *parts[0], *parts[1]), {**rest, "inner": inner})
+    named = dict(zip(itertools.chain(*encoding.moe_arguments), itertools.chain(*parts), strict=True))
+    return op.bind((), {**given, **named, **encoding.settings})
+
+
+def _encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None:
+    """The encoding in which a stack is to be read; None for what is to be left alone."""
+    expr = plan.expr_of(entry)
+    for name in same_encodings(_expert(expr, 0)):
+        encoding = encoding_of(name)
+        if encoding.moe_op is not None and (config.backend == "eager" or config.target.device in encoding.devices):
+            return name
+    if not _is_plain(plan, entry) or config.quantization is None:
+        return None
+    wanted = online_encoding(config.quantization, config.target.device)
+    return wanted if encoding_of(wanted).moe_op is not None else None
+
+
+def _may_change(unit: Unit, stack: Any, user: Node) -> bool:
+    """Whether a value is a weight that one node reads."""
     label = stack.meta["label"] if stack.op == "placeholder" else ""
-    return (
-        label.startswith("w.")
-        and list(stack.users) == [user]
-        and all(_is_plain(plan, entry) for entry in unit.entries(label.removeprefix("w.")))
-    )
+    return label.startswith("w.") and list(stack.users) == [user]
 
 
 def _is_plain(plan: WeightPlan, entry: str) -> bool:
@@ -81,7 +104,7 @@ def _encode_entry(plan: WeightPlan, name: str, encoding: Encoding) -> WeightPlan
 
 def _expert(expr: Expr, n: int) -> Expr:
     """The matrix of one expert of a stack."""
-    one = Slice(expr, 0, n, n + 1)
+    one = Slice(rows_moved(expr), 0, n, n + 1)
     return simplify(Reshape(one, one.shape[1:]))
 
 

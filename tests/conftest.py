@@ -165,7 +165,7 @@ def own_registries() -> Iterator[pytest.MonkeyPatch]:
 
     load_ops()
     load_models()
-    encodings.encoding_of("int8")
+    encodings.is_encoding("")  # all of graphllm's
     with pytest.MonkeyPatch.context() as patch:
         for of, name in (("ir.model", "_models"), ("ir.op", "_ops"), ("weights.encodings", "_encodings")):
             registry = importlib.import_module(f"graphllm.{of}")

@@ -10,6 +10,7 @@ from graphllm.passes.canonicalize import canonicalize
 from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.passes.fuse_moe import fuse_moe
+from graphllm.passes.quantize_activations import quantize_activations
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.passes.quantize_moe import quantize_moe
 from graphllm.passes.select_early import select_early
@@ -37,6 +38,7 @@ PIPELINE = Pipeline(
     pieces=(
         select_early,
         fuse_moe,
+        quantize_activations,
         fuse_linear,
     ),
 )

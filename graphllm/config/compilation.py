@@ -13,7 +13,7 @@ from graphllm.config.setting import definitions, not_key, parse_count, setting
 
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
-Quantization = Literal["int8", "int4"]
+Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,8 @@ class CompileConfig:
     quantization: Quantization | None = setting(
         None,
         written=str | None,
-        help="int8 or int4: round the weights of linear layers and experts while they are loaded (CPU). A quantized "
-        "checkpoint's own method may be named too, and need not be.",
+        help="int8 or int4, on a GPU fp8 or mxfp4 as well: round the weights of linear layers and experts while they "
+        "are loaded. A quantized checkpoint's own method may be named too, and need not be.",
     )
     buckets: tuple[Bucket, ...] = setting(
         (),
@@ -202,11 +202,6 @@ def check(config: CompileConfig) -> None:
         definition.check(getattr(config, name))  # also what the model's config.json says
     if config.dtype not in get_args(Dtype):
         raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
-    if config.quantization and config.target.device != "cpu":
-        raise ConfigError(
-            f"quantization is {config.quantization}: there are kernels for it on a CPU only; leave it out, or use "
-            "--target cpu"
-        )
     for b in config.buckets:
         if b.hi > _LARGEST_BUCKET or b.query_len > _MOST_QUERIES:
             raise ConfigError(

@@ -43,11 +43,14 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     }
     said = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
             if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
-    if args.quantization not in (None, *get_args(Quantization)):
-        from graphllm.weights.schemes import check_method  # imports torch
+    if args.quantization is not None:
+        from graphllm.weights.schemes import check_method, is_own_method, online_encoding  # imports torch
 
-        check_method(model_config, args.quantization)
-        said["quantization"] = None
+        if args.quantization in get_args(Quantization) and not is_own_method(model_config, args.quantization):
+            online_encoding(args.quantization, target.device)
+        else:
+            check_method(model_config, args.quantization)
+            said["quantization"] = None
     config: CompileConfig = assemble(CompileConfig, automatic | said | {"target": target})
     check(config)
     return config

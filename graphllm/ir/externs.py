@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from graphllm.config import ConfigError
+from graphllm.ir import routines
 
 GROUP = "graphllm.externs"
 EXTERN_NAMESPACE = "graphllm_extern"
@@ -41,7 +42,9 @@ class Extern:
 
 @cache
 def routine(name: str) -> Callable[..., Any]:
-    """The function of that name. Raises ConfigError where no package offers it."""
+    """The function of that name, of graphllm or a package. Raises ConfigError where none offers it."""
+    if own := getattr(routines, name, None):
+        return cast(Callable[..., Any], own)
     for entry in entry_points(group=GROUP, name=name):
         return entry.load()
     raise ConfigError(f"the artifact calls the extern routine {name!r}, which no installed package offers; install it")

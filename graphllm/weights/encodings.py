@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.machine import PLUGIN_GROUP
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 Decoder = Callable[[Mapping[str, "Tensor"], int, int], "Tensor"]
 Encoder = Callable[["Tensor"], Mapping[str, "Tensor"]]
 Packer = Callable[["Tensor", Mapping[str, "Tensor"], int, int, Path | None], None]
+Repacker = Callable[[Mapping[str, "Tensor"], int, int], Mapping[str, "Tensor"]]
 
 
 class Part(NamedTuple):
@@ -51,14 +52,21 @@ class Encoding:
 
     block: the smallest (rows, inner entries) that are encoded together. Slices at its multiples are slices of the
     parts. op: the name of the op that multiplies with the parts as they are; None where they are only decoded. It is
-    called with (x_TI, the parts in order, rows, bias_O=None), as `quant_linear`. moe_op: the name of the op that
-    computes experts whose matrices are encoded, called as `quant_moe`; None where experts are left alone.
+    called with (x_TI, the parts in order, rows, bias_O=None), as `quant_linear`; where ``arguments`` are given, with
+    the parts under these names, in order, and bias_O and ``settings`` by name. moe_op: the name of the op that computes
+    experts whose matrices are encoded, called as `quant_moe`, or with ``moe_arguments`` and ``settings``; None where
+    experts are left alone.
 
     decode(parts, rows, inner): the matrix, of any floating dtype. encode(numbers): the parts of a matrix of any
     floating dtype; None where a checkpoint must bring them, and not needed beside pack. pack(numbers, parts, row,
     entry, library): writes the encoded numbers into the memory of the whole parts, of which they are a piece: from any
     row on, and from an inner entry on that is a multiple of the block's; may use a routine of the artifact's library of
     kernels, a path that may be None or missing.
+
+    devices: where the ops have kernels for it. repacked: the names of encodings that stand for exactly the same
+    numbers, each with the function from the parts (of a matrix [rows, inner]) to its parts. A checkpoint's matrix is
+    repacked while it is read, for an op that reads the other encoding; the first one that an op of the device reads is
+    taken.
     """
 
     name: str
@@ -69,6 +77,15 @@ class Encoding:
     encode: Encoder | None = None
     pack: Packer | None = None
     moe_op: str | None = None
+    arguments: tuple[str, ...] = ()
+    moe_arguments: tuple[tuple[str, ...], ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    repacked: tuple[tuple[str, Repacker], ...] = ()
+
+    def repacker(self, name: str) -> Repacker | None:
+        """What makes the parts of the encoding of that name out of this one's; None where nothing does."""
+        return dict(self.repacked).get(name)
 
     def part(self, name: str) -> Part:
         """The part of that name. Raises KeyError."""

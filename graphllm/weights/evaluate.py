@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -57,5 +58,17 @@ def evaluate(expr: Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
             parts = {n: evaluate(p, fetch) for n, p in zip(names, expr.parts, strict=True)}
             return encoding.decode(parts, *expr.matrix)
         case Encode():
-            return encoding_of(expr.encoding).encoded(evaluate(expr.matrix, fetch))[expr.part]
+            return encoded(expr.encoding, expr.matrix, fetch)[expr.part]
     raise ValueError(f"{expr} cannot be evaluated")
+
+
+def encoded(
+    name: str, matrix: Expr, fetch: Callable[[Region], Tensor], library: Path | None = None
+) -> Mapping[str, Tensor]:
+    """The parts of a matrix in an encoding: repacked where the checkpoint stores it in one that stands for the same
+    numbers, else rounded. library: see `Encoding`."""
+    if isinstance(matrix, Decode) and (repack := encoding_of(matrix.encoding).repacker(name)) is not None:
+        names = (p.name for p in encoding_of(matrix.encoding).parts)
+        parts = {n: evaluate(p, fetch) for n, p in zip(names, matrix.parts, strict=True)}
+        return repack(parts, *matrix.matrix)
+    return encoding_of(name).encoded(evaluate(matrix, fetch), library)

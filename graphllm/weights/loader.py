@@ -21,7 +21,7 @@ from graphllm.hugepages import zeros
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.dtypes import BY_TAG
 from graphllm.weights.encodings import Encoding, encoding_of
-from graphllm.weights.evaluate import evaluate
+from graphllm.weights.evaluate import encoded, evaluate
 from graphllm.weights.expr import (
     Cast,
     Concat,
@@ -40,7 +40,7 @@ from graphllm.weights.expr import (
 from graphllm.weights.match import check_checkpoint, regions_of, tensor_of
 from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.readers import Bytes, Chunk, Job, Progress, opened, read_all
-from graphllm.weights.simplify import Region, at_rank, region_of, simplify
+from graphllm.weights.simplify import Region, at_rank, is_same, region_of, simplify
 
 _CHUNK = 16 << 20  # one read; also a slot of pinned memory
 _STAGE = 1 << 20  # one read to be cast on the CPU: stays in a core's cache until it is cast
@@ -138,11 +138,10 @@ class _Packed(Chunk):
 
 @dataclass(frozen=True)
 class _Evaluation:
-    """An expression to be evaluated from ``sources``, the boxes that it reads, and handed to ``put``."""
+    """Something to be computed from ``sources``, the boxes of tensors that it reads."""
 
-    expr: Expr
     sources: Mapping[Region, Bytes]
-    put: Callable[[Tensor], object]
+    compute: Callable[[Callable[[Region], Tensor]], object]
 
     @property
     def _first(self) -> Bytes:
@@ -169,7 +168,7 @@ class _Evaluation:
             source = self.sources[region]
             return source.read(torch.empty(source.nbytes, dtype=torch.uint8)).to(device)
 
-        self.put(evaluate(self.expr, fetch))
+        self.compute(fetch)
 
 
 class _Lowering:
@@ -229,13 +228,14 @@ class _Lowering:
 
     def _encode(self, encoding: Encoding, matrix: Expr, parts: dict[str, Tensor]) -> None:
         """Jobs that fill parts of a matrix."""
-        if encoding.pack is not None and len(parts) == len(encoding.parts):
+        repacked = is_same(matrix, encoding.name)
+        if encoding.pack is not None and len(parts) == len(encoding.parts) and not repacked:
             self._pack(encoding, matrix, parts, 0)
             return
         rows, inner = matrix.shape
 
-        def put(numbers: Tensor, start: int, stop: int) -> None:
-            made = encoding.encoded(numbers, self._library)
+        def fill(part: Expr, start: int, stop: int, fetch: Callable[[Region], Tensor]) -> None:
+            made = encoded(encoding.name, part, fetch, self._library)
             for name, dst in parts.items():
                 where = encoding.along(encoding.part(name), 0, (rows, inner)) if (start, stop) != (0, rows) else None
                 if where is not None:
@@ -250,8 +250,11 @@ class _Lowering:
                     units = (0, 0)  # depends on all rows
         except ValueError:
             units = (0, 0)
-        for _, start, stop, part in self._cut(matrix, units):
-            self._evaluate(part, functools.partial(put, start=start, stop=stop))
+        cuts = self._cut(matrix, units)
+        if repacked and not all(isinstance(part, Decode) for *_, part in cuts):
+            cuts = [(0, 0, rows, matrix)]
+        for _, start, stop, part in cuts:
+            self._job(part, functools.partial(fill, part, start, stop))
 
     def _pack(self, encoding: Encoding, matrix: Expr, parts: Mapping[str, Tensor], row: int) -> None:
         """Jobs that write a part of a matrix, from that row on, into its encoded form."""
@@ -284,7 +287,10 @@ class _Lowering:
             self._jobs.append(_Packed(some, shape, encoding, parts, *at, transpose, self._library))
 
     def _evaluate(self, expr: Expr, put: Callable[[Tensor], object]) -> None:
-        self._jobs.append(_Evaluation(expr, {r: self._bytes(r) for r in regions_of(expr)}, put))
+        self._job(expr, lambda fetch: put(evaluate(expr, fetch)))
+
+    def _job(self, expr: Expr, compute: Callable[[Callable[[Region], Tensor]], object]) -> None:
+        self._jobs.append(_Evaluation({r: self._bytes(r) for r in regions_of(expr)}, compute))
 
     def _cut(self, expr: Expr, units: tuple[int, int]) -> list[tuple[int, int, int, Expr]]:
         """The expression in slices (dim, start, stop, slice) that each read little, of rows if that does it and else of

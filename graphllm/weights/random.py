@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.evaluate import evaluate
-from graphllm.weights.expr import Encode, Expr, Stack, Values
+from graphllm.weights.expr import Concat, Encode, Expr, Stack, Values
 from graphllm.weights.loader import allocate
 from graphllm.weights.plan import WeightPlan
 
@@ -94,6 +94,12 @@ def _encoded(expr: Expr, dst: Tensor) -> Iterator[tuple[Encode, Tensor]]:
     elif isinstance(expr, Stack):
         for part, into in zip(expr.parts, dst, strict=True):
             yield from _encoded(part, into)
+    elif isinstance(expr, Concat):
+        at = 0
+        for part in expr.parts:
+            extent = part.shape[expr.dim]
+            yield from _encoded(part, dst.narrow(expr.dim, at, extent))
+            at += extent
 
 
 def _fill_encoded(

@@ -116,7 +116,8 @@ class Chunk:
 
     def run(self, stage: Tensor, device: torch.device) -> None:
         if device.type == "cpu" and self.direct:
-            self.source.read(into=self.dst.view(-1).view(torch.uint8))
+            # A single number may have any stride, with which its bytes could not be viewed.
+            self.source.read(into=self.dst.as_strided((self.dst.numel(),), (1,)).view(torch.uint8))
             return
         numbers = self.source.read(into=stage)
         # Cast and transpose on the device: a copy that does both from the host would do them on the CPU.

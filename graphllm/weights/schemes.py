@@ -17,7 +17,7 @@ from graphllm.config import ConfigError
 from graphllm.config.compilation import Quantization
 from graphllm.config.fields import section
 from graphllm.weights.checkpoint import TensorInfo
-from graphllm.weights.dtypes import DTYPES, PLAIN
+from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.encodings import Part, encoding_of, is_encoding
 from graphllm.weights.expr import ANY, Decode, Expr, Permute, Read, Reshape, map_parts
 from graphllm.weights.plan import WeightPlan
@@ -28,6 +28,22 @@ _CONFIG = "config.json: quantization_config"
 _SUFFIX = ".weight"
 # Names of vLLM's for kernels of a method.
 _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "inc": "auto-round"}
+
+
+_ONLINE = {
+    "cpu": {"int8": "int8", "int4": "int4"},
+    "cuda": {"int8": "byte_bf16-64", "int4": "nibble_bf16-32", "fp8": "float8-0", "mxfp4": "e2m1-32"},
+}
+
+
+def online_encoding(quantization: str, device: str) -> str:
+    """The encoding that plain numbers are rounded to. Raises ConfigError where the device has no kernels for it."""
+    if quantization not in _ONLINE[device]:
+        raise ConfigError(
+            f"quantization is {quantization}: there are no kernels for it on {device}; use "
+            f"{' or '.join(_ONLINE[device])}"
+        )
+    return _ONLINE[device][quantization]
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
@@ -45,11 +61,16 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     return METHODS[method](found)
 
 
+def is_own_method(config: Mapping[str, Any], said: str) -> bool:
+    """Whether what a user gave as ``quantization`` is how the checkpoint is quantized."""
+    return _SAME.get(said, said) == section(config, "quantization_config").get("quant_method")
+
+
 def check_method(config: Mapping[str, Any], said: str) -> None:
     """Raises ConfigError unless what a user gave as ``quantization`` is the checkpoint's own method."""
-    method = section(config, "quantization_config").get("quant_method")
-    if _SAME.get(said, said) == method:
+    if is_own_method(config, said):
         return
+    method = section(config, "quantization_config").get("quant_method")
     if _SAME.get(said, said) not in METHODS:
         raise ConfigError(f"quantization is {said!r:.80}: use {' or '.join(get_args(Quantization))}, or leave it out")
     stored = f"this checkpoint is of {method}" if method else "this checkpoint is not quantized"
@@ -87,11 +108,24 @@ def _rewritten(expr: Expr, scheme: Scheme, stored: Stored | None) -> Expr:
 
 
 def _variant(name: str, source: str, stored: Stored | None) -> str:
-    """The encoding, with the scale of the activations if the checkpoint has one beside this matrix."""
+    """The encoding as the checkpoint has it: with the scale of the activations if there is one beside this matrix, and
+    with scales of the dtype that they are stored in."""
+    if stored is None:
+        return name
     family, *numbers = name.split("-")
-    static = "-".join((f"{family}_static", *numbers))
-    there = stored is not None and is_encoding(static) and encoding_of(static).parts[-1].source(source) in stored
-    return static if there else name
+
+    def known(ending: str) -> str | None:
+        other = "-".join((f"{family}_{ending}", *numbers))
+        return other if is_encoding(other) else None
+
+    static = known("static")
+    if static is not None and encoding_of(static).parts[-1].source(source) in stored:
+        return static
+    for part in encoding_of(name).parts:
+        there = stored.get(part.source(source))
+        if part.name == "scales" and there is not None and there.dtype != DTYPES[part.dtype].tag:
+            return known(BY_TAG[there.dtype].name) or name
+    return name
 
 
 def _decoded(read: Read, source: str, name: str, stored: Stored | None) -> Expr | None:
@@ -99,7 +133,8 @@ def _decoded(read: Read, source: str, name: str, stored: Stored | None) -> Expr 
     parts = encoding_of(name).parts
     first = parts[0].source(source)
     if stored is None:
-        if not source.endswith(_SUFFIX) or len(read.stored) != 2:
+        own_name = parts[0].stored.startswith("{source}")  # beside it, as encodings of stacks have
+        if not (source.endswith(_SUFFIX) and len(read.stored) == 2) and not (own_name and len(read.stored) == 3):
             return None
     elif first not in stored or stored[first].dtype != DTYPES[parts[0].dtype].tag:
         return None
@@ -137,7 +172,6 @@ def _stack(read: Read, source: str, name: str, stored: Stored | None) -> Expr | 
     count, inner, rows = read.stored
     matrix = (count * rows, inner)
     parts = encoding_of(name).parts
-    assert stored is not None
     decoded = Decode(name, tuple(_part(p, source, p.shape(*matrix), stored) for p in parts), matrix)
     return Permute(Reshape(decoded, (count, rows, inner)), (0, 2, 1))
 
@@ -151,7 +185,7 @@ def _gptq(config: Mapping[str, Any]) -> Scheme:
     if written not in ("gptq", "gptq_v2"):
         raise _unreadable("checkpoint_format", written, "gptq, gptq_v2")
     by_module = _dynamic(config)
-    family = "gptqv2" if written == "gptq_v2" else "gptq"
+    family = ("gptqv2" if written == "gptq_v2" else "gptq") + ("" if config.get("desc_act") else "_ordered")
 
     def scheme(module: str) -> str | None:
         own = by_module(module)
@@ -201,7 +235,7 @@ def _fp8(config: Mapping[str, Any]) -> Scheme:
 
 
 def _mxfp4(config: Mapping[str, Any]) -> Scheme:
-    return lambda module: "mxfp4"
+    return lambda module: "mxfp4" if ".experts." in f".{module}." else None
 
 
 def _modelopt(config: Mapping[str, Any]) -> Scheme:

@@ -22,6 +22,7 @@ from graphllm.weights.expr import (
     Slice,
     Stack,
     map_parts,
+    walk,
 )
 
 
@@ -57,16 +58,82 @@ def at_rank(expr: Expr, rank: int) -> Expr:
     return expr
 
 
-def as_stored(expr: Expr) -> tuple[str, dict[str, Expr]] | None:
-    """The encoding of a matrix that the checkpoint stores encoded, and its parts; None for other numbers, and where
-    tensors of the checkpoint that make up the matrix cannot be merged as they are stored."""
+def is_same(expr: Expr, name: str) -> bool:
+    """Whether a matrix is stored in an encoding, or in one that is repacked to it."""
+    if not isinstance(expr, Decode):
+        return False
+    return expr.encoding == name or encoding_of(expr.encoding).repacker(name) is not None
+
+
+def same_encodings(expr: Expr) -> tuple[str, ...]:
+    """The encodings in which a matrix that the checkpoint stores encoded can be taken without rounding: as it is stored
+    first, then those that it is repacked to. Empty for other numbers, and where the tensors that make up the matrix
+    cannot be merged."""
     expr = simplify(expr)
-    pieces = expr.parts if isinstance(expr, Concat) and expr.dim == 0 else (expr,)
-    name = pieces[0].encoding if isinstance(pieces[0], Decode) else None
-    if name is None or not all(isinstance(p, Decode) and p.encoding == name for p in pieces):
+    first = expr.parts[0] if isinstance(expr, Concat) and expr.dim == 0 else expr
+    if not isinstance(first, Decode):
+        return ()
+    names = (first.encoding, *(name for name, _ in encoding_of(first.encoding).repacked))
+    return tuple(name for name in names if _is_taken(expr, name))
+
+
+def _is_taken(expr: Expr, name: str) -> bool:
+    """Whether nothing of a matrix has to be decoded for an encoding."""
+    made = (simplify(Encode(name, part.name, expr)) for part in encoding_of(name).parts)
+    left = (e for part in made for e in walk(part) if isinstance(e, Encode))
+    return all(is_same(e.matrix, name) for e in left)
+
+
+def rows_moved(expr: Expr) -> Expr:
+    """A stack of matrices that the checkpoint stores as one encoded matrix, its rows in another order or transposed:
+    the same rows of the parts, decoded. Other expressions stay as they are."""
+    found = _moved(expr)
+    if found is None or found[1] != len(expr.shape) - 1 or not isinstance(decode := found[0], Decode):
+        return expr
+    rows, inner = math.prod(expr.shape[:-1]), expr.shape[-1]
+    parts: list[Expr] = []
+    for part, stored in zip(encoding_of(decode.encoding).parts, decode.parts, strict=True):
+        if encoding_of(decode.encoding).along(part, 0, decode.matrix) != (0, 1) or len(stored.shape) != 2:
+            return expr
+        parts.append(Reshape(_in_place_of(expr, decode, stored), (rows, stored.shape[1])))
+    return Reshape(Decode(decode.encoding, tuple(parts), (rows, inner)), expr.shape)
+
+
+def _moved(expr: Expr) -> tuple[Expr, int] | None:
+    """The decoded matrix under reshapes and permutations that keep its inner dimension whole, and where that is."""
+    if isinstance(expr, Decode):
+        return expr, 1
+    under = _moved(expr.part) if isinstance(expr, (Reshape, Permute)) else None
+    if under is None:
         return None
-    made = {part.name: simplify(Encode(name, part.name, expr)) for part in encoding_of(name).parts}
-    return None if any(isinstance(part, Encode) for part in made.values()) else (name, made)
+    decode, at = under
+    if isinstance(expr, Permute):
+        return decode, expr.dims.index(at)
+    assert isinstance(expr, Reshape)
+    place = _kept(expr, at)
+    return None if place is None else (decode, place)
+
+
+def _kept(expr: Reshape, at: int) -> int | None:
+    """Where a dimension of the part is after a reshape; None where it is divided or merged."""
+    before, extent = math.prod(expr.part.shape[:at]), expr.part.shape[at]
+    places = [d for d in range(len(expr.to)) if math.prod(expr.to[:d]) == before and expr.to[d] == extent]
+    return places[0] if places else None
+
+
+def _in_place_of(expr: Expr, decode: Expr, stored: Expr) -> Expr:
+    """The reshapes and permutations of `_moved`, of a part in place of the decoded matrix."""
+    if expr is decode:
+        return stored
+    assert isinstance(expr, (Reshape, Permute))
+    inner = _in_place_of(expr.part, decode, stored)
+    if isinstance(expr, Permute):
+        return Permute(inner, expr.dims)
+    under = _moved(expr.part)
+    assert under is not None
+    place = _kept(expr, under[1])
+    to = tuple(inner.shape[under[1]] if d == place else n for d, n in enumerate(expr.to))
+    return Reshape(inner, to)
 
 
 class Region(NamedTuple):
@@ -194,7 +261,7 @@ def _encode(expr: Encode) -> Expr:
         return matrix.parts[names.index(expr.part)]
     if not isinstance(matrix, Concat) or matrix.dim != 0:
         return expr
-    pieces = [p for p in matrix.parts if isinstance(p, Decode) and p.encoding == expr.encoding]
+    pieces = [p for p in matrix.parts if isinstance(p, Decode) and is_same(p, expr.encoding)]
     if len(pieces) < len(matrix.parts) or any(p.matrix[0] % encoding.block[0] for p in pieces[:-1]):
         return expr
     try:
@@ -203,4 +270,4 @@ def _encode(expr: Encode) -> Expr:
         return expr
     if where is None:
         return expr
-    return Concat(tuple(p.parts[names.index(expr.part)] for p in pieces), where[0])
+    return Concat(tuple(_encode(Encode(expr.encoding, expr.part, p)) for p in pieces), where[0])

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
+from graphllm.ops.encoded_weights import encoded
 
 _TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
+_NORMED = {**_TOLERANCE, "bfloat16": 2e-2}  # Triton's interpreter cuts off what normalized rows lose, it does not round
 _REASON = (
     "float32 accumulation in another order; the reference rounds to the dtype up to four times (bf16 keeps 8 bits)"
 )
 
 
-def _case(T: int, out: int, inner: int, fused: str = "", size: str = "small") -> Case:
+def _case(T: int, out: int, inner: int, fused: str = "", size: str = "small", encoding: str = "") -> Case:
     def inputs(make: Maker) -> dict[str, object]:
         gated = "gate" in fused
+        weight = encoded(make, encoding, out, inner) if encoding else {}
         return {
             "x_TI": make.normal(T, inner),
             "weight_OI": make.normal(out, inner, scale=inner**-0.5),
+            **weight,
             "bias_O": make.normal(out) if "bias" in fused else None,
             "norm_I": make.normal(inner) if "norm" in fused else None,
             "eps": 1e-5,
@@ -24,8 +28,9 @@ def _case(T: int, out: int, inner: int, fused: str = "", size: str = "small") ->
             "gated": gated,
         }
 
-    name = f"T{T}_O{out}_I{inner}" + (f"_{fused}" if fused else "")
-    return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)  # type: ignore[arg-type]
+    name = f"T{T}_O{out}_I{inner}" + (f"_{fused}" if fused else "") + (f"_{encoding}" if encoding else "")
+    tolerance = _NORMED if "norm" in fused else _TOLERANCE
+    return Case(name, inputs, tolerance, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)  # type: ignore[arg-type]
 
 
 LAYERS = {
@@ -46,5 +51,20 @@ CASES = (
     _case(33, 33, 72, "norm"),
     _case(1, 72, 88, "gate"),
     _case(21, 104, 96, "bias_gate"),
+    _case(1, 192, 256, "norm_gate", encoding="float8-0"),
+    _case(3, 40, 272, "bias_residual", encoding="float8-0"),
+    _case(5, 72, 528, "norm_gate", encoding="float8-128"),
+    _case(17, 80, 256, encoding="int8-zeros-64"),
+    _case(1, 96, 512, "norm_bias_gate_residual", encoding="int4-zeros-128"),
+    _case(20, 48, 320, "residual", encoding="int4-32"),
+    _case(2, 40, 288, encoding="int4-0"),
+    _case(33, 72, 528, "gate", encoding="int4-zeros-64"),
+    _case(3, 48, 352, "residual", encoding="e2m1-32"),
     *(_case(T, *layer[1:], size="real") for T in (1, 16, 64, 256) for layers in LAYERS.values() for layer in layers),
+    *(
+        _case(T, *layer[1:], size="real", encoding=e)
+        for T in (1, 16, 64, 256)
+        for layer in LAYERS["8B"]
+        for e in ("float8-0", "int4-zeros-128", "e2m1-32")
+    ),
 )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.linear import linear
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.swiglu import swiglu
 
@@ -17,7 +17,7 @@ MOST_ROWS = 256  # beyond, products are bound by arithmetic and left to the libr
 def _cost(x_TI: Tensor, weight_OI: Tensor, gated: bool, **others: Any) -> Cost:
     products = x_TI.shape[0] * weight_OI.shape[0]
     written = products // (2 if gated else 1) * x_TI.element_size()
-    read = nbytes(x_TI, weight_OI, others["bias_O"], others["norm_I"], others["residual_TN"])
+    read = nbytes(x_TI, weight_OI, *(others[n] for n in ("bias_O", "norm_I", "residual_TN", "scales_GO", "zeros_GO")))
     return Cost(read + written, 2 * products * x_TI.shape[1])
 
 
@@ -30,17 +30,22 @@ def fused_linear(
     eps: float = 0.0,
     residual_TN: Tensor | None = None,
     gated: bool = False,
+    scales_GO: Tensor | None = None,
+    zeros_GO: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
 ) -> Tensor:
     """residual + gate(norm(x) @ weight.T + bias): [T, N] in x's dtype, contiguous.
 
     x_TI [T, I]; weight_OI [O, I]; bias_O [O]. norm_I [I]: if given, x is first normalized as by `rms_norm` with ``eps``
     and offset 0. gated: the O results are a gate and a value half, of which `swiglu` makes N = O / 2; else N = O.
-    residual_TN [T, N]: added last. Products accumulate in float32 (float64 for float64 inputs). An implementation may
-    keep float32 between the steps; the reference rounds to x's dtype after each.
+    residual_TN [T, N]: added last. scales_GO, zeros_GO, form, group: as for `linear`. Products accumulate in float32
+    (float64 for float64 inputs). An implementation may keep float32 between the steps; the reference rounds to x's
+    dtype after each.
     """
     if norm_I is not None:
         x_TI = rms_norm.reference(x_TI, norm_I, eps)
-    out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    out_TN = linear.reference(x_TI, weight_OI, bias_O, scales_GO, zeros_GO, form, group)
     if gated:
         out_TN = swiglu.reference(out_TN)
     return out_TN if residual_TN is None else residual_TN + out_TN

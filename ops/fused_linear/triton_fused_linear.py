@@ -13,7 +13,8 @@ constant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,9 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.encoded_weights import BITS, span_of
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
+from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at
 
 
 @triton.jit
@@ -89,7 +92,14 @@ def row_kernel(
     out = tl.sum(acc, axis=1)
     if NORM:
         out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
-    out += bias
+    _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
+
+
+@triton.jit
+def _finish_row(
+    out, block, row, in_row, residual_ptr, out_ptr,
+    N: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
     column = row
     if GATED:
         out = _gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
@@ -100,6 +110,68 @@ def row_kernel(
     if RESIDUAL:
         out += tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
+
+
+@triton.jit
+def encoded_row_kernel(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    norm_ptr,
+    residual_ptr,
+    out_ptr,
+    WEIGHT_ROW: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
+    FORM: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """`row_kernel` for weights with one scale a row."""
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    block = tl.program_id(0)
+    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
+    WIDTH: tl.constexpr = SPAN // CODES
+    BLOCK_W: tl.constexpr = BLOCK_K // CODES
+    dtype: tl.constexpr = tl.float32 if EMULATED else x_ptr.dtype.element_ty
+    w = tl.arange(0, BLOCK_W)
+    k = w // WIDTH * SPAN + w % WIDTH
+    weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
+    words = tl.load(weight_row + w[None, :], mask=in_row[:, None] & (w < WEIGHT_ROW)[None, :], other=0)
+    scale = scales_at(scales_ptr + row, in_row)
+    bias = 0.0
+    if BIAS:
+        bias = tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)
+    if not EMULATED:
+        tl.extra.cuda.gdc_wait()
+    acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
+    squares = tl.zeros([BLOCK_W], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        numbers = numbers_of(words, dtype, FORM, EMULATED)
+        for j in tl.static_range(CODES):
+            at = start + j * WIDTH + k
+            x = tl.load(x_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            if NORM:
+                squares += x * x
+                x *= tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            acc += numbers[j].to(tl.float32) * x[None, :]
+        if start + BLOCK_K < K:
+            more = (start + BLOCK_K) // CODES + w
+            words = tl.load(weight_row + more[None, :], mask=in_row[:, None] & (more < WEIGHT_ROW)[None, :], other=0)
+    out = tl.sum(acc, axis=1) * scale
+    if NORM:
+        out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
+    _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
 
 
 @triton.jit
@@ -131,6 +203,8 @@ def _finish_tile(
 def tile_kernel(
     x_ptr,
     weight_ptr,
+    scales_ptr,
+    zeros_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
@@ -145,6 +219,9 @@ def tile_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     PARTS: tl.constexpr,  # leave the parts of the sums to a kernel that follows
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -163,14 +240,17 @@ def tile_kernel(
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
     EVEN: tl.constexpr = (N % BLOCK_N == 0) and (K % BLOCK_K == 0)
+    CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 1 if FORM == "" else 2
     lo = split * PER_SPLIT
     hi = tl.minimum(lo + PER_SPLIT, TILES)
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
     if not EMULATED:
         if AHEAD > 0:
-            first = tl.minimum(lo * BLOCK_K, K - AHEAD // 2)  # never beyond the row's end
+            NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+            first = tl.minimum(lo * (BLOCK_K // CODES), WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
             line = (
-                tl.where(in_row[:, None], weight_row, weight_ptr) + (first + tl.arange(0, AHEAD // 128) * 64)[None, :]
+                tl.where(in_row[:, None], weight_row, weight_ptr)
+                + (first + tl.arange(0, AHEAD // 128) * (128 // NUMBER))[None, :]
             )
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
@@ -179,18 +259,24 @@ def tile_kernel(
         tl.extra.cuda.gdc_wait()
     token = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
     x_row = x_ptr + token.to(tl.int64)[:, None] * X_ROW
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for tile in range(lo, hi):
-        at = tile * BLOCK_K + k
-        if EVEN:
-            weight = tl.load(weight_row + at[None, :])
-            x = tl.load(x_row + at[None, :], mask=(token < T)[:, None], other=0.0)
-        else:
-            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
-            x = tl.load(x_row + at[None, :], mask=(token < T)[:, None] & (at < K)[None, :], other=0.0)
-        if EMULATED:
-            weight, x = weight.to(tl.float32), x.to(tl.float32)
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if FORM != "":
+        acc = encoded_product(
+            weight_row, scales_ptr + row, zeros_ptr + row, in_row, x_row, token < T, lo, hi,
+            N, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, EVEN, EMULATED,
+        )  # fmt: skip
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for tile in range(lo, hi):
+            at = tile * BLOCK_K + k
+            if EVEN:
+                weight = tl.load(weight_row + at[None, :])
+                x = tl.load(x_row + at[None, :], mask=(token < T)[:, None], other=0.0)
+            else:
+                weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
+                x = tl.load(x_row + at[None, :], mask=(token < T)[:, None] & (at < K)[None, :], other=0.0)
+            if EMULATED:
+                weight, x = weight.to(tl.float32), x.to(tl.float32)
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if PARTS:
         at_row = (split * T + token).to(tl.int64)[:, None] * N
         tl.store(partial_ptr + at_row + row[None, :], tl.trans(acc), mask=(token < T)[:, None] & in_row[None, :])
@@ -277,6 +363,8 @@ _TILES = (  # block_n, block_k, stages, warps
     (64, 128, 4, 4), (64, 256, 3, 4), (64, 64, 6, 4), (128, 128, 3, 8), (128, 64, 4, 8), (32, 256, 4, 4),
 )  # fmt: skip
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
+_ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
+_ENCODED_TILES = ((64, 4, 4), (64, 6, 4), (128, 4, 8), (64, 3, 4), (128, 3, 4))  # block_n, stages, warps
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
 
@@ -290,23 +378,36 @@ def short(site: CallSite) -> bool:
     return site.rows("x_TI") <= MOST_ROWS and half(site)
 
 
+def plain(site: CallSite) -> bool:
+    """Whether the library's product and the kernels around it serve a site."""
+    return site.args["scales_GO"] is None and half(site)
+
+
 def half(site: CallSite) -> bool:
-    """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned."""
-    tensors = [t for t in site.args.values() if isinstance(t, Tensor)]
-    same = all(t.dtype == tensors[0].dtype and t.stride(-1) == 1 for t in tensors)
-    wide = site.args["weight_OI"].shape[1] % 8 == 0
-    return same and wide and tensors[0].dtype in (torch.bfloat16, torch.float16)
+    """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned; encoded
+    weights whose groups are whole tiles."""
+    x_TI, form, group = (site.args[n] for n in ("x_TI", "form", "group"))
+    tensors = {n: t for n, t in site.args.items() if isinstance(t, Tensor)}
+    encoded = [tensors.pop(n) for n in _ENCODED if form and n in tensors]
+    return (
+        x_TI.dtype in (torch.bfloat16, torch.float16)
+        and all(t.dtype == x_TI.dtype and t.stride(-1) == 1 for t in tensors.values())
+        and all(t.is_contiguous() for t in encoded)
+        and x_TI.shape[1] % (16 if form else 8) == 0
+        and group % (64 if BITS.get(form) == 8 else 32) == 0
+    )
 
 
 def row_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the row kernel, the likely best first."""
-    inner = site.args["weight_OI"].shape[1]
+    """Launch constants of the row kernels, the likely best first."""
+    inner = site.args["x_TI"].shape[1]
     fitting = [row for row in _ROWS if row[1] < 2 * inner] or _ROWS[-1:]
     return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
 
 
 def _one_row(site: CallSite) -> bool:
-    return site.rows("x_TI") == 1 and half(site)
+    one_scale = site.args["group"] == 0 and site.args["zeros_GO"] is None
+    return site.rows("x_TI") == 1 and half(site) and (site.args["form"] == "" or one_scale)
 
 
 @fused_linear.impl("triton_row", device="cuda", supports=_one_row, configs=row_configs)
@@ -318,25 +419,31 @@ def triton_row(
     eps: float = 0.0,
     residual_TN: Tensor | None = None,
     gated: bool = False,
+    scales_GO: Tensor | None = None,
+    form: str = "",
     *,
     block_n: int,
     block_k: int,
     warps: int,
 ) -> Tensor:
     """One row of x."""
-    N, K = weight_OI.shape
+    N, K = weight_OI.shape[0], x_TI.shape[1]
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
-    launch_triton(
-        row_kernel, (-(-N // block_n),),
-        x_TI, weight_OI, *(weight_OI if t is None else t for t in (bias_O, norm_I, residual_TN)), out_TN,
-        WEIGHT_ROW=weight_OI.stride(0), N=N, K=K, EPS=eps, NORM=norm_I is not None, BIAS=bias_O is not None,
-        RESIDUAL=residual_TN is not None, GATED=gated, BLOCK_N=block_n, BLOCK_K=block_k,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
-    )  # fmt: skip
+    others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
+    constants: dict[str, Any] = {
+        "WEIGHT_ROW": weight_OI.stride(0), "N": N, "K": K, "EPS": eps, "NORM": norm_I is not None,
+        "BIAS": bias_O is not None, "RESIDUAL": residual_TN is not None, "GATED": gated, "BLOCK_N": block_n,
+        "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
+    }  # fmt: skip
+    if scales_GO is None:
+        launch_triton(row_kernel, (-(-N // block_n),), x_TI, weight_OI, *others, out_TN, **constants)
+    else:
+        constants |= {"FORM": form, "SPAN": span_of(form, K, 0)}
+        launch_triton(encoded_row_kernel, (-(-N // block_n),), x_TI, weight_OI, scales_GO, *others, out_TN, **constants)
     return out_TN
 
 
-@fused_linear.impl("cublas", device="cuda", supports=half)
+@fused_linear.impl("cublas", device="cuda", supports=plain)
 def cublas(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -363,12 +470,13 @@ def cublas(
 def tile_configs(site: CallSite) -> list[Config]:
     """Launch constants of the tile kernel for a linear layer at a site."""
     found: list[Config] = []
-    width, inner = site.args["weight_OI"].shape
+    width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
     for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
         token_tiles = -(-most // block_t)
-        for block_n, block_k, stages, warps in _TILES:
-            if (block_n + block_t) * block_k * 2 * stages > _SHARED or block_n * block_t > 64 * 32 * warps:
+        for block_n, block_k, stages, warps in _tiles(site):
+            shared = (block_n * BITS.get(site.args["form"], 16) // 8 + block_t * 2) * block_k * stages
+            if shared > _SHARED or block_n * block_t > 64 * 32 * warps:
                 continue
             programs, tiles = -(-width // block_n) * token_tiles, -(-inner // block_k)
             possible = [n for n in (1, 2, 4, 8) if n <= tiles]
@@ -379,11 +487,21 @@ def tile_configs(site: CallSite) -> list[Config]:
     return found
 
 
-def _ahead(inner: int, config: Config) -> int:
-    """Bytes of a program's part of a weight row that are worth fetching early: up to 512, a power of two."""
+def _tiles(site: CallSite) -> Sequence[tuple[int, int, int, int]]:
+    """Rows and inner entries of a tile of weights, stages and warps."""
+    form, group = site.args["form"], site.args["group"]
+    if form == "":
+        return _TILES
+    span = span_of(form, site.args["x_TI"].shape[1], group)
+    return [(rows, span, stages, warps) for rows, stages, warps in _ENCODED_TILES]
+
+
+def _ahead(inner: int, row: int, config: Config) -> int:
+    """Bytes of a program's part of a weight row, which has so many, that are worth fetching early: up to 512, a power
+    of two."""
     tiles = -(-inner // config["block_k"])
-    part = -(-tiles // config["splits"]) * config["block_k"]
-    ahead = 1 << (min(512, 2 * part, 2 * inner).bit_length() - 1)
+    part = -(-tiles // config["splits"]) * config["block_k"] * row // inner
+    ahead = 1 << (min(512, part, row).bit_length() - 1)
     return ahead if ahead >= 128 else 0
 
 
@@ -423,11 +541,13 @@ def launch_tiles(
     bias_O: Tensor | None = None,
     residual_TN: Tensor | None = None,
     gated: bool = False,
+    encoded: tuple[Tensor | None, Tensor | None, str, int] = (None, None, "", 0),
     parts: bool = False,
 ) -> None:
-    """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O]."""
-    T = x_TI.shape[0]
-    N, K = weight_OI.shape
+    """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
+    encoded: scales, zero points, form and group of the weights."""
+    (T, K), N = x_TI.shape, weight_OI.shape[0]
+    scales_GO, zeros_GO, form, group = encoded
     blocks, splits = -(-N // config["block_n"]), config["splits"]
     count = blocks * config["token_tiles"] if splits > 1 and not parts else 0
     partial = out
@@ -436,12 +556,15 @@ def launch_tiles(
         partial = torch.empty(size, dtype=torch.float32, device=x_TI.device)
     launch_triton(
         tile_kernel, (blocks, splits, config["token_tiles"]),
-        x_TI, weight_OI, *(weight_OI if t is None else t for t in (bias_O, residual_TN)), out, partial,
-        zeroed(x_TI, count) if count else weight_OI, T,
+        x_TI, weight_OI, *(weight_OI if t is None else t for t in (scales_GO, zeros_GO)),
+        *(x_TI if t is None else t for t in (bias_O, residual_TN)), out, partial,
+        zeroed(x_TI, count) if count else x_TI, T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, BIAS=bias_O is not None,
-        RESIDUAL=residual_TN is not None, GATED=gated, PARTS=parts, BLOCK_T=config["block_t"],
-        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits, AHEAD=_ahead(K, config),
+        RESIDUAL=residual_TN is not None, GATED=gated,
+        FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, BLOCK_T=config["block_t"],
+        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits, 
+        AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 
@@ -455,11 +578,15 @@ def triton_tile(
     eps: float = 0.0,
     residual_TN: Tensor | None = None,
     gated: bool = False,
+    scales_GO: Tensor | None = None,
+    zeros_GO: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
     if norm_I is not None:
         x_TI = _normalized(x_TI, norm_I, eps)
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
-    launch_tiles(x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated)
+    launch_tiles(x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group))
     return out_TN

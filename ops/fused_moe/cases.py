@@ -8,6 +8,7 @@ import torch
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
+from graphllm.ops.encoded_weights import encoded
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
 _REASON = "hidden numbers, what each expert gives and the sum are rounded to the dtype, in the interpreter towards zero"
@@ -27,9 +28,10 @@ def choose(make: Maker, T: int, N: int, k: int, routing: Routing) -> torch.Tenso
 
 def _case(
     T: int, N: int, k: int, D: int, F: int, routing: Routing = "random", biases: bool = False,
-    size: Literal["small", "real"] = "small", **more: Any,
+    size: Literal["small", "real"] = "small", encoding: str = "", **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
+        encoded = encoded_experts(make, encoding, N, D, F) if encoding else {}
         return {
             "x_TD": make.normal(T, D),
             "gate_up_N2FD": make.normal(N, 2 * F, D, scale=D**-0.5),
@@ -38,12 +40,29 @@ def _case(
             "experts_TA": choose(make, T, N, k, routing),
             "gate_up_bias_N2F": make.normal(N, 2 * F, scale=0.3) if biases else None,
             "down_bias_ND": make.normal(N, D, scale=0.3) if biases else None,
+            **encoded,
             **more,
         }
 
-    name = "_".join([f"T{T}_N{N}_k{k}_D{D}_F{F}", routing, *(str(v) for v in more.values()), *["bias"] * biases])
+    said = [routing, *(str(v) for v in more.values()), *["bias"] * biases, *[encoding] * bool(encoding)]
+    name = "_".join([f"T{T}_N{N}_k{k}_D{D}_F{F}", *said])
     bucket = Bucket("mixed" if T > 64 else "decode", T, T)
     return Case(name, inputs, _TOLERANCE, _REASON, bucket, size)
+
+
+def encoded_experts(make: Maker, encoding: str, N: int, D: int, F: int) -> dict[str, Any]:
+    """Arguments: random encoded matrices. encoding: as for `encoded`."""
+    found: dict[str, Any] = {}
+    for stack, letters, out, inner in (("gate_up", "2F", 2 * F, D), ("down", "D", D, F)):
+        one = encoded(make, encoding, N * out, inner)
+        weight, scales, zeros = (one[n] for n in ("weight_OI", "scales_GO", "zeros_GO"))
+        assert isinstance(weight, torch.Tensor)
+        found[f"{stack}_N{letters}{'F' if stack == 'down' else 'D'}"] = weight.view(N, out, -1)
+        for name, values in (("scales", scales), ("zeros", zeros)):
+            if isinstance(values, torch.Tensor):
+                found[f"{stack}_{name}_NG{letters}"] = values.view(-1, N, out).transpose(0, 1).contiguous()
+        found |= {n: one[n] for n in ("form", "group")}
+    return found
 
 
 _CLAMPED: dict[str, Any] = {"activation": "clamped", "limit": 1.0}
@@ -60,9 +79,17 @@ CASES = (
     _case(33, 512, 10, 16, 8),
     _case(300, 8, 2, 16, 8, "skewed"),
     _case(0, 8, 2, 32, 16),
+    _case(1, 8, 2, 96, 64, biases=True, encoding="e2m1-32", **_CLAMPED),
+    _case(5, 8, 2, 256, 160, "some_none", encoding="int4-zeros-64"),
+    _case(70, 8, 2, 160, 96, "skewed", biases=True, encoding="e2m1-32", **_CLAMPED),
+    _case(66, 4, 2, 128, 136, "some_none", encoding="float8-0"),
     # Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS 20B.
     *(_case(T, 128, 8, 2048, 768, size="real") for T in (1, 8, 32, 64, 128, 1024, 8192)),
     *(_case(T, 128, 8, 2048, 768, "skewed", size="real") for T in (32, 1024)),
     *(_case(T, 8, 2, 4096, 14336, size="real") for T in (1, 32, 1024)),
     *(_case(T, 32, 4, 2880, 2880, biases=True, size="real", activation="clamped", limit=7.0) for T in (1, 32, 1024)),
+    *(
+        _case(T, 32, 4, 2880, 2880, biases=True, size="real", encoding="e2m1-32", activation="clamped", limit=7.0)
+        for T in (1, 32, 128, 1024)
+    ),
 )

@@ -28,7 +28,8 @@ def _supports(site: CallSite) -> bool:
     x_TD, weights_TA = site.args["x_TD"], site.args["weights_TA"]
     rest = [t for n, t in site.args.items() if isinstance(t, Tensor) and n != "x_TD"]
     return (
-        x_TD.dtype in _KERNELS
+        site.args["form"] == ""
+        and x_TD.dtype in _KERNELS
         and x_TD.stride(-1) == 1
         and weights_TA.dtype == torch.float32
         and all(t.is_contiguous() for t in rest)

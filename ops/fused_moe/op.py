@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 from einops import rearrange, reduce
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.encoded_weights import decoded
 
 
 def _cost(
-    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor,
-    gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None,
-) -> Cost:  # fmt: skip
-    T, A = experts_TA.shape
-    N = gate_up_N2FD.shape[0]
-    of_one = nbytes(gate_up_N2FD[:1], down_NDF[:1], *(b[:1] for b in (gate_up_bias_N2F, down_bias_ND) if b is not None))
-    read = int(distinct_experts(T, N, A) * of_one)
-    numbers = gate_up_N2FD[:1].numel() + down_NDF[:1].numel()
-    return Cost(read + 2 * nbytes(x_TD) + nbytes(weights_TA, experts_TA), 2 * T * A * numbers)
+    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, **others: Any
+) -> Cost:
+    (T, A), (N, twice), D = experts_TA.shape, gate_up_N2FD.shape[:2], x_TD.shape[1]
+    tensors = (gate_up_N2FD, down_NDF, *(t for t in others.values() if isinstance(t, Tensor)))
+    read = int(distinct_experts(T, N, A) * nbytes(*(t[:1] for t in tensors)))
+    return Cost(read + 2 * nbytes(x_TD) + nbytes(weights_TA, experts_TA), 3 * T * A * twice * D)
 
 
 def distinct_experts(T: int, N: int, A: int) -> float:
@@ -39,6 +38,12 @@ def fused_moe(
     limit: float = 0.0,
     gate_up_bias_N2F: Tensor | None = None,
     down_bias_ND: Tensor | None = None,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
 ) -> Tensor:
     """sum over a of weights_TA[:, a] * mlp(x_TD, experts_TA[:, a]): [T, D] in x's dtype, contiguous.
 
@@ -49,6 +54,9 @@ def fused_moe(
     mlp(x, n) = down_NDF[n] @ h + bias, with h = act(gate) * up, gate and up from gate_up_N2FD[n] @ x + bias. act is
     "silu", or "gelu_tanh"; or "clamped": gate is at most ``limit``, up between -limit and limit, and h = (up + 1) *
     gate * sigmoid(1.702 * gate).
+
+    Scales, zeros, form and group: where the matrices are encoded, each expert's as
+    `graphllm.ops.encoded_weights.decoded` says; a decoded matrix may be rounded to x's dtype.
 
     Products, biases and activation are in float32 (float64 for float64 inputs); h is rounded to x's dtype once, and the
     weighted sum once in the end. Sources: Shazeer et al. 2017; OpenAI 2025, gpt-oss (clamped).
@@ -65,11 +73,16 @@ def fused_moe(
         if begin == end:
             continue
         pairs = order[begin:end]
-        gate_up = x_TD[pairs // A].to(wide) @ gate_up_N2FD[n].to(wide).T
+        first, second = gate_up_N2FD[n], down_NDF[n]
+        if gate_up_scales_NG2F is not None and down_scales_NGD is not None:
+            zeros = [None if z is None else z[n] for z in (gate_up_zeros_NG2F, down_zeros_NGD)]
+            first = decoded(first, gate_up_scales_NG2F[n], zeros[0], form, group, D).to(x_TD.dtype)
+            second = decoded(second, down_scales_NGD[n], zeros[1], form, group, len(first) // 2).to(x_TD.dtype)
+        gate_up = x_TD[pairs // A].to(wide) @ first.to(wide).T
         if gate_up_bias_N2F is not None:
             gate_up = gate_up + gate_up_bias_N2F[n].to(wide)
         hidden = activate(gate_up, activation, limit).to(x_TD.dtype)
-        out = hidden.to(wide) @ down_NDF[n].to(wide).T
+        out = hidden.to(wide) @ second.to(wide).T
         out_PD[pairs] = out if down_bias_ND is None else out + down_bias_ND[n].to(wide)
     weighted_PD = out_PD * rearrange(weights_TA.to(wide), "t a -> (t a) 1")
     return reduce(weighted_PD, "(t a) d -> t d", "sum", a=A).to(x_TD.dtype)

@@ -4,12 +4,15 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.encoded_weights import BITS, span_of
 
 
 @triton.jit
@@ -63,20 +66,74 @@ def added(y_PD: Tensor, experts_TA: Tensor, residual_TD: Tensor | None) -> Tenso
 _SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiprocessor of sm_90 have
 
 
-def programs_at_once(site: CallSite, rows: int, inner: int, stages: int) -> int:
-    """Of those that have so many rows of tiles in shared memory, ``inner`` numbers of each in every stage."""
-    return _SHARED // (rows * inner * stages * site.args["x_TD"].element_size())
+def programs_at_once(site: CallSite, rows: int, tokens: int, inner: int, stages: int) -> int:
+    """Of those that have tiles of so many rows of weights and of x in shared memory, ``inner`` entries of each in every
+    stage."""
+    size = site.args["x_TD"].element_size()
+    weight = rows * BITS.get(site.args["form"], 8 * size)
+    return _SHARED // ((weight + tokens * 8 * size) // 8 * inner * stages)
+
+
+class Experts(NamedTuple):
+    """The matrices of experts and the sizes of a call. scales, zeros: where they are encoded, None or both stacks'."""
+
+    gate_up: Tensor
+    down: Tensor
+    biases: tuple[Tensor | None, Tensor | None]
+    scales: tuple[Tensor | None, Tensor | None]
+    zeros: tuple[Tensor | None, Tensor | None]
+    form: str
+    group: int
+    activation: str
+    limit: float
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """N, D and F."""
+        return self.gate_up.shape[0], self.down.shape[1], self.gate_up.shape[1] // 2
+
+    def encoding(self, i: int, inner: int) -> dict[str, Any]:
+        """Constants of the first or second product that say how its weights are encoded."""
+        scales, zeros = self.scales[i], self.zeros[i]
+        return {
+            "FORM": self.form, "GROUP": self.group, "ZEROS": zeros is not None,
+            "GROUPS": 1 if scales is None else scales.shape[1],
+            "WEIGHT_ROW": (self.gate_up, self.down)[i].shape[2],
+            **({"BLOCK_K": span_of(self.form, inner, self.group)} if self.form else {}),
+        }  # fmt: skip
+
+
+def experts_of(
+    gate_up_N2FD: Tensor, down_NDF: Tensor, activation: str = "silu", limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None, down_bias_ND: Tensor | None = None,
+    gate_up_scales_NG2F: Tensor | None = None, gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None, down_zeros_NGD: Tensor | None = None, form: str = "", group: int = 0,
+) -> Experts:  # fmt: skip
+    """From the op's arguments."""
+    return Experts(
+        gate_up_N2FD, down_NDF, (gate_up_bias_N2F, down_bias_ND), (gate_up_scales_NG2F, down_scales_NGD),
+        (gate_up_zeros_NG2F, down_zeros_NGD), form, group, activation, limit,
+    )  # fmt: skip
+
+
+_ENCODED = (
+    "gate_up_N2FD", "down_NDF", "gate_up_scales_NG2F", "gate_up_zeros_NG2F", "down_scales_NGD", "down_zeros_NGD",
+)  # fmt: skip
 
 
 def supports(site: CallSite) -> bool:
     """Whether the kernels can read the tensors of a site."""
-    x_TD, rest = site.args["x_TD"], ("gate_up_N2FD", "down_NDF", "gate_up_bias_N2F", "down_bias_ND")
-    tensors = [t for n in rest if (t := site.args[n]) is not None]
+    x_TD, form, group = (site.args[n] for n in ("x_TD", "form", "group"))
+    tensors = {n: t for n in (*_ENCODED, "gate_up_bias_N2F", "down_bias_ND") if (t := site.args[n]) is not None}
+    F = tensors["gate_up_N2FD"].shape[1] // 2
+    halves = (torch.bfloat16, torch.float16) if form else (torch.bfloat16, torch.float16, torch.float32)
     return (
-        x_TD.dtype in (torch.bfloat16, torch.float16, torch.float32)
+        x_TD.dtype in halves
         and x_TD.stride(-1) == 1
-        and all(t.dtype == x_TD.dtype and t.is_contiguous() for t in tensors)
-        and all(site.args["down_NDF"].shape[i] % 8 == 0 for i in (1, 2))
+        and all(t.is_contiguous() for t in tensors.values())
+        and all(t.dtype == x_TD.dtype for n, t in tensors.items() if not form or n not in _ENCODED)
+        and all(n % 8 == 0 for n in (x_TD.shape[1], F))
+        and group % (64 if BITS.get(form) == 8 else 32) == 0
         and site.args["experts_TA"].is_contiguous()
         and site.args["weights_TA"].is_contiguous()
     )

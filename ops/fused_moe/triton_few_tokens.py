@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.fused_linear.triton_encoded import encoded_product
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, programs_at_once, supports
+from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
 
 
 @triton.jit
@@ -123,13 +124,20 @@ def one_sum_kernel(
 @triton.jit
 def few_kernel(
     x_ptr,  # [T, K], or [P, K] by pair of a token and an expert
-    weight_ptr,  # [N, ROWS, K]
+    weight_ptr,  # [N, ROWS, K], or encoded
+    scales_ptr,  # of encoded weights [N, GROUPS, ROWS]
+    zeros_ptr,
     bias_ptr,  # [N, ROWS]
     scale_ptr,  # [P] float32
     experts_ptr,  # [T, A]
     out_ptr,  # [P, ROWS / 2], or [P, ROWS]
     T,
     X_ROW: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     A: tl.constexpr,
@@ -166,20 +174,27 @@ def few_kernel(
         in_row = row < ROWS
         x_row = x_ptr + pair[:, None] * X_ROW
     k = tl.arange(0, BLOCK_K)
-    weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + row)[:, None] * K
+    weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + row)[:, None] * WEIGHT_ROW
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        at = start + k
-        if EVEN:
-            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None], other=0.0)
-            x = tl.load(x_row + at[None, :], mask=there[:, None], other=0.0)
-        else:
-            weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
-            x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
-        if EMULATED:
-            weight, x = weight.to(tl.float32), x.to(tl.float32)
-        acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if FORM != "":
+        of = expert.to(tl.int64) * (GROUPS * ROWS) + row
+        acc = encoded_product(
+            weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
+            ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, EVEN and ROWS % BLOCK_N == 0, EMULATED,
+        )  # fmt: skip
+    else:
+        acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for start in range(0, K, BLOCK_K):
+            at = start + k
+            if EVEN:
+                weight = tl.load(weight_row + at[None, :], mask=in_row[:, None], other=0.0)
+                x = tl.load(x_row + at[None, :], mask=there[:, None], other=0.0)
+            else:
+                weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
+                x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
+            if EMULATED:
+                weight, x = weight.to(tl.float32), x.to(tl.float32)
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if BIAS:
         acc += tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
@@ -206,10 +221,11 @@ _ONE = (  # rows, inner entries and warps of the first product, then of the seco
 _FEW = (  # weight rows, inner entries, stages, warps
     (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
 )  # fmt: skip
+_ENCODED_FEW = ((64, 4, 4), (64, 3, 4), (64, 6, 4), (128, 4, 8), (128, 3, 4))  # weight rows, stages, warps
 
 
 def supports_one(site: CallSite) -> bool:
-    return site.rows("x_TD") == 1 and supports(site)
+    return site.rows("x_TD") == 1 and site.args["form"] == "" and supports(site)
 
 
 def configs_of_one(site: CallSite) -> list[Config]:
@@ -230,31 +246,28 @@ def triton_one(
     **config: int,
 ) -> Tensor:
     """For one token. h is rounded to x's dtype."""
-    return one_token(
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
-    )
+    experts = experts_of(gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND)
+    return one_token(x_TD, experts, weights_TA, experts_TA, config)
 
 
 def one_token(
-    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
-    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
     residual_TD: Tensor | None = None, norm_D: Tensor | None = None, eps: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """residual + the experts of the norm of x, as `fused_moe` and `residual_moe` say."""
-    A, (_, D, F) = experts_TA.shape[1], down_NDF.shape
-    emulated = triton.knobs.runtime.interpret
+    A, (_, D, F) = experts_TA.shape[1], experts.sizes
+    emulated, (first, second) = triton.knobs.runtime.interpret, experts.biases
     h_AF, out_TD = x_TD.new_empty((A, F)), x_TD.new_empty(x_TD.shape)
     launch_triton(
-        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, gate_up_N2FD,
-        gate_up_N2FD if gate_up_bias_N2F is None else gate_up_bias_N2F, experts_TA,
-        x_TD if norm_D is None else norm_D, h_AF, EPS=eps, NORM=norm_D is not None, D=D, F=F,
-        BIAS=gate_up_bias_N2F is not None, ACTIVATION=activation, LIMIT=limit, BLOCK_N=config["n1"],
-        BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
+        one_hidden_kernel, (-(-2 * F // config["n1"]), A), x_TD, experts.gate_up,
+        experts.gate_up if first is None else first, experts_TA, x_TD if norm_D is None else norm_D, h_AF, EPS=eps,
+        NORM=norm_D is not None, D=D, F=F, BIAS=first is not None, ACTIVATION=experts.activation, LIMIT=experts.limit,
+        BLOCK_N=config["n1"], BLOCK_K=config["k1"], EMULATED=emulated, num_warps=config["w1"],
     )  # fmt: skip
     launch_triton(
-        one_sum_kernel, (-(-D // config["n2"]),), h_AF, down_NDF, down_NDF if down_bias_ND is None else down_bias_ND,
+        one_sum_kernel, (-(-D // config["n2"]),), h_AF, experts.down, experts.down if second is None else second,
         weights_TA, experts_TA, h_AF if residual_TD is None else residual_TD, out_TD,
-        RESIDUAL=residual_TD is not None, D=D, F=F, A=A, BIAS=down_bias_ND is not None, BLOCK_N=config["n2"],
+        RESIDUAL=residual_TD is not None, D=D, F=F, A=A, BIAS=second is not None, BLOCK_N=config["n2"],
         BLOCK_K=config["k2"], EMULATED=emulated, num_warps=config["w2"],
     )  # fmt: skip
     return out_TD
@@ -266,10 +279,12 @@ def supports_few(site: CallSite) -> bool:
 
 def configs_of_few(site: CallSite) -> list[Config]:
     tokens = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
+    # The inner entries of encoded tiles are their format's.
+    tiles = [(rows, 256, *more) for rows, *more in _ENCODED_FEW] if site.args["form"] else _FEW
     return [
         {"block_t": tokens, "block_n": rows, "block_k": inner, "stages": stages, "warps": warps}
-        for rows, inner, stages, warps in _FEW
-        if programs_at_once(site, rows + tokens, inner, stages)
+        for rows, inner, stages, warps in tiles
+        if programs_at_once(site, rows, tokens, inner, stages)
     ]
 
 
@@ -284,33 +299,45 @@ def triton_few(
     limit: float = 0.0,
     gate_up_bias_N2F: Tensor | None = None,
     down_bias_ND: Tensor | None = None,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
     **config: int,
 ) -> Tensor:
     """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
-    return few_tokens(
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
-    )
+    experts = experts_of(
+        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
+        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+    )  # fmt: skip
+    return few_tokens(x_TD, experts, weights_TA, experts_TA, config)
 
 
 def few_tokens(
-    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
-    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
     residual_TD: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
     T, A = experts_TA.shape
-    N, D, F = down_NDF.shape
+    N, D, F = experts.sizes
     h_PF, y_PD = x_TD.new_empty((T * A, F)), x_TD.new_empty((T * A, D))
     products = (
-        (x_TD, gate_up_N2FD, gate_up_bias_N2F, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
-        (h_PF, down_NDF, down_bias_ND, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+        (x_TD, experts.gate_up, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
+        (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
-    for x, weight, bias, out, sizes in products:
+    for i, (x, weight, out, sizes) in enumerate(products):
+        bias = experts.biases[i]
+        constants = {
+            "BLOCK_K": config["block_k"], **sizes, **experts.encoding(i, int(sizes["K"])), "A": A,
+            "A_PAD": 1 << (A - 1).bit_length(), "BIAS": bias is not None, "ACTIVATION": experts.activation,
+            "LIMIT": experts.limit, "BLOCK_T": config["block_t"], "BLOCK_N": config["block_n"],
+            "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
+        }  # fmt: skip
         launch_triton(
-            few_kernel, (-(-sizes["ROWS"] // config["block_n"]), N), x, weight, weight if bias is None else bias,
-            weights_TA, experts_TA, out, T, **sizes, A=A, A_PAD=1 << (A - 1).bit_length(), BIAS=bias is not None,
-            ACTIVATION=activation, LIMIT=limit, BLOCK_T=config["block_t"], BLOCK_N=config["block_n"],
-            BLOCK_K=config["block_k"], EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"],
-            num_stages=config["stages"],
+            few_kernel, (-(-int(sizes["ROWS"]) // config["block_n"]), N), x, weight,
+            *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
+            weights_TA, experts_TA, out, T, **constants,
         )  # fmt: skip
     return added(y_PD, experts_TA, residual_TD)

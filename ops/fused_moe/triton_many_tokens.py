@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.fused_linear.triton_encoded import encoded_product
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import activated, added, programs_at_once, supports
+from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
 
 
 @triton.jit
@@ -103,7 +104,9 @@ def place_kernel(
 @triton.jit
 def experts_kernel(
     x_ptr,  # [T, K] of which rows are gathered, or [P, K] in the order of experts
-    weight_ptr,  # [N, ROWS, K]
+    weight_ptr,  # [N, ROWS, K], or encoded
+    scales_ptr,  # of encoded weights [N, GROUPS, ROWS]
+    zeros_ptr,
     bias_ptr,  # [N, ROWS]
     scale_ptr,  # [P] float32
     order_ptr,
@@ -112,6 +115,11 @@ def experts_kernel(
     out_ptr,  # [P, ROWS / 2] in the order of experts, or [P, ROWS] by pair
     P,
     X_ROW: tl.constexpr,
+    WEIGHT_ROW: tl.constexpr,
+    GROUPS: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
     N: tl.constexpr,
@@ -140,8 +148,9 @@ def experts_kernel(
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
     if GATED and tl.program_id(0) == 0:
         tl.store(counts_ptr + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
-    weights = tl.make_tensor_descriptor(weight_ptr, [N * ROWS, K], [K, 1], [HALF, BLOCK_K])
-    if not GATED:
+    if FORM == "":
+        weights = tl.make_tensor_descriptor(weight_ptr, [N * ROWS, K], [K, 1], [HALF, BLOCK_K])
+    if FORM == "" and not GATED:
         rows = tl.make_tensor_descriptor(x_ptr, [P, K], [X_ROW, 1], [BLOCK_T, BLOCK_K])
     k = tl.arange(0, BLOCK_K)
     t = tl.arange(0, BLOCK_T)
@@ -155,20 +164,35 @@ def experts_kernel(
         pair = tl.load(order_ptr + begin + t, mask=there, other=0)
         if GATED:
             x_row = x_ptr + (pair // A).to(tl.int64)[:, None] * X_ROW
-        acc = tl.zeros([HALF, BLOCK_T], tl.float32)
-        other = tl.zeros([HALF, BLOCK_T], tl.float32)
-        for start in range(0, K, BLOCK_K):
-            weight = weights.load([row, start])
-            more = weights.load([row + OTHER, start])
-            if GATED:
-                at = start + k
-                x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
-            else:
-                x = rows.load([begin, start])
-            if EMULATED:
-                weight, more, x = weight.to(tl.float32), more.to(tl.float32), x.to(tl.float32)
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-            other = tl.dot(more, tl.trans(x), other, input_precision="ieee")
+        if FORM != "":
+            r = tl.arange(0, BLOCK_N)  # rows of the two blocks by turns
+            place = first + r // 2 + r % 2 * OTHER
+            in_row = (first + r // 2 < WIDTH) & (place < ROWS)
+            weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + place)[:, None] * WEIGHT_ROW
+            of = expert.to(tl.int64) * (GROUPS * ROWS) + place
+            if not GATED:
+                x_row = x_ptr + (begin + t).to(tl.int64)[:, None] * X_ROW
+            both = encoded_product(
+                weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
+                ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, K % BLOCK_K == 0 and WIDTH % BLOCK_N == 0,
+                EMULATED,
+            )  # fmt: skip
+            acc, other = tl.split(tl.permute(tl.reshape(both, [HALF, 2, BLOCK_T]), (0, 2, 1)))
+        else:
+            acc = tl.zeros([HALF, BLOCK_T], tl.float32)
+            other = tl.zeros([HALF, BLOCK_T], tl.float32)
+            for start in range(0, K, BLOCK_K):
+                weight = weights.load([row, start])
+                more = weights.load([row + OTHER, start])
+                if GATED:
+                    at = start + k
+                    x = tl.load(x_row + at[None, :], mask=there[:, None] & (at < K)[None, :], other=0.0)
+                else:
+                    x = rows.load([begin, start])
+                if EMULATED:
+                    weight, more, x = weight.to(tl.float32), more.to(tl.float32), x.to(tl.float32)
+                acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+                other = tl.dot(more, tl.trans(x), other, input_precision="ieee")
         column = first + tl.arange(0, HALF)
         if BIAS:
             bias = bias_ptr + expert * ROWS + column
@@ -199,6 +223,11 @@ _TILES = (
 )  # fmt: skip
 
 
+_ENCODED_TILES = tuple(
+    ((n, 256, stages, warps, 4),) * 2 for n, stages, warps in ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 3, 4))
+)
+
+
 def configs(site: CallSite) -> list[Config]:
     """Launch constants at a site, the likely best last where there are many pairs of an expert."""
     T, A = site.rows("x_TD"), site.args["experts_TA"].shape[1]
@@ -207,10 +236,10 @@ def configs(site: CallSite) -> list[Config]:
     found: list[Config] = []
     for block_t in sorted({usual, min(128, 2 * usual)}):
         tiles = max(1, min(pairs, N + pairs // block_t))
-        for products in _TILES:
+        for products in _ENCODED_TILES if site.args["form"] else _TILES:
             config = {"block_t": block_t, "tiles": tiles, "pairs": pairs}
             for i, (n, k, stages, warps, most) in enumerate(products):
-                programs = min(most, programs_at_once(site, n + block_t, k, stages)) * site.target.multiprocessors
+                programs = min(most, programs_at_once(site, n, block_t, k, stages)) * site.target.multiprocessors
                 config |= {f"n{i}": n, f"k{i}": k, f"stages{i}": stages, f"warps{i}": warps, f"programs{i}": programs}
             if config["programs0"] and config["programs1"] and config not in found:
                 found.append(config)
@@ -232,36 +261,49 @@ def triton_sorted(
     limit: float = 0.0,
     gate_up_bias_N2F: Tensor | None = None,
     down_bias_ND: Tensor | None = None,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
     **config: int,
 ) -> Tensor:
     """h and what each expert gives are rounded to x's dtype."""
-    return many_tokens(
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND, config
-    )
+    experts = experts_of(
+        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
+        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+    )  # fmt: skip
+    return many_tokens(x_TD, experts, weights_TA, experts_TA, config)
 
 
 def many_tokens(
-    x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, activation: str,
-    limit: float, gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, config: Config,
+    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
     residual_TD: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
     T, A = experts_TA.shape
-    N, D, F = down_NDF.shape
+    N, D, F = experts.sizes
     P, emulated = T * A, triton.knobs.runtime.interpret
     order, tiles, counts = _sorted(experts_TA, P, N, config)
     h_PF, y_PD = x_TD.new_empty((P, F)), x_TD.new_empty((P, D))
     products = (
-        (x_TD, gate_up_N2FD, gate_up_bias_N2F, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
-        (h_PF, down_NDF, down_bias_ND, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
+        (x_TD, experts.gate_up, h_PF, {"X_ROW": x_TD.stride(0), "ROWS": 2 * F, "K": D, "GATED": True}),
+        (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
-    for i, (x, weight, bias, out, sizes) in enumerate(products):
+    for i, (x, weight, out, sizes) in enumerate(products):
+        bias = experts.biases[i]
+        constants = {
+            "BLOCK_K": config[f"k{i}"], **sizes, **experts.encoding(i, int(sizes["K"])), "N": N, "A": A,
+            "BIAS": bias is not None, "ACTIVATION": experts.activation, "LIMIT": experts.limit,
+            "BLOCK_T": config["block_t"], "BLOCK_N": config[f"n{i}"], "TILES": config["tiles"],
+            "COUNTS": counts.shape[0], "PROGRAMS": config[f"programs{i}"], "EMULATED": emulated,
+            "num_warps": config[f"warps{i}"], "num_stages": config[f"stages{i}"],
+        }  # fmt: skip
         launch_triton(
-            experts_kernel, (config[f"programs{i}"],), x, weight, weight if bias is None else bias, weights_TA, order,
-            tiles, counts, out, P, **sizes, N=N, A=A, BIAS=bias is not None, ACTIVATION=activation, LIMIT=limit,
-            BLOCK_T=config["block_t"], BLOCK_N=config[f"n{i}"], BLOCK_K=config[f"k{i}"], TILES=config["tiles"],
-            COUNTS=counts.shape[0], PROGRAMS=config[f"programs{i}"], EMULATED=emulated, num_warps=config[f"warps{i}"],
-            num_stages=config[f"stages{i}"],
+            experts_kernel, (config[f"programs{i}"],), x, weight,
+            *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
+            weights_TA, order, tiles, counts, out, P, **constants,
         )  # fmt: skip
     return added(y_PD, experts_TA, residual_TD)
 

@@ -21,7 +21,7 @@ _kernel = CKernel(
 
 
 def _supports(site: CallSite) -> bool:
-    tensors = [t for t in site.args.values() if t is not None]
+    tensors = [t for t in site.args.values() if isinstance(t, Tensor)]
     arch = site.target.arch
     return "avx2" in arch and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
 

@@ -6,23 +6,27 @@ from typing import Literal
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
+from graphllm.ops.encoded_weights import encoded
 
 _TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
 _REASON = "float32 accumulation in another order; sum and norm are rounded to the dtype up to three times"
 
 
-def _case(T: int, out: int, inner: int, bias: bool = False, size: Literal["small", "real"] = "small") -> Case:
+def _case(
+    T: int, out: int, inner: int, bias: bool = False, size: Literal["small", "real"] = "small", encoding: str = ""
+) -> Case:
     def inputs(make: Maker) -> dict[str, object]:
         return {
             "x_TI": make.normal(T, inner),
             "weight_OI": make.normal(out, inner, scale=inner**-0.5),
+            **(encoded(make, encoding, out, inner) if encoding else {}),
             "residual_TO": make.normal(T, out),
             "norm_O": make.normal(out),
             "eps": 1e-5,
             "bias_O": make.normal(out) if bias else None,
         }
 
-    name = f"T{T}_O{out}_I{inner}" + ("_bias" if bias else "")
+    name = f"T{T}_O{out}_I{inner}" + ("_bias" if bias else "") + (f"_{encoding}" if encoding else "")
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
 
 
@@ -32,6 +36,8 @@ CASES = (
     _case(3, 40, 96, bias=True),
     _case(17, 80, 520),
     _case(35, 33, 264, bias=True),
+    _case(17, 40, 256, bias=True, encoding="float8-0"),
+    _case(3, 48, 528, encoding="int4-zeros-128"),
     *(_case(T, *shape, size="real") for T in (16, 64, 256)
       for shape in ((4096, 4096), (4096, 14336), (1024, 2048), (1024, 3072))),
 )  # fmt: skip

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.linear import linear
 from graphllm.ops.rms_norm import rms_norm
 
 
-def _cost(x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, bias_O: Tensor | None) -> Cost:
-    read = nbytes(x_TI, weight_OI, bias_O, residual_TO, norm_O)
+def _cost(
+    x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, bias_O: Tensor | None,
+    scales_GO: Tensor | None, zeros_GO: Tensor | None,
+) -> Cost:  # fmt: skip
+    read = nbytes(x_TI, weight_OI, bias_O, residual_TO, norm_O, scales_GO, zeros_GO)
     return Cost(read + 2 * nbytes(residual_TO), 2 * residual_TO.numel() * x_TI.shape[1])
 
 
 @op(cost=_cost, rowwise=True)
 def linear_add_norm(
-    x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    residual_TO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    bias_O: Tensor | None = None,
+    scales_GO: Tensor | None = None,
+    zeros_GO: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """sum = residual + x @ weight.T + bias, and `rms_norm` of it: two tensors [T, O] in x's dtype, contiguous.
 
-    x_TI [T, I], weight_OI [O, I], residual_TO [T, O], norm_O [O] applied with offset 0, bias_O [O]. Products
-    accumulate in float32 (float64 for float64 inputs). An implementation may add in float32 and round once; the
-    reference rounds the product first. The norm is that of the rounded sum.
+    x_TI [T, I], weight_OI [O, I], residual_TO [T, O], norm_O [O] applied with offset 0, bias_O [O].
+    scales_GO, zeros_GO, form, group: as for `linear`. Products accumulate in float32 (float64 for float64 inputs). An
+    implementation may add in float32 and round once; the reference rounds the product first. The norm is that of the
+    rounded sum.
     """
-    sum_TO = residual_TO + torch.nn.functional.linear(x_TI, weight_OI, bias_O)
+    sum_TO = residual_TO + linear.reference(x_TI, weight_OI, bias_O, scales_GO, zeros_GO, form, group)
     return sum_TO, rms_norm.reference(sum_TO, norm_O, eps)

@@ -6,11 +6,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphllm.ops.fused_linear.triton_fused_linear import half, launch_norm, launch_tiles, short, tile_configs
+from graphllm.ops.fused_linear.triton_fused_linear import launch_norm, launch_tiles, plain, short, tile_configs
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
 
-@linear_add_norm.impl("cublas", device="cuda", supports=half)
+@linear_add_norm.impl("cublas", device="cuda", supports=plain)
 def cublas(
     x_TI: Tensor, weight_OI: Tensor, residual_TO: Tensor, norm_O: Tensor, eps: float, bias_O: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -34,12 +34,16 @@ def triton_tile(
     norm_O: Tensor,
     eps: float,
     bias_O: Tensor | None = None,
+    scales_GO: Tensor | None = None,
+    zeros_GO: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
     **config: int,
 ) -> tuple[Tensor, Tensor]:
     """Up to ``MOST_ROWS`` rows of x."""
     shape = (x_TI.shape[0], weight_OI.shape[0])
     parts = torch.empty((config["splits"], *shape), dtype=torch.float32, device=x_TI.device)
-    launch_tiles(x_TI, weight_OI, parts, config, parts=True)
+    launch_tiles(x_TI, weight_OI, parts, config, encoded=(scales_GO, zeros_GO, form, group), parts=True)
     sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
     launch_norm(parts, norm_O, eps, normed_TO, config["splits"], bias_O, residual_TO, sum_TO)
     return sum_TO, normed_TO

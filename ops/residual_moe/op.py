@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
@@ -9,14 +11,8 @@ from graphllm.ops.fused_moe import fused_moe
 from graphllm.ops.rms_norm import rms_norm
 
 
-def _cost(
-    residual_TD: Tensor, x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor,
-    gate_up_bias_N2F: Tensor | None, down_bias_ND: Tensor | None, norm_D: Tensor | None,
-) -> Cost:  # fmt: skip
-    experts = fused_moe.cost(
-        x_TD=x_TD, gate_up_N2FD=gate_up_N2FD, down_NDF=down_NDF, weights_TA=weights_TA, experts_TA=experts_TA,
-        gate_up_bias_N2F=gate_up_bias_N2F, down_bias_ND=down_bias_ND,
-    )  # fmt: skip
+def _cost(residual_TD: Tensor, norm_D: Tensor | None, **others: Any) -> Cost:
+    experts = fused_moe.cost(**{n: others[n] for n in fused_moe.signature.parameters})
     return Cost(experts.bytes + nbytes(residual_TD, norm_D), experts.flops)
 
 
@@ -34,6 +30,12 @@ def residual_moe(
     down_bias_ND: Tensor | None = None,
     norm_D: Tensor | None = None,
     eps: float = 0.0,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
 ) -> Tensor:
     """residual + `fused_moe` of x, or of its `rms_norm` where norm_D [D] is given: [T, D] in x's dtype, contiguous.
 
@@ -43,8 +45,9 @@ def residual_moe(
     if norm_D is not None:
         x_TD = rms_norm.reference(x_TD, norm_D, eps)
     return residual_TD + fused_moe.reference(
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND
-    )
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
+        gate_up_scales_NG2F, gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+    )  # fmt: skip
 
 
 @residual_moe.fake

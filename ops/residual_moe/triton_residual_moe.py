@@ -8,6 +8,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.fused_moe import triton_few_tokens, triton_many_tokens
+from graphllm.ops.fused_moe.triton_common import experts_of
 from graphllm.ops.fused_moe.tuning import even_routing
 from graphllm.ops.residual_moe.op import residual_moe
 
@@ -41,10 +42,8 @@ def triton_one(
     **config: int,
 ) -> Tensor:
     """For one token. The normalized row is not rounded."""
-    return triton_few_tokens.one_token(
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
-        config, residual_TD, norm_D, eps,
-    )  # fmt: skip
+    experts = experts_of(gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND)
+    return triton_few_tokens.one_token(x_TD, experts, weights_TA, experts_TA, config, residual_TD, norm_D, eps)
 
 
 @residual_moe.impl(
@@ -64,15 +63,20 @@ def triton_few(
     limit: float = 0.0,
     gate_up_bias_N2F: Tensor | None = None,
     down_bias_ND: Tensor | None = None,
-    norm_D: Tensor | None = None,
-    eps: float = 0.0,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
     **config: int,
 ) -> Tensor:
     """For up to 64 tokens."""
-    return triton_few_tokens.few_tokens(
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
-        config, residual_TD,
+    experts = experts_of(
+        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
+        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
     )  # fmt: skip
+    return triton_few_tokens.few_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)
 
 
 @residual_moe.impl(
@@ -92,12 +96,17 @@ def triton_sorted(
     limit: float = 0.0,
     gate_up_bias_N2F: Tensor | None = None,
     down_bias_ND: Tensor | None = None,
-    norm_D: Tensor | None = None,
-    eps: float = 0.0,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
     **config: int,
 ) -> Tensor:
     """For more tokens."""
-    return triton_many_tokens.many_tokens(
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
-        config, residual_TD,
+    experts = experts_of(
+        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
+        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
     )  # fmt: skip
+    return triton_many_tokens.many_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)

@@ -40,7 +40,7 @@ from graphllm.weights.expr import (
 from graphllm.weights.loader import load_weights
 from graphllm.weights.match import check_checkpoint
 from graphllm.weights.plan import Entry, WeightPlan, decoded
-from graphllm.weights.simplify import Region, as_stored, at_rank, region_of, simplify
+from graphllm.weights.simplify import Region, at_rank, region_of, same_encodings, simplify
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F16": torch.float16}
 NO_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
@@ -351,15 +351,12 @@ def test_encoding_any_expression(tmp_path: Path, name: str, dtype: torch.dtype) 
 def test_what_is_stored_encoded_stays_as_it_is() -> None:
     """Matrices in an encoding merge at whole blocks; encoding what was decoded is reading it."""
     q, k, odd = (decoded("int8", (n,), (rows, 128)) for n, rows in (("q", 32), ("k", 16), ("odd", 20)))
-    found = as_stored(Concat((q, k)))
-    assert found is not None
-    name, parts = found
-    assert name == "int8"
-    assert parts["values"] == Concat((q.parts[0], k.parts[0]))
-    assert parts["scales"] == Concat((q.parts[1], k.parts[1]))
-    assert as_stored(Concat((q, odd))) is not None  # the last one may end inside a block
-    assert as_stored(Concat((odd, q))) is None
-    assert as_stored(Concat((q, Read(("plain",), (16, 128))))) is None
-    assert as_stored(Read(("plain",), (16, 128))) is None
+    assert same_encodings(Concat((q, k))) == ("int8",)
+    for i, part in enumerate(("values", "scales")):
+        assert simplify(Encode("int8", part, Concat((q, k)))) == Concat((q.parts[i], k.parts[i]))
+    assert same_encodings(Concat((q, odd))) == ("int8",)  # the last one may end inside a block
+    assert same_encodings(Concat((odd, q))) == ()
+    assert same_encodings(Concat((q, Read(("plain",), (16, 128))))) == ()
+    assert same_encodings(Read(("plain",), (16, 128))) == ()
     assert simplify(Encode("int8", "scales", q)) == q.parts[1]
     assert not any(isinstance(e, Decode) for e in walk(simplify(Encode("int8", "values", Concat((q, k))))))

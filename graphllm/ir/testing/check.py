@@ -276,8 +276,10 @@ def _form(t: Tensor) -> tuple[list[int], str, list[int]]:
 
 def _opcheck_problem(op: Op, args: dict[str, Any]) -> str:
     """What torch's own checks of schema and fake find."""
-    try:
-        torch.library.opcheck(op.overload, (), args, test_utils=("test_schema", "test_faketensor"))
+    small = any(t.is_floating_point() and t.itemsize == 1 for t in _tensors(list(args.values())))
+    try:  # the test of the schema computes with all numbers, which torch cannot with those of 8 bits
+        checks = ("test_faketensor",) if small else ("test_schema", "test_faketensor")
+        torch.library.opcheck(op.overload, (), args, test_utils=checks)
     except Exception as e:  # opcheck raises whatever the op raised; every kind is a finding
         return f"torch.library.opcheck: {e}"
     return ""

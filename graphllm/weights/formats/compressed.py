@@ -18,11 +18,12 @@ from torch import Tensor
 from graphllm.weights.encodings import Encoding, Part, register_family
 from graphllm.weights.formats.bits import unpacked
 from graphllm.weights.formats.float8 import scaled
+from graphllm.weights.formats.grouped import SCALES, grouped_integers, grouped_name
 
 _WHOLE = 1 << 30  # inner entries are never sliced: weight_g_idx may name any group
 
 
-def _packed(zeros: bool, order: bool, name: str, bits: int, group: int) -> Encoding:
+def _packed(zeros: bool, order: bool, dtype: str, name: str, bits: int, group: int) -> Encoding:
     each = 32 // math.gcd(32, bits)  # integers that fill words
 
     def words(count: int) -> int:
@@ -38,9 +39,16 @@ def _packed(zeros: bool, order: bool, name: str, bits: int, group: int) -> Encod
             numbers = numbers - (unpacked(parts["zeros"], bits, 0, rows) - (1 << bits - 1))[:, of]
         return numbers.float() * parts["scales"].float()[:, of]
 
+    def repack(parts: Mapping[str, Tensor], rows: int, inner: int) -> Mapping[str, Tensor]:
+        half = 1 << bits - 1
+        zero_points = (unpacked(parts["zeros"], bits, 0, rows) - half).T if zeros else None
+        return grouped_integers(
+            unpacked(parts["values"], bits, 1, inner) - half, bits, group, parts["scales"].T, zero_points
+        )
+
     parts = [
         Part("values", "int32", lambda rows, inner: (rows, words(inner)), "{stem}.weight_packed"),
-        Part("scales", "bfloat16", lambda rows, inner: (rows, groups(inner)), "{stem}.weight_scale"),
+        Part("scales", dtype, lambda rows, inner: (rows, groups(inner)), "{stem}.weight_scale"),
         Part("extents", "int64", lambda rows, inner: (2,), "{stem}.weight_shape"),
     ]
     if zeros:
@@ -48,10 +56,15 @@ def _packed(zeros: bool, order: bool, name: str, bits: int, group: int) -> Encod
         parts.append(Part("zeros", "int32", lambda rows, inner: (words(rows), groups(inner)), stored))
     if order:
         parts.append(Part("g_idx", "int32", lambda rows, inner: (inner,), "{stem}.weight_g_idx"))
-    return Encoding(name, tuple(parts), (each if zeros else 1, _WHOLE if order else max(each, group)), None, decode)
+    block = (each if zeros else 1, _WHOLE if order else max(each, group))
+    same = () if order else ((grouped_name(bits, dtype, group, zeros), repack),)
+    return Encoding(name, tuple(parts), block, None, decode, repacked=same)
 
 
 for _zeros in (False, True):
     for _order in (False, True):
-        register_family("packed" + "_zeros" * _zeros + "_order" * _order, partial(_packed, _zeros, _order))
+        for _dtype in SCALES:
+            _end = "" if _dtype == "bfloat16" else f"_{_dtype}"
+            _name = "packed" + "_zeros" * _zeros + "_order" * _order + _end
+            register_family(_name, partial(_packed, _zeros, _order, _dtype))
 register_family("ints", lambda name, rows, inner: scaled(name, "int8", rows, inner, "{stem}.weight_scale"))

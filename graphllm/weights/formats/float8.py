@@ -11,8 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+import torch
 from torch import Tensor
 
+from graphllm.ops.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_family
 
 Shape = Callable[[int, int], tuple[int, ...]]
@@ -35,9 +37,14 @@ def scaled(name: str, dtype: str, rows: int, inner: int, scale: str, more: tuple
                 scales = scales.repeat_interleave(block, dim).narrow(dim, 0, extent)
         return parts["values"].float() * scales
 
+    def repack(parts: Mapping[str, Tensor], r: int, i: int) -> Mapping[str, Tensor]:
+        scales = parts["scales"].float().repeat_interleave(rows or r, 0)[:r]
+        return {"values": packed(parts["values"].view(torch.uint8), form, inner), "scales": scales.T.contiguous()}
+
     values = Part("values", dtype, lambda r, i: (r, i), "{stem}.weight")
     parts = (values, Part("scales", "float32", shape, scale), *more)
-    return Encoding(name, parts, (rows or 1, inner or 1), None, decode)
+    form, same = ("float8", f"float8-{inner}") if dtype == "float8_e4m3fn" else ("int8", f"byte_f32-{inner}")
+    return Encoding(name, parts, (rows or 1, inner or 1), None, decode, repacked=((same, repack),))
 
 
 def _make(scale: str, more: tuple[Part, ...], name: str, rows: int, inner: int) -> Encoding:

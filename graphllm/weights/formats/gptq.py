@@ -2,20 +2,25 @@
 packed into 32-bit words. The matrix is stored transposed, [inner, rows].
 
 gptq-BITS-GROUP and gptqv2-BITS-GROUP: Frantar et al. 2022 as AutoGPTQ and GPTQModel write it. ``g_idx`` names the group
-of each inner entry, in order or, with desc_act, by activation. Version 1 stores zero points less one. autoround: as
-version 1 without ``g_idx``. awq-GROUP: Lin et al. 2023, the "gemm" layout: eight rows of a word by turns. A group of 0
-is a whole row.
+of each inner entry, in order or, with desc_act, by activation. Version 1 stores zero points less one.
+gptq_ordered, gptqv2_ordered: the same where groups are in order. autoround: as version 1, without
+``g_idx``. awq-GROUP: Lin et al. 2023, the "gemm" layout: eight rows of a word by turns. A group of 0 is a whole row.
+
+Scales are float16; families that end with another dtype have scales of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from graphllm.config import ConfigError
 from graphllm.weights.encodings import Encoding, Part, register_family
 from graphllm.weights.formats.bits import unpacked
+from graphllm.weights.formats.grouped import SCALES, grouped_integers, grouped_name
 
 _WHOLE = 1 << 30  # inner entries are never sliced: g_idx may name any group
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in a word of AWQ each of eight rows is
@@ -25,28 +30,48 @@ def _groups(inner: int, group: int) -> int:
     return -(-inner // group) if group else 1
 
 
-def _gptq(name: str, bits: int, group: int, more: int, ordered: bool) -> Encoding:
-    """more: what is added to stored zero points. ordered: there is no g_idx."""
+def _gptq(name: str, bits: int, group: int, more: int, index: bool, ordered: bool, scales: str) -> Encoding:
+    """more: what is added to stored zero points. index: there is a g_idx. ordered: groups are in order. scales: their
+    dtype."""
     step = 32 if bits == 3 else 32 // bits  # integers that fill words
     line = step * bits // 32
+    half = 1 << bits - 1
+
+    def numbers_of(parts: Mapping[str, Tensor], rows: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Integers [inner, rows], zero points [groups, rows], and the group of each inner entry."""
+        numbers = unpacked(parts["qweight"], bits, 0, inner)
+        of = torch.arange(inner, device=numbers.device) // (group or inner)
+        if index:
+            stored = parts["g_idx"].long()
+            if ordered and not torch.equal(stored - stored[0], of):
+                raise ConfigError(
+                    "g_idx: groups are not in order, though desc_act in config.json's quantization_config is false; "
+                    "set it to true"
+                )
+            of = of if ordered else stored
+        return numbers, unpacked(parts["qzeros"], bits, 1, rows) + more, of
 
     def decode(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
-        numbers = unpacked(parts["qweight"], bits, 0, inner)  # [inner, rows]
-        zeros = unpacked(parts["qzeros"], bits, 1, rows) + more
-        of = torch.arange(inner, device=numbers.device) // (group or inner) if ordered else parts["g_idx"].long()
+        numbers, zeros, of = numbers_of(parts, rows, inner)
         return ((numbers - zeros[of]).float() * parts["scales"].float()[of]).T
+
+    def repack(parts: Mapping[str, Tensor], rows: int, inner: int) -> Mapping[str, Tensor]:
+        numbers, zeros, _ = numbers_of(parts, rows, inner)
+        return grouped_integers(numbers.T - half, bits, group, parts["scales"], zeros - half)
 
     parts = [
         Part("qweight", "int32", lambda rows, inner: (-(-inner // step) * line, rows), "{stem}.qweight"),
         Part("qzeros", "int32", lambda rows, inner: (_groups(inner, group), -(-rows // step) * line), "{stem}.qzeros"),
-        Part("scales", "float16", lambda rows, inner: (_groups(inner, group), rows), "{stem}.scales"),
+        Part("scales", scales, lambda rows, inner: (_groups(inner, group), rows), "{stem}.scales"),
     ]
-    if not ordered:
+    if index:
         parts.append(Part("g_idx", "int32", lambda rows, inner: (inner,), "{stem}.g_idx"))
-    return Encoding(name, tuple(parts), (step, max(step, group) if ordered else _WHOLE), None, decode)
+    block = (step, max(step, group) if ordered else _WHOLE)
+    same = ((grouped_name(bits, scales, group, zeros=True), repack),) if ordered else ()
+    return Encoding(name, tuple(parts), block, None, decode, repacked=same)
 
 
-def _awq(name: str, group: int) -> Encoding:
+def _awq(name: str, group: int, scales: str) -> Encoding:
     def rows_of(words: Tensor) -> Tensor:
         order = torch.tensor(_AWQ_ORDER, device=words.device)
         return unpacked(words, 4, 1, words.shape[1] * 8).unflatten(1, (-1, 8))[:, :, order].flatten(1)
@@ -56,15 +81,25 @@ def _awq(name: str, group: int) -> Encoding:
         numbers, zeros = rows_of(parts["qweight"]), rows_of(parts["qzeros"])
         return ((numbers - zeros[of]).float() * parts["scales"].float()[of]).T
 
+    def repack(parts: Mapping[str, Tensor], rows: int, inner: int) -> Mapping[str, Tensor]:
+        return grouped_integers(
+            rows_of(parts["qweight"]).T - 8, 4, group, parts["scales"], rows_of(parts["qzeros"]) - 8
+        )
+
     parts = (
         Part("qweight", "int32", lambda rows, inner: (inner, rows // 8), "{stem}.qweight"),
         Part("qzeros", "int32", lambda rows, inner: (_groups(inner, group), rows // 8), "{stem}.qzeros"),
-        Part("scales", "float16", lambda rows, inner: (_groups(inner, group), rows), "{stem}.scales"),
+        Part("scales", scales, lambda rows, inner: (_groups(inner, group), rows), "{stem}.scales"),
     )
-    return Encoding(name, parts, (8, group or 1), None, decode)
+    same = ((grouped_name(4, scales, group, zeros=True), repack),)
+    return Encoding(name, parts, (8, group or 1), None, decode, repacked=same)
 
 
-register_family("gptq", lambda name, bits, group: _gptq(name, bits, group, 1, ordered=False))
-register_family("gptqv2", lambda name, bits, group: _gptq(name, bits, group, 0, ordered=False))
-register_family("autoround", lambda name, bits, group: _gptq(name, bits, group, 1, ordered=True))
-register_family("awq", _awq)
+for _dtype in SCALES:
+    _end = "" if _dtype == "float16" else f"_{_dtype}"
+    for _name, _more, _index, _ordered in (
+        ("gptq", 1, True, False), ("gptqv2", 0, True, False), ("gptq_ordered", 1, True, True),
+        ("gptqv2_ordered", 0, True, True), ("autoround", 1, False, True),
+    ):  # fmt: skip
+        register_family(_name + _end, partial(_gptq, more=_more, index=_index, ordered=_ordered, scales=_dtype))
+    register_family("awq" + _end, partial(_awq, scales=_dtype))

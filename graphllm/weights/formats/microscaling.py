@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from graphllm.ops.encoded_weights import packed
 from graphllm.weights.encodings import Encoding, Part, register_encoding
 from graphllm.weights.formats.bits import e2m1, nibbles, spread
 
@@ -21,13 +22,16 @@ def _mxfp4(name: str, values: str, scales: str) -> Encoding:
         powers = parts["scales"].int().sub(127).float().exp2()
         return e2m1(nibbles(parts["values"])) * spread(powers, inner)
 
+    def repack(parts: Mapping[str, Tensor], rows: int, inner: int) -> Mapping[str, Tensor]:
+        return {"values": packed(nibbles(parts["values"]), "e2m1", 32), "scales": parts["scales"].T.contiguous()}
+
     return Encoding(
         name,
         (
             Part("values", "uint8", lambda rows, inner: (rows, inner // 2), values),
             Part("scales", "uint8", lambda rows, inner: (rows, inner // 32), scales),
         ),
-        (1, 32), None, decode,
+        (1, 32), None, decode, repacked=(("e2m1-32", repack),),
     )  # fmt: skip
 
 

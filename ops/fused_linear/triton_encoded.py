@@ -1,0 +1,199 @@
+"""Triton: products with encoded weights, as the left operand, decoded in registers on the way to the tensor cores.
+
+Codes become numbers two at a time: the same bits of two neighbouring int16 are moved to their places in two numbers of
+16 bits, which the format of `graphllm.ops.encoded_weights` makes two neighbouring inner entries.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.constexpr_function
+def _decoding(form, half):
+    """PTX that makes of a pair of int16, the last register, a pair of numbers in each of the others. half: bf16 or
+    f16."""
+    one = {"bf16": 0x4300, "f16": 0x6400}[half]  # 128 and 1,024: the last bits of the mantissa are the code
+    constant, lines = 0, []
+
+    def pair(number):
+        return f"0x{number:04x}{number:04x}"
+
+    def shifted(to, of, by):
+        if by == 0:
+            return f"mov.b32 {to}, ${of};"
+        return f"shl.b32 {to}, ${of}, {by};" if by > 0 else f"shr.b32 {to}, ${of}, {-by};"
+
+    for j in range(4):
+        if form == "int4":
+            constant = {"bf16": 0x4308, "f16": 0x6408}[half]
+            lines += [
+                shifted("t", 4, -4 * j),
+                f"lop3.b32 ${j}, t, 0x000f000f, {pair(one)}, 0xEA;",
+                f"sub.rn.{half}x2 ${j}, ${j}, c;",
+            ]
+        elif form == "e2m1":
+            constant = {"bf16": 0x7E80, "f16": 0x7400}[half]  # 2 ** 126, 2 ** 14: what the exponent of E2M1 lacks
+            place, mask = {"bf16": (6, 0x01C0), "f16": (9, 0x0E00)}[half]
+            lines += [
+                shifted("t", 4, place - 4 * j),
+                f"and.b32 t, t, {pair(mask)};",
+                shifted("s", 4, 12 - 4 * j),
+                "lop3.b32 t, s, 0x80008000, t, 0xEA;",
+                f"mul.rn.{half}x2 ${j}, t, c;",
+            ]
+        elif j < 2 and form == "float8":
+            constant = {"bf16": 0x7B80, "f16": 0x5C00}[half]  # 2 ** 120, 2 ** 8
+            place, mask = {"bf16": (4, 0x07F0), "f16": (1, 0x3F80)}[half]
+            lines += [
+                shifted("s", 2, 8 - 8 * j),
+                f"shr.b32 t, s, {place};",
+                f"and.b32 t, t, {pair(mask)};",
+                "lop3.b32 t, s, 0x80008000, t, 0xEA;",
+                f"mul.rn.{half}x2 ${j}, t, c;",
+            ]
+        elif j < 2:  # 128 (1,024) and the lower seven bits, less 128 (1,024), and 128 more for a negative number
+            sign = {"bf16": 0x80, "f16": 0x80}[half]
+            lines += [
+                shifted("t", 2, -8 * j),
+                f"lop3.b32 s, t, {pair(0x7F)}, {pair(one)}, 0xEA;",
+                f"lop3.b32 t, t, {pair(sign)}, {pair(one)}, 0xEA;",
+                f"sub.rn.{half}x2 ${j}, s, t;",
+            ]
+    return "{ .reg .b32 t, s, c; mov.b32 c, " + pair(constant) + "; " + " ".join(lines) + " }"
+
+
+@triton.jit
+def numbers_of(words, dtype: tl.constexpr, FORM: tl.constexpr, EMULATED: tl.constexpr):
+    """The two or four numbers of every int16, less 8 where they are integers of four bits."""
+    NIBBLES: tl.constexpr = FORM == "int4" or FORM == "e2m1"
+    if EMULATED:
+        bits = words.to(tl.int32)
+        if NIBBLES:
+            return _number(bits, FORM), _number(bits >> 4, FORM), _number(bits >> 8, FORM), _number(bits >> 12, FORM)
+        else:
+            return _number(bits, FORM), _number(bits >> 8, FORM)
+    elif NIBBLES and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _decoding(FORM, "bf16"), "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif NIBBLES:
+        return tl.inline_asm_elementwise(
+            _decoding(FORM, "f16"), "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _decoding(FORM, "bf16"), "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _decoding(FORM, "f16"), "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def _number(bits, FORM: tl.constexpr):
+    if FORM == "int4":
+        number = ((bits & 15) - 8).to(tl.float32)
+    elif FORM == "int8":
+        number = (((bits & 255) ^ 128) - 128).to(tl.float32)
+    elif FORM == "float8":
+        exponent = (bits >> 3) & 15
+        part = (bits & 7).to(tl.float32) * 0.125
+        number = tl.where(exponent == 0, part * 0.015625, (1.0 + part) * tl.exp2((exponent - 7).to(tl.float32)))
+        number = tl.where(bits & 128 != 0, -number, number)
+    else:
+        exponent = (bits >> 1) & 3
+        half = (bits & 1).to(tl.float32) * 0.5
+        number = tl.where(exponent == 0, half, (1.0 + half) * tl.exp2((exponent - 1).to(tl.float32)))
+        number = tl.where(bits & 8 != 0, -number, number)
+    return number
+
+
+@triton.jit
+def scales_at(at, mask):
+    """float32 scales; uint8 ones are powers of two, 127 added."""
+    found = tl.load(at, mask=mask, other=0.0)
+    if found.dtype == tl.uint8:
+        return (found.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return found.to(tl.float32)
+
+
+@triton.jit
+def _entries(x_row, at, there, K: tl.constexpr, EVEN: tl.constexpr, EMULATED: tl.constexpr):
+    """[entries, tokens] of x; zeros where there is no token."""
+    mask = there[:, None] if EVEN else there[:, None] & (at < K)[None, :]
+    x = tl.load(x_row + at[None, :], mask=mask, other=0.0)
+    if EMULATED:
+        x = x.to(tl.float32)
+    return tl.trans(x)
+
+
+@triton.jit
+def _product(part, number, zero, x, ZEROS: tl.constexpr):
+    if ZEROS:
+        number = number - zero.to(number.dtype)[:, None]
+    return tl.dot(number, x, part, input_precision="ieee")
+
+
+@triton.jit
+def encoded_product(
+    weight_row,  # [BLOCK_N, 1] pointers to the first numbers of rows
+    scale_at,  # [BLOCK_N] pointers to their first scales
+    zero_at,  # and zero points
+    in_row,
+    x_row,  # [BLOCK_T, 1] pointers
+    there,
+    lo,
+    hi,
+    SCALE_ROW: tl.constexpr,  # from a group to the next
+    K: tl.constexpr,
+    FORM: tl.constexpr,
+    GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, over tiles lo to hi of BLOCK_K inner entries."""
+    acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    dtype: tl.constexpr = tl.float32 if EMULATED else x_row.dtype.element_ty
+    CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
+    WIDTH: tl.constexpr = BLOCK_K // CODES
+    # How many of the products of a tile have one scale.
+    TOGETHER: tl.constexpr = CODES if GROUP == 0 or GROUP >= BLOCK_K else GROUP // WIDTH
+    k = tl.arange(0, WIDTH)
+    for tile in range(lo, hi):
+        if EVEN:
+            words = tl.load(weight_row + (tile * WIDTH + k)[None, :])
+        else:
+            words = tl.load(weight_row + (tile * WIDTH + k)[None, :], mask=in_row[:, None], other=0)
+        numbers = numbers_of(words, dtype, FORM, EMULATED)
+        part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        for j in tl.static_range(CODES):
+            at = tile * BLOCK_K + j * WIDTH
+            group = (at // GROUP) * SCALE_ROW if GROUP != 0 else 0
+            first = at // GROUP * GROUP if GROUP != 0 else 0
+            scaled = in_row & (tl.zeros([BLOCK_N], tl.int32) + first < K)  # what pads a row has no scale
+            zero = 0
+            if ZEROS:
+                zero = tl.load(zero_at + group, mask=scaled, other=0)
+            x = _entries(x_row, at + k, there, K, EVEN, EMULATED)
+            if GROUP == 0:
+                acc = _product(acc, numbers[j], zero, x, ZEROS)
+            else:
+                part = _product(part, numbers[j], zero, x, ZEROS)
+                if (j + 1) % TOGETHER == 0:
+                    acc += part * scales_at(scale_at + group, scaled)[:, None]
+                    part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+    if GROUP == 0:
+        acc *= scales_at(scale_at, in_row)[:, None]
+    return acc

@@ -1,0 +1,69 @@
+"""quantize_activations: in steps of many rows, linear layers with float8 weights take rows of float8 as well.
+
+Few rows are bound by reading the weights and keep x as it is. The norm or gate that makes the rows joins the kernel
+that rounds them, where nothing else reads what it makes.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Node
+
+from graphllm.config import CompileConfig
+from graphllm.ir.op import Op, op_of
+from graphllm.ops.linear import linear
+from graphllm.ops.quantize_rows import quantize_rows
+from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.scaled_linear import scaled_linear
+from graphllm.ops.swiglu import swiglu
+from graphllm.rewrite import PassReport, Unit, fake_values, is_implemented, register_pass
+from graphllm.weights.plan import WeightPlan
+
+
+@register_pass(numerics="changes")
+def quantize_activations(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
+    """Turn `linear` with a float8 weight of one scale a row into `quantize_rows` and `scaled_linear` where both have
+    implementations."""
+    notes: list[str] = []
+    for node in list(unit.graph.nodes):
+        given = _bound(node, linear)
+        if given is None or given["form"] != "float8" or given["group"] or given["bias_O"] is not None:
+            continue
+        rows = _rows(given["x_TI"])
+        if not is_implemented(unit, config, quantize_rows, **rows):
+            continue
+        with unit.graph.inserting_before(node), unit.shapes.mode:
+            made = unit.graph.call_function(quantize_rows.overload, kwargs=rows)
+            made.meta["val"] = quantize_rows.overload(**fake_values(rows))
+            codes, scales = (unit.graph.call_function(operator.getitem, (made, i)) for i in range(2))
+            for i, result in enumerate((codes, scales)):
+                result.meta["val"] = made.meta["val"][i]
+        dtype = str(node.meta["val"].dtype).removeprefix("torch.")
+        product = {"codes_TW": codes, "row_scales_T1": scales, "weight_OW": given["weight_OI"],
+                   "scales_1O": given["scales_GO"], "dtype": dtype}  # fmt: skip
+        if not is_implemented(unit, config, scaled_linear, **product):
+            for unused in (scales, codes, made):
+                unit.graph.erase_node(unused)
+            continue
+        notes.append(f"{unit.replace(node, scaled_linear, **product).name}: {', '.join(_said(rows))}")
+    return PassReport(len(notes), tuple(notes))
+
+
+def _rows(x: Node) -> dict[str, Any]:
+    """Arguments of `quantize_rows` for the rows that a node makes."""
+    norm, gate = (_bound(x, op) if len(x.users) == 1 else None for op in (rms_norm, swiglu))
+    if norm is not None and not norm["offset"]:
+        return {"x_TI": norm["x"], "norm_I": norm["weight"], "eps": norm["eps"], "gated": False}
+    if gate is not None:
+        return {"x_TI": gate["gate_up_T2F"], "norm_I": None, "eps": 0.0, "gated": True}
+    return {"x_TI": x, "norm_I": None, "eps": 0.0, "gated": False}
+
+
+def _said(rows: dict[str, Any]) -> list[str]:
+    return ["norm"] * (rows["norm_I"] is not None) + ["gate"] * rows["gated"] + ["rows of float8", "linear"]
+
+
+def _bound(node: Any, op: Op) -> dict[str, Any] | None:
+    return op.bind(node.args, node.kwargs) if isinstance(node, Node) and op_of(node.target) is op else None
