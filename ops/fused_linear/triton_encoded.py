@@ -11,11 +11,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from graphllm.ops.encoded_weights import BITS
+
 
 @triton.constexpr_function
-def _decoding(form, half):
+def lost_exponent(form, half):
+    """By which power of two numbers are too small whose bits were moved to their places in bf16 or f16, and that is
+    all: the difference of the exponents' biases. 0 for integers."""
+    bias = {"float8": 7, "e2m1": 1}.get(form)
+    return 0 if bias is None else {"bf16": 127, "f16": 15}[half] - bias
+
+
+@triton.constexpr_function
+def _decoding(form, half, moved):
     """PTX that makes of a pair of int16, the last register, a pair of numbers in each of the others. half: bf16 or
-    f16."""
+    f16. moved: leave numbers too small by `lost_exponent`."""
     one = {"bf16": 0x4300, "f16": 0x6400}[half]  # 128 and 1,024: the last bits of the mantissa are the code
     constant, lines = 0, []
 
@@ -35,15 +45,21 @@ def _decoding(form, half):
                 f"lop3.b32 ${j}, t, 0x000f000f, {pair(one)}, 0xEA;",
                 f"sub.rn.{half}x2 ${j}, ${j}, c;",
             ]
+        elif form == "e2m1" and half == "bf16":  # two copies in one product: the sign in its place, and the rest in its
+            constant = 0x7E80  # 2 ** 126
+            code, at = ("s", j - 2) if j >= 2 else ("$4", j)
+            lines += ["shr.b32 s, $4, 8;"] * (j == 2) + [
+                f"and.b32 t, {code}, {pair(0xF << 4 * at)};",
+                f"mul.lo.u32 t, t, {(1 << 6 | 1 << 12) >> 4 * at};",
+                f"and.b32 ${j}, t, {pair(0x81C0)};",
+            ]
         elif form == "e2m1":
-            constant = {"bf16": 0x7E80, "f16": 0x7400}[half]  # 2 ** 126, 2 ** 14: what the exponent of E2M1 lacks
-            place, mask = {"bf16": (6, 0x01C0), "f16": (9, 0x0E00)}[half]
+            constant = 0x7400  # 2 ** 14
             lines += [
-                shifted("t", 4, place - 4 * j),
-                f"and.b32 t, t, {pair(mask)};",
+                shifted("t", 4, 9 - 4 * j),
+                f"and.b32 t, t, {pair(0x0E00)};",
                 shifted("s", 4, 12 - 4 * j),
-                "lop3.b32 t, s, 0x80008000, t, 0xEA;",
-                f"mul.rn.{half}x2 ${j}, t, c;",
+                f"lop3.b32 ${j}, s, 0x80008000, t, 0xEA;",
             ]
         elif j < 2 and form == "float8":
             constant = {"bf16": 0x7B80, "f16": 0x5C00}[half]  # 2 ** 120, 2 ** 8
@@ -52,8 +68,7 @@ def _decoding(form, half):
                 shifted("s", 2, 8 - 8 * j),
                 f"shr.b32 t, s, {place};",
                 f"and.b32 t, t, {pair(mask)};",
-                "lop3.b32 t, s, 0x80008000, t, 0xEA;",
-                f"mul.rn.{half}x2 ${j}, t, c;",
+                f"lop3.b32 ${j}, s, 0x80008000, t, 0xEA;",
             ]
         elif j < 2:  # 128 (1,024) and the lower seven bits, less 128 (1,024), and 128 more for a negative number
             sign = {"bf16": 0x80, "f16": 0x80}[half]
@@ -63,12 +78,15 @@ def _decoding(form, half):
                 f"lop3.b32 t, t, {pair(sign)}, {pair(one)}, 0xEA;",
                 f"sub.rn.{half}x2 ${j}, s, t;",
             ]
+        if lost_exponent(form, half) and not moved and j < 16 // BITS[form]:
+            lines.append(f"mul.rn.{half}x2 ${j}, ${j}, c;")
     return "{ .reg .b32 t, s, c; mov.b32 c, " + pair(constant) + "; " + " ".join(lines) + " }"
 
 
 @triton.jit
-def numbers_of(words, dtype: tl.constexpr, FORM: tl.constexpr, EMULATED: tl.constexpr):
-    """The two or four numbers of every int16, less 8 where they are integers of four bits."""
+def numbers_of(words, dtype: tl.constexpr, FORM: tl.constexpr, EMULATED: tl.constexpr, MOVED: tl.constexpr = False):
+    """The two or four numbers of every int16, less 8 where they are integers of four bits. MOVED: times two to the
+    power of -`lost_exponent`, unless emulated."""
     NIBBLES: tl.constexpr = FORM == "int4" or FORM == "e2m1"
     if EMULATED:
         bits = words.to(tl.int32)
@@ -78,21 +96,21 @@ def numbers_of(words, dtype: tl.constexpr, FORM: tl.constexpr, EMULATED: tl.cons
             return _number(bits, FORM), _number(bits >> 8, FORM)
     elif NIBBLES and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _decoding(FORM, "bf16"), "=&r,=&r,=&r,=&r,r", [words],
+            _decoding(FORM, "bf16", MOVED), "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif NIBBLES:
         return tl.inline_asm_elementwise(
-            _decoding(FORM, "f16"), "=&r,=&r,=&r,=&r,r", [words],
+            _decoding(FORM, "f16", MOVED), "=&r,=&r,=&r,=&r,r", [words],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     elif dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
-            _decoding(FORM, "bf16"), "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            _decoding(FORM, "bf16", MOVED), "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     else:
         return tl.inline_asm_elementwise(
-            _decoding(FORM, "f16"), "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+            _decoding(FORM, "f16", MOVED), "=&r,=&r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
         )
 
 

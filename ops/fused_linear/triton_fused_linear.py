@@ -24,6 +24,7 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.encoded_weights import BITS, span_of
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
+from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at
 
 
@@ -228,6 +229,7 @@ def tile_kernel(
     BLOCK_K: tl.constexpr,
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
+    DIRECT: tl.constexpr,  # warps of a program that reads weights into registers, or 0
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -244,7 +246,7 @@ def tile_kernel(
     lo = split * PER_SPLIT
     hi = tl.minimum(lo + PER_SPLIT, TILES)
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
-    if not EMULATED:
+    if not EMULATED and DIRECT == 0:
         if AHEAD > 0:
             NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
             first = tl.minimum(lo * (BLOCK_K // CODES), WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
@@ -259,7 +261,12 @@ def tile_kernel(
         tl.extra.cuda.gdc_wait()
     token = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
     x_row = x_ptr + token.to(tl.int64)[:, None] * X_ROW
-    if FORM != "":
+    if DIRECT:
+        acc = direct_product(
+            weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
+            token < T, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT, True, EMULATED,
+        )  # fmt: skip
+    elif FORM != "":
         acc = encoded_product(
             weight_row, scales_ptr + row, zeros_ptr + row, in_row, x_row, token < T, lo, hi,
             N, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, EVEN, EMULATED,
@@ -365,6 +372,8 @@ _TILES = (  # block_n, block_k, stages, warps
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = ((64, 4, 4), (64, 6, 4), (128, 4, 8), (64, 3, 4), (128, 3, 4))  # block_n, stages, warps
+_DIRECT = ((16, 8), (16, 4), (32, 4), (32, 8), (16, 16))  # block_n, warps
+_MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
 
@@ -469,7 +478,7 @@ def cublas(
 
 def tile_configs(site: CallSite) -> list[Config]:
     """Launch constants of the tile kernel for a linear layer at a site."""
-    found: list[Config] = []
+    found = _direct_configs(site)
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
     for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
@@ -483,8 +492,22 @@ def tile_configs(site: CallSite) -> list[Config]:
             filling = [n for n in possible if _FEWEST <= programs * n <= _MOST]
             for splits in filling or [possible[-1] if programs < _FEWEST else 1]:
                 found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, "splits": splits,
-                              "warps": warps, "stages": stages, "token_tiles": token_tiles})  # fmt: skip
+                              "warps": warps, "stages": stages, "token_tiles": token_tiles, "direct": 0})  # fmt: skip
     return found
+
+
+def _direct_configs(site: CallSite) -> list[Config]:
+    """Those of programs that read encoded weights into registers."""
+    rows, form, inner = site.rows("x_TI"), site.args["form"], site.args["x_TI"].shape[1]
+    if not form or rows > _MOST_DIRECT:
+        return []
+    span = span_of(form, inner, site.args["group"])
+    block_t = 8 if rows <= 8 else 16
+    return [
+        {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
+         "token_tiles": 1, "direct": 1}
+        for block_n, warps in _DIRECT if (warps - 1) * span < inner
+    ]  # fmt: skip
 
 
 def _tiles(site: CallSite) -> Sequence[tuple[int, int, int, int]]:
@@ -563,8 +586,9 @@ def launch_tiles(
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, BIAS=bias_O is not None,
         RESIDUAL=residual_TN is not None, GATED=gated,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, BLOCK_T=config["block_t"],
-        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits, 
+        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
+        DIRECT=config["direct"] * config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product
 from graphllm.ops.fused_moe.op import fused_moe
 from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
@@ -146,9 +147,12 @@ def few_kernel(
     GATED: tl.constexpr,  # the first of the two products: with an activation, from tokens; else scaled
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
+    BY_PAIR: tl.constexpr,  # programs are for pairs, of which there are fewer than experts; else for experts
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BLOCK_S: tl.constexpr,  # tokens of an expert that are multiplied at a time, with weights read into registers; or 0
+    WARPS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -156,30 +160,56 @@ def few_kernel(
         tl.extra.cuda.gdc_wait()
     block = tl.program_id(0)
     expert = tl.program_id(1)
+    if BY_PAIR:
+        expert = tl.load(experts_ptr + tl.program_id(1))
     t = tl.arange(0, BLOCK_T)
     a = tl.arange(0, A_PAD)
     choice = t[:, None] * A + a[None, :]
     chosen = tl.load(experts_ptr + choice, mask=(t < T)[:, None] & (a < A)[None, :], other=-1)
     pair = tl.max(tl.where(chosen == expert, choice, -1), axis=1)
-    if tl.max(pair, axis=0) < 0:
-        return
     there = pair >= 0
+    if BY_PAIR:  # the first pair of an expert works for all of them
+        first = tl.min(tl.where(there, pair, T * A), axis=0)
+        if (first != tl.program_id(1)) | (expert < 0):
+            return
+    elif tl.max(pair, axis=0) < 0:
+        return
     r = tl.arange(0, BLOCK_N)
     if GATED:  # rows of the gate and of up by turns
         column = block * (BLOCK_N // 2) + r // 2
         row, in_row = column + (r % 2) * (ROWS // 2), column < ROWS // 2
-        x_row = x_ptr + t[:, None] * X_ROW
     else:
         row = block * BLOCK_N + r
         in_row = row < ROWS
-        x_row = x_ptr + pair[:, None] * X_ROW
+    bias = tl.zeros([BLOCK_N], tl.float32)
+    if BIAS:
+        bias = tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)
+    weight = expert.to(tl.int64) * ROWS + row
+    scale = expert.to(tl.int64) * (GROUPS * ROWS) + row
+    if BLOCK_S:
+        rank = tl.cumsum(there.to(tl.int32), axis=0)
+        s = tl.arange(0, BLOCK_S)
+        for start in range(0, tl.max(rank, axis=0), BLOCK_S):
+            here = there[:, None] & (rank[:, None] == (start + 1 + s)[None, :])
+            of_slot = tl.max(tl.where(here, pair[:, None], -1), axis=0)
+            from_row = of_slot // A if GATED else of_slot
+            acc = direct_product(
+                weight_ptr, weight, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
+                of_slot >= 0, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_S, BLOCK_K, WARPS, False,
+                EMULATED,
+            )  # fmt: skip
+            _write_few(
+                acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N,
+                BLOCK_S,
+            )  # fmt: skip
+        return
+    x_row = x_ptr + (t if GATED else pair)[:, None] * X_ROW
     k = tl.arange(0, BLOCK_K)
-    weight_row = weight_ptr + (expert.to(tl.int64) * ROWS + row)[:, None] * WEIGHT_ROW
+    weight_row = weight_ptr + weight[:, None] * WEIGHT_ROW
     EVEN: tl.constexpr = K % BLOCK_K == 0
     if FORM != "":
-        of = expert.to(tl.int64) * (GROUPS * ROWS) + row
         acc = encoded_product(
-            weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
+            weight_row, scales_ptr + scale, zeros_ptr + scale, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
             ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, EVEN and ROWS % BLOCK_N == 0, EMULATED,
         )  # fmt: skip
     else:
@@ -195,21 +225,29 @@ def few_kernel(
             if EMULATED:
                 weight, x = weight.to(tl.float32), x.to(tl.float32)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    if BIAS:
-        acc += tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
+    _write_few(acc + bias[:, None], pair, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, BLOCK_T)
+
+
+@triton.jit
+def _write_few(
+    acc, pair, block, scale_ptr, out_ptr,
+    ROWS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """What an expert gave: [BLOCK_N, BLOCK_T], the rows of `few_kernel` for pairs, of which some may be negative."""
+    there = pair >= 0
     if GATED:
         halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
         gate, up = tl.split(halves)
         out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        out_row = out_ptr + pair[:, None] * (ROWS // 2)
-        inside = there[:, None] & (column < ROWS // 2)[None, :]
+        width = ROWS // 2
     else:
         out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
-        column = row
-        out_row = out_ptr + pair[:, None] * ROWS
-        inside = there[:, None] & in_row[None, :]
-    tl.store(out_row + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        width = ROWS
+    inside = there[:, None] & (column < width)[None, :]
+    tl.store(out_ptr + pair[:, None] * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 Config = Mapping[str, int]
@@ -222,6 +260,7 @@ _FEW = (  # weight rows, inner entries, stages, warps
     (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
 )  # fmt: skip
 _ENCODED_FEW = ((64, 4, 4), (64, 3, 4), (64, 6, 4), (128, 4, 8), (128, 3, 4))  # weight rows, stages, warps
+_DIRECT = ((16, 8, 8), (16, 8, 4), (32, 8, 4), (32, 8, 8), (16, 16, 4))  # weight rows, tokens, warps
 
 
 def supports_one(site: CallSite) -> bool:
@@ -278,13 +317,17 @@ def supports_few(site: CallSite) -> bool:
 
 
 def configs_of_few(site: CallSite) -> list[Config]:
-    tokens = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
+    block_t = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
     # The inner entries of encoded tiles are their format's.
     tiles = [(rows, 256, *more) for rows, *more in _ENCODED_FEW] if site.args["form"] else _FEW
-    return [
-        {"block_t": tokens, "block_n": rows, "block_k": inner, "stages": stages, "warps": warps}
+    direct = [
+        {"block_t": block_t, "block_n": rows, "block_k": 0, "block_s": tokens, "stages": 1, "warps": warps}
+        for rows, tokens, warps in (_DIRECT if site.args["form"] else ())
+    ]
+    return direct + [
+        {"block_t": block_t, "block_n": rows, "block_k": inner, "block_s": 0, "stages": stages, "warps": warps}
         for rows, inner, stages, warps in tiles
-        if programs_at_once(site, rows, tokens, inner, stages)
+        if programs_at_once(site, rows, block_t, inner, stages)
     ]
 
 
@@ -331,12 +374,13 @@ def few_tokens(
         bias = experts.biases[i]
         constants = {
             "BLOCK_K": config["block_k"], **sizes, **experts.encoding(i, int(sizes["K"])), "A": A,
-            "A_PAD": 1 << (A - 1).bit_length(), "BIAS": bias is not None, "ACTIVATION": experts.activation,
-            "LIMIT": experts.limit, "BLOCK_T": config["block_t"], "BLOCK_N": config["block_n"],
+            "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
+            "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"], "BLOCK_N": config["block_n"],
+            "BLOCK_S": config["block_s"], "WARPS": config["warps"],
             "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
         }  # fmt: skip
         launch_triton(
-            few_kernel, (-(-int(sizes["ROWS"]) // config["block_n"]), N), x, weight,
+            few_kernel, (-(-int(sizes["ROWS"]) // config["block_n"]), min(N, T * A)), x, weight,
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
             weights_TA, experts_TA, out, T, **constants,
         )  # fmt: skip
