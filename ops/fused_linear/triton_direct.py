@@ -8,14 +8,14 @@ many reads under way as memory answers. What makes it direct is the order in whi
 nothing to exchange between threads. (Its order of dimensions is what makes Triton choose that layout.)
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from graphllm.ops.fused_linear.triton_encoded import lost_exponent, numbers_of, scales_at
+from graphllm.ops.fused_linear.triton_encoded import as_float, lost_exponent, numbers_of, scales_at
 
 
 @triton.jit
@@ -90,56 +90,107 @@ def direct_product(
     TOGETHER: tl.constexpr = CODES if GROUP == 0 or GROUP >= SPAN else GROUP // WIDTH  # codes of an int16: one scale
     LOST: tl.constexpr = 0 if EMULATED else lost_exponent(FORM, "bf16" if dtype == tl.bfloat16 else "f16")
     LARGER: tl.constexpr = 100 if LOST > 100 else 0
+    ADDED: tl.constexpr = (136 if dtype == tl.bfloat16 else 1032) if FORM == "int4" and ZEROS and not EMULATED else 0
+    KEPT: tl.constexpr = STEPS * WIDTH * CODES * BLOCK_T <= 4096  # x of a warp is few enough for registers
     warp = tl.arange(0, WARPS)
     span = warp[None, :, None, None, None]
     entry = (tl.arange(0, CHUNKS) * 32)[:, None] + tl.arange(0, 32)[None, :]
     entry = entry[None, None, None, :, :]
     in_rows = _loaded_order(in_row, BLOCK_N // 8)
     weight_at = weight_ptr + _loaded_order(row, BLOCK_N // 8) * WEIGHT_ROW + span * WIDTH + entry
+    zeros_at = _loaded_order(zero_at, BLOCK_N // 8)
     there = _loaded_order(there, BLOCK_T // 8)
     x_at = x_ptr + _loaded_order(x_row, BLOCK_T // 8) * X_ROW + span * SPAN + entry
-    if ZEROS:
-        zeros_at = _loaded_order(zero_at, BLOCK_N // 8)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
-    words = tl.load(weight_at, mask=in_rows & (span < SPANS), other=0)
-    after = words
+    constants = _constants(
+        0, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS, WIDTH,
+        TOGETHER,
+    )  # fmt: skip
+    after = constants
     if STEPS > 1:
-        after = tl.load(weight_at + WARPS * WIDTH, mask=in_rows & (WARPS + span < SPANS), other=0)
+        after = _constants(
+            1, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS,
+            WIDTH, TOGETHER,
+        )  # fmt: skip
     if WAIT and not EMULATED:
         tl.extra.cuda.gdc_wait()
+    operands = ()
+    if KEPT:
+        for i in tl.static_range(STEPS * CODES):
+            operand = _entries(
+                x_at, i // CODES, i % CODES, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, LARGER, EMULATED
+            )
+            operands += (operand,)
     for step in tl.static_range(STEPS):
-        numbers = numbers_of(words, dtype, FORM, EMULATED, True)
-        words = after
+        numbers = numbers_of(constants[0], dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
+        zeros = constants[1]
+        scales = constants[2]
+        constants = after
         if step + 2 < STEPS:
-            more = (step + 2) * WARPS
-            after = tl.load(weight_at + more * WIDTH, mask=in_rows & (more + span < SPANS), other=0)
+            after = _constants(
+                step + 2, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN,
+                WARPS, WIDTH, TOGETHER,
+            )  # fmt: skip
         part = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
         for j in tl.static_range(CODES):
-            begin = (step * WARPS + span) * SPAN
-            inside = begin < K if K % SPAN == 0 else begin + j * WIDTH + entry < K
-            x = tl.load(x_at + (step * WARPS * SPAN + j * WIDTH), mask=there & inside, other=0.0)
-            if EMULATED:
-                x = x.to(tl.float32)
-            elif LARGER:
-                x = _larger(x)
             number = numbers[j]
-            first = (j // TOGETHER * TOGETHER) * WIDTH
             if ZEROS:
-                at = begin + first
-                zero = tl.load(zeros_at + at // (GROUP if GROUP else K) * SCALE_ROW, mask=in_rows & (at < K), other=0)
-                number = _less(number, zero, EMULATED)
+                number = _less(number, zeros[j // TOGETHER] + ADDED, EMULATED)
             number = _operand(number, BLOCK_N // 8, CHUNKS, WARPS)
-            x = tl.trans(_operand(x, BLOCK_T // 8, CHUNKS, WARPS), (0, 2, 1))
+            if KEPT:
+                x = operands[step * CODES + j]
+            else:
+                x = _entries(x_at, step, j, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, LARGER, EMULATED)
             if GROUP == 0:
                 acc = tl.dot(number, x, acc, input_precision="ieee")
             else:
                 part = tl.dot(number, x, part, input_precision="ieee")
                 if (j + 1) % TOGETHER == 0:
-                    at = (step * WARPS + warp) * SPAN + first
-                    scaled = in_row[None, :] & (at < K)[:, None]  # what pads a row has no scale
-                    acc += part * scales_at(scale_at[None, :] + (at // GROUP * SCALE_ROW)[:, None], scaled)[:, :, None]
+                    acc += part * as_float(scales[j // TOGETHER])[:, :, None]
                     part = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
     out = tl.sum(acc, axis=0)
     if GROUP == 0:
         out *= scales_at(scale_at, in_row)[:, None]
     return out * 2.0 ** (LOST - LARGER)
+
+
+@triton.jit
+def _constants(
+    step, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp,
+    SCALE_ROW: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, SPAN: tl.constexpr,
+    WARPS: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """What a step reads of a weight: int16 numbers, and the zero points and scales of each of its groups."""
+    begin = step * WARPS
+    words = tl.load(weight_at + begin * WIDTH, mask=in_rows & ((begin + span) * SPAN < K), other=0)
+    zeros = ()
+    scales = ()
+    if GROUP != 0:
+        for first in tl.static_range(0, SPAN, TOGETHER * WIDTH):
+            if ZEROS:
+                at = (begin + span) * SPAN + first
+                zeros += (tl.load(zeros_at + at // GROUP * SCALE_ROW, mask=in_rows & (at < K), other=0),)
+            at_warp = (begin + warp) * SPAN + first
+            scaled = in_row[None, :] & (at_warp < K)[:, None]  # what pads a row has no scale
+            scale = tl.load(scale_at[None, :] + (at_warp // GROUP * SCALE_ROW)[:, None], mask=scaled, other=0.0)
+            scales += (scale,)
+    elif ZEROS:
+        zeros = (tl.load(zeros_at, mask=in_rows, other=0),)
+    return words, zeros, scales
+
+
+@triton.jit
+def _entries(
+    x_at, step, j, there, span, entry,
+    K: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
+    LARGER: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """[WARPS, WIDTH, BLOCK_T] of x: what the j-th codes of a step are multiplied with."""
+    begin = (step * WARPS + span) * SPAN
+    inside = begin < K if K % SPAN == 0 else begin + j * WIDTH + entry < K
+    x = tl.load(x_at + (step * WARPS * SPAN + j * WIDTH), mask=there & inside, other=0.0)
+    if EMULATED:
+        x = x.to(tl.float32)
+    elif LARGER:
+        x = _larger(x)
+    return tl.trans(_operand(x, BLOCK_T // 8, WIDTH // 32, WARPS), (0, 2, 1))

@@ -25,7 +25,7 @@ def lost_exponent(form, half):
 @triton.constexpr_function
 def _decoding(form, half, moved):
     """PTX that makes of a pair of int16, the last register, a pair of numbers in each of the others. half: bf16 or
-    f16. moved: leave numbers too small by `lost_exponent`."""
+    f16. moved: leave out the last step: floats are too small by `lost_exponent`, int4 is 136 (1,032) too large."""
     one = {"bf16": 0x4300, "f16": 0x6400}[half]  # 128 and 1,024: the last bits of the mantissa are the code
     constant, lines = 0, []
 
@@ -43,7 +43,7 @@ def _decoding(form, half, moved):
             lines += [
                 shifted("t", 4, -4 * j),
                 f"lop3.b32 ${j}, t, 0x000f000f, {pair(one)}, 0xEA;",
-                f"sub.rn.{half}x2 ${j}, ${j}, c;",
+                *([] if moved else [f"sub.rn.{half}x2 ${j}, ${j}, c;"]),
             ]
         elif form == "e2m1" and half == "bf16":  # two copies in one product: the sign in its place, and the rest in its
             constant = 0x7E80  # 2 ** 126
@@ -85,8 +85,8 @@ def _decoding(form, half, moved):
 
 @triton.jit
 def numbers_of(words, dtype: tl.constexpr, FORM: tl.constexpr, EMULATED: tl.constexpr, MOVED: tl.constexpr = False):
-    """The two or four numbers of every int16, less 8 where they are integers of four bits. MOVED: times two to the
-    power of -`lost_exponent`, unless emulated."""
+    """The two or four numbers of every int16, less 8 where they are integers of four bits. MOVED: as `_decoding` says,
+    unless emulated."""
     NIBBLES: tl.constexpr = FORM == "int4" or FORM == "e2m1"
     if EMULATED:
         bits = words.to(tl.int32)
@@ -135,12 +135,17 @@ def _number(bits, FORM: tl.constexpr):
 
 @triton.jit
 def scales_at(at, mask):
-    """float32 scales; uint8 ones are powers of two, 127 added."""
-    found = tl.load(at, mask=mask, other=0.0)
-    if found.dtype == tl.uint8:
-        return (found.to(tl.int32) << 23).to(tl.float32, bitcast=True)
+    """float32 scales."""
+    return as_float(tl.load(at, mask=mask, other=0.0))
+
+
+@triton.jit
+def as_float(scales):
+    """In float32; uint8 ones are powers of two, 127 added."""
+    if scales.dtype == tl.uint8:
+        return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
     else:
-        return found.to(tl.float32)
+        return scales.to(tl.float32)
 
 
 @triton.jit

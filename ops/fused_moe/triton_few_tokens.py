@@ -260,7 +260,8 @@ _FEW = (  # weight rows, inner entries, stages, warps
     (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
 )  # fmt: skip
 _ENCODED_FEW = ((64, 4, 4), (64, 3, 4), (64, 6, 4), (128, 4, 8), (128, 3, 4))  # weight rows, stages, warps
-_DIRECT = ((16, 8, 8), (16, 8, 4), (32, 8, 4), (32, 8, 8), (16, 16, 4))  # weight rows, tokens, warps
+_DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
+_MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
 
 
 def supports_one(site: CallSite) -> bool:
@@ -320,9 +321,9 @@ def configs_of_few(site: CallSite) -> list[Config]:
     block_t = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
     # The inner entries of encoded tiles are their format's.
     tiles = [(rows, 256, *more) for rows, *more in _ENCODED_FEW] if site.args["form"] else _FEW
-    direct = [
+    direct: list[Config] = [
         {"block_t": block_t, "block_n": rows, "block_k": 0, "block_s": tokens, "stages": 1, "warps": warps}
-        for rows, tokens, warps in (_DIRECT if site.args["form"] else ())
+        for rows, tokens, warps in (_DIRECT if site.args["form"] and site.rows("x_TD") <= _MOST_DIRECT else ())
     ]
     return direct + [
         {"block_t": block_t, "block_n": rows, "block_k": inner, "block_s": 0, "stages": stages, "warps": warps}
@@ -375,8 +376,8 @@ def few_tokens(
         constants = {
             "BLOCK_K": config["block_k"], **sizes, **experts.encoding(i, int(sizes["K"])), "A": A,
             "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
-            "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"], "BLOCK_N": config["block_n"],
-            "BLOCK_S": config["block_s"], "WARPS": config["warps"],
+            "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"],
+            "BLOCK_N": config["block_n"], "BLOCK_S": config["block_s"], "WARPS": config["warps"],
             "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
         }  # fmt: skip
         launch_triton(
