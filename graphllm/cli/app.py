@@ -89,7 +89,10 @@ def quantize_command(
     length: Annotated[int, typer.Option(help="Tokens of one, at most.", min=2)] = 512,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to compute.")] = "cpu",
 ) -> None:
-    """Write a quantized checkpoint, which transformers and vLLM read, too."""
+    """Write a quantized checkpoint.
+
+    It is one of compressed-tensors, which transformers and vLLM read, too.
+    """
     from graphllm.cli.quantize import quantize_model
     from graphllm.quantize.run import Request
 

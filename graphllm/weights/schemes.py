@@ -133,6 +133,8 @@ def _decoded(read: Read, source: str, name: str, stored: Stored | None) -> Expr 
     parts = encoding_of(name).parts
     first = parts[0].source(source)
     if stored is None:
+        if any(ANY in p.shape(*read.stored[-2:]) for p in parts):
+            return None
         own_name = parts[0].stored.startswith("{source}")  # beside it, as encodings of stacks have
         if not (source.endswith(_SUFFIX) and len(read.stored) == 2) and not (own_name and len(read.stored) == 3):
             return None
@@ -294,6 +296,19 @@ def _of_group(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) ->
     return f"ints-{rows}-{inner}"
 
 
+def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
+    if config.get("load_in_8bit"):
+        return lambda module: "llm_int8"
+    if not config.get("load_in_4bit"):
+        raise _unreadable("load_in_4bit", config.get("load_in_4bit"), "true, or load_in_8bit true")
+    kind, storage = config.get("bnb_4bit_quant_type", "fp4"), config.get("bnb_4bit_quant_storage", "uint8")
+    if kind not in ("nf4", "fp4"):
+        raise _unreadable("bnb_4bit_quant_type", kind, "nf4, fp4")
+    if storage != "uint8":
+        raise _unreadable("bnb_4bit_quant_storage", storage, "uint8")
+    return lambda module: f"{kind}_nested" if config.get("bnb_4bit_use_double_quant") else kind
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda config: lambda module: "fp8-1-0",
@@ -303,6 +318,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "auto-round": _auto_round,
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
 }
 """By ``quant_method``."""
 

@@ -140,6 +140,26 @@ def _compressed(format_: str, extra: Tensors | None = None, **weights: Any) -> F
     return Format({**config, "config_groups": {"group_0": group}}, encode)
 
 
+def _bitsandbytes(kind: str, nested: bool) -> Format:
+    """By the package; its own reader gives the numbers."""
+    import bitsandbytes.functional as bnb
+
+    def encode(matrix: Tensor) -> tuple[Tensors, Tensor]:
+        if kind == "int8":
+            values, scales, _ = bnb.int8_vectorwise_quant(matrix.half())
+            stored = {"weight": values, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+            return stored, values.double() * scales.double().unsqueeze(1) / 127
+        codes, state = bnb.quantize_4bit(matrix, blocksize=64, compress_statistics=nested, quant_type=kind)
+        parts = {f"weight.{n}": t for n, t in state.as_dict(packed=True).items()}
+        state.shape = torch.Size([matrix.numel() // 64, 64])  # its AVX-512 kernel wants rows of whole blocks
+        return {"weight": codes, **parts}, bnb.dequantize_4bit(codes, state).view_as(matrix).double()
+
+    config = {"load_in_8bit": kind == "int8", "load_in_4bit": kind != "int8"}
+    if kind != "int8":
+        config |= {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+    return Format({"quant_method": "bitsandbytes", **config}, encode)
+
+
 def _gptq_config(bits: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, **more}
 
@@ -174,6 +194,11 @@ FORMATS: dict[str, Format] = {
         "nvfp4-pack-quantized", {"input_global_scale": _ONE}, num_bits=4, type="float", strategy="tensor_group",
         group_size=16,
     ),
+    "nf4": _bitsandbytes("nf4", False),
+    "nf4 nested": _bitsandbytes("nf4", True),
+    "fp4": _bitsandbytes("fp4", False),
+    "fp4 nested": _bitsandbytes("fp4", True),
+    "llm.int8": _bitsandbytes("int8", False),
 }  # fmt: skip
 
 
