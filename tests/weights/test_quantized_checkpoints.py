@@ -213,6 +213,22 @@ def _bytes(**fields: Any) -> torch.Tensor:
             {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
             ("bnb_4bit_quant_storage is 'bfloat16'", "uint8"),
         ),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "UIntXConfig", "_data": {}}}},
+            ("'UIntXConfig'",),
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {
+                        "_type": "Int4WeightOnlyConfig",
+                        "_data": {"int4_packing_format": {"_type": "F", "_data": "TILE_PACKED_TO_4D"}},
+                    }
+                },
+            },
+            ("int4_packing_format is 'TILE_PACKED_TO_4D'", "save the model again with plain"),
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, ("quant_algo is 'W4A8'",)),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},
