@@ -27,6 +27,7 @@ FLOORS = (
     ("runtime",),
     ("engine",),
     ("entrypoints",),
+    ("quantize",),
     ("server",),
     ("cli",),
 )

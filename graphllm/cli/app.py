@@ -72,6 +72,34 @@ def compile_command(
     build(replace(args, model=model), output, bake_weights)
 
 
+@app.command("quantize")
+def quantize_command(
+    output: Annotated[Path, typer.Option("--output", "-o", help="New checkpoint folder.")],
+    scheme: Annotated[str, typer.Option(help="fp8, int8, w8a8, int4, int4-zeros, int3, int2 or mxfp4.")],
+    model: ModelArgument = None,
+    method: Annotated[str, typer.Option(help="rtn, gptq or awq; the last two need --calibration.")] = "rtn",
+    calibration: Annotated[
+        Path | None, typer.Option(help="Your text: a text file, or .jsonl of text, prompt or messages.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None, typer.Option(help="Leave modules of this name alone (* and ?, or re:); may be repeated.")
+    ] = None,
+    group_size: Annotated[int | None, typer.Option(help="Entries of a row with one scale, of integers.")] = None,
+    samples: Annotated[int, typer.Option(help="Sequences of the calibration text.", min=2)] = 128,
+    length: Annotated[int, typer.Option(help="Tokens of one, at most.", min=2)] = 512,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="Where to compute.")] = "cpu",
+) -> None:
+    """Write a quantized checkpoint.
+
+    It is one of compressed-tensors, which transformers and vLLM read, too.
+    """
+    from graphllm.cli.quantize import quantize_model
+    from graphllm.quantize.run import Request
+
+    wanted = (output, scheme, method, calibration, tuple(ignore or ()), group_size, samples, length, device)
+    quantize_model(model, Request(*wanted))
+
+
 @app.command("run", cls=EngineCommand)
 @engine_options(without=("seed", "dump", "max_num_queued_reqs", "otlp_traces_endpoint"))
 @sampling_options(shown={"max_tokens": "256 for a plain prompt, OpenAI's for a line of a batch file"})

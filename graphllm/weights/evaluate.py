@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from graphllm.config import ConfigError
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.expr import (
     Cast,
@@ -17,11 +19,13 @@ from graphllm.weights.expr import (
     Expr,
     Pad,
     Permute,
+    Read,
     Repeat,
     Reshape,
     Slice,
     Stack,
     Values,
+    walk,
 )
 from graphllm.weights.simplify import Region, region_of
 
@@ -56,10 +60,21 @@ def evaluate(expr: Expr, fetch: Callable[[Region], Tensor]) -> Tensor:
             encoding = encoding_of(expr.encoding)
             names = (p.name for p in encoding.parts)
             parts = {n: evaluate(p, fetch) for n, p in zip(names, expr.parts, strict=True)}
-            return encoding.decode(parts, *expr.matrix)
+            with _named(expr):
+                return encoding.decode(parts, *expr.matrix)
         case Encode():
             return encoded(expr.encoding, expr.matrix, fetch)[expr.part]
     raise ValueError(f"{expr} cannot be evaluated")
+
+
+@contextmanager
+def _named(matrix: Decode) -> Iterator[None]:
+    """Errors within name the tensor that the matrix is stored in."""
+    try:
+        yield
+    except ConfigError as problem:
+        first = next(e for e in walk(matrix) if isinstance(e, Read))
+        raise ConfigError(f"{first.sources[0]}: {problem}") from problem
 
 
 def encoded(
@@ -70,5 +85,6 @@ def encoded(
     if isinstance(matrix, Decode) and (repack := encoding_of(matrix.encoding).repacker(name)) is not None:
         names = (p.name for p in encoding_of(matrix.encoding).parts)
         parts = {n: evaluate(p, fetch) for n, p in zip(names, matrix.parts, strict=True)}
-        return repack(parts, *matrix.matrix)
+        with _named(matrix):
+            return repack(parts, *matrix.matrix)
     return encoding_of(name).encoded(evaluate(matrix, fetch), library)

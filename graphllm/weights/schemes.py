@@ -26,6 +26,7 @@ Scheme = Callable[[str], str | None]  # the encoding of a module's weight, by th
 Stored = Mapping[str, TensorInfo]
 _CONFIG = "config.json: quantization_config"
 _SUFFIX = ".weight"
+_OPTIONAL = ("static", "zeros")  # endings of encodings whose last part may be there
 # Names of vLLM's for kernels of a method.
 _SAME = {"awq_marlin": "awq", "gptq_marlin": "gptq", "modelopt_fp4": "modelopt", "inc": "auto-round"}
 
@@ -108,8 +109,8 @@ def _rewritten(expr: Expr, scheme: Scheme, stored: Stored | None) -> Expr:
 
 
 def _variant(name: str, source: str, stored: Stored | None) -> str:
-    """The encoding as the checkpoint has it: with the scale of the activations if there is one beside this matrix, and
-    with scales of the dtype that they are stored in."""
+    """The encoding as the checkpoint has it: with the scale of the activations, or zero points, if they are beside this
+    matrix, and with scales of the dtype that they are stored in."""
     if stored is None:
         return name
     family, *numbers = name.split("-")
@@ -118,9 +119,10 @@ def _variant(name: str, source: str, stored: Stored | None) -> str:
         other = "-".join((f"{family}_{ending}", *numbers))
         return other if is_encoding(other) else None
 
-    static = known("static")
-    if static is not None and encoding_of(static).parts[-1].source(source) in stored:
-        return static
+    for ending in _OPTIONAL:
+        more = known(ending)
+        if more is not None and encoding_of(more).parts[-1].source(source) in stored:
+            return more
     for part in encoding_of(name).parts:
         there = stored.get(part.source(source))
         if part.name == "scales" and there is not None and there.dtype != DTYPES[part.dtype].tag:
@@ -133,6 +135,8 @@ def _decoded(read: Read, source: str, name: str, stored: Stored | None) -> Expr 
     parts = encoding_of(name).parts
     first = parts[0].source(source)
     if stored is None:
+        if any(ANY in p.shape(*read.stored[-2:]) for p in parts):
+            return None
         own_name = parts[0].stored.startswith("{source}")  # beside it, as encodings of stacks have
         if not (source.endswith(_SUFFIX) and len(read.stored) == 2) and not (own_name and len(read.stored) == 3):
             return None
@@ -294,6 +298,59 @@ def _of_group(name: str, group: Mapping[str, Any], config: Mapping[str, Any]) ->
     return f"ints-{rows}-{inner}"
 
 
+def _bitsandbytes(config: Mapping[str, Any]) -> Scheme:
+    if config.get("load_in_8bit"):
+        return lambda module: "llm_int8"
+    if not config.get("load_in_4bit"):
+        raise _unreadable("load_in_4bit", config.get("load_in_4bit"), "true, or load_in_8bit true")
+    kind, storage = config.get("bnb_4bit_quant_type", "fp4"), config.get("bnb_4bit_quant_storage", "uint8")
+    if kind not in ("nf4", "fp4"):
+        raise _unreadable("bnb_4bit_quant_type", kind, "nf4, fp4")
+    if storage != "uint8":
+        raise _unreadable("bnb_4bit_quant_storage", storage, "uint8")
+    return lambda module: f"{kind}_nested" if config.get("bnb_4bit_use_double_quant") else kind
+
+
+_TORCHAO = {
+    "Int8WeightOnlyConfig": "ao_ints", "Int8DynamicActivationInt8WeightConfig": "ao_ints",
+    "IntxWeightOnlyConfig": "ao_ints", "Int8DynamicActivationIntxWeightConfig": "ao_ints",
+    "Float8WeightOnlyConfig": "ao_fp8", "Float8DynamicActivationFloat8WeightConfig": "ao_fp8",
+    "Int4WeightOnlyConfig": "ao_int4",
+}  # fmt: skip
+_DEFAULT_GRAIN = {"Float8DynamicActivationFloat8WeightConfig": "PerTensor"}
+
+
+def _torchao(config: Mapping[str, Any]) -> Scheme:
+    """TorchAO's config of all modules, under "default", as it writes its classes: _type, and the fields in _data."""
+    found = section(section(config, "quant_type", _CONFIG), "default", f"{_CONFIG}.quant_type")
+    where, kind, fields = f"{_CONFIG}.quant_type.default", found.get("_type"), section(found, "_data", _CONFIG)
+    if kind not in _TORCHAO:
+        raise _unreadable("quant_type.default._type", kind, ", ".join(_TORCHAO))
+    for name, packing in (("int4_packing_format", "PLAIN"), ("intx_packing_format", "UNPACKED_TO_INT8")):
+        given = fields.get(name)
+        said = str(given.get("_data") if isinstance(given, Mapping) else given or packing).upper()
+        if said != packing:
+            raise ConfigError(
+                f"{where}: {name} is {said!r:.80}, the layout of one kernel; save the model again with "
+                f"{packing.lower()}, or use another checkpoint"
+            )
+    if kind == "Int4WeightOnlyConfig":
+        return lambda module: f"ao_int4-{_group({'group_size': fields.get('group_size', 128)})}"
+    grain = fields.get("weight_granularity") or fields.get("granularity")
+    grain = grain[-1] if isinstance(grain, list) else grain  # of activations, then of weights
+    of = (
+        section({"granularity": grain}, "granularity", where)
+        if grain
+        else {"_type": _DEFAULT_GRAIN.get(kind, "PerRow")}
+    )
+    extents = {"PerTensor": "0-0", "PerRow": "1-0", "PerAxis": "1-0"}
+    if of.get("_type") == "PerGroup":
+        return lambda module: f"{_TORCHAO[kind]}-1-{_group(section(of, '_data', where))}"
+    if of.get("_type") not in extents:
+        raise _unreadable("granularity", of.get("_type"), f"PerGroup, {', '.join(extents)}")
+    return lambda module: f"{_TORCHAO[kind]}-{extents[of['_type']]}"
+
+
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "fp8": _fp8,
     "fbgemm_fp8": lambda config: lambda module: "fp8-1-0",
@@ -303,6 +360,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "auto-round": _auto_round,
     "mxfp4": _mxfp4,
     "modelopt": _modelopt,
+    "bitsandbytes": _bitsandbytes,
+    "torchao": _torchao,
 }
 """By ``quant_method``."""
 

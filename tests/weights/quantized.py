@@ -140,6 +140,72 @@ def _compressed(format_: str, extra: Tensors | None = None, **weights: Any) -> F
     return Format({**config, "config_groups": {"group_0": group}}, encode)
 
 
+def _bitsandbytes(kind: str, nested: bool) -> Format:
+    """By the package; its own reader gives the numbers."""
+    import bitsandbytes.functional as bnb
+
+    def encode(matrix: Tensor) -> tuple[Tensors, Tensor]:
+        if kind == "int8":
+            values, scales, _ = bnb.int8_vectorwise_quant(matrix.half())
+            stored = {"weight": values, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+            return stored, values.double() * scales.double().unsqueeze(1) / 127
+        codes, state = bnb.quantize_4bit(matrix, blocksize=64, compress_statistics=nested, quant_type=kind)
+        parts = {f"weight.{n}": t for n, t in state.as_dict(packed=True).items()}
+        state.shape = torch.Size([matrix.numel() // 64, 64])  # its AVX-512 kernel wants rows of whole blocks
+        return {"weight": codes, **parts}, bnb.dequantize_4bit(codes, state).view_as(matrix).double()
+
+    config = {"load_in_8bit": kind == "int8", "load_in_4bit": kind != "int8"}
+    if kind != "int8":
+        config |= {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": nested}
+    return Format({"quant_method": "bitsandbytes", **config}, encode)
+
+
+def _torchao(kind: str, data: dict[str, Any], encode: Callable[[Tensor], tuple[Tensors, Tensor]]) -> Format:
+    """As transformers writes TorchAO's tensors, which are not made here."""
+    default = {"_type": kind, "_version": 2, "_data": data}
+    return Format({"quant_method": "torchao", "quant_type": {"default": default}}, encode)
+
+
+def _ao_ints(matrix: Tensor) -> tuple[Tensors, Tensor]:
+    """Integers less a zero point, times the scale of a group."""
+    of = torch.arange(matrix.shape[1]) // GROUP
+    integers, scales, zeros = grouped(matrix, 7, of)
+    stored = {
+        "_weight_qdata": integers.to(torch.int8),
+        "_weight_scale": scales,
+        "_weight_zero_point": zeros.to(torch.int8),
+    }
+    return stored, scales.double()[:, of] * (integers - zeros[:, of]).double()
+
+
+def _ao_rows(matrix: Tensor) -> tuple[Tensors, Tensor]:
+    scales = matrix.abs().amax(1, True) / 127
+    integers = (matrix / scales).round()
+    return {"_weight_qdata": integers.to(torch.int8), "_weight_scale": scales}, integers.double() * scales.double()
+
+
+def _ao_int4(matrix: Tensor) -> tuple[Tensors, Tensor]:
+    """Integers of -8 to 7 times a scale, plus the middle of the group."""
+    parts = matrix.unflatten(1, (-1, GROUP))
+    low, high = parts.amin(-1), parts.amax(-1)
+    scales = ((high - low) / 15).bfloat16()
+    middle = (low + 8 * scales.float()).bfloat16()
+    integers = ((parts - middle.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)).round().clamp(-8, 7)
+    codes = integers.flatten(1).int() % 16
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).to(torch.uint8).view(torch.int8)
+    stored = {"_weight_qdata": packed, "_weight_scale": scales.T, "_weight_zero_point": middle.T}
+    return stored, (integers.double() * scales.double().unsqueeze(-1) + middle.double().unsqueeze(-1)).flatten(1)
+
+
+def _ao_float8(matrix: Tensor) -> tuple[Tensors, Tensor]:
+    stored, numbers = _float8(1, 0)(matrix)
+    return {"_weight_qdata": stored["weight"], "_weight_scale": stored["weight_scale"]}, numbers
+
+
+_PER_ROW = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+_PER_GROUP = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": GROUP}}
+
+
 def _gptq_config(bits: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": GROUP, "desc_act": False, **more}
 
@@ -174,6 +240,17 @@ FORMATS: dict[str, Format] = {
         "nvfp4-pack-quantized", {"input_global_scale": _ONE}, num_bits=4, type="float", strategy="tensor_group",
         group_size=16,
     ),
+    "torchao int8": _torchao("Int8WeightOnlyConfig", {"granularity": _PER_ROW}, _ao_rows),
+    "torchao integers": _torchao("Int8DynamicActivationIntxWeightConfig", {"weight_granularity": _PER_GROUP}, _ao_ints),
+    "torchao int4": _torchao("Int4WeightOnlyConfig", {"group_size": GROUP}, _ao_int4),
+    "torchao float8": _torchao(
+        "Float8DynamicActivationFloat8WeightConfig", {"granularity": [_PER_ROW, _PER_ROW]}, _ao_float8
+    ),
+    "nf4": _bitsandbytes("nf4", False),
+    "nf4 nested": _bitsandbytes("nf4", True),
+    "fp4": _bitsandbytes("fp4", False),
+    "fp4 nested": _bitsandbytes("fp4", True),
+    "llm.int8": _bitsandbytes("int8", False),
 }  # fmt: skip
 
 

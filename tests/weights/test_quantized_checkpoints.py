@@ -72,7 +72,7 @@ def test_numbers(name: str, tmp_path: Path) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["gptq by activation", "awq", "fp8 blocks", "packed int4, zeros"])
+@pytest.mark.parametrize("name", ["gptq by activation", "awq", "fp8 blocks", "packed int4, zeros", "nf4 nested"])
 def test_logits(name: str, tmp_path: Path) -> None:
     model = write(tmp_path, FORMATS[name])
     runner = _driver().Driver(tmp_path, "eager", tmp_path / "artifact")
@@ -159,6 +159,45 @@ def test_broken_files_are_refused(name: str, change: Any, problem: str, tmp_path
     assert any(problem in line for line in refused.value.problems), refused.value.problems
 
 
+_UP = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "problem"),
+    [
+        ("nf4", lambda t: t.update({f"{_UP}.absmax": torch.ones(95)}), "of 6144 entries there would be 96"),
+        (
+            "nf4 nested",
+            lambda t: t.update({f"{_UP}.nested_absmax": torch.ones(2)}),
+            "nested_blocksize is 256, of 96 entries there would be 1 scales, not 2",
+        ),
+        (
+            "fp4",
+            lambda t: t.update({f"{_UP}.quant_state.bitsandbytes__fp4": _bytes(blocksize=64, shape=[64, 96])}),
+            "shape is [64, 96], the model needs [96, 64]",
+        ),
+        (
+            "llm.int8",
+            lambda t: t.update({f"{_UP[:-7]}.weight_format": torch.tensor(2, dtype=torch.uint8)}),
+            "weight_format is 2: only rows (0) can be read",
+        ),
+    ],
+)  # fmt: skip
+def test_numbers_that_contradict_each_other_are_refused(name: str, change: Any, problem: str, tmp_path: Path) -> None:
+    write(tmp_path, FORMATS[name])
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError) as refused:
+        _loaded(tmp_path, _plan(tmp_path))
+    assert _UP in str(refused.value)
+    assert problem in str(refused.value)
+
+
+def _bytes(**fields: Any) -> torch.Tensor:
+    return torch.tensor(list(json.dumps(fields).encode()), dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
@@ -168,6 +207,28 @@ def test_broken_files_are_refused(name: str, change: Any, problem: str, tmp_path
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, ("group_size is 0",)),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, ("version is 'gemv'", "gemm")),
         ({"quant_method": "fp8", "weight_block_size": [128]}, ("weight_block_size is [128]",)),
+        ({"quant_method": "bitsandbytes"}, ("load_in_4bit is None",)),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"}, ("'int4'", "nf4, fp4")),
+        (
+            {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
+            ("bnb_4bit_quant_storage is 'bfloat16'", "uint8"),
+        ),
+        (
+            {"quant_method": "torchao", "quant_type": {"default": {"_type": "UIntXConfig", "_data": {}}}},
+            ("'UIntXConfig'",),
+        ),
+        (
+            {
+                "quant_method": "torchao",
+                "quant_type": {
+                    "default": {
+                        "_type": "Int4WeightOnlyConfig",
+                        "_data": {"int4_packing_format": {"_type": "F", "_data": "TILE_PACKED_TO_4D"}},
+                    }
+                },
+            },
+            ("int4_packing_format is 'TILE_PACKED_TO_4D'", "save the model again with plain"),
+        ),
         ({"quant_method": "modelopt", "quant_algo": "W4A8"}, ("quant_algo is 'W4A8'",)),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}},

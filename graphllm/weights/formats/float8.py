@@ -24,8 +24,12 @@ def _blocks(extent: int, block: int) -> int:
     return -(-extent // block) if block else 1
 
 
-def scaled(name: str, dtype: str, rows: int, inner: int, scale: str, more: tuple[Part, ...] = ()) -> Encoding:
-    """Numbers of a dtype with a scale, under that name, for each block of rows and inner entries; 0: for all."""
+def scaled(
+    name: str, dtype: str, rows: int, inner: int, scale: str, more: tuple[Part, ...] = (),
+    values: str = "{stem}.weight",
+) -> Encoding:  # fmt: skip
+    """Numbers of a dtype, stored under the name ``values``, with a scale, under that name, for each block of rows and
+    inner entries; 0: for all."""
 
     def shape(r: int, i: int) -> tuple[int, int]:
         return _blocks(r, rows), _blocks(i, inner)
@@ -41,8 +45,7 @@ def scaled(name: str, dtype: str, rows: int, inner: int, scale: str, more: tuple
         scales = parts["scales"].float().repeat_interleave(rows or r, 0)[:r]
         return {"values": packed(parts["values"].view(torch.uint8), form, inner), "scales": scales.T.contiguous()}
 
-    values = Part("values", dtype, lambda r, i: (r, i), "{stem}.weight")
-    parts = (values, Part("scales", "float32", shape, scale), *more)
+    parts = (Part("values", dtype, lambda r, i: (r, i), values), Part("scales", "float32", shape, scale), *more)
     form, same = ("float8", f"float8-{inner}") if dtype == "float8_e4m3fn" else ("int8", f"byte_f32-{inner}")
     return Encoding(name, parts, (rows or 1, inner or 1), None, decode, repacked=((same, repack),))
 
