@@ -152,7 +152,7 @@ def test_refusals(checkpoint: Path, tmp_path: Path) -> None:
         compile_config(source.config, said)
     odd = dict(source.config) | {"head_dim": 18}
     config = compile_config(odd, EngineArgs(target="cpu", kv_cache_dtype="int8", backend="eager"))
-    with pytest.raises(ConfigError, match="int8: heads have 18 numbers, no multiple of 4; use fp8"):
+    with pytest.raises(ConfigError, match="int8: the model's heads have 18 numbers, no multiple of 4; use fp8"):
         compile_model(odd, source.tensors, config, tmp_path / "odd")
     folder = scaled(checkpoint, tmp_path / "scaled")
     tensors = load_file(folder / "model.safetensors")
