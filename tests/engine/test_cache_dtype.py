@@ -106,6 +106,13 @@ def test_logits(checkpoint: Path, tmp_path: Path, fmt: Format, with_scales: bool
     check_logits(folder, compiled(folder, tmp_path / "a", fmt), fmt, SCALES if with_scales else {})
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("fmt", ["fp8", "int8"])
+def test_compiled_kernels(checkpoint: Path, tmp_path: Path, fmt: Format) -> None:
+    folder, scales = (scaled(checkpoint, tmp_path / "scaled"), SCALES) if fmt == "fp8" else (checkpoint, {})
+    check_logits(folder, compiled(folder, tmp_path / "a", fmt, "inductor"), fmt, scales)
+
+
 @pytest.mark.parametrize("fmt", ["fp8", "int8"])
 def test_prefix_cache(checkpoint: Path, tmp_path: Path, fmt: Format) -> None:
     """Tokens are the same whether the prompt's beginning is computed or found, or the whole is computed again because
