@@ -223,8 +223,8 @@ def test_mistakes_in_flags(words: tuple[str, ...], message: str) -> None:
 
 
 def test_a_refused_flag_ends_with_one_line(cli: Any) -> None:
-    done = cli("serve", "MODEL", "--kv-cache-dtype", "fp8")
-    assert (done.code, done.err.splitlines()[-1][:40]) == (2, "graphllm: kv_cache_dtype is 'fp8': the c")
+    done = cli("serve", "MODEL", "--calculate-kv-scales")
+    assert (done.code, done.err.splitlines()[-1][:42]) == (2, "graphllm: calculate_kv_scales is True: the")
     assert "Traceback" not in done.err
 
 

@@ -35,11 +35,12 @@ def inspect(folder: Path, json: bool) -> None:
     console.print(f"versions  graphllm {factors['graphllm']['version']} ({factors['graphllm']['source']}), {versions}")
     model = factors["model"]
     weights = f", weights {compiled['quantization']}" if compiled["quantization"] else ""
+    cache = f", cache {compiled['kv_cache_dtype']}" if compiled["kv_cache_dtype"] != "auto" else ""
     origin = manifest["origin"]
     if origin.get("commit"):
         console.print(f"from      {origin['name']}, commit {origin['commit']}")
     console.print(
-        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}{weights}, "
+        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}{weights}{cache}, "
         f"backend {compiled['backend']}"
     )
     console.print(

@@ -13,6 +13,7 @@ from graphllm.passes.fuse_moe import fuse_moe
 from graphllm.passes.quantize_activations import quantize_activations
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.passes.quantize_moe import quantize_moe
+from graphllm.passes.scale_cache import scale_cache
 from graphllm.passes.select_early import select_early
 from graphllm.passes.shard import shard
 from graphllm.rewrite import Pass, registered_passes
@@ -32,6 +33,7 @@ PIPELINE = Pipeline(
         canonicalize,
         quantize_linear,
         quantize_moe,
+        scale_cache,
         shard,
         fuse_attention,
     ),

@@ -38,6 +38,7 @@ from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, Unit
+from graphllm.weights.cache_scales import with_cache_scales
 from graphllm.weights.checkpoint import DRAFT
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.schemes import Stored, as_quantized
@@ -141,7 +142,10 @@ def compile_model(
         pieces = _made(building / "pieces")
         progress("trace", 0, 1)
         degree = config.tensor_parallel_size
-        plan = shard_plan(as_quantized(make_plan(model, c, config.dtype), model_config, stored), degree)
+        plan = as_quantized(make_plan(model, c, config.dtype), model_config, stored)
+        if config.kv_cache_dtype == "fp8":
+            plan = with_cache_scales(plan, stored)
+        plan = shard_plan(plan, degree)
         c = model.local(c, degree)
         layout = plan_layout(model, c, config)
         graphs = trace_model(model, c, config, layout)

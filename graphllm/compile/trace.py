@@ -3,7 +3,6 @@ fake tensors with symbolic T, S and R."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -93,6 +92,12 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         for graph in model.graphs
     ]
     layers = [states for graph in per_graph for states in graph]
+    if config.kv_cache_dtype != "auto" and not any(
+        s.dtype == "cache" for graph in model.graphs for t in set(graph.layer_types(c)) for s in graph.states(c, t)
+    ):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}: this model has no keys and values to round; use auto"
+        )
     blocks = plan_blocks(layers, config.block_size, config.max_model_len)
     versions = max(b.query_len for b in config.buckets)
     states: dict[str, StatePlace] = {}
@@ -142,7 +147,7 @@ def _with_provider(spec: InputSpec) -> InputSpec:
 
 
 def _typed(state: StateSpec, config: CompileConfig) -> StateSpec:
-    return dataclasses.replace(state, dtype=config.dtype) if state.dtype == "model" else state
+    return state.typed(config.dtype, config.cache_dtype)
 
 
 def trace_model(model: Model, c: Any, config: CompileConfig, layout: Layout) -> list[TracedGraph]:

@@ -14,6 +14,7 @@ from graphllm.config.setting import definitions, not_key, parse_count, setting
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
+CacheDtype = Literal["auto", "bfloat16", "float16", "float32", "fp8", "int8"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,11 @@ class CompileConfig:
         help="int8 or int4, on a GPU fp8 or mxfp4 as well: round the weights of linear layers and experts while they "
         "are loaded. A quantized checkpoint's own method may be named too, and need not be.",
     )
+    kv_cache_dtype: CacheDtype = setting(
+        "auto",
+        help="Type of the cache's keys and values: fp8 (e4m3) and int8 hold twice the tokens in the same memory; auto: "
+        "that of the model.",
+    )
     buckets: tuple[Bucket, ...] = setting(
         (),
         auto="chosen by device, max_num_seqs and max_num_batched_tokens",
@@ -190,6 +196,11 @@ class CompileConfig:
         le=2**10,
     )
 
+    @property
+    def cache_dtype(self) -> str:
+        """The torch dtype that `kv_cache_dtype` means."""
+        return {"auto": self.dtype, "fp8": "float8_e4m3fn"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
 
 def ranked_logprobs(max_logprobs: int) -> int:
     """How many of the likeliest tokens a step finds at each position; for more, the host ranks the vocabulary."""
@@ -202,6 +213,10 @@ def check(config: CompileConfig) -> None:
         definition.check(getattr(config, name))  # also what the model's config.json says
     if config.dtype not in get_args(Dtype):
         raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
+    if config.kv_cache_dtype not in ("auto", "fp8", "int8", config.dtype):
+        raise ConfigError(
+            f"kv_cache_dtype is {config.kv_cache_dtype}: the model computes in {config.dtype}; use auto, fp8 or int8"
+        )
     for b in config.buckets:
         if b.hi > _LARGEST_BUCKET or b.query_len > _MOST_QUERIES:
             raise ConfigError(

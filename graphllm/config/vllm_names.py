@@ -107,7 +107,7 @@ _ONE_DEVICE = "an engine runs on one device; leave it out, and start one engine 
 _TEXT = "models here read text only; leave it out"
 _NO_LORA = "LoRA adapters cannot be loaded yet; leave it out, or merge the adapter into the checkpoint"
 _NO_POOLING = "the API here is for models that generate text; leave it out"
-_CACHE = "the cache lies on the device, in the model's dtype; leave it out, or choose its size by kv_cache_memory_bytes"
+_CACHE = "the cache lies on the device, all of it in kv_cache_dtype, in kv_cache_memory_bytes; leave it out"
 _WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"
 _WATERMARK = "answers carry no watermark; leave it out"
 _TRANSFER = "caches do not move between engines; leave it out"
@@ -200,7 +200,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     **fixed("drafts come from a draft model; use draft_model, with speculative_model", spec_method="draft_model"),
     # The cache and the memory.
     **fixed(
-        _CACHE, kv_cache_dtype="auto", calculate_kv_scales=False, kv_cache_dtype_skip_layers=((), []),
+        _CACHE, calculate_kv_scales=False, kv_cache_dtype_skip_layers=((), []),
         kv_sharing_fast_prefill=False, num_gpu_blocks_override=(), kv_offloading_size=(),
         prefix_cache_retention_interval=(), swa_bounded_replay=False,
     ),
@@ -288,6 +288,7 @@ SAMPLING_NAMES: Mapping[str, ForeignName] = {
 # Other words for values that settings have.
 SPELLINGS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "fp16": "float16", "float": "float32", "fp32": "float32", "bf16": "bfloat16"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"},
     "max_model_len": {-1: None, "-1": None, "auto": None},
     "logits_processors": {None: ()},
     "generation_config": {None: "auto"},

@@ -51,6 +51,8 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
         else:
             check_method(model_config, args.quantization)
             said["quantization"] = None
+    if said["kv_cache_dtype"] == said.get("dtype", automatic["dtype"]):
+        said["kv_cache_dtype"] = "auto"
     config: CompileConfig = assemble(CompileConfig, automatic | said | {"target": target})
     check(config)
     return config

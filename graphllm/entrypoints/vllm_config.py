@@ -119,7 +119,7 @@ def vllm_config(args: config.EngineArgs) -> VllmConfig:
     cache = of(CacheConfig) | {
         "block_size": said["block_size"],
         "enable_prefix_caching": args.enable_prefix_caching,
-        "cache_dtype": "auto",
+        "cache_dtype": said["kv_cache_dtype"],
     }
     scheduler = of(SchedulerConfig) | {
         **{name: said[name] for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len")},

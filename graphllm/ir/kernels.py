@@ -34,16 +34,17 @@ class CKernel:
     it must return nothing and mark every written tensor. ABI: Tensor -> pointer to its first element (None -> null),
     SymInt/int/bool -> int64_t, float -> double, in schema order. Sizes and strides that the kernel needs are arguments.
     source: the C++ file; it may include only the headers beside it and in the ops folder, the standard library, OpenMP
-    and the compiler's intrinsics. Raises ConfigError when it does not exist.
+    and the compiler's intrinsics. usual: whether most models with the op call it, so that compiling it begins before it
+    is known. Raises ConfigError when the source does not exist.
     """
 
-    def __init__(self, symbol: str, schema: str, source: Path) -> None:
+    def __init__(self, symbol: str, schema: str, source: Path, usual: bool = True) -> None:
         if not source.is_file():
             raise ConfigError(
                 f"kernel {symbol}: its source {source} does not exist; a package installs C++ only if its "
                 'pyproject.toml names it, as in [tool.setuptools.package-data] "*" = ["*.cpp", "*.h"]'
             )
-        self.symbol, self.schema, self.source = symbol, schema, source
+        self.symbol, self.schema, self.source, self.usual = symbol, schema, source, usual
         _library.define(symbol + schema)
         _library.impl(symbol, self._run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{C_NAMESPACE}::{symbol}", lambda *args: None, lib=_library)
@@ -69,8 +70,8 @@ def c_kernel(symbol: str) -> CKernel:
 
 
 def sources_in(folders: Collection[Path]) -> list[Path]:
-    """The sources of declared kernels that lie in one of these folders."""
-    return sorted({k.source for k in _kernels.values() if k.source.parent in folders})
+    """The sources of the usual kernels that lie in one of these folders."""
+    return sorted({k.source for k in _kernels.values() if k.usual and k.source.parent in folders})
 
 
 def bind_symbol(library: ctypes.CDLL, symbol: str, argument_types: Sequence[str]) -> Callable[..., None]:

@@ -6,11 +6,14 @@ Models and ops declare them, `program.json` lists them, and whoever allocates or
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from graphllm.config import ConfigError
 
 Dim = int | str
 BLOCK_TOKENS = "P"  # in the shape of a block state: the tokens of one block
+_SCALE_BYTES = 4
 
 Axis = Literal["block", "slot", "item", "adapter", "token"]
 Retention = Literal["full", "window", "last", "none"]
@@ -47,9 +50,10 @@ class StateSpec:
     axis: what indexes its first dimension, which ``shape`` leaves out: "block" (block ids; ``shape`` holds "P", the
     tokens of a block), "slot" (one entry for each running sequence and a scrap one), "item" (rows of encoded inputs
     and a scrap one), "adapter" (tables written while serving; entry 0 is neutral), "token" (rows of the running step).
-    dtype: a torch dtype's name, or "model" for the artifact's. retention: what of a sequence it keeps; "full" and
-    "window" (of so many tokens) for blocks, "last" for recurrent slot states, which are zeroed when a sequence enters,
-    rolled back with rejected tokens and copied to snapshots; "none" for what only programs and host use between them.
+    dtype: a torch dtype's name, "model" for the artifact's, or "cache" for that of `--kv-cache-dtype`. retention: what
+    of a sequence it keeps; "full" and "window" (of so many tokens) for blocks, "last" for recurrent slot states, which
+    are zeroed when a sequence enters, rolled back with rejected tokens and copied to snapshots; "none" for what only
+    programs and host use between them.
     """
 
     name: str
@@ -58,6 +62,22 @@ class StateSpec:
     dtype: str = "model"
     retention: Retention = "full"
     window: int = 0
+
+    def typed(self, dtype: str, cache_dtype: str) -> StateSpec:
+        """With the names of torch dtypes for "model" and "cache". Rows of the last dimension of a cache in int8 have
+        a float32 scale each, in so many bytes more."""
+        if self.dtype == "model":
+            return replace(self, dtype=dtype)
+        if self.dtype != "cache":
+            return self
+        if cache_dtype != "int8":
+            return replace(self, dtype=cache_dtype)
+        *rows, width = self.shape
+        if not isinstance(width, int) or width % _SCALE_BYTES:
+            raise ConfigError(
+                f"kv_cache_dtype is int8: the model's heads have {width} numbers, no multiple of 4; use fp8"
+            )
+        return replace(self, dtype="int8", shape=(*rows, width + _SCALE_BYTES))
 
 
 @dataclass(frozen=True)

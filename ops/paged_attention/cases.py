@@ -9,6 +9,7 @@ import torch
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
+from graphllm.ops.paged_attention.op import store
 
 _TOLERANCE = {"float32": 3e-6, "bfloat16": 8e-3, "float16": 1e-3}
 _REASON = (
@@ -19,6 +20,20 @@ _REASON = (
 
 def _owned_rows(out_THE: torch.Tensor, args: Mapping[str, Any]) -> torch.Tensor:
     return out_THE[: int(args["query_start_loc"][-1])]
+
+
+def _drawn(make: Maker, shape: tuple[int, ...], dtype: str, kv_scales: torch.Tensor | None) -> torch.Tensor:
+    """A cache with keys and values everywhere."""
+    plain = make.normal(*shape)
+    if not dtype:
+        return plain
+    B, _, K, P, E = shape
+    kv_cache = torch.zeros(B, 2, K, P, E + 4 * (dtype == "int8"), dtype=getattr(torch, dtype), device=make.device)
+    block, slot = (i.flatten() for i in torch.meshgrid(torch.arange(B), torch.arange(P), indexing="ij"))
+    for kind in (0, 1):
+        scale = None if kv_scales is None else kv_scales[kind]
+        store(kv_cache, kind, block, slot, plain[block, kind, :, slot], scale)
+    return kv_cache
 
 
 def _case(
@@ -34,11 +49,13 @@ def _case(
     pad: int = 0,
     most: int = 0,
     size: str = "small",
+    cache: str = "",
+    scales: tuple[float, float] | None = None,
 ) -> Case:
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
     sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
-    output is not specified. most: of the bucket, if it holds larger batches.
+    output is not specified. most: of the bucket, if it holds larger batches. cache: its dtype, if not that of the rest.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
@@ -62,17 +79,22 @@ def _case(
         starts = [0]
         for n, _ in sequences:
             starts.append(starts[-1] + n)
+        kv_scales = None if scales is None else make.tensor(scales, torch.float32)
+        kv_cache = _drawn(make, (total, 2, K, block_size, E), cache, kv_scales)
         return {
-            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": make.normal(total, 2, K, block_size, E),
+            "q_THE": q, "k_TKE": k, "v_TKE": v, "kv_cache": kv_cache,
             "block_table": table.to(make.device), "query_start_loc": make.tensor(starts, torch.int32),
             "seq_lens": make.tensor([length for _, length in sequences], torch.int32),
             "scale": E**-0.5, "window": window, "softcap": softcap,
-            "sinks_H": make.normal(H, scale=2.0) if sinks else None,
+            "sinks_H": make.normal(H, scale=2.0) if sinks else None, "kv_scales": kv_scales,
         }  # fmt: skip
 
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, T, max(T, most)), size, _owned_rows)  # type: ignore[arg-type]
 
 
+_FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
+_SCALED: dict[str, Any] = _FP8 | {"scales": (0.05, 0.0078)}  # of which some values are larger than fp8 holds
+_INT8: dict[str, Any] = {"cache": "int8"}
 _8B, _06B = (32, 8, 128), (16, 8, 128)
 
 CASES = (
@@ -115,9 +137,23 @@ CASES = (
     _case("mixed_sinks", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], (8, 1, 64), sinks=True, fused=True),
     _case("mixed_sinks_window_softcap", [(40, 70), (1, 70), (3, 60)], sinks=True, softcap=3.0, window=18),
     _case("mixed_block128", [(150, 150), (1, 129)], (2, 1, 32), block_size=128),
+    _case("decode_fp8", [(1, 1), (1, 40), (0, 0), (1, 333)], (8, 2, 32), **_SCALED),
+    _case("decode_fp8_group7", [(1, 90), (1, 64)], (14, 2, 64), fused=True, **_FP8),
+    _case("decode_fp8_ranges", [(1, 1500), (1, 40), (1, 700)], (14, 2, 64), sinks=True, fused=True, **_SCALED),
+    _case("decode_fp8_four_heads", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, **_SCALED),
+    _case("decode_fp8_window_softcap", [(1, 3), (1, 200)], (3, 3, 80), softcap=2.0, window=20, **_SCALED),
+    _case("mixed_fp8", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], fused=True, **_SCALED),
+    _case("mixed_fp8_window_softcap", [(40, 70), (1, 70), (3, 60)], (2, 1, 80), softcap=3.0, window=18, **_FP8),
+    _case("decode_int8", [(1, 1), (1, 40), (0, 0), (1, 333)], (8, 2, 32), sinks=True, **_INT8),
+    _case("decode_int8_window_softcap", [(1, 3), (1, 200)], (3, 3, 80), softcap=2.0, window=20, **_INT8),
+    _case("mixed_int8", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], fused=True, **_INT8),
+    _case("mixed_int8_window", [(90, 200), (1, 70), (50, 50)], (2, 1, 36), window=33, **_INT8),
     *(_case(f"decode_8b_b{S}_ctx{n}", [(1, n)] * S, _8B, size="real") for S in (1, 32, 128) for n in (512, 4096)),
     *(_case(f"decode_06b_b{S}_ctx{n}", [(1, n)] * S, _06B, size="real") for S in (1, 64, 256) for n in (384, 2048)),
     _case("decode_8b_b128_uneven", [(1, 64 + 31 * i) for i in range(128)], _8B, size="real"),
+    _case("decode_8b_b256_ctx512", [(1, 512)] * 256, _8B, size="real"),
+    _case("decode_8b_b256_ctx512_fp8", [(1, 512)] * 256, _8B, size="real", **_FP8),
+    _case("prefill_8b_1x8192_fp8", [(8192, 8192)], _8B, size="real", **_FP8),
     _case("prefill_8b_1x8192", [(8192, 8192)], _8B, size="real"),
     _case("prefill_8b_32x1024", [(1024, 1024)] * 32, _8B, size="real"),
     _case("prefill_8b_chunk2048_ctx8192", [(2048, 8192)], _8B, size="real"),

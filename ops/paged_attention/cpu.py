@@ -1,4 +1,5 @@
-"""paged_attention on the CPU: one kernel for decode and ragged prefill, bfloat16 or float32."""
+"""paged_attention on the CPU: one kernel for decode and ragged prefill, bfloat16 or float32, with a cache of the same
+or of 8 bits."""
 
 from __future__ import annotations
 
@@ -16,23 +17,34 @@ _SCHEMA = (
     " Tensor(b!) out, SymInt T, SymInt S, SymInt H, SymInt K, SymInt E, SymInt P, SymInt q_token, SymInt q_head,"
     " SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt cache_block, SymInt cache_kind,"
     " SymInt cache_head, SymInt cache_slot, SymInt table_stride, float scale, SymInt window, float softcap,"
-    " Tensor? sinks) -> ()"
+    " Tensor? sinks, Tensor? kv_scales) -> ()"
 )
-_SOURCE = Path(__file__).with_name("cpu.cpp")
+_HERE = Path(__file__).parent
+_SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
+
+
+def _kernel(dtype: torch.dtype, cache: torch.dtype) -> CKernel:
+    if dtype == cache:
+        return CKernel(f"graphllm_paged_attention_{_SHORT[dtype]}", _SCHEMA, _HERE / "cpu.cpp")
+    symbol = f"graphllm_paged_attention_{_SHORT[dtype]}_{_SHORT[cache]}"
+    return CKernel(symbol, _SCHEMA, _HERE / "cpu_small_cache.cpp", usual=False)
+
+
 _kernels = {
-    torch.float32: CKernel("graphllm_paged_attention_f32", _SCHEMA, _SOURCE),
-    torch.bfloat16: CKernel("graphllm_paged_attention_bf16", _SCHEMA, _SOURCE),
+    (dtype, cache): _kernel(dtype, cache)
+    for dtype in (torch.float32, torch.bfloat16)
+    for cache in (dtype, torch.float8_e4m3fn, torch.int8)
 }
 
 
 def _supports(site: CallSite) -> bool:
-    values = [site.args[name] for name in ("q_THE", "k_TKE", "v_TKE", "kv_cache")]
+    q, *others = [site.args[name] for name in ("q_THE", "k_TKE", "v_TKE", "sinks_H") if site.args[name] is not None]
     tables = [site.args[name] for name in ("block_table", "query_start_loc", "seq_lens")]
-    sinks = site.args["sinks_H"]
-    if sinks is not None and (sinks.dtype != values[0].dtype or not sinks.is_contiguous()):
-        return False
-    return all(t.dtype == values[0].dtype and t.dtype in _kernels and t.stride(-1) == 1 for t in values) and all(
-        t.dtype == torch.int32 and t.stride(-1) == 1 for t in tables
+    return (
+        (q.dtype, site.args["kv_cache"].dtype) in _kernels
+        and all(t.dtype == q.dtype for t in others)
+        and all(t.dtype == torch.int32 for t in tables)
+        and all(t.stride(-1) == 1 for t in (q, *others, *tables, site.args["kv_cache"]))
     )
 
 
@@ -54,15 +66,17 @@ def cpu_paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
-    """Online softmax over chunks of the cache; bfloat16 takes AMX or AVX-512 products, with weights rounded to it."""
+    """Online softmax over chunks of the cache; bfloat16 takes AMX or AVX-512 products, with weights, and numbers of a
+    cache in int8, rounded to it."""
     out_THE = q_THE.new_empty(q_THE.shape)
     T, H, E = q_THE.shape
-    _kernels[q_THE.dtype](
+    _kernels[q_THE.dtype, kv_cache.dtype](
         *(q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE),
         *(T, seq_lens.shape[0], H, k_TKE.shape[1], E, kv_cache.shape[3]),
         *(stride for t in (q_THE, k_TKE, v_TKE) for stride in t.stride()[:2]),
-        *kv_cache.stride()[:4],
-        *(block_table.stride(0), scale, window, softcap, sinks_H),
+        *(*kv_cache.stride()[:3], E if kv_cache.dtype == torch.int8 else kv_cache.stride(3)),
+        *(block_table.stride(0), scale, window, softcap, sinks_H, kv_scales),
     )
     return out_THE

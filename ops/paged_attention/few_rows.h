@@ -140,11 +140,11 @@ struct FewFloats {
   }
 
   // A row's result from its state.
-  static void store_row(const Vec* state, i64 E, T* to) {
+  static void store_row(const Vec* state, i64 E, float scale, T* to) {
     float sum = 0;
     for (i64 i = 0; i < kLanes; i++) sum += state[1][i];
     const float* from = reinterpret_cast<const float*>(state + 2);
-    for (i64 e = 0; e < E; e += 8) store8(to + e, load8(from + e) * (1.0f / sum));
+    for (i64 e = 0; e < E; e += 8) store8(to + e, load8(from + e) * (scale / sum));
   }
 
  private:
@@ -235,9 +235,9 @@ struct FewPairs {
   }
 
   // A row's result from its state.
-  static void store_row(const Vec* state, i64 E, bf16* to) {
+  static void store_row(const Vec* state, i64 E, float scale, bf16* to) {
     const __m512i order = _mm512_set_epi64(7, 3, 6, 2, 5, 1, 4, 0);
-    const __m512 factor = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps((__m512)state[1]));
+    const __m512 factor = _mm512_set1_ps(scale / _mm512_reduce_add_ps((__m512)state[1]));
     state += 2;
     for (i64 e = 0; e < E; e += 32, state += 2) {
       const __m512 low = _mm512_mul_ps((__m512)state[0], factor), high = _mm512_mul_ps((__m512)state[1], factor);

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from graphllm.ir import Cost, StateSpec, nbytes, op
 
+_E4M3_MOST = 448.0
+
 
 def _cost(
     q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor, query_start_loc: Tensor, seq_lens: Tensor,
@@ -23,13 +25,47 @@ def _cost(
         spans = [min(p + 1, window) if window else p + 1 for p in range(length - n, length)]
         pairs += sum(spans)
         read += min(length, window + n - 1) if window else length
-    cache = 2 * read * K * E * kv_cache.element_size()
-    return Cost(2 * nbytes(q_THE) + 2 * nbytes(k_TKE, v_TKE) + cache, 4 * H * E * pairs)
+    token = 2 * K * kv_cache.shape[4] * kv_cache.element_size()
+    cache = (read + k_TKE.shape[0]) * token
+    return Cost(2 * nbytes(q_THE) + nbytes(k_TKE, v_TKE) + cache, 4 * H * E * pairs)
 
 
 def kv_state(K: int, E: int, window: int = 0) -> StateSpec:
     """The cache of one layer: keys and values of K heads of E numbers, of all tokens or of the last ``window``."""
-    return StateSpec("kv", "block", (2, K, "P", E), retention="window" if window else "full", window=window)
+    return StateSpec("kv", "block", (2, K, "P", E), "cache", "window" if window else "full", window)
+
+
+def entries_of(kv_cache: Tensor, E: int) -> tuple[Tensor, Tensor | None]:
+    """Views of a cache: its entries [B, 2, K, P, E] and, of an int8 one, the scales [B, 2, K, P] behind those of a
+    head."""
+    if kv_cache.dtype != torch.int8:
+        return kv_cache, None
+    P = kv_cache.shape[3]
+    heads = kv_cache.view(*kv_cache.shape[:3], -1)
+    return heads[..., : P * E].unflatten(3, (P, E)), heads[..., P * E :].view(torch.float32)
+
+
+def store(kv_cache: Tensor, kind: int, block: Tensor, slot: Tensor, rows_TKE: Tensor, scale: Tensor | None) -> None:
+    """Write keys (kind 0) or values (1) of tokens into slots of blocks, rounded to the cache's dtype."""
+    entries, scales = entries_of(kv_cache, rows_TKE.shape[2])
+    if scales is not None:
+        rows_TKE = rows_TKE.float()
+        step = rows_TKE.abs().amax(-1) / 127
+        scales[block, kind, :, slot] = step
+        rows_TKE = torch.where(step[..., None] > 0, rows_TKE / step[..., None], 0).round()
+    elif kv_cache.dtype == torch.float8_e4m3fn:
+        rows_TKE = rows_TKE.float() if scale is None else rows_TKE.float() / scale
+        rows_TKE = rows_TKE.clamp(-_E4M3_MOST, _E4M3_MOST)
+    entries[block, kind, :, slot] = rows_TKE.to(kv_cache.dtype)
+
+
+def _load(kv_cache: Tensor, kind: int, blocks: Tensor, E: int, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Keys or values [B, K, P, E] of blocks, as numbers."""
+    entries, scales = entries_of(kv_cache, E)
+    found = entries[blocks, kind].to(dtype)
+    if scales is not None:
+        return found * scales[blocks, kind][..., None].to(dtype)
+    return found if scale is None else found * scale.to(dtype)
 
 
 @op(boundary=True, mutates=("kv_cache",), cost=_cost)
@@ -45,6 +81,7 @@ def paged_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T new tokens over a paged KV cache, grouped-query heads, one ragged batch.
 
@@ -56,26 +93,33 @@ def paged_attention(
     NaN. scale: factor on q.k. window: if positive, a token sees itself and the window - 1 tokens before it. softcap: if
     positive, scores become softcap * tanh(score / softcap) before the mask. sinks_H [H], in q's dtype: one more score
     of each head, neither scaled nor capped nor masked, which takes its part of the softmax and has no value.
+    A cache of q's dtype holds keys and values as they are. One of float8_e4m3fn holds them divided by kv_scales,
+    float32 [2] for keys and values (None: 1), rounded to the nearest, even in a tie, and no larger than 448. One of
+    int8, [B, 2, K, P, E + 4], holds of each head P * E numbers, then P float32 scales: that of a token and head is its
+    largest magnitude / 127. Quotients are float32. All tokens, the step's own too, are read as entry times scale; what
+    is read of an entry that is NaN is not specified.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
     2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks).
     """
-    H = q_THE.shape[1]
+    H, E = q_THE.shape[1:]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     accumulate = torch.float64 if q_THE.dtype == torch.float64 else torch.float32
+    scales = (None, None) if kv_scales is None else kv_scales.unbind()
     for s, length in enumerate(lengths):
         a, b = starts[s], starts[s + 1]
         if a == b:
             continue
         positions = torch.arange(length - (b - a), length, device=q_THE.device)
         block = block_table[s, positions // P].long()
-        kv_cache[block, 0, :, positions % P] = k_TKE[a:b]
-        kv_cache[block, 1, :, positions % P] = v_TKE[a:b]
+        for kind, rows in enumerate((k_TKE, v_TKE)):
+            store(kv_cache, kind, block, positions % P, rows[a:b], scales[kind])
         blocks = block_table[s, : -(-length // P)].long()
         keys, values = (
-            repeat(kv_cache[blocks, i].to(accumulate), "b k p e -> (b p) (k g) e", g=H // K)[:length] for i in (0, 1)
+            repeat(_load(kv_cache, i, blocks, E, scales[i], accumulate), "b k p e -> (b p) (k g) e", g=H // K)[:length]
+            for i in (0, 1)
         )
         scores = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale
         if softcap > 0:

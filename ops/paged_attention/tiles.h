@@ -9,29 +9,30 @@
 #include <type_traits>
 
 #include "cpu_amx.h"
-#include "cpu_vectors.h"
+#include "entries.h"
 
 namespace graphllm {
 namespace {
 
 constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax; a multiple of 32
 
-template <typename T>
-struct Args {
+// C: entries of the cache.
+template <typename T, typename C>
+struct Args : Layout {
   const T *q, *k, *v;
-  T* cache;
+  C* cache;
   const std::int32_t *table, *starts, *lengths;
   T* out;
-  i64 T_, S, H, K, E, P;
-  i64 q_token, q_head, k_token, k_head, v_token, v_head;
-  i64 cache_block, cache_kind, cache_head, cache_slot, table_stride;
+  i64 T_, S, H, K;
+  i64 q_token, q_head, k_token, k_head, v_token, v_head, table_stride;
   float scale;
   i64 window;
   float softcap;
   const T* sinks;
+  float key_scale, value_scale;  // of the entries
 
   // Where the keys of `count` tokens from position `from` lie; values are cache_kind elements further.
-  void locate(i64 s, i64 head, i64 from, i64 count, T** rows) const {
+  void locate(i64 s, i64 head, i64 from, i64 count, C** rows) const {
     const std::int32_t* block = table + s * table_stride + from / P;
     i64 slot = from % P;
     for (i64 j = 0; j < count; j++) {
@@ -41,10 +42,9 @@ struct Args {
   }
   // Put row t, at `position` of sequence s, into the cache for one head.
   void write(i64 s, i64 t, i64 position, i64 head) const {
-    T* to;
-    locate(s, head, position, 1, &to);
-    std::memcpy(to, k + t * k_token + head * k_head, E * sizeof(T));
-    std::memcpy(to + cache_kind, v + t * v_token + head * v_head, E * sizeof(T));
+    C* to = cache + table[s * table_stride + position / P] * cache_block + head * cache_head;
+    write_row(k + t * k_token + head * k_head, *this, position % P, key_scale, to);
+    write_row(v + t * v_token + head * v_head, *this, position % P, value_scale, to + cache_kind);
   }
 };
 
@@ -67,11 +67,11 @@ struct Floats {
       }
   }
 
-  static Keys keys(const Args<T>& a, T* const* rows, i64 count, float* to) {
+  static Keys keys(const Layout& a, T* const* rows, i64 count, float* to) {
     gather(a, rows, 0, count, to);
     return to;
   }
-  static void values(const Args<T>& a, T* const* rows, i64 count, float* to) {
+  static void values(const Layout& a, T* const* rows, i64 count, float* to) {
     gather(a, rows, a.cache_kind, count, to);
   }
 
@@ -90,7 +90,7 @@ struct Floats {
   }
 
  private:
-  static void gather(const Args<T>& a, T* const* rows, i64 offset, i64 count, float* to) {
+  static void gather(const Layout& a, T* const* rows, i64 offset, i64 count, float* to) {
     const i64 width = height(a.E), padded = ceil_div(count, kRound) * kRound;
     for (i64 j = 0; j < count; j++, to += width) {
       widen_row(rows[j] + offset, a.E, to);
@@ -158,7 +158,7 @@ struct Pairs {
 
   // Keys are used in place where 16 tokens are a piece of a block and rows are whole; otherwise they are gathered. What a
   // block holds after the last token is masked later, whatever it is.
-  static Keys keys(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
+  static Keys keys(const Layout& a, bf16* const* rows, i64 count, bf16* to) {
     Keys out;
     const bool in_place = a.P % 16 == 0 && a.E % 32 == 0;
     const i64 depth = query_depth(a.E);
@@ -176,7 +176,7 @@ struct Pairs {
   }
 
   // Transposed: [height(E)][kChunk], zero after the last token because 0 * NaN is not 0.
-  static void values(const Args<bf16>& a, bf16* const* rows, i64 count, bf16* to) {
+  static void values(const Layout& a, bf16* const* rows, i64 count, bf16* to) {
     alignas(64) static constexpr std::uint16_t kOrder[2][32] = {
         {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47},
         {16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63}};

@@ -17,9 +17,9 @@ from graphllm.ir import CallSite
 
 
 @triton.jit
-def soft_cap(scores, LOG2E_CAP: tl.constexpr, SCORE_SCALE: tl.constexpr):
-    """LOG2E_CAP * tanh(scores * SCORE_SCALE), with an exponential that cannot overflow."""
-    t = tl.exp2(tl.abs(scores) * (SCORE_SCALE * -2.8853900817779268))
+def soft_cap(scores, LOG2E_CAP: tl.constexpr, score_scale):
+    """LOG2E_CAP * tanh(scores * score_scale), with an exponential that cannot overflow."""
+    t = tl.exp2(tl.abs(scores) * (score_scale * -2.8853900817779268))
     capped = LOG2E_CAP * (1 - t) / (1 + t)
     return tl.where(scores < 0, -capped, capped)
 
@@ -71,6 +71,37 @@ def multiply(a, b, acc, EMULATED: tl.constexpr):
     if EMULATED:
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def load_scales(kv_scales_ptr, SCALED: tl.constexpr):
+    """What the entries of keys and of values in the cache stand for."""
+    if SCALED:
+        return tl.load(kv_scales_ptr), tl.load(kv_scales_ptr + 1)
+    else:
+        return 1.0, 1.0
+
+
+@triton.jit
+def as_entries(rows, scale, dtype: tl.constexpr, SCALED: tl.constexpr, EMULATED: tl.constexpr):
+    """Keys or values as a cache of that dtype holds them."""
+    if dtype == tl.float8e4nv:
+        rows = rows.to(tl.float32)
+        if SCALED:
+            rows = tl.div_rn(rows, scale)
+        rows = tl.clamp(rows, -448.0, 448.0)
+        if EMULATED:  # the interpreter cuts where a GPU rounds
+            bits = rows.to(tl.int32, bitcast=True)
+            whole = ((bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000).to(tl.float32, bitcast=True)
+            part = (tl.abs(rows) + 16384.0) - 16384.0
+            rows = tl.where(tl.abs(rows) >= 0.015625, whole, tl.where(rows < 0, -part, part))
+    return rows.to(dtype)
+
+
+@triton.jit
+def as_numbers(entries, dtype: tl.constexpr):
+    """Entries of the cache as what is multiplied. Those of 8 bits are exact in every other dtype."""
+    return entries.to(dtype)
 
 
 @triton.jit
@@ -197,7 +228,13 @@ def problem(site: CallSite) -> str:
         return f"block_size {P}: no attention kernel for a GPU takes it; use a power of two from 16"
     if E > 256:
         return f"head_dim {E}: no attention kernel for a GPU takes more than 256; use the backend eager"
-    if any(site.args[n].dtype != q.dtype for n in ("k_TKE", "v_TKE", "kv_cache")):
+    if cache.dtype == torch.int8:
+        return "kv_cache_dtype int8: no attention kernel for a GPU takes it; use fp8"
+    if cache.dtype == torch.float8_e4m3fn and site.target.arch[0] < "sm_89":
+        return f"kv_cache_dtype fp8: {site.target.arch[0]} has no such numbers; use auto"
+    if cache.dtype not in (q.dtype, torch.float8_e4m3fn) or any(
+        site.args[n].dtype != q.dtype for n in ("k_TKE", "v_TKE")
+    ):
         return f"a cache of {cache.dtype} for queries of {q.dtype}: attention kernels for a GPU take one dtype"
     sinks = site.args["sinks_H"]
     if sinks is not None and (sinks.dtype != q.dtype or not sinks.is_contiguous()):

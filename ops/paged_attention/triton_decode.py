@@ -27,10 +27,13 @@ from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
+    as_entries,
+    as_numbers,
     attends,
     load_angles,
     load_heads,
     load_norm,
+    load_scales,
     load_sinks,
     multiply,
     power_of_2,
@@ -107,6 +110,7 @@ def _split_kernel(
     cos_ptr,
     sin_ptr,
     sinks_ptr,
+    kv_scales_ptr,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -135,13 +139,15 @@ def _split_kernel(
     FEW: tl.constexpr,
     MIN_TILES: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    LINES: tl.constexpr,  # cache lines of 128 bytes that a head's entries surely fill
+    LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
+    LINES: tl.constexpr,  # such lines that a head's entries surely fill
     JOINED: tl.constexpr,  # heads whose ranges are joined at once
     FEW_JOINED: tl.constexpr,
     F: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -165,10 +171,12 @@ def _split_kernel(
     last_block = tl.load(table_row + last // P).to(tl.int64)
     q_weight, q_other_weight = load_norm(q_norm_ptr, E, E_PAD, F, NORM)
     k_weight, k_other_weight = load_norm(k_norm_ptr, E, E_PAD, F, NORM)
+    k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
+    score_scale = SCALE * k_scale
     if not EMULATED:
         if lo < hi:  # the first tile is on its way while the queries are still being made; more would delay it
             slot = head_ptr + tile_slots(cache_block, lo, CACHE_BLOCK, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
-            line = slot[:, None] + (tl.arange(0, LINES) * 64)[None, :]
+            line = slot[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
             tl.inline_asm_elementwise(
                 "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
                 dtype=tl.int32, is_pure=False, pack=1,
@@ -201,19 +209,23 @@ def _split_kernel(
         q = rotate(q, q_other, q_weight, q_other_weight, cos, sin, E, F, NORM, EPS)
         k_new = rotate(k_new, k_other, k_weight, k_other_weight, cos, sin, E, F, NORM, EPS)
 
+        k_entry = as_entries(k_new, k_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+        v_entry = as_entries(v_new, v_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+        k_new, v_new = as_numbers(k_entry, q.dtype), as_numbers(v_entry, q.dtype)
+
         own = split == 0
         if WRITE:
             own_e = e < tl.where(own, E, 0)
             own_r = in_r & (r % G == 0)[:, None]
             slot = head_ptr + last_block * CACHE_BLOCK + (last % P) * CACHE_POS + (r // G)[:, None] * CACHE_HEAD
-            tl.store(slot + e[None, :], k_new, mask=own_r & own_e[None, :])
-            tl.store(slot + e[None, :] + CACHE_KV, v_new, mask=own_r & own_e[None, :])
+            tl.store(slot + e[None, :], k_entry, mask=own_r & own_e[None, :])
+            tl.store(slot + e[None, :] + CACHE_KV, v_entry, mask=own_r & own_e[None, :])
 
         score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1)
         if LOG2E_CAP > 0:
-            score = soft_cap(score, LOG2E_CAP, SCALE)
+            score = soft_cap(score, LOG2E_CAP, score_scale)
         else:
-            score = score * SCALE
+            score = score * score_scale
         if SINKS:  # range 0 begins with the sink and the new token
             sink = load_sinks(sinks_ptr, group * ROWS + g, g < ROWS)
             first_top = tl.maximum(score, sink)
@@ -237,14 +249,14 @@ def _split_kernel(
                 inside = seen[:, None]
             else:
                 inside = seen[:, None] & in_e[None, :]
-            keys = tl.load(slots, mask=inside, other=0.0)
-            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0)
+            keys = as_numbers(tl.load(slots, mask=inside, other=0.0), q.dtype)
+            values = as_numbers(tl.load(slots + CACHE_KV, mask=inside, other=0.0), q.dtype)
             cache_block = tile_blocks(table_row, tile + 1, last, P, BLOCK_N, HEADS)
             scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
             if LOG2E_CAP > 0:
-                scores = soft_cap(scores, LOG2E_CAP, SCALE)
+                scores = soft_cap(scores, LOG2E_CAP, score_scale)
             else:
-                scores = scores * SCALE
+                scores = scores * score_scale
             counts = seen[None, :]
             if HEADS > 1:  # rows beyond the last head's see what its rows see
                 counts = counts & (tl.minimum(g // G, HEADS - 1)[:, None] == (n // TOKENS)[None, :])
@@ -256,7 +268,7 @@ def _split_kernel(
             acc = multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
             top = new_top
 
-        acc = acc / total[:, None]
+        acc = acc * (v_scale / total)[:, None]
         heads = group * ROWS + g
         if tiles <= per_split:
             out = out_ptr + (row64 * H + heads)[:, None] * E + e[None, :]
@@ -303,6 +315,7 @@ def launch_decode(
     window: int,
     softcap: float,
     sinks_H: Tensor | None,
+    kv_scales: Tensor | None,
     rotary: Rotary | None,
     *,
     write: bool,
@@ -325,20 +338,21 @@ def launch_decode(
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scale, softcap)
     pointers, rotation = rotary_arguments(rotary, q_THE)
-    lines, ranges, rows = max(1, E // 64), power_of_2(splits, 2), H // K * heads
+    line, ranges, rows = 128 // kv_cache.element_size(), power_of_2(splits, 2), H // K * heads
     launch_triton(
         _split_kernel, (K // heads, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         block_table, query_start_loc, seq_lens, *pointers,
-        q_THE if sinks_H is None else sinks_H,
+        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, G=H // K, HEADS=heads,
         GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
         FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
-        FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINES=1 << (lines.bit_length() - 1),
-        SINKS=sinks_H is not None, EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
+        FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINE=line,
+        LINES=1 << (max(1, E // line).bit_length() - 1), SINKS=sinks_H is not None, SCALED=kv_scales is not None,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
         **rotation,
     )  # fmt: skip
 
@@ -404,6 +418,7 @@ def triton_decode(
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    kv_scales: Tensor | None = None,
     rotary: Rotary | None = None,
     **config: int,
 ) -> Tensor:
@@ -411,6 +426,6 @@ def triton_decode(
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
-        rotary, write=True, **config,
+        kv_scales, rotary, write=True, **config,
     )  # fmt: skip
     return out_THE

@@ -19,8 +19,11 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
+    as_entries,
+    as_numbers,
     attends,
     load_rotated,
+    load_scales,
     load_sinks,
     multiply,
     power_of_2,
@@ -47,6 +50,7 @@ def _write_kernel(
     k_norm_ptr,
     cos_ptr,
     sin_ptr,
+    kv_scales_ptr,
     S,
     K_ROW: tl.constexpr,
     K_HEAD: tl.constexpr,
@@ -65,6 +69,7 @@ def _write_kernel(
     F: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
+    SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -89,8 +94,10 @@ def _write_kernel(
     values = tl.load(v_ptr + row * V_ROW + head * V_HEAD + e[None, :], mask=inside)
     token = cache_block * CACHE_BLOCK + (position % P) * CACHE_POS
     slots = cache_ptr + token[:, None] + (head * CACHE_HEAD + e)[None, :]
-    tl.store(slots, keys, mask=inside)
-    tl.store(slots + CACHE_KV, values, mask=inside)
+    k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
+    dtype = cache_ptr.dtype.element_ty
+    tl.store(slots, as_entries(keys, k_scale, dtype, SCALED, EMULATED), mask=inside)
+    tl.store(slots + CACHE_KV, as_entries(values, v_scale, dtype, SCALED, EMULATED), mask=inside)
 
 
 @triton.jit
@@ -105,10 +112,10 @@ def _attend_tiles(
     end,
     lo,
     hi,
+    score_scale,
     CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_POS: tl.constexpr,
-    SCALE: tl.constexpr,
     LOG2E_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,  # some rows do not see some of these tiles' tokens
@@ -135,9 +142,9 @@ def _attend_tiles(
             keys = tl.load(slots, mask=(e < E)[None, :], other=0.0)
         else:
             keys = tl.load(slots)
-        scores = multiply(q, tl.trans(keys), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
+        scores = multiply(q, tl.trans(as_numbers(keys, q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
         if LOG2E_CAP > 0:
-            scores = soft_cap(scores, LOG2E_CAP, SCALE)
+            scores = soft_cap(scores, LOG2E_CAP, score_scale)
         if MASKED:
             seen = at[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -150,11 +157,11 @@ def _attend_tiles(
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(scores - shift[:, None])
         else:
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * SCALE)
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * score_scale)
             shift = new_top
             if WINDOW > 0:
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores * SCALE - shift[:, None])
+            p = tl.exp2(scores * score_scale - shift[:, None])
         rescale = tl.exp2(top - shift)
         total = total * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
@@ -164,7 +171,7 @@ def _attend_tiles(
             values = tl.load(slots + CACHE_KV, mask=(e < E)[None, :], other=0.0)
         else:
             values = tl.load(slots + CACHE_KV)
-        acc = multiply(p.to(values.dtype), values, acc, EMULATED)
+        acc = multiply(p.to(q.dtype), as_numbers(values, q.dtype), acc, EMULATED)
         top = new_top
     return acc, top, total
 
@@ -181,6 +188,7 @@ def _flash_kernel(
     cos_ptr,
     sin_ptr,
     sinks_ptr,
+    kv_scales_ptr,
     S,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
@@ -205,6 +213,7 @@ def _flash_kernel(
     NORM: tl.constexpr,
     EPS: tl.constexpr,
     SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -236,6 +245,8 @@ def _flash_kernel(
         in_row = valid[:, None]
         q = load_rotated(q_row, row[:, None], in_row, q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
         head_ptr = cache_ptr + head * CACHE_HEAD
+        k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
+        score_scale = SCALE * k_scale
         table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
 
         low = length - queries + skip  # position of the first token of the block
@@ -251,21 +262,21 @@ def _flash_kernel(
             whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
             inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
             acc, top, total = _attend_tiles(
-                acc, top, total, q, head_ptr, table_row, position, end, first, inner,
-                CACHE_BLOCK, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+                acc, top, total, q, head_ptr, table_row, position, end, first, inner, score_scale,
+                CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
             )  # fmt: skip
             first = inner
         acc, top, total = _attend_tiles(
-            acc, top, total, q, head_ptr, table_row, position, end, first, full,
-            CACHE_BLOCK, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, EMULATED,
+            acc, top, total, q, head_ptr, table_row, position, end, first, full, score_scale,
+            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         acc, top, total = _attend_tiles(
-            acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile,
-            CACHE_BLOCK, CACHE_KV, CACHE_POS, SCALE, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+            acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile, score_scale,
+            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         if SINKS:
             total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
-        acc = acc / total[:, None]
+        acc = acc * (v_scale / total)[:, None]
         out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -304,6 +315,7 @@ def triton_prefill(
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    kv_scales: Tensor | None = None,
     rotary: Rotary | None = None,
     *,
     block_m: int,
@@ -319,12 +331,13 @@ def triton_prefill(
     cache = {
         "CACHE_BLOCK": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
         "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E), "P": P,
-        "BLOCK_S": 128, "EMULATED": triton.knobs.runtime.interpret,
+        "BLOCK_S": 128, "SCALED": kv_scales is not None, "EMULATED": triton.knobs.runtime.interpret,
     }  # fmt: skip
     (q_norm, k_norm, cos, sin), rotation = rotary_arguments(rotary, q_THE)
+    scales = q_THE if kv_scales is None else kv_scales
     launch_triton(
         _write_kernel, (K, (T + _WRITE_TOKENS - 1) // _WRITE_TOKENS),
-        k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, k_norm, cos, sin, S,
+        k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, k_norm, cos, sin, scales, S,
         K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
         BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache, **rotation,
     )  # fmt: skip
@@ -332,13 +345,13 @@ def triton_prefill(
     launch_triton(
         _flash_kernel, ((T // (block_m // G) + S) * K,),
         q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
-        q_THE if sinks_H is None else sinks_H, S,
+        q_THE if sinks_H is None else sinks_H, scales, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
         num_stages=stages, **cache, **rotation,
     )  # fmt: skip
     launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
-        rotary, write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),
+        kv_scales, rotary, write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),
     )  # fmt: skip
     return out_THE

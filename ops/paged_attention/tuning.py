@@ -33,9 +33,9 @@ def tuning_step(q_THE: Tensor, kv_cache: Tensor, block_table: Tensor) -> dict[st
     for s, used in enumerate(order.split(blocks)):
         table[s, : len(used)] = used
     starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    cache = torch.empty((len(order), *kv_cache.shape[1:]), dtype=kv_cache.dtype, device=device)
+    drawn = torch.randn((len(order), *kv_cache.shape[1:]), dtype=q_THE.dtype, device=device)
     return {
-        "kv_cache": cache.normal_(),
+        "kv_cache": drawn.to(kv_cache.dtype),
         "block_table": table.to(device),
         "query_start_loc": starts.to(device),
         "seq_lens": torch.tensor(lengths, dtype=torch.int32, device=device),

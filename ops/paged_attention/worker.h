@@ -55,16 +55,22 @@ struct Item {
 // Attends for one item after the other. What an item leaves are states, head after head, of tiles of 16 rows or, where rows
 // are few, of single rows: the largest score so far, the sum of 2^(score - top), scores in units of log2, and the weighted
 // sums of values. States of parts of a context merge element by element.
-template <typename T>
+template <typename T, typename C>
 class Worker {
+  static constexpr bool kPlain = std::is_same_v<T, C>;
   using Math = typename Arithmetic<T>::ManyRows;
   using Cell = typename Math::Cell;
   using Few = typename Arithmetic<T>::FewRows;
 
  public:
-  Worker(const Args<T>& a, i64 most_rows, i64 heads) : a_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
+  Worker(const Args<T, C>& a, i64 most_rows, i64 heads)
+      : a_(a), near_(a), group_(a.H / a.K), height_(Math::height(a.E)) {
     const i64 tiles = ceil_div(most_rows, kLanes), depth = Math::query_depth(a.E);
-    static thread_local Scratch cells, states, rows;
+    static thread_local Scratch cells, states, rows, numbers;
+    if constexpr (!kPlain) {
+      near_.P = kChunk, near_.cache_slot = a.E, near_.cache_kind = kChunk * a.E;
+      numbers_ = numbers.get<T>(2 * near_.cache_kind);
+    }
     const i64 packed = std::max(tiles * kLanes * depth, heads * few_query(most_rows));
     query_ = cells.get<Cell>(packed + kChunk * (std::max(depth, height_) + height_ + 16) +
                              kLanes * std::max(2 * kChunk, heads * kFewRows));
@@ -76,7 +82,7 @@ class Worker {
   }
 
   // The most that the states of so many rows and heads take.
-  static i64 room(const Args<T>& a, i64 rows, i64 heads) {
+  static i64 room(const Args<T, C>& a, i64 rows, i64 heads) {
     const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.E);
     return heads * std::max(ceil_div(rows, kLanes) * (2 + Math::height(a.E)), few);
   }
@@ -104,7 +110,7 @@ class Worker {
       Vec* state = states + head * head_size(item);
       if (a_.sinks) add_sinks(one, state);
       if (few(item)) {
-        for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item)) Few::store_row(state, a_.E, result(one, r));
+        for (i64 r = 0; r < item.tokens * group_; r++, state += unit_size(item)) Few::store_row(state, a_.E, a_.value_scale, result(one, r));
         continue;
       }
       for (i64 r = 0; r < item.tokens * group_; r += kLanes, state += unit_size(item))
@@ -141,11 +147,13 @@ class Worker {
     }
     for (i64 j = item.from; j < item.to; j += kChunk) {
       const i64 held = std::min(kChunk, item.to - j);
-      T* places[kChunk];
+      C* places[kChunk];
       if (tiles <= 2 && j + kChunk < item.to) prefetch(item, j + kChunk, places);
       a_.locate(item.s, item.head, j, held, places);
-      const auto keys = Math::keys(a_, places, held, keys_);
-      Math::values(a_, places, held, values_);
+      T* rows[kChunk];
+      read(places, j, held, rows);
+      const auto keys = Math::keys(near_, rows, held, keys_);
+      Math::values(near_, rows, held, values_);
       for (i64 tile = 0, together; tile < tiles; tile += together) {
         together = std::min(i64(2), tiles - tile);
         const i64 seen = std::min(held, rows_[tile + together - 1].last + 1 - j);
@@ -153,6 +161,38 @@ class Worker {
         step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows_ + tile, together,
              states + tile * (2 + height_));
       }
+    }
+  }
+
+  // Where the keys of a chunk lie as numbers.
+  void read(C* const* places, i64 j, i64 count, T** rows) const {
+    if constexpr (kPlain) {
+      std::copy(places, places + count, rows);
+    } else {
+      for (i64 i = 0; i < count; i++) {
+        rows[i] = numbers_ + i * a_.E;
+        const i64 slot = (j + i) % a_.P;
+        read_rows(places[i], a_, slot, 1, rows[i]);
+        read_rows(places[i] + a_.cache_kind, a_, slot, 1, rows[i] + near_.cache_kind);
+      }
+    }
+  }
+  // The same of a piece's keys or values, which asks for what `ask` points to.
+  const T* read_piece(const C* piece, i64 slot, i64 count, const C* ask) const {
+    if constexpr (kPlain) {
+      return piece;
+    } else {
+      for (i64 at = 0; at < kPiece * a_.E; at += 64) __builtin_prefetch(ask + at);
+      read_rows(piece, a_, slot, count, numbers_);
+      return numbers_;
+    }
+  }
+  // What the arithmetic on a piece asks for: numbers are there already.
+  const T* asked(const C* ask) const {
+    if constexpr (kPlain) {
+      return ask;
+    } else {
+      return numbers_;
     }
   }
 
@@ -195,25 +235,32 @@ class Worker {
       spans[r].oldest = a_.window > 0 ? spans[r].newest - std::int32_t(a_.window) : -1;
     }
     const Steps steps = steps_of(std::min(kFewGroup, count));
-    const i64 ahead = std::max(i64(1), kAheadBytes / (kPiece * a_.E * i64(sizeof(T))));
+    const i64 ahead = std::max(i64(1), kAheadBytes / (kPiece * a_.E * i64(sizeof(C))));
     static thread_local Scratch lists;
-    const T** order = lists.get<const T*>(4 * heads * (kChunk / kPiece) + ahead);
+    const C** order = lists.get<const C*>(4 * heads * (kChunk / kPiece) + ahead);
     i64 listed = list(item, item.from, order);
     for (i64 j = item.from; j < item.to; j += kChunk) {
       const i64 end = std::min(item.to, j + kChunk);
-      const T** later = order + listed;
+      const C** later = order + listed;
       const i64 upcoming = end < item.to ? list(item, end, later) : next ? list(*next, next->from, later) : 0;
       std::fill(later + upcoming, later + upcoming + ahead, later[upcoming - 1]);
-      const T** at = order;
+      const C** at = order;
+      const T* numbers = nullptr;
       for (i64 from = j; from < end; from += kPiece, at += 2 * heads) {
         const bool whole = from + kPiece <= spans[0].newest + 1 && spans[padded - 1].oldest < from;
         const i64 used = std::min(kPiece, end - from);
-        for (i64 r = 0; r < heads * padded; r += kFewGroup)
-          steps.weigh(*this, at[r / padded], at[r / padded + ahead], query_ + r * a_.E, from,
+        for (i64 r = 0; r < heads * padded; r += kFewGroup) {
+          const i64 head = r / padded;
+          if (r % padded == 0) numbers = read_piece(at[head], from % a_.P, kPiece, at[head + ahead]);
+          steps.weigh(*this, numbers, asked(at[head + ahead]), query_ + r * a_.E, from,
                       whole ? nullptr : spans + r % padded, weights_ + r * kPiece, states_ + r * size);
-        for (i64 r = 0; r < heads * padded; r += kFewGroup)
-          steps.accumulate(at[heads + r / padded], at[heads + r / padded + ahead], a_.cache_slot, used,
-                           weights_ + r * kPiece, a_.E, states_ + r * size);
+        }
+        for (i64 r = 0; r < heads * padded; r += kFewGroup) {
+          const i64 head = heads + r / padded;
+          if (r % padded == 0) numbers = read_piece(at[head], from % a_.P, used, at[head + ahead]);
+          steps.accumulate(numbers, asked(at[head + ahead]), near_.cache_slot, used, weights_ + r * kPiece, a_.E,
+                           states_ + r * size);
+        }
       }
       std::copy(later, later + upcoming, order);
       listed = upcoming;
@@ -222,11 +269,11 @@ class Worker {
 
   // The pieces of a chunk in the order of their use, which should be that of their addresses: block after block, the keys of
   // all heads, then the values. Returns their count.
-  i64 list(const Item& item, i64 from, const T** to) const {
+  i64 list(const Item& item, i64 from, const C** to) const {
     const std::int32_t* table = a_.table + item.s * a_.table_stride;
-    const T** const first = to;
+    const C** const first = to;
     for (i64 at = from; at < std::min(item.to, from + kChunk); at += kPiece, to += item.heads) {
-      const T* keys = a_.cache + table[at / a_.P] * a_.cache_block + item.head * a_.cache_head + at % a_.P * a_.cache_slot;
+      const C* keys = a_.cache + table[at / a_.P] * a_.cache_block + item.head * a_.cache_head + at % a_.P * a_.cache_slot;
       for (i64 head = 0; head < item.heads; head++, to++, keys += a_.cache_head)
         to[0] = keys, to[item.heads] = keys + a_.cache_kind;
     }
@@ -249,9 +296,9 @@ class Worker {
   template <int R>
   static void weigh(const Worker& w, const T* keys, const T* ask, const Cell* query, i64 from, const Span* spans,
                     Cell* weights, Vec* states) {
-    const Args<T>& a = w.a_;
+    const Args<T, C>& a = w.a_;
     Vec scores[R];
-    Few::template scores<R>(keys, ask, a.cache_slot, query, a.E, scores);
+    Few::template scores<R>(keys, ask, w.near_.cache_slot, query, a.E, scores);
     const auto soften = [&](auto adjust) {
       soften_rows<R, Math::kPrecise>(from, spans, w.log2_scale(), adjust, scores, weights, a.E, states);
     };
@@ -269,7 +316,7 @@ class Worker {
 
   // A tile is given by its weight sums and weighted sums of values.
   void store_tile(const Item& item, i64 tile, Vec sum, const Vec* sums) const {
-    const Vec factor = 1.0f / sum;
+    const Vec factor = a_.value_scale / sum;
     const i64 count = std::min(kLanes, item.tokens * group_ - tile * kLanes);
     T* to[kLanes];
     for (i64 i = 0; i < count; i++) to[i] = result(item, tile * kLanes + i);
@@ -290,8 +337,8 @@ class Worker {
 
   // Ask for a chunk's blocks of the cache: they lie anywhere, so the hardware does not see them coming. Always inlined: gcc takes
   // a function that only prefetches for one without effect and drops the call.
-  __attribute__((always_inline)) void prefetch(const Item& item, i64 from, T** places) const {
-    const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(T));
+  __attribute__((always_inline)) void prefetch(const Item& item, i64 from, C** places) const {
+    const i64 count = std::min(kChunk, item.to - from), bytes = a_.E * i64(sizeof(C));
     a_.locate(item.s, item.head, from, count, places);
     for (i64 j = 0; j < count; j++)
       for (i64 at = 0; at < bytes; at += 64) {
@@ -356,7 +403,9 @@ class Worker {
     put_reg(state[1], reg, reg_of<Reg>(state[1], reg) + (sum0 + sum1));
   }
 
-  const Args<T>& a_;
+  const Args<T, C>& a_;
+  Layout near_;  // of what the arithmetic reads: the cache, or a chunk's keys and values as numbers
+  T* numbers_ = nullptr;
   i64 group_, height_;
   Cell *query_, *keys_, *values_, *weights_;
   Vec* states_;

@@ -41,6 +41,7 @@ def rope_attention(
     window: int = 0,
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
+    kv_scales: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` of queries and keys that are first normalized and rotated: [T, H, E] in q's dtype.
 
@@ -53,7 +54,7 @@ def rope_attention(
     return paged_attention.reference(
         rope.reference(q_THE, cos_TF, sin_TF),
         rope.reference(k_TKE, cos_TF, sin_TF),
-        *(v_TKE, kv_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks_H),
+        *(v_TKE, kv_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks_H, kv_scales),
     )
 
 

@@ -123,8 +123,9 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
             "01-canonicalize",
             "02-quantize_linear",
             "03-quantize_moe",
-            "04-shard",
-            "05-fuse_attention",
+            "04-scale_cache",
+            "05-shard",
+            "06-fuse_attention",
         )
         for unit in units
     ]
@@ -212,7 +213,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
         (name, unit)
-        for name in ("canonicalize", "quantize_linear", "quantize_moe", "shard", "fuse_attention")
+        for name in ("canonicalize", "quantize_linear", "quantize_moe", "scale_cache", "shard", "fuse_attention")
         for unit in (
             "resolve_token_ids",
             "embed",

@@ -25,7 +25,7 @@ def compiled_for(
     @contextlib.contextmanager
     def bound(kernels: Sequence[CKernel], flags: Sequence[str]) -> Iterator[Path]:
         folder = tmp_path_factory.mktemp("kernels")
-        objects = {folder / f"{source.parent.name}.o": source for source in {k.source for k in kernels}}
+        objects = {folder / f"{source.parent.name}-{source.stem}.o": source for source in {k.source for k in kernels}}
         for made, source in objects.items():
             command = compiler_command([source], made, link=False)
             subprocess.run([*command, *flags], check=True)  # the last -march counts

@@ -25,6 +25,7 @@ TARGET = Target("cuda", ("sm_90", "sms_132"), "H200")
 POINTERS = {
     torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
     torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
+    torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 

@@ -162,7 +162,8 @@ def _slice_rows(t: Tensor) -> Tensor:
 
 def _run(op: Op, case: Case, fn: Callable[..., Any], args: dict[str, Any], tolerance: float) -> tuple[float, str]:
     """Call ``fn``; its error against the reference in float64 on the same values, and what is wrong."""
-    wide = {k: _map_tensors(_widen, v) for k, v in args.items()}  # copies, made before fn writes in place
+    # Copies, made before fn writes in place. What is rounded to 8 bits as it is written keeps its dtype.
+    wide = {k: v.clone() if k in op.mutates and v.itemsize == 1 else _map_tensors(_widen, v) for k, v in args.items()}
     found = fn(**args)
     error, problem = _compare(op, case, args, found, op.reference(**wide), wide, tolerance)
     return error, problem or _fake_problem(op, args, found)
