@@ -16,6 +16,7 @@ from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import sampling_columns
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ops.accept_drafts import accept_drafts
+from graphllm.ops.ngram_drafts import ngram_drafts
 from graphllm.ops.process_logits import process_logits
 from graphllm.ops.record_tokens import record_tokens
 from graphllm.ops.resolve_drafts import resolve_drafts
@@ -23,6 +24,8 @@ from graphllm.ops.sample import sample
 from graphllm.ops.token_logprobs import token_logprobs
 
 Values = dict[str, Any]
+
+_MOST_HISTORY = 1 << 14  # tokens of a sequence
 
 
 class Stage(NamedTuple):
@@ -65,14 +68,17 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
 def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec, ...]:
     """What sampling keeps of each running sequence. versions: tokens of a step that may be verified, 1 without drafts.
     drafts: proposed tokens, -1 for none. rejected: how many of the last step's. version: which version of recurrent
-    states is valid."""
+    states is valid. history: what `ngram_drafts` looks the last tokens up in."""
     verifying = (
         StateSpec("drafts", "slot", (versions - 1,), "int32", "none"),
         StateSpec("rejected", "slot", (), "int32", "none"),
         StateSpec("version", "slot", (), "int32", "none"),
     )
+    length = max(min(config.max_model_len, _MOST_HISTORY), versions + config.prompt_lookup_max)
+    history = StateSpec("history", "slot", (length,), "int32", "none")
     return (
         *(verifying if versions > 1 else ()),
+        *((history,) if config.prompt_lookup_max else ()),
         StateSpec("last_token", "slot", (), "int32", "none"),
         StateSpec("counts", "slot", (vocab,), "int32", "none"),
         StateSpec("bias_token", "slot", (config.max_logit_bias,), "int32", "none"),
@@ -109,7 +115,7 @@ def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...
         part = "" if logits == "logits" else "sample"
         if versions == 1:
             return Stage(name, lambda v: (_record(v, _sample(v, logits), v["step.row_slots"]),), ("tokens",), part)
-        return Stage(name, lambda v: _verify(v, logits, versions), ("tokens", "kept"), part)
+        return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
         most = ranked_logprobs(config.max_logprobs)
@@ -165,12 +171,18 @@ def _record(v: Values, tokens_R: Tensor, row_slots_R: Tensor) -> Tensor:
     return record_tokens(tokens_R, row_slots_R, v["step.counted"], v["state.last_token"], v["state.counts"])
 
 
-def _verify(v: Values, logits: str, versions: int) -> tuple[Tensor, Tensor]:
+def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tuple[Tensor, Tensor]:
     tokens_R = _sample(v, logits)
     rows = (v["step.logits_indices"], v["step.row_slots"], v["drafts"])
     where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
     row_slots_R, kept_S = accept_drafts(tokens_R, *rows, *where, v["state.rejected"], v["state.version"], versions)
-    return _record(v, tokens_R, row_slots_R), kept_S
+    recorded_R = _record(v, tokens_R, row_slots_R)
+    if config.prompt_lookup_max:
+        next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
+        lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
+        slots = (v["step.row_slots"], row_slots_R)
+        ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
+    return recorded_R, kept_S
 
 
 def _process(v: Values) -> tuple[Tensor]:

@@ -121,6 +121,10 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
     for graph in (g for g in model.graphs if g.task == "draft"):
         if versions == 1:
             raise ConfigError("num_speculative_tokens is 0: say how many tokens the draft model is to guess")
+        if config.prompt_lookup_max:
+            raise ConfigError(
+                f"prompt_lookup_max is {config.prompt_lookup_max}, but drafts come from a draft model; leave one out"
+            )
         own += [_typed(s, config) for s in drafting.states(graph, c)]
     states |= {f"state.{s.name}": own_place(s, versions) for s in own}
     inputs = []

@@ -173,6 +173,16 @@ class CompileConfig:
     num_speculative_tokens: int = setting(
         0, help="Drafted tokens of a sequence that one step verifies; 0: none.", ge=0, le=2**10
     )
+    prompt_lookup_max: int = setting(
+        0,
+        help="Drafts are what followed the last tokens where they stood before in the text, of them at most so many "
+        "together; 0: they are not.",
+        ge=0,
+        le=2**6,
+    )
+    prompt_lookup_min: int = setting(
+        1, help="Fewest of the last tokens that must have stood together before.", ge=1, le=2**6
+    )
     item_tokens: int = setting(
         0, help="Rows of encoded inputs that are kept, for models with an encoder.", ge=0, le=2**31 - 1
     )
@@ -216,6 +226,15 @@ def check(config: CompileConfig) -> None:
     if config.kv_cache_dtype not in ("auto", "fp8", "int8", config.dtype):
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}: the model computes in {config.dtype}; use auto, fp8 or int8"
+        )
+    if config.prompt_lookup_max and not config.num_speculative_tokens:
+        raise ConfigError(
+            f"prompt_lookup_max is {config.prompt_lookup_max}, num_speculative_tokens 0: say how many tokens to guess"
+        )
+    if 0 < config.prompt_lookup_max < config.prompt_lookup_min:
+        raise ConfigError(
+            f"prompt_lookup_min is {config.prompt_lookup_min}: it is more than prompt_lookup_max, "
+            f"{config.prompt_lookup_max}"
         )
     for b in config.buckets:
         if b.hi > _LARGEST_BUCKET or b.query_len > _MOST_QUERIES:

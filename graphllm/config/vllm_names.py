@@ -50,19 +50,36 @@ def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
     return {name: entry._replace(hint=True) for name, entry in fixed(remedy, **neutral).items()}
 
 
+_NGRAM = ("ngram", "ngram_gpu")
+
+
 def _speculation(value: Any) -> Mapping[str, Any]:
-    """vLLM's speculative_config, of a draft model."""
-    known = {"model": "speculative_model", "num_speculative_tokens": "num_speculative_tokens"}
-    only = {"method": ("draft_model",), "draft_tensor_parallel_size": (1,)}
+    """vLLM's speculative_config, of a draft model or of prompt lookup."""
     if not isinstance(value, Mapping):
-        raise ConfigError(f"speculative_config is {value!r:.80}: give an object with model and num_speculative_tokens")
-    wrong = [k for k, v in value.items() if k not in known and v is not None and v not in only.get(k, ())]
-    if wrong:
+        raise ConfigError(f"speculative_config is {value!r:.80}: give an object with method and num_speculative_tokens")
+    given = {name: v for name, v in value.items() if v is not None}
+    method = given.pop("method", "draft_model")
+    if method not in ("draft_model", *_NGRAM):
+        raise ConfigError(f"speculative_config.method is {method!r:.80}: drafts come from draft_model or ngram")
+    if given.get("draft_tensor_parallel_size") == 1:
+        del given["draft_tensor_parallel_size"]
+    known = {"num_speculative_tokens": "num_speculative_tokens"}
+    if method == "draft_model":
+        known["model"] = "speculative_model"
+    else:
+        known |= {name: name for name in ("prompt_lookup_max", "prompt_lookup_min")}
+        one = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))
+        given = {"prompt_lookup_max": one, "prompt_lookup_min": one} | given
+    if wrong := [name for name in given if name not in known]:
         raise ConfigError(
-            f"speculative_config.{wrong[0]} is {value[wrong[0]]!r:.80}: drafts come from a draft model of one device; "
-            "give model and num_speculative_tokens only"
+            f"speculative_config.{wrong[0]} is {given[wrong[0]]!r:.80}: with method {method} give "
+            f"{', '.join(known)} only"
         )
-    return {ours: value[theirs] for theirs, ours in known.items() if value.get(theirs) is not None}
+    return {ours: given[theirs] for theirs, ours in known.items() if theirs in given}
+
+
+def _speculation_method(value: Any) -> Mapping[str, Any]:
+    return {k: v for k, v in _speculation({"method": value}).items() if value in _NGRAM}
 
 
 def _eager(value: Any) -> Mapping[str, Any]:
@@ -99,7 +116,12 @@ _MEANINGS = {
     "guided_decoding_backend": _renamed("structured_outputs_backend")._replace(remedy="`structured_outputs_backend`"),
     "num_lookahead_slots": _renamed("num_speculative_tokens")._replace(remedy="`num_speculative_tokens`"),
     "speculative_config": ForeignName(
-        means=_speculation, remedy="`speculative_model` and `num_speculative_tokens`, of an object with these"
+        means=_speculation,
+        remedy="`speculative_model` or, with method ngram, `prompt_lookup_max` and `prompt_lookup_min`, and "
+        "`num_speculative_tokens`",
+    ),
+    "spec_method": ForeignName(
+        means=_speculation_method, remedy="`prompt_lookup_max` for ngram; draft_model needs `speculative_model`"
     ),
 }
 
@@ -196,8 +218,6 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     **hints("only `graphllm serve` takes reasoning out of answers", reasoning_parser=("", "auto"),
              reasoning_parser_plugin=""),
     **hints("random draws are this engine's own", use_fp64_gumbel=False),
-    # Drafts.
-    **fixed("drafts come from a draft model; use draft_model, with speculative_model", spec_method="draft_model"),
     # The cache and the memory.
     **fixed(
         _CACHE, calculate_kv_scales=False, kv_cache_dtype_skip_layers=((), []),

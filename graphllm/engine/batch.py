@@ -237,6 +237,13 @@ class SamplingTable:
         return ids
 
 
+def history(prompt: Sequence[int], output: Sequence[int], length: int) -> np.ndarray:
+    """The last ``length`` tokens, as `ngram_drafts` wants them: the one at position p at p % length."""
+    known = len(prompt) + len(output)
+    last = [*prompt[max(0, known - length) :], *output[-length:]][-length:]
+    return np.roll(np.array(last, dtype=np.int32), (known - len(last)) % length if len(last) == length else 0)
+
+
 def _where_drafts_are(output: SchedulerOutput, counts: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
     """What the device needs to know to resolve and to accept drafts: `resolve_drafts` and `accept_drafts` say what."""
     n = len(counts)

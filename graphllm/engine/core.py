@@ -19,7 +19,7 @@ import numpy as np
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
-from graphllm.engine.batch import Batch, SamplingTable
+from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.options import LogitsProcessor, Row, imported
@@ -227,9 +227,14 @@ class EngineCore:
             id, request = state.request.id, state.request
             state.scheduled = state.scheduled or begun
             masked = request.thinking is not None or any(len(words) > 1 for words in request.bad_words)
+            begun_states: dict[str, np.ndarray] = {}
             if self._table.admit(state, always_masked=id in self._matchers or masked):
                 bias = request.params.logit_bias or {}
-                self._executor.write_entry(state.slot, self._table.states(request.prompt, state.output, bias))
+                begun_states = self._table.states(request.prompt, state.output, bias)
+            if length := self._executor.layout.history:
+                begun_states["history"] = history(request.prompt, state.output, length)
+            if begun_states:
+                self._executor.write_entry(state.slot, begun_states)
             if self._processors or self._table.must_be_seen(state.slot):
                 requests.verifiable[state.slot] = False
         before_step(self._executor, output)
@@ -404,6 +409,10 @@ class EngineCore:
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
         stats.preemptions = scheduler.preemptions
         stats.expert_tokens = [] if self._expert_tokens is None else self._expert_tokens.tolist()
+        drafted = scheduler.acceptance
+        stats.drafts, stats.draft_tokens, stats.accepted_tokens = (
+            drafted.drafts, drafted.draft_tokens, drafted.by_position.tolist()
+        )  # fmt: skip
         return copy.deepcopy(stats)
 
     def reset_prefix_cache(self) -> bool:

@@ -132,6 +132,23 @@ OF_CORE = (
         },
     ),
     Family(
+        "draft_steps", "counter", "Drafts of a sequence that a step verified.", "spec_decode_num_drafts",
+        core=lambda s: {(): s.drafts},
+    ),
+    Family(
+        "draft_tokens", "counter", "Drafted tokens that steps verified.", "spec_decode_num_draft_tokens",
+        core=lambda s: {(): s.draft_tokens},
+    ),
+    Family(
+        "accepted_tokens", "counter", "Drafted tokens that were right.", "spec_decode_num_accepted_tokens",
+        core=lambda s: {(): sum(s.accepted_tokens)},
+    ),
+    Family(
+        "accepted_tokens_per_position", "counter", "Drafted tokens that were right, by their place in the draft.",
+        "spec_decode_num_accepted_tokens_per_pos", labels=("position",), start=(),
+        core=lambda s: {(f"{i}",): count for i, count in enumerate(s.accepted_tokens)},
+    ),
+    Family(
         "expert_tokens", "counter", "Tokens that chose an expert, where count_expert_tokens is set.",
         labels=("layer", "expert"), start=(), core=lambda s: {
             (f"{i}", f"{n}"): count

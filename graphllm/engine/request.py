@@ -216,6 +216,7 @@ class CoreStats(msgspec.Struct):
     found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
     the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
     buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
+    drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place.
     """
 
     started: float = 0.0
@@ -235,6 +236,9 @@ class CoreStats(msgspec.Struct):
     step_tokens: Distribution = msgspec.field(default_factory=_step_tokens)
     buckets: dict[str, BucketStats] = {}
     expert_tokens: list[list[int]] = []
+    drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: list[int] = []
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

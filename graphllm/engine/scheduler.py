@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.cache_manager import CacheManager
 from graphllm.engine.item_cache import ItemCache
 from graphllm.engine.request import EngineRequest, Item, QueueFullError
@@ -31,6 +32,7 @@ class Scheduler:
         self, limits: SchedulerLimits, layout: CacheLayout, caching: bool = True, secret: str | None = None
     ) -> None:
         self._limits, self._layout, self._query_lens = limits, layout, tuple(sorted(layout.query_lens))
+        self.acceptance = Acceptance(max(self._query_lens, default=1) - 1)
         self.requests = RequestTable(limits.max_num_seqs)
         self.cache = CacheManager(
             layout, limits.block_size, limits.max_num_seqs, limits.max_len, limits.max_num_batched_tokens, caching,
@@ -230,7 +232,7 @@ class Scheduler:
             return 1
         room = min(limits.max_num_batched_tokens // n, limits.max_num_rows // n, int((t.limit[slots] - known).min()))
         fitting = [q for q in self._query_lens if 1 < q <= room]
-        if not fitting:
+        if not fitting or (limits.device_drafts and not self.acceptance.pays(n)):
             return 1
         query_len = next((q for q in fitting if q > drafts), fitting[-1])
         late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
@@ -401,6 +403,7 @@ class Scheduler:
         """
         live = self.requests.epoch[output.slots] == output.epochs
         if num_kept is not None:
+            self.acceptance.learn(num_kept[live], output.query_len - 1)
             commit, ends = take_verified(self.requests, output, tokens, num_kept, live)
         else:
             commit, ends = take(self.requests, output, tokens, live)

@@ -130,7 +130,9 @@ def vllm_config(args: config.EngineArgs) -> VllmConfig:
     parallel = {"tensor_parallel_size": size, "pipeline_parallel_size": 1, "data_parallel_size": 1, "world_size": size,
                 "rank": 0, "data_parallel_rank": 0}  # fmt: skip
     device = said["target"].device
-    drafts = {"method": "draft_model", "model": args.speculative_model, "num_speculative_tokens": drafted}
+    looked = {name: said[name] for name in ("prompt_lookup_max", "prompt_lookup_min")}
+    method = {"method": "ngram", **looked} if looked["prompt_lookup_max"] else {"method": "draft_model"}
+    drafts = {**method, "model": args.speculative_model, "num_speculative_tokens": drafted}
     return VllmConfig(
         args,
         ModelView("model_config", model),

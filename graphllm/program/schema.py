@@ -25,7 +25,7 @@ class CacheLayout(NamedTuple):
     groups: of block states; all draw blocks from one pool of ``num_blocks``, of which block 0 is no sequence's.
     recurrent: there are slot states that must be rebuilt or restored from one of ``num_snapshots`` copies. item_tokens:
     rows of item states. max_adapters: entries of adapter states beside the neutral one. query_lens: tokens a sequence
-    that verification steps may have, none without.
+    that verification steps may have, none without. history: tokens of a sequence that its slot remembers.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -35,6 +35,7 @@ class CacheLayout(NamedTuple):
     item_tokens: int = 0
     max_adapters: int = 0
     query_lens: tuple[int, ...] = ()
+    history: int = 0
 
     @property
     def stateless(self) -> bool:

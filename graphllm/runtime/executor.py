@@ -112,6 +112,7 @@ class Executor:
             program["entries"]["item"] - 1,
             program["entries"]["adapter"] - 1,
             tuple(sorted({b["query_len"] for b in compiled["buckets"]} - {1})),
+            next((t.shape[1] for name, t in self.states.tensors.items() if name == "state.history"), 0),
         )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
@@ -136,7 +137,7 @@ class Executor:
         }
         self._main = next(iter(self._graphs.values()))
         self._drafter = next((g for g in self._graphs.values() if g.task == "draft"), None)
-        self.device_drafts = self._drafter is not None
+        self.device_drafts = self._drafter is not None or self.layout.history > 0
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters = self.states.adapters
