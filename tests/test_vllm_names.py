@@ -127,6 +127,14 @@ def test_names_that_mean_a_setting() -> None:
             {"speculative_config": {"model": "m", "num_speculative_tokens": 3, "method": "draft_model"}},
             {"speculative_model": "m", "num_speculative_tokens": 3},
         ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
+            {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 4},
+        ),
+        (
+            {"spec_method": "ngram", "spec_tokens": 2},
+            {"num_speculative_tokens": 2, "prompt_lookup_max": 5, "prompt_lookup_min": 5},
+        ),
         ({"structured_outputs_config": {"backend": "xgrammar"}}, {"structured_outputs_backend": "xgrammar"}),
         ({"structured_outputs_config": {"backend": None, "enable_in_reasoning": False}}, {}),
         ({"guided_decoding_backend": "outlines"}, {"structured_outputs_backend": "outlines"}),
@@ -140,7 +148,11 @@ def test_names_that_mean_a_setting() -> None:
     ("given", "message"),
     [
         ({"enforce_eager": True, "target": "cpu", "spec_model": "a", "speculative_model": "b"}, "spec_model is 'a'"),
-        ({"speculative_config": {"method": "ngram"}}, "speculative_config.method is 'ngram': drafts come from a draft"),
+        ({"speculative_config": {"method": "eagle"}}, "speculative_config.method is 'eagle': drafts come from draft_"),
+        (
+            {"speculative_config": {"method": "ngram", "model": "m"}},
+            "speculative_config.model is 'm': with method ngram",
+        ),
         (
             {"structured_outputs_config": {"backend": "yacc"}},
             "structured_outputs_backend is 'yacc': .*lm-format-enforcer",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from harness import GREEDY, finish, open_core, request
 from transformers import LlamaForCausalLM
@@ -16,6 +17,7 @@ from transformers import LlamaForCausalLM
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import EngineArgs
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.core import EngineCore
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
@@ -100,6 +102,85 @@ def test_sampled_tokens_are_the_same_with_drafts(llama: EngineCore) -> None:
     found, lengths = _run(llama, prompts, alone, 0.8, params)
     assert found == alone
     assert 4 in lengths
+
+
+@pytest.fixture(scope="module")
+def looking(
+    checkpoint: Path, engine_args: EngineArgs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Path, EngineCore]]:
+    """A core that drafts what has stood in the text before."""
+    wanted = replace(engine_args, prompt_lookup_max=3, max_model_len=128)
+    place = _compile(checkpoint, tmp_path_factory.mktemp("looking") / "artifact", wanted)
+    core = open_core(checkpoint, place, pages=100)
+    yield place, core
+    core.close()
+
+
+def _repeating(vocab: int, seed: int) -> list[list[int]]:
+    """Prompts that say the same several times, some longer than a step, some with the same beginning."""
+    rng, found = random.Random(seed), []
+    same = [rng.randrange(5, vocab) for _ in range(16)]
+    for i in range(8):
+        words = [rng.randrange(5, vocab) for _ in range(rng.randint(2, 9))]
+        found.append((same if i % 2 else []) + words * rng.randint(1, 6))
+    return found
+
+
+def test_looking_up_changes_nothing_but_the_number_of_steps(
+    looking: tuple[Path, EngineCore], llama: EngineCore, checkpoint: Path
+) -> None:
+    """Also where prompts come in chunks and from the prefix cache, and requests lose their blocks and begin again."""
+    import torch
+
+    model, prompts = LlamaForCausalLM.from_pretrained(checkpoint).eval(), _repeating(311, 5)
+    expected = [
+        model.generate(
+            torch.tensor([p]), max_new_tokens=70, do_sample=False, pad_token_id=0, eos_token_id=None
+        )[0, len(p) :].tolist()
+        for p in prompts
+    ]  # fmt: skip
+    params = replace(GREEDY, max_tokens=70)
+    place, core = looking
+    scarce = open_core(checkpoint, place, pages=25)
+    for each in (core, core, scarce):  # the second time prompts are in the prefix cache
+        before = each.stats()
+        found, lengths = _run(each, prompts, [[]] * len(prompts), 1.0, params)
+        assert found == expected
+        stats = each.stats()
+        won = sum(stats.accepted_tokens) - sum(before.accepted_tokens)
+        assert won > 40
+        assert 4 in lengths
+        assert stats.draft_tokens - before.draft_tokens == 3 * (stats.drafts - before.drafts)
+        assert stats.accepted_tokens == sorted(stats.accepted_tokens, reverse=True)
+    assert scarce.stats().preemptions > 0
+    assert core.stats().prefix_hits > 0
+    scarce.close()
+
+
+def test_sampling_is_the_same_with_looking_up(looking: tuple[Path, EngineCore], llama: EngineCore) -> None:
+    _, core = looking
+    prompts = [p[:10] for p in _repeating(311, 6)]
+    params = SamplingParams(temperature=0.3, top_k=20, seed=3, max_tokens=60, ignore_eos=True)
+    llama.reset_prefix_cache()
+    alone, _ = _run(llama, prompts, [[]] * len(prompts), 1.0, params)
+    found, lengths = _run(core, prompts, [[]] * len(prompts), 1.0, params)
+    assert found == alone
+    assert 4 in lengths
+
+
+def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
+    acceptance = Acceptance(3)
+    wrong, right = np.ones(4, dtype=np.int32), np.full(4, 4, dtype=np.int32)
+    verified = 0
+    for _ in range(400):
+        if acceptance.pays(4):
+            acceptance.learn(wrong, 3)
+            verified += 1
+    assert 20 < verified < 120
+    while not acceptance.pays(4):
+        pass
+    acceptance.learn(right, 3)
+    assert all(acceptance.pays(4) for _ in range(3))
 
 
 @pytest.mark.slow
