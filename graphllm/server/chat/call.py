@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import BeamSearchParams, SamplingParams
-from graphllm.config.structured_outputs import BACKENDS
+from graphllm.config.structured_outputs import BACKENDS, StructuredOutputsParams
 from graphllm.engine.processor import Prompt, Truncation
 from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.fields import BACKEND, judged, unguided
+from graphllm.server.chat.forced import in_its_words
 from graphllm.server.chat.infill import infilled
 from graphllm.server.chat.replies import ReplyFormat
 from graphllm.server.chat.tools import (
@@ -49,6 +50,9 @@ _KINDS: dict[type, str] = {
     dict: "an object",
     list: "a list",
 }
+
+
+_CHOICES = ("none", "auto", "required")  # of tool_choice; others are names
 
 
 class Style(NamedTuple):
@@ -420,6 +424,9 @@ def write_out(
             prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
         return call, [_told(prompt, call) for prompt in prompts]
     use, text = call.tools, rendered(call, tokenizer, style, templates)
+    if style.tools is not None and use.choice not in ("none", "auto"):
+        made = StructuredOutputsParams(calls=in_its_words(use, style.tools, tokenizer))
+        call = call._replace(params=replace(call.params, structured_outputs=made))
     # A grammar holds from the first token on, so there is no thinking before it; but for one with a budget.
     constrained = call.params.structured_outputs is not None and call.params.thinking_token_budget is None
     call = call._replace(
@@ -427,7 +434,7 @@ def write_out(
             reasoning=style.reasoning,
             thinking=style.reasoning and _thinks(text, call.continues) and not constrained,
             tools=_tool_format(use, style),
-            name=use.choice if use.choice not in ("none", "auto", "required") else "",
+            name=use.choice if use.choice not in _CHOICES else "",
             names=frozenset(tool["function"]["name"] for tool in use.tools),
             single=use.choice == "auto" and not use.parallel,
         )
@@ -490,16 +497,13 @@ def rendered(call: Call, tokenizer: Tokenizer, style: Style, templates: Template
 
 
 def _tool_format(use: ToolUse, style: Style) -> str | None:
-    match use.choice:
-        case "none":
-            return None
-        case "required":
-            return "json"
-        case "auto":
-            if style.tools is None:
-                raise ConfigError(
-                    "tool_choice is 'auto': nobody knows how this model writes calls; give tool_choice: required, or "
-                    "start with --tool-call-parser"
-                )
-            return style.tools
-    return "named"
+    if use.choice == "none":
+        return None
+    if style.tools is not None:
+        return style.tools
+    if use.choice == "auto":
+        raise ConfigError(
+            "tool_choice is 'auto': nobody knows how this model writes calls; give tool_choice: required, or start "
+            "with --tool-call-parser"
+        )
+    return "json" if use.choice == "required" else "named"

@@ -47,7 +47,7 @@ _TICK = 0.25  # seconds between two looks at this process's part of the engine
 
 
 class Doorway:
-    """The socket by which connections come, as file descriptors, and on which the controller hears how many there are."""
+    """The socket by which connections come, as file descriptors, and on which the controller hears of their number."""
 
     def __init__(self, descriptor: int, server: WebServer, tls: ssl.SSLContext | None) -> None:
         self._socket = socket.socket(fileno=descriptor)
