@@ -52,9 +52,6 @@ _KINDS: dict[type, str] = {
 }
 
 
-_CHOICES = ("none", "auto", "required")  # of tool_choice; others are names
-
-
 class Style(NamedTuple):
     """How a model writes tool calls (a format of `replies`, None when nobody knows), and whether it thinks in tags."""
 
@@ -424,8 +421,9 @@ def write_out(
             prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
         return call, [_told(prompt, call) for prompt in prompts]
     use, text = call.tools, rendered(call, tokenizer, style, templates)
-    if style.tools is not None and use.choice not in ("none", "auto"):
-        made = StructuredOutputsParams(calls=in_its_words(use, style.tools, tokenizer))
+    format = _tool_format(use, style)
+    if format is not None and format == style.tools and use.choice != "auto":
+        made = StructuredOutputsParams(calls=in_its_words(use, format, tokenizer))
         call = call._replace(params=replace(call.params, structured_outputs=made))
     # A grammar holds from the first token on, so there is no thinking before it; but for one with a budget.
     constrained = call.params.structured_outputs is not None and call.params.thinking_token_budget is None
@@ -433,8 +431,8 @@ def write_out(
         reply=ReplyFormat(
             reasoning=style.reasoning,
             thinking=style.reasoning and _thinks(text, call.continues) and not constrained,
-            tools=_tool_format(use, style),
-            name=use.choice if use.choice not in _CHOICES else "",
+            tools=format,
+            name=use.choice if format == "named" else "",
             names=frozenset(tool["function"]["name"] for tool in use.tools),
             single=use.choice == "auto" and not use.parallel,
         )
