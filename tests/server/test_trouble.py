@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,17 @@ class Stream:
 
     def close(self) -> None:
         self.socket.close()
+
+
+@pytest.fixture(scope="module")
+def bounded(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """One server with the limits of several tests, to save starts. `test_sigterm_lets_requests_end` ends it."""
+    limits = ("--max-body-size", "100kB", "--max-num-queued-reqs", 64)
+    log = ("--allowed-origin", "http://a.example", "--log-format", "json")
+    server = Served(tmp_path_factory.mktemp("bounded") / "log", "--artifact", embedded_artifact, *limits, *log)
+    yield server.wait_ready()
+    server.process.kill()
+    server.process.wait()
 
 
 def _connect(server: Served) -> socket.socket:
@@ -103,8 +115,8 @@ def test_what_is_no_http(served: Served) -> None:
 # --- limits
 
 
-def test_limits(serve: Callable[..., Served]) -> None:
-    server = serve("--max-body-size", "100kB").wait_ready()
+def test_limits(bounded: Served) -> None:
+    server = bounded
     status, body, _ = server.post("/v1/completions", {"prompt": "x" * 200_000})
     assert (status, "--max-body-size" in body["error"]["message"]) == (413, True)
     with _connect(server) as connection:  # chunked: nobody has said how long it will be
@@ -176,11 +188,11 @@ def test_keys(serve: Callable[..., Served]) -> None:
     assert server.post("/v1/completions", SHORT, x_api_key="two")[0] == 200
 
 
-def test_other_origins_and_the_log(serve: Callable[..., Served]) -> None:
+def test_other_origins_and_the_log(bounded: Served) -> None:
     """CORS for whom it was allowed, and a line of JSON for each request."""
     import httpx
 
-    server = serve("--allowed-origin", "http://a.example", "--log-format", "json").wait_ready()
+    server = bounded
     url = f"{server.url}/v1/completions"
     for origin, allowed in (("http://a.example", "http://a.example"), ("http://b.example", None)):
         headers = {"origin": origin, "access-control-request-method": "POST"}
@@ -206,8 +218,8 @@ def test_nobody_else_may_ask_from_a_page(served: Served) -> None:
     assert "access-control-allow-origin" not in answer.headers
 
 
-def test_a_full_queue(serve: Callable[..., Served]) -> None:
-    server = serve("--max-num-queued-reqs", 64).wait_ready()
+def test_a_full_queue(bounded: Served) -> None:
+    server = bounded
     streams = []
     for _ in range(2):  # as many as one step takes, and as many as may wait
         streams.append(Stream(server, {**LONG, "n": 64, "temperature": 1}))
@@ -230,8 +242,8 @@ def test_a_full_queue(serve: Callable[..., Served]) -> None:
 # --- shutdown
 
 
-def test_sigterm_lets_requests_end(serve: Callable[..., Served]) -> None:
-    server = serve().wait_ready()
+def test_sigterm_lets_requests_end(bounded: Served) -> None:
+    server = bounded
     streams = [Stream(server, {**LONG, "max_tokens": 300}) for _ in range(4)]
     for stream in streams:
         stream.until(b"data: ")
