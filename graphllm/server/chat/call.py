@@ -437,8 +437,7 @@ def write_out(
             single=use.choice == "auto" and not use.parallel,
         )
     )
-    if call.reply.tools in ("mistral", "llama3") and call.params.skip_special_tokens:
-        # Their marks of a call are special tokens.
+    if call.params.skip_special_tokens and _marks_are_special(format, tokenizer):
         params = call.params
         ends = tokenizer.stop_ids.union(() if params.include_stop_str_in_output else params.stop_token_ids)
         call = call._replace(
@@ -492,6 +491,13 @@ def rendered(call: Call, tokenizer: Tokenizer, style: Style, templates: Template
             "it out"
         )
     return before if behind.startswith(" ") else before.rstrip()  # as templates strip what they show
+
+
+def _marks_are_special(format: str | None, tokenizer: Tokenizer) -> bool:
+    """Whether a call's marks are special tokens; with Hermes' format, of some models only."""
+    if format == "hermes":
+        return not tokenizer.decode(tokenizer.encode("<tool_call>", add_special_tokens=False))
+    return format in ("mistral", "llama3")
 
 
 def _tool_format(use: ToolUse, style: Style) -> str | None:

@@ -53,6 +53,7 @@ def _pieces(text: str, tokenizer: Tokenizer) -> tuple[Piece, ...]:
     """A text, with the ids of marks that are tokens of this model in their places."""
     for mark in _MARKS:
         before, found, behind = text.partition(mark)
-        if found and len(ids := tokenizer.encode(mark, add_special_tokens=False)) == 1:
+        ids = tokenizer.encode(mark, add_special_tokens=False) if found else []
+        if len(ids) == 1 and tokenizer.decode(ids, skip_special_tokens=False) == mark:  # else it is the unknown token
             return (*_pieces(before, tokenizer), ids[0], *_pieces(behind, tokenizer))
     return (text,) if text else ()

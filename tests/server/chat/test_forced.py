@@ -15,10 +15,11 @@ from live import Served
 from sdk import BOTH, CITY, FUNCTIONS, MODEL, TOOLS, WEATHER, prompt_ids
 from sdk import tokenizer as reference_tokenizer
 
-from graphllm.config.sampling import StructuredOutputsParams
+from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.engine.grammar import GrammarCompiler
 from graphllm.engine.text import Tokenizer
+from graphllm.server.chat.call import CHAT, Style, parse_call, write_out
 from graphllm.server.chat.forced import in_its_words
 from graphllm.server.chat.replies import ReplyFormat, ReplyReader, merged
 from graphllm.server.chat.tools import check_tools
@@ -94,6 +95,18 @@ def test_a_family_writes_its_own_way(family: str, tmp_path: Path) -> None:
     reply = merged([*reader.feed(first + second + end), *reader.finish()])
     found = [(call.name, json.loads(call.arguments)) for call in reply.calls]
     assert (reply.text, found) == ("", [*PARIS, ("get_time", {"city": "Rome"})])
+
+
+def test_marks_that_are_special_tokens_are_seen(tmp_path: Path) -> None:
+    """By who reads the reply; other models' texts stay without special tokens."""
+    shutil.copytree(MODEL_DIR, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    backend = tokenizers.Tokenizer.from_file(str(MODEL_DIR / "tokenizer.json"))
+    backend.add_special_tokens(["<tool_call>", "</tool_call>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    body = {"messages": WEATHER, "tools": TOOLS, "tool_choice": "required"}
+    for folder, hidden in ((tmp_path, False), (MODEL_DIR, True)):
+        call, _ = write_out(parse_call(CHAT, body, SamplingParams()), Tokenizer.from_folder(folder), Style("hermes"))
+        assert call.params.skip_special_tokens == hidden
 
 
 def test_whatever_is_written_is_a_valid_call(tmp_path: Path) -> None:
