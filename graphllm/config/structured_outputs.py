@@ -5,13 +5,25 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphllm.config.errors import ConfigError
 from graphllm.config.parameter import is_strings, raise_all
 
 BACKENDS = ("auto", "guidance", "xgrammar", "outlines", "lm-format-enforcer")
 _CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+Piece = str | int  # of an output: text, or a token
+
+
+class CallGrammar(NamedTuple):
+    """Tool calls in a model's own words: start, one to ``most`` of the calls with ``between`` between them, end. calls:
+    what stands before a call's arguments, their JSON schema as text, what stands behind them."""
+
+    start: tuple[Piece, ...]
+    calls: tuple[tuple[tuple[Piece, ...], str, tuple[Piece, ...]], ...]
+    between: tuple[Piece, ...]
+    end: tuple[Piece, ...]
+    most: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,7 @@ class StructuredOutputsParams:
     cannot write whitespace for ever. disable_additional_properties: objects have only the properties of the schema.
 
     backend: the library that enforces it, one of BACKENDS; None for the engine's.
+    calls: in place of the first five, tool calls that must be made; from the server, not from requests.
     """
 
     json: str | dict[str, Any] | None = field(default=None, hash=False)
@@ -38,6 +51,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
     structural_tag: str | None = None  # for scripts that name it; only None
     backend: str | None = None
+    calls: CallGrammar | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.choice, list):
@@ -64,7 +78,7 @@ class StructuredOutputsParams:
             [f"structured_outputs.{name} is {getattr(self, name)!r:.80}: {way}" for name, ok, way in checks if not ok]
         )
         given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
-        if len(given) != 1:
+        if len(given) + (self.calls is not None) != 1:
             raise ConfigError(
                 f"structured_outputs has {' and '.join(given) or 'no constraint'}: give exactly one of "
                 f"{', '.join(_CONSTRAINTS)}"
@@ -73,7 +87,7 @@ class StructuredOutputsParams:
     @staticmethod
     def from_fields(fields: Mapping[str, Any]) -> StructuredOutputsParams:
         """From a request's object; None means not given. Raises ConfigError naming a field that there is not."""
-        known = {f.name for f in dataclasses.fields(StructuredOutputsParams)}
+        known = {f.name for f in dataclasses.fields(StructuredOutputsParams)} - {"calls"}
         given = {name: value for name, value in fields.items() if value is not None}
         raise_all(
             [

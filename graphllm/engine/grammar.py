@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import llguidance
 
     from graphllm.config.sampling import StructuredOutputsParams
+    from graphllm.config.structured_outputs import CallGrammar, Piece
 
 # A model may begin to write whitespace and never end, so there is no more of it than people indent JSON with.
 _WHITESPACE = r"[ ]?|\n[ \t]{0,64}"
@@ -161,7 +162,7 @@ class GrammarCompiler(CachingCompiler[Grammar]):
 
     name = "guidance"
     package = "llguidance"
-    fields = frozenset(("json", "json_object", "choice", "regex", "grammar"))
+    fields = frozenset(("json", "json_object", "choice", "regex", "grammar", "calls"))
     shapes = None
 
     def __init__(self, tokenizer_folder: Path, vocab: int, stop_ids: frozenset[int]) -> None:
@@ -248,6 +249,8 @@ def _lark(given: Source, spec: StructuredOutputsParams) -> Prepared:
     """Raises ConfigError, UnicodeEncodeError."""
     field, source, _ = given
     name = f"structured_outputs.{field}"
+    if field == "calls":
+        return _calls(source, spec)
     if field in ("json", "json_object"):
         return _json(parse_schema(source) if field == "json" else {"type": "object"}, spec)
     size = sum(map(len, source)) if field == "choice" else len(source)
@@ -278,6 +281,23 @@ def _terminal(pattern: str) -> str:
     from llguidance import regex_to_lark
 
     return f"/{regex_to_lark(pattern, '') or '(?:)'}/"  # an empty one would begin a comment
+
+
+def _calls(given: CallGrammar, spec: StructuredOutputsParams) -> Prepared:
+    """Rules are named by the number of their call."""
+
+    def written(pieces: Iterable[Piece]) -> str:
+        return " ".join(f"<[{piece}]>" if isinstance(piece, int) else json.dumps(piece) for piece in pieces)
+
+    rules, cheap = [], True
+    for i, (before, schema, after) in enumerate(given.calls):
+        document = _json(parse_schema(schema), spec)
+        rules += [f"c{i}: {written(before)} a{i} {written(after)}", document.form.replace("start:", f"a{i}:", 1)]
+        cheap = cheap and document.cheap
+    more = f"({written(given.between)} call){{0,{given.most - 1}}}" if given.most > 1 else ""
+    start = f"start: {written(given.start)} call {more} {written(given.end)}"
+    either = "call: " + " | ".join(f"c{i}" for i in range(len(given.calls)))
+    return Prepared("\n".join((start, either, *rules)), cheap)
 
 
 def _json(schema: Any, spec: StructuredOutputsParams) -> Prepared:

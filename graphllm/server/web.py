@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import uvicorn
 
@@ -25,9 +25,11 @@ _LAST_WORDS = 2  # seconds for the ends of answers to reach their clients
 class WebServer(uvicorn.Server):
     """Signals are for who runs it."""
 
-    def protocol(self) -> LimitedProtocol:
-        """Of one more connection, once it is started."""
-        return LimitedProtocol(self.config, self.server_state, self.lifespan.state)
+    def protocol(self, ended: Callable[[], None]) -> LimitedProtocol:
+        """Of one more connection, once it is started. ended: called when that is lost."""
+        protocol = LimitedProtocol(self.config, self.server_state, self.lifespan.state)
+        protocol.ended = ended
+        return protocol
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -74,6 +74,12 @@ class Served:
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read()), dict(error.headers)
 
+    def events(self, path: str, body: Any, timeout: float = _PATIENCE) -> list[Any]:
+        """The JSON of each event of a stream."""
+        data, kind = json.dumps(body).encode(), {"content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(self.url + path, data, kind), timeout=timeout) as response:
+            return [json.loads(line[6:]) for line in response if line.startswith(b"data: {")]
+
     def metric(self, name: str) -> float:
         """The sum over all labels."""
         lines = [line for line in self.get("/metrics")[1].splitlines() if re.match(rf"{re.escape(name)}[ {{]", line)]

@@ -76,7 +76,10 @@ class GrammarCompilers:
             compiler.forget()
 
     def _with(self, spec: StructuredOutputsParams, work: Callable[[Compiler], T]) -> T:
-        compiler = self._usual if spec.backend is None else self._of(spec.backend)
+        if spec.calls is not None:  # which have tokens among their text
+            compiler = self._of(_AUTO)
+        else:
+            compiler = self._usual if spec.backend is None else self._of(spec.backend)
         try:
             return work(compiler)
         except UnsupportedError as e:

@@ -66,6 +66,8 @@ def source_of(spec: StructuredOutputsParams) -> Source:
         return Source("regex", spec.regex, len(spec.regex) <= _CHEAP_TEXT)
     if spec.grammar is not None:
         return Source("grammar", spec.grammar, len(spec.grammar) <= _CHEAP_TEXT)
+    if spec.calls is not None:
+        return Source("calls", spec.calls, sum(len(schema) for _, schema, _ in spec.calls.calls) <= _CHEAP_TEXT)
     raise ConfigError("structured_outputs: empty; give one of json, json_object, choice, regex, grammar")
 
 

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 from graphllm.config import ConfigError, SchedulerConfig
 from graphllm.config.parameter import parameters
 from graphllm.config.sampling import BeamSearchParams, SamplingParams
-from graphllm.config.structured_outputs import BACKENDS
+from graphllm.config.structured_outputs import BACKENDS, StructuredOutputsParams
 from graphllm.engine.processor import Prompt, Truncation
 from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
 from graphllm.server.chat.fields import BACKEND, judged, unguided
+from graphllm.server.chat.forced import in_its_words
 from graphllm.server.chat.infill import infilled
 from graphllm.server.chat.replies import ReplyFormat
 from graphllm.server.chat.tools import (
@@ -420,20 +421,23 @@ def write_out(
             prompts = [_with_text(prompt, tokenizer) for prompt in prompts]
         return call, [_told(prompt, call) for prompt in prompts]
     use, text = call.tools, rendered(call, tokenizer, style, templates)
+    format = _tool_format(use, style)
+    if format is not None and format == style.tools and use.choice != "auto":
+        made = StructuredOutputsParams(calls=in_its_words(use, format, tokenizer))
+        call = call._replace(params=replace(call.params, structured_outputs=made))
     # A grammar holds from the first token on, so there is no thinking before it; but for one with a budget.
     constrained = call.params.structured_outputs is not None and call.params.thinking_token_budget is None
     call = call._replace(
         reply=ReplyFormat(
             reasoning=style.reasoning,
             thinking=style.reasoning and _thinks(text, call.continues) and not constrained,
-            tools=_tool_format(use, style),
-            name=use.choice if use.choice not in ("none", "auto", "required") else "",
+            tools=format,
+            name=use.choice if format == "named" else "",
             names=frozenset(tool["function"]["name"] for tool in use.tools),
             single=use.choice == "auto" and not use.parallel,
         )
     )
-    if call.reply.tools in ("mistral", "llama3") and call.params.skip_special_tokens:
-        # Their marks of a call are special tokens.
+    if call.params.skip_special_tokens and _marks_are_special(format, tokenizer):
         params = call.params
         ends = tokenizer.stop_ids.union(() if params.include_stop_str_in_output else params.stop_token_ids)
         call = call._replace(
@@ -489,17 +493,21 @@ def rendered(call: Call, tokenizer: Tokenizer, style: Style, templates: Template
     return before if behind.startswith(" ") else before.rstrip()  # as templates strip what they show
 
 
+def _marks_are_special(format: str | None, tokenizer: Tokenizer) -> bool:
+    """Whether a call's marks are special tokens; with Hermes' format, of some models only."""
+    if format == "hermes":
+        return not tokenizer.decode(tokenizer.encode("<tool_call>", add_special_tokens=False))
+    return format in ("mistral", "llama3")
+
+
 def _tool_format(use: ToolUse, style: Style) -> str | None:
-    match use.choice:
-        case "none":
-            return None
-        case "required":
-            return "json"
-        case "auto":
-            if style.tools is None:
-                raise ConfigError(
-                    "tool_choice is 'auto': nobody knows how this model writes calls; give tool_choice: required, or "
-                    "start with --tool-call-parser"
-                )
-            return style.tools
-    return "named"
+    if use.choice == "none":
+        return None
+    if style.tools is not None:
+        return style.tools
+    if use.choice == "auto":
+        raise ConfigError(
+            "tool_choice is 'auto': nobody knows how this model writes calls; give tool_choice: required, or start "
+            "with --tool-call-parser"
+        )
+    return "json" if use.choice == "required" else "named"

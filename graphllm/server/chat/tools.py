@@ -12,7 +12,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.schema import parse_schema, rewrite_schema
 from graphllm.server.chat.replies import ARGUMENTS, FUNCTION_NAME
 
-_MAX_TOOLS, _MAX_CALLS = 128, 16
+_MAX_TOOLS, MAX_CALLS = 128, 16
 _CHOICES = ("none", "auto", "required")
 _LABEL = re.compile(r"[^\s<>|\[\]{}]{1,256}")
 _MISTRAL_ID = re.compile(r"[a-zA-Z0-9]{9}")
@@ -113,33 +113,42 @@ def check_label(value: object, where: str) -> None:
 
 
 def constraint(use: ToolUse) -> dict[str, Any] | None:
-    """What the text must be where a call must be made, as fields of StructuredOutputsParams; None where none must.
+    """What the text must be where a call must be made, as fields of StructuredOutputsParams; None where none must. For
+    models whose own way of writing calls nobody knows (`forced.in_its_words`).
 
     The text is then the arguments of the function that is chosen, or an array of calls. Raises ConfigError for a
     parameters' schema that cannot be enforced.
     """
     if use.choice in ("none", "auto"):
         return None
+    schemas = argument_schemas(use)
     if use.choice != "required":
-        i = next(i for i, tool in enumerate(use.tools) if tool["function"]["name"] == use.choice)
-        return {"json": _parameters(use.tools[i], i)}
+        return {"json": schemas[0][1]}
     options: list[dict[str, Any]] = []
     definitions: dict[str, Any] = {}
-    for i, tool in enumerate(use.tools):
+    for i, (name, schema) in enumerate(schemas):
         # Each schema stands as a whole under a name of its own, so that all its references lead into it still.
-        definitions[str(i)] = _moved(_parameters(tool, i), f"#/$defs/{i}")
+        definitions[str(i)] = _moved(schema, f"#/$defs/{i}")
         options += [
             {
                 "type": "object",
-                "properties": {"name": {"const": tool["function"]["name"]}, key: {"$ref": f"#/$defs/{i}"}},
+                "properties": {"name": {"const": name}, key: {"$ref": f"#/$defs/{i}"}},
                 "required": ["name", key],
                 "additionalProperties": False,
             }
             for key in ARGUMENTS  # the model takes the one it has learned, and writes nonsense behind another
         ]
-    most = _MAX_CALLS if use.parallel else 1
+    most = MAX_CALLS if use.parallel else 1
     calls = {"type": "array", "minItems": 1, "maxItems": most, "items": {"anyOf": options}, "$defs": definitions}
     return {"json": calls}
+
+
+def argument_schemas(use: ToolUse) -> list[tuple[str, dict[str, Any]]]:
+    """Names of the functions of which one must be called, with the schemas of their arguments. Raises ConfigError for
+    one that cannot be enforced."""
+    names = [tool["function"]["name"] for tool in use.tools]
+    wanted = [i for i, name in enumerate(names) if use.choice in ("required", name)]
+    return [(names[i], _parameters(use.tools[i], i)) for i in wanted]
 
 
 def _parameters(tool: Mapping[str, Any], i: int) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import zmq.asyncio
 from graphllm.entrypoints.model import ResolvedModel
 from graphllm.server.alone import in_memory
 from graphllm.server.fronts.messages import (
+    CONNECTIONS,
     AbortRequests,
     Answer,
     ControllerAsks,
@@ -66,6 +67,7 @@ _SILENT = 30.0  # seconds without a word after which a front is ended
 _BACKOFF = (0.5, 60.0)  # seconds before a front is started that ended soon: after the first time, and at most
 _SOON = 10.0  # seconds
 _AT_ONCE = 64  # connections that are handed out before others get a turn
+_HELD_UP = 0.5  # seconds for taking a connection; a front that needs more gets no other one meanwhile
 _PAUSE = 0.02  # seconds in which nobody can take a connection
 _LEAVING = 5.0  # seconds for the fronts' end
 
@@ -73,7 +75,8 @@ _LEAVING = 5.0  # seconds for the fronts' end
 @dataclass
 class _Front:
     """One process. joined: folder of the engine that it has joined; None while it takes no connections. handed:
-    connections that it has not taken yet, oldest first. rooms: what it holds or waits for, and what gives it, by
+    connections that it has not taken yet, and when they were handed to it, oldest first. taken: how many it has taken
+    so far; open: how many of them have not ended. rooms: what it holds or waits for, and what gives it, by
     ticket. writing: responses that run in the background there. silent: seconds, counted in ticks of this process."""
 
     name: str
@@ -83,11 +86,19 @@ class _Front:
     started: float = field(default_factory=time.monotonic)
     greeted: bool = False
     joined: str | None = None
-    handed: deque[socket.socket] = field(default_factory=deque)
+    handed: deque[tuple[socket.socket, float]] = field(default_factory=deque)
+    taken: int = 0
+    open: int = 0
     report: Report = field(default_factory=lambda: Report({}, 0, 0))
     rooms: dict[int, tuple[contextlib.ExitStack, asyncio.Task[None]]] = field(default_factory=dict)
     writing: set[str] = field(default_factory=set)
     silent: float = 0.0
+
+    @property
+    def load(self) -> tuple[bool, int]:
+        """Whether it is held up, and how many connections it has."""
+        held_up = bool(self.handed) and time.monotonic() - self.handed[0][1] > _HELD_UP
+        return held_up, self.open + len(self.handed)
 
     def give_back(self, ticket: int) -> None:
         """Its room is free; who still waits for it waits no more."""
@@ -98,7 +109,8 @@ class _Front:
 
 
 class Fronts:
-    """As many as the options say; connections go to them in turn. `metrics` are those of the whole server."""
+    """As many as the options say; a connection goes to the one that has the fewest. `metrics` are those of the whole
+    server."""
 
     def __init__(self, supervisor: EngineSupervisor, options: ServerOptions) -> None:
         self._supervisor, self._options = supervisor, options
@@ -309,18 +321,18 @@ class Fronts:
                 return
 
     def _hand(self, connection: socket.socket) -> bool:
-        """Give a connection to the next front that takes it; False where it must wait for one."""
+        """Give a connection to the front that has the fewest, in turn among equals; False where it must wait."""
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         there = [front for front in self._fronts.values() if front.joined is not None]
-        for front in sorted(there, key=lambda front: len(front.handed)):  # one that is held up gets no more
+        for front in sorted(there, key=lambda front: front.load):
             try:
                 socket.send_fds(front.doorway, [b"c"], [connection.fileno()])
             except OSError:  # it is full, or gone
                 continue
             name = front.name.encode()
             self._fronts[name] = self._fronts.pop(name)  # the last one now
-            front.handed.append(connection)
+            front.handed.append((connection, time.monotonic()))
             return True
         self._close_door()
 
@@ -332,10 +344,13 @@ class Fronts:
         return False
 
     def _taken(self, front: _Front) -> None:
-        """A front says that it has taken connections, a byte for each; or its end has closed its side."""
+        """A front says how many connections it has; or its end has closed its side."""
         try:
-            while front.doorway.recv(1):
-                front.handed.popleft().close()
+            while said := front.doorway.recv(CONNECTIONS.size):
+                taken, front.open = CONNECTIONS.unpack(said)
+                for _ in range(taken - front.taken):
+                    front.handed.popleft()[0].close()
+                front.taken = taken
         except BlockingIOError:
             return
         except OSError:  # it was closed, with connections still in it
@@ -347,7 +362,7 @@ class Fronts:
         asyncio.get_running_loop().remove_reader(front.doorway)
         front.joined = None
         while front.handed:
-            self._hand(front.handed.popleft())
+            self._hand(front.handed.popleft()[0])
         self._see_doors()
 
     def _pause(self, seconds: float) -> None:

@@ -6,7 +6,6 @@ It reads its settings as one line of JSON from stdin and lives for as long as th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import shutil
@@ -15,6 +14,7 @@ import socket
 import ssl
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from graphllm.entrypoints.tracing import Tracing
 from graphllm.server.fronts.follower import EngineFollower
 from graphllm.server.fronts.link import ControlLink
 from graphllm.server.fronts.messages import (
+    CONNECTIONS,
     AbortRequests,
     EndResponse,
     FrontLaunch,
@@ -46,41 +47,63 @@ _TICK = 0.25  # seconds between two looks at this process's part of the engine
 
 
 class Doorway:
-    """The socket by which connections come, as file descriptors."""
+    """The socket by which connections come, as file descriptors, and on which the controller hears of their number."""
 
     def __init__(self, descriptor: int, server: WebServer, tls: ssl.SSLContext | None) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(False)
         self._server, self._tls = server, tls
         self._entering: set[asyncio.Task[None]] = set()
+        self._taken, self._open = 0, set[int]()  # numbers of connections
         asyncio.get_running_loop().add_reader(self._socket, self._enter)
 
     def close(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._socket)
-        self._socket.close()
+        if self._socket.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._socket)
+            asyncio.get_running_loop().remove_writer(self._socket)
+            self._socket.close()
 
     def _enter(self) -> None:
         for _ in range(_AT_ONCE):
             try:
                 data, found, _, _ = socket.recv_fds(self._socket, 1, 1)
             except BlockingIOError:
-                return
+                break
             if not data:  # the controller is gone, and this process is about to
                 self.close()
                 return
-            with contextlib.suppress(OSError):
-                self._socket.send(b"t")  # from now on it is lost with this process
             for descriptor in found:
-                task = asyncio.create_task(self._serve(socket.socket(fileno=descriptor)))
+                self._taken += 1
+                self._open.add(self._taken)
+                task = asyncio.create_task(self._serve(socket.socket(fileno=descriptor), self._taken))
                 self._entering.add(task)
                 task.add_done_callback(self._entering.discard)
+        self._tell()  # from now on they are lost with this process
 
-    async def _serve(self, connection: socket.socket) -> None:
+    async def _serve(self, connection: socket.socket, number: int) -> None:
         connection.setblocking(False)
+        loop, protocol = asyncio.get_running_loop(), partial(self._server.protocol, partial(self._end, number))
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(self._server.protocol, connection, ssl=self._tls)
+            await loop.connect_accepted_socket(protocol, connection, ssl=self._tls)
         except OSError:  # it has left already, or does not speak TLS
             connection.close()
+            self._end(number)
+
+    def _end(self, number: int) -> None:
+        self._open.discard(number)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._socket.fileno() < 0:  # closed before the last connections
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            self._socket.send(CONNECTIONS.pack(self._taken, len(self._open)))
+            loop.remove_writer(self._socket)
+        except BlockingIOError:  # the controller is busy
+            loop.add_writer(self._socket, self._tell)
+        except OSError:  # it is gone, and this process is about to
+            self.close()
 
 
 async def _run(launch: FrontLaunch) -> int:

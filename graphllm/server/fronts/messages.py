@@ -1,11 +1,13 @@
 """What the controller and its fronts say to each other: msgspec structs in JSON over ZMQ, in a folder that only this
 user may enter. Both ask questions; each answer bears the number of its question.
 
-JSON, because it has integers of any size, and what it carries came as JSON or goes as JSON.
+JSON, because it has integers of any size, and what it carries came as JSON or goes as JSON. Connections come by a
+socket of their own, on which a front says how many it has (`CONNECTIONS`).
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -17,6 +19,9 @@ from graphllm.server.operations.engine_view import SupervisorOptions
 from graphllm.server.operations.metrics import Counted
 from graphllm.server.options import ServerOptions
 from graphllm.server.responses.store import StoredResponse
+
+# How many connections a front has taken so far, and how many of them are open. Only the latest one counts.
+CONNECTIONS = struct.Struct("=QQ")
 
 
 class FrontLaunch(msgspec.Struct):

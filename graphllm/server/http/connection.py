@@ -4,6 +4,7 @@ that do not read what is sent to them."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -18,8 +19,9 @@ _WAITING_BYTES = 64 << 10  # of an answer that wait for a client before the writ
 
 class LimitedProtocol(HttpToolsProtocol):
     """Answers 431 to headers that are too large or too many, 400 to what is no HTTP, and closes connections that send
-    none, and those of clients that have stopped reading, which ends what runs for them."""
+    none, and those of clients that have stopped reading, which ends what runs for them. ended: called at its end."""
 
+    ended: Callable[[], None] | None = None
     _seen = 0
     _wrong = ""
     _timer: asyncio.TimerHandle | None = None
@@ -34,6 +36,8 @@ class LimitedProtocol(HttpToolsProtocol):
         self._disarm()
         self._watch(False)
         super().connection_lost(exc)
+        if self.ended is not None:
+            self.ended()
 
     def pause_writing(self) -> None:
         super().pause_writing()

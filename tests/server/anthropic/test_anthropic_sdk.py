@@ -214,7 +214,9 @@ def test_a_model_that_is_not_served(client: Anthropic) -> None:
 
 def test_deadlines(client: Anthropic, served: Served) -> None:
     """A client that gives up, and one that has heard enough, free what they held."""
-    calls = _body(WEATHER, tools=TOOLS, tool_choice={"type": "any"}, max_tokens=900)  # it goes on to ask everywhere
+    places = {"type": "array", "items": {"type": "string"}, "minItems": 900}  # more than it has tokens for
+    tool = {**TOOLS[0], "input_schema": {"type": "object", "properties": {"city": places}, "required": ["city"]}}
+    calls = _body(WEATHER, tools=[tool], tool_choice={"type": "any"}, max_tokens=900)
     with pytest.raises(anthropic.APITimeoutError):
         client.with_options(timeout=0.1).messages.create(**calls)
     with client.messages.stream(**calls) as stream:

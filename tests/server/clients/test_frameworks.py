@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from live import Served
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, create_model
 from sdk import MODEL, RESULT, SUM, TOLD, TOOLS, prompt_ids
 
 pytestmark = pytest.mark.slow
@@ -204,7 +204,14 @@ def test_llama_index_tools(llama_index: Any) -> None:
 
 
 def test_llama_index_structured_output(llama_index: Any) -> None:
+    """By a call that must be made, which is its default; and as JSON that has a schema."""
     from llama_index.core.prompts import PromptTemplate
 
+    asked = create_model("get_weather", __doc__="Get the current weather of a city.", __base__=Place)
+    prompt = PromptTemplate(WEATHER)
+    assert llama_index.structured_predict(asked, prompt) == asked(city="Paris")
+    assert llama_index.as_structured_llm(asked).complete(WEATHER).raw == asked(city="Paris")
+    assert [*llama_index.stream_structured_predict(asked, prompt)][-1].model_dump() == {"city": "Paris"}
+    assert llama_index.structured_predict(Person, PromptTemplate(TEXT)).age == ANNA.age  # a call it has not learned
     llama_index.should_use_structured_outputs = True
     assert llama_index.structured_predict(Person, PromptTemplate(TEXT)) == ANNA

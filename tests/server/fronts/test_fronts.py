@@ -37,6 +37,9 @@ class Client:
         assert self.ask("GET", "/version", **{"x-request-id": id})[0] == 200
         self.front = re.search(rf"(front-\d+) GET /version 200 id={id}", server.logged(f"id={id}"))[1]  # type: ignore[index]
 
+    def close(self) -> None:
+        self._connection.close()
+
     def ask(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
         """Status and body, which is JSON but for metrics."""
         response = self.begin(method, path, body, **headers)
@@ -118,6 +121,27 @@ def server(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) ->
         server.process.wait()
 
 
+def test_connections_are_split_evenly(server: Served) -> None:
+    """Also behind the ends of some, which only the front sees that had them."""
+    clients = [Client(server) for _ in range(12)]
+    fronts = [[client for client in clients if client.front == name] for name in {c.front for c in clients}]
+    assert [len(of) for of in fronts] == [6, 6]
+    left, full = fronts
+    for client in left[1:]:
+        client.close()
+
+    def refilled() -> bool:
+        """All that come go to the emptier one; in turn they would not, at any try."""
+        new = [Client(server) for _ in range(5)]
+        for client in new:
+            client.close()
+        return {client.front for client in new} == {left[0].front}
+
+    within(refilled)
+    for client in (left[0], *full):
+        assert client.ask("GET", "/version")[0] == 200
+
+
 def test_a_rate_limit_holds_for_both(server: Served) -> None:
     clients = both(server)
     answers = [clients[i % 2].ask("POST", "/tokenize", {"prompt": "a"}, **NOBODY)[0] for i in range(RATE + 4)]
@@ -182,9 +206,10 @@ def test_an_admin_ends_requests_of_the_other(server: Served) -> None:
 
 def test_a_dead_front_loses_its_own_streams_only(server: Served) -> None:
     """And what it wrote in the background. Meanwhile the server is healthy for whoever comes, and what was counted
-    stays counted."""
+    stays counted. Who comes then goes to its successor, until that has as many connections."""
     server.idle()
     one, other = both(server)
+    crowd = [Client(server) for _ in range(8)]
     background = {"input": "x", "background": True, "ignore_eos": True, "max_output_tokens": 900}
     # A stream of one letter each: nothing else could be right.
     ids = [one.ask("POST", "/tokenize", {"prompt": letter})[1]["tokens"][-1] for letter in "bc"]
@@ -219,6 +244,8 @@ def test_a_dead_front_loses_its_own_streams_only(server: Served) -> None:
     assert "".join(texts[1]) == "c" * ENDLESS["max_tokens"] + "DONE"
     assert set(statuses) == {200}
     assert server.metric("graphllm_http_requests_total") >= counted
+    assert sum(client.front == other.front for client in crowd) == 4
+    within(lambda: {client.front for client in [Client(server) for _ in range(4)]} == {new.front})
     for client in (new, other):
         assert client.ask("POST", CHAT, SUM)[1]["choices"][0]["message"]["content"] == "12 + 7 = 19."
         status, failed = client.ask("POST", f"{kept}/cancel")
@@ -254,8 +281,8 @@ def test_room_is_one_and_comes_back_from_the_dead(server: Served) -> None:
 
 
 def test_a_front_that_is_held_up_gets_no_more(server: Served) -> None:
-    """One connection waits for it at most, and is answered once it goes on."""
-    one, _ = both(server)
+    """What waits for it is answered once it goes on; meanwhile others come to the other one, which has more."""
+    one, other = both(server)
     address = server.url.removeprefix("http://")
     pid = pids(server)[one.front]
     os.kill(pid, signal.SIGSTOP)
@@ -269,6 +296,7 @@ def test_a_front_that_is_held_up_gets_no_more(server: Served) -> None:
             except TimeoutError:
                 waiting.append(connection)
         assert len(waiting) == 1
+        assert {Client(server).front for _ in range(3)} == {other.front}
     finally:
         os.kill(pid, signal.SIGCONT)
     waiting[0].sock.settimeout(SECONDS)

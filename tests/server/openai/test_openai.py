@@ -312,10 +312,15 @@ def test_prompts_that_are_echoed_have_their_text(tokenizer: Tokenizer) -> None:
         ({}, Style("hermes", True), ReplyFormat(reasoning=True)),
         ({"tools": [ADD]}, Style("hermes"), ReplyFormat(tools="hermes", names=frozenset({"add"}))),
         ({"tools": [ADD, NOW], "tool_choice": "none"}, Style("hermes"), ReplyFormat(names=frozenset({"add", "now"}))),
+        (
+            {"tools": [ADD], "tool_choice": "required"},
+            Style("llama3"),
+            ReplyFormat(tools="llama3", names=frozenset({"add"})),
+        ),
         ({"tools": [ADD], "tool_choice": "required"}, Style(), ReplyFormat(tools="json", names=frozenset({"add"}))),
         (
             {"tools": [ADD, NOW], "tool_choice": {"type": "function", "function": {"name": "now"}}},
-            Style("mistral"),
+            Style(),
             ReplyFormat(tools="named", name="now", names=frozenset({"add", "now"})),
         ),
     ],
