@@ -99,9 +99,26 @@ def as_entries(rows, scale, dtype: tl.constexpr, SCALED: tl.constexpr, EMULATED:
 
 
 @triton.jit
-def as_numbers(entries, dtype: tl.constexpr):
-    """Entries of the cache as what is multiplied. Those of 8 bits are exact in every other dtype."""
-    return entries.to(dtype)
+def as_numbers(entries):
+    """Keys or values of the cache as they are multiplied: those of 8 bits in float16, which has one instruction for
+    them where bfloat16 has several, slow ones."""
+    if entries.dtype == tl.float8e4nv:
+        return entries.to(tl.float16)
+    else:
+        return entries
+
+
+@triton.jit
+def as_queries(q, dtype: tl.constexpr):
+    """Queries as they are multiplied with keys of a cache of that dtype, and what the products of each row are to be
+    multiplied by: float16 has not bfloat16's range."""
+    if dtype == tl.float8e4nv:
+        wide = q.to(tl.float32)
+        most = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30)
+        power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+        return (wide / power[:, None]).to(tl.float16), power
+    else:
+        return q, tl.full([q.shape[0]], 1.0, tl.float32)
 
 
 @triton.jit

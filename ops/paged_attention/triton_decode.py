@@ -29,6 +29,7 @@ from graphllm.ops.paged_attention.triton_common import (
     Rotary,
     as_entries,
     as_numbers,
+    as_queries,
     attends,
     load_angles,
     load_heads,
@@ -211,7 +212,7 @@ def _split_kernel(
 
         k_entry = as_entries(k_new, k_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
         v_entry = as_entries(v_new, v_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
-        k_new, v_new = as_numbers(k_entry, q.dtype), as_numbers(v_entry, q.dtype)
+        k_new, v_new = k_entry.to(tl.float32), v_entry.to(tl.float32)
 
         own = split == 0
         if WRITE:
@@ -221,7 +222,7 @@ def _split_kernel(
             tl.store(slot + e[None, :], k_entry, mask=own_r & own_e[None, :])
             tl.store(slot + e[None, :] + CACHE_KV, v_entry, mask=own_r & own_e[None, :])
 
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1)
+        score = tl.sum(q.to(tl.float32) * k_new, axis=1)
         if LOG2E_CAP > 0:
             score = soft_cap(score, LOG2E_CAP, score_scale)
         else:
@@ -232,12 +233,14 @@ def _split_kernel(
             share = tl.exp2(score - first_top)
             top = tl.where(own, first_top, float("-inf"))
             total = tl.where(own, share + tl.exp2(sink - first_top), 0.0)
-            acc = tl.where(own, v_new.to(tl.float32), 0.0) * share[:, None]
+            acc = tl.where(own, v_new, 0.0) * share[:, None]
         else:
             top = tl.where(own, score, float("-inf"))
             total = tl.where(own, 1.0, 0.0) + tl.zeros([G_PAD], tl.float32)
-            acc = tl.where(own, v_new.to(tl.float32), 0.0) + tl.zeros([G_PAD, E_PAD], tl.float32)
+            acc = tl.where(own, v_new, 0.0) + tl.zeros([G_PAD, E_PAD], tl.float32)
 
+        q, powers = as_queries(q, cache_ptr.dtype.element_ty)
+        row_scale = (score_scale * powers)[:, None]
         for tile in range(lo, hi):
             at = tile * TOKENS + tile_tokens(BLOCK_N, HEADS)
             seen = at < last
@@ -249,14 +252,14 @@ def _split_kernel(
                 inside = seen[:, None]
             else:
                 inside = seen[:, None] & in_e[None, :]
-            keys = as_numbers(tl.load(slots, mask=inside, other=0.0), q.dtype)
-            values = as_numbers(tl.load(slots + CACHE_KV, mask=inside, other=0.0), q.dtype)
+            keys = as_numbers(tl.load(slots, mask=inside, other=0.0))
+            values = as_numbers(tl.load(slots + CACHE_KV, mask=inside, other=0.0))
             cache_block = tile_blocks(table_row, tile + 1, last, P, BLOCK_N, HEADS)
             scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
             if LOG2E_CAP > 0:
-                scores = soft_cap(scores, LOG2E_CAP, score_scale)
+                scores = soft_cap(scores, LOG2E_CAP, row_scale)
             else:
-                scores = scores * score_scale
+                scores = scores * row_scale
             counts = seen[None, :]
             if HEADS > 1:  # rows beyond the last head's see what its rows see
                 counts = counts & (tl.minimum(g // G, HEADS - 1)[:, None] == (n // TOKENS)[None, :])

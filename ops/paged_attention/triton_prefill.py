@@ -21,6 +21,7 @@ from graphllm.ops.paged_attention.triton_common import (
     Rotary,
     as_entries,
     as_numbers,
+    as_queries,
     attends,
     load_rotated,
     load_scales,
@@ -112,7 +113,7 @@ def _attend_tiles(
     end,
     lo,
     hi,
-    score_scale,
+    row_scale,
     CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_POS: tl.constexpr,
@@ -142,9 +143,9 @@ def _attend_tiles(
             keys = tl.load(slots, mask=(e < E)[None, :], other=0.0)
         else:
             keys = tl.load(slots)
-        scores = multiply(q, tl.trans(as_numbers(keys, q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
+        scores = multiply(q, tl.trans(as_numbers(keys)), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
         if LOG2E_CAP > 0:
-            scores = soft_cap(scores, LOG2E_CAP, score_scale)
+            scores = soft_cap(scores, LOG2E_CAP, row_scale[:, None])
         if MASKED:
             seen = at[None, :] <= position[:, None]
             if WINDOW > 0:
@@ -157,11 +158,11 @@ def _attend_tiles(
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(scores - shift[:, None])
         else:
-            new_top = tl.maximum(top, tl.max(scores, axis=1) * score_scale)
+            new_top = tl.maximum(top, tl.max(scores, axis=1) * row_scale)
             shift = new_top
             if WINDOW > 0:
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-            p = tl.exp2(scores * score_scale - shift[:, None])
+            p = tl.exp2(scores * row_scale[:, None] - shift[:, None])
         rescale = tl.exp2(top - shift)
         total = total * rescale + tl.sum(p, axis=1)
         acc = acc * rescale[:, None]
@@ -171,7 +172,8 @@ def _attend_tiles(
             values = tl.load(slots + CACHE_KV, mask=(e < E)[None, :], other=0.0)
         else:
             values = tl.load(slots + CACHE_KV)
-        acc = multiply(p.to(q.dtype), as_numbers(values, q.dtype), acc, EMULATED)
+        values = as_numbers(values)
+        acc = multiply(p.to(values.dtype), values, acc, EMULATED)
         top = new_top
     return acc, top, total
 
@@ -246,7 +248,8 @@ def _flash_kernel(
         q = load_rotated(q_row, row[:, None], in_row, q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
         head_ptr = cache_ptr + head * CACHE_HEAD
         k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
-        score_scale = SCALE * k_scale
+        q, powers = as_queries(q, cache_ptr.dtype.element_ty)
+        row_scale = SCALE * k_scale * powers
         table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
 
         low = length - queries + skip  # position of the first token of the block
@@ -262,16 +265,16 @@ def _flash_kernel(
             whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
             inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
             acc, top, total = _attend_tiles(
-                acc, top, total, q, head_ptr, table_row, position, end, first, inner, score_scale,
+                acc, top, total, q, head_ptr, table_row, position, end, first, inner, row_scale,
                 CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
             )  # fmt: skip
             first = inner
         acc, top, total = _attend_tiles(
-            acc, top, total, q, head_ptr, table_row, position, end, first, full, score_scale,
+            acc, top, total, q, head_ptr, table_row, position, end, first, full, row_scale,
             CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         acc, top, total = _attend_tiles(
-            acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile, score_scale,
+            acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile, row_scale,
             CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         if SINKS:
