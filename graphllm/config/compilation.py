@@ -81,6 +81,11 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
     return tuple(out)
 
 
+def parse_rules(text: str) -> tuple[str, ...]:
+    """Rules from ``layers.0.*=none,lm_head=int8``."""
+    return tuple(rule.strip() for rule in text.split(","))
+
+
 def default_buckets(
     target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0
 ) -> tuple[Bucket, ...]:
@@ -122,6 +127,12 @@ class CompileConfig:
         written=str | None,
         help="int8 or int4, on a GPU fp8 or mxfp4 as well: round the weights of linear layers and experts while they "
         "are loaded. A quantized checkpoint's own method may be named too, and need not be.",
+    )
+    quantization_rules: tuple[str, ...] = setting(
+        (),
+        parse=parse_rules,
+        help="Matrices that are rounded otherwise, such as layers.0.*=none,lm_head=int8: names in the checkpoint or in "
+        "the weight plan, with * and ?, and none or a value of quantization. The first rule that fits holds.",
     )
     buckets: tuple[Bucket, ...] = setting(
         (),
@@ -202,6 +213,13 @@ def check(config: CompileConfig) -> None:
         definition.check(getattr(config, name))  # also what the model's config.json says
     if config.dtype not in get_args(Dtype):
         raise ConfigError(f"dtype is {config.dtype!r}: use bfloat16, float16 or float32")
+    for rule in config.quantization_rules:
+        pattern, _, to = rule.rpartition("=")
+        if not pattern or to not in ("none", *get_args(Quantization)):
+            raise ConfigError(
+                f"quantization_rules: {rule!r:.80} is not of the form PATTERN=none or "
+                f"PATTERN={', PATTERN='.join(get_args(Quantization))}"
+            )
     for b in config.buckets:
         if b.hi > _LARGEST_BUCKET or b.query_len > _MOST_QUERIES:
             raise ConfigError(
