@@ -293,7 +293,8 @@ def test_rules_for_single_layers(checkpoint: Path, tmp_path: Path, quantize: str
     truth, found = _rounded_logits(checkpoint, tmp_path / "rounded", format_of), _logits(executor, IDS)
     assert float((found - truth).norm() / truth.norm()) < 1e-5
     shown = cli("inspect", tmp_path / "a").out
-    for row in ("qkv 0..1 float32 32", "down 0 float32 32", "down 1 int8", f"o 1 {quantize or 'float32'}"):
+    last = "o 1 int4" if quantize else "o 0..1 float32 32"
+    for row in ("qkv 0..1 float32 32", "down 0 float32 32", "down 1 int8", last):
         assert re.search(r"layers\.\*\." + r"\W+".join(row.split()), shown), (row, shown)
 
 
