@@ -20,9 +20,11 @@ from graphllm.config import ConfigError, EngineArgs
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.weights.checkpoint import WeightError
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import Decode, Encode
 from graphllm.weights.loader import load_weights
 from graphllm.weights.match import check_checkpoint
-from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.plan import Entry, WeightPlan, make_plan
 from graphllm.weights.schemes import as_quantized, scheme_of
 from graphllm.weights.shard import shard_plan
 
@@ -69,6 +71,23 @@ def test_numbers(name: str, tmp_path: Path) -> None:
         _same(torch.cat([rank[name] for rank in ranks], 1), weights[name])
     q, k, v = (torch.cat(parts) for parts in zip(*(r["layers.1.qkv"].split([32, 16, 16]) for r in ranks), strict=True))
     _same(torch.cat([q, k, v]), weights["layers.1.qkv"])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_repacked_for_kernels_stands_for_the_same_numbers(name: str, tmp_path: Path) -> None:
+    stored = write(tmp_path, FORMATS[name]).state_dict()["model.layers.0.mlp.down_proj.weight"]
+    plan, at = _plan(tmp_path), "layers.0.down"
+    expr = plan[at].expr
+    assert isinstance(expr, Decode)
+    for other, _ in encoding_of(expr.encoding).repacked:
+        encoding = encoding_of(other)
+        entries = [
+            Entry(f"{at}.{p.name}", p.shape(*stored.shape), p.dtype, Encode(other, p.name, expr))
+            for p in encoding.parts
+        ]
+        weights = _loaded(tmp_path, plan.replace(at, *entries))
+        parts = {p.name: weights[f"{at}.{p.name}"] for p in encoding.parts}
+        _same(encoding.decode(parts, *stored.shape), stored)
 
 
 @torch.no_grad()
