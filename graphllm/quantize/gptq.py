@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphllm.config import ConfigError
 from graphllm.quantize.schemes import Grid
 
 _BLOCK = 128  # columns whose corrections of the others are gathered
-_DAMP = 0.01  # of the mean of the diagonal, added to it
+_DAMPS = (0.01, 0.1, 1.0)  # of the mean of the diagonal, added to it: as little as does
 
 
 def gptq(weight_OI: Tensor, gram_II: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
@@ -20,9 +21,7 @@ def gptq(weight_OI: Tensor, gram_II: Tensor, grid: Grid) -> tuple[Tensor, Tensor
     inner = weight_OI.shape[1]
     diagonal = gram_II.diagonal()
     order = diagonal.argsort(descending=True)
-    hessian = gram_II[order][:, order].clone()
-    hessian.diagonal().add_(_DAMP * diagonal.mean() + torch.finfo(torch.float32).tiny)
-    factor = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(hessian)), upper=True)
+    factor = _factor(gram_II[order][:, order])
     left = weight_OI[:, order].clone()
     levels, numbers = torch.empty_like(left), torch.empty_like(left)
     of = order // grid.group
@@ -38,3 +37,17 @@ def gptq(weight_OI: Tensor, gram_II: Tensor, grid: Grid) -> tuple[Tensor, Tensor
         left[:, stop:] -= errors @ factor[start:stop, stop:]
     back = order.argsort()
     return levels[:, back], numbers[:, back]
+
+
+def _factor(gram_II: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse."""
+    mean = gram_II.diagonal().mean() + torch.finfo(torch.float32).tiny
+    for damp in _DAMPS:
+        hessian = gram_II.clone()
+        hessian.diagonal().add_(damp * mean)
+        lower, failed = torch.linalg.cholesky_ex(hessian)
+        if not failed:
+            factor, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if not failed:
+            return factor
+    raise ConfigError("calibration: a layer's inputs are not finite; use another text, or rtn")

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from graphllm.config import ConfigError
 from graphllm.quantize.awq import Fold, channel_scales, channels_of, fold, folds_of
 from graphllm.quantize.gptq import gptq
-from graphllm.quantize.layers import EXPERT, LayeredModel, check_plain
+from graphllm.quantize.layers import EXPERT, LayeredModel
 from graphllm.quantize.output import Output
 from graphllm.quantize.schemes import Scheme, grid_of, quantization_config, scheme_of, stored
 from graphllm.quantize.text import read_text
@@ -74,11 +74,12 @@ def quantize(folder: Path, checkpoint: Checkpoint, wanted: Request, tell: Callab
         raise ConfigError(f"method is {wanted.method!r:.80}: use {', '.join(METHODS)}")
     if wanted.method != "rtn" and wanted.calibration is None:
         raise ConfigError(f"method is {wanted.method}: it needs a text; give --calibration FILE, or use rtn")
-    check_plain(checkpoint)
     config = json.loads((folder / "config.json").read_text())
+    if config.get("quantization_config") is not None:
+        raise ConfigError("model: its config.json has a quantization_config; use a checkpoint in 16 or 32 bits")
     folds = folds_of(config.get("model_type")) if wanted.method == "awq" else ()
     with Output(wanted.output) as output:
-        text = read_text(wanted.calibration, AutoTokenizer.from_pretrained(folder), wanted.samples, wanted.length)
+        text = read_text(wanted.calibration, _tokenizer(folder), wanted.samples, wanted.length)
         model = LayeredModel(folder, checkpoint, torch.device(wanted.device))
         chosen = [_chosen(model, i, scheme, wanted) for i in range(len(model))]
         calibration = [model.embedded(ids) for ids in text.calibration] if wanted.method != "rtn" else []
@@ -112,6 +113,13 @@ def quantize(folder: Path, checkpoint: Checkpoint, wanted: Request, tell: Callab
     weights = sum(checkpoint.tensors[f"{m}.weight"].shape[0] * checkpoint.tensors[f"{m}.weight"].shape[1]
                   for of in chosen for m in of)  # fmt: skip
     return Made(sum(map(len, chosen)), bits / weights, len(chosen), total, fit, time.perf_counter() - started)
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as failure:
+        raise ConfigError(f"model: {folder} has no tokenizer that transformers reads ({failure!s:.200})") from failure
 
 
 def _chosen(model: LayeredModel, i: int, scheme: Scheme, wanted: Request) -> list[str]:
