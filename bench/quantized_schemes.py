@@ -142,12 +142,15 @@ def main() -> None:
         "| weights of layers | bits | right, mean over tasks | of bf16 | the same answer |\n|---|---:|---:|---:|---:|"
     )
     table = "\n".join((head, *rows))
-    made = f"{len(flat)} held-out questions, answered greedily: `python bench/quantized_schemes.py`"
+    made = (
+        f"{len(flat)} held-out questions, answered greedily on a CPU, where checkpoints are decoded to 16 bits: "
+        "`python bench/quantized_schemes.py`"
+    )
     where = f"torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}"
     RESULT.write_text(f"# The embedded model in every scheme\n\n{made}, {where}.\n\n{table}\n")
     if "--card" in sys.argv[1:]:
         card = MODEL_DIR / "README.md"
-        text = f"<!-- schemes -->\n## Quantized\n\n{made}, on a CPU:\n\n{table}\n<!-- /schemes -->"
+        text = f"<!-- schemes -->\n## Quantized\n\n{made}\n\n{table}\n<!-- /schemes -->"
         found = re.sub(r"\n*<!-- schemes -->.*<!-- /schemes -->\n?", "", card.read_text(), flags=re.DOTALL)
         card.write_text(f"{found.rstrip()}\n\n{text}\n")
 

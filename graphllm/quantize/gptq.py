@@ -19,24 +19,22 @@ def gptq(weight_OI: Tensor, gram_II: Tensor, grid: Grid) -> tuple[Tensor, Tensor
     """Levels and the numbers that they stand for, with little error of weight times inputs. gram_II: the sum of
     inputs' outer products."""
     inner = weight_OI.shape[1]
-    diagonal = gram_II.diagonal()
-    order = diagonal.argsort(descending=True)
+    order = gram_II.diagonal().argsort(descending=True)
     factor = _factor(gram_II[order][:, order])
-    left = weight_OI[:, order].clone()
+    groups = (order // grid.group).tolist()
+    scales, zeros = grid.scales.T.contiguous(), grid.zeros.T.contiguous()
+    left = weight_OI.T[order].contiguous()  # a column of the matrix in one stretch of memory
     levels, numbers = torch.empty_like(left), torch.empty_like(left)
-    of = order // grid.group
-    scales, zeros = grid.scales[:, of], grid.zeros[:, of]
     for start in range(0, inner, _BLOCK):
         stop = min(start + _BLOCK, inner)
-        errors = torch.empty_like(left[:, start:stop])
+        errors = torch.empty_like(left[start:stop])
         for i in range(start, stop):
-            levels[:, i], numbers[:, i] = grid.columns(scales[:, i], zeros[:, i], left[:, i])
-            error = (left[:, i] - numbers[:, i]) / factor[i, i]
-            left[:, i:stop] -= error.unsqueeze(1) * factor[i, i:stop]
-            errors[:, i - start] = error
-        left[:, stop:] -= errors @ factor[start:stop, stop:]
+            levels[i], numbers[i] = grid.columns(scales[groups[i]], zeros[groups[i]], left[i])
+            torch.div(left[i] - numbers[i], factor[i, i], out=errors[i - start])
+            left[i:stop].addr_(factor[i, i:stop], errors[i - start], alpha=-1)
+        left[stop:] -= factor[start:stop, stop:].T @ errors
     back = order.argsort()
-    return levels[:, back], numbers[:, back]
+    return levels[back].T, numbers[back].T.contiguous()
 
 
 def _factor(gram_II: Tensor) -> Tensor:

@@ -250,11 +250,12 @@ def _fit(
 ) -> Fit:
     losses, same, count = [0.0, 0.0], 0, 0
     for sequence, *hidden in zip(ids, before, after, strict=True):
-        logits = [model.logits(sequence, h)[:-1] for h in hidden]
-        wanted = sequence[1:].to(model.device)
-        for k, each in enumerate(logits):
-            losses[k] += float(nn.functional.cross_entropy(each, wanted, reduction="sum"))
-        same += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+        wanted, likeliest = sequence[1:].to(model.device), []
+        for k, each in enumerate(hidden):
+            logits = model.logits(sequence, each)[:-1]
+            losses[k] += float(nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+            likeliest.append(logits.argmax(-1))
+        same += int((likeliest[0] == likeliest[1]).sum())
         count += len(wanted)
     perplexity = [float(torch.tensor(loss / count).exp()) for loss in losses]
     return Fit(perplexity[0], perplexity[1], same / count, count, text)
