@@ -26,6 +26,7 @@ from graphllm.quantize.text import read_text
 from graphllm.weights.checkpoint import Checkpoint
 
 METHODS = ("rtn", "gptq", "awq")
+_ROWS = 4096  # of inputs that are multiplied together
 
 
 @dataclass(frozen=True)
@@ -164,6 +165,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
+        self._rows: list[Tensor] = []
         self.count = 0
         self.gram: Tensor = torch.zeros(())
         self.size: Tensor = torch.zeros(())
@@ -173,10 +175,18 @@ class Seen:
         if x is self.last:
             return
         self.last = x
-        rows = x.reshape(-1, x.shape[-1]).float()
-        self.count += len(rows)
-        self.gram = self.gram + rows.T @ rows
-        self.size = self.size + rows.abs().sum(0)
+        self._rows.append(x.reshape(-1, x.shape[-1]))
+        if sum(map(len, self._rows)) >= _ROWS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Take what was given so far into the sums."""
+        if self._rows:
+            rows = torch.cat(self._rows)
+            self._rows.clear()
+            self.count += len(rows)
+            self.gram = self.gram + rows.T @ rows
+            self.size = self.size + rows.abs().sum(0)
 
 
 def _inputs(model: LayeredModel, i: int, layer: nn.Module, calibration: Sequence[Tensor]) -> dict[str, Seen]:
@@ -205,6 +215,8 @@ def _inputs(model: LayeredModel, i: int, layer: nn.Module, calibration: Sequence
     finally:
         for handle in hooks:
             handle.remove()
+    for one in seen.values():
+        one.finish()
     return seen
 
 
