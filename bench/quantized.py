@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from cpu_kernels import POOL, huge, read_ceiling
@@ -28,7 +29,7 @@ from transformers import AutoTokenizer
 from graphllm.config.sampling import SamplingParams
 from graphllm.embedded import MODEL_DIR
 from graphllm.embedded.evaluate import held_out
-from graphllm.embedded.tasks import TASKS
+from graphllm.embedded.tasks import TASKS, Sample
 from graphllm.entrypoints.llm import LLM
 from graphllm.weights.plan import WeightPlan
 
@@ -42,23 +43,28 @@ QUESTIONS, SEED, THREADS, ROUNDS = 40, 1, 2, 7
 KEEP = Path(tempfile.gettempdir()) / "graphllm-bench"
 
 
+def answers(folder: Path, samples: list[Sample], options: dict[str, Any]) -> list[str]:
+    """What a compiled model says to chats, greedily. options: of `LLM`."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
+    llm = LLM(folder, target="cpu", artifact="build", **options)
+    prompts = [
+        tokenizer.apply_chat_template(s.messages, tools=s.tools or None, add_generation_prompt=True, tokenize=False)
+        for s in samples
+    ]
+    said = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=320), use_tqdm=False)
+    llm.close()
+    return [o.outputs[0].text for o in said]
+
+
 def accuracy() -> None:
     """The same questions in each format; different answers than in 16 bits are counted too."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     samples = {name: held_out(name, QUESTIONS, SEED) for name in TASKS}
     print(f"\n## Accuracy of the embedded model, {sum(map(len, samples.values()))} held-out questions\n")
     print("| weights | right, mean over tasks | tasks all right | answers other than in bf16 |\n|---|---|---|---|")
     first: list[str] = []
     for fmt in FORMATS:
-        llm = LLM(MODEL_DIR, quantization=None if fmt == "bfloat16" else fmt, target="cpu", artifact="build")
         flat = [s for of in samples.values() for s in of]
-        prompts = [
-            tokenizer.apply_chat_template(s.messages, tools=s.tools or None, add_generation_prompt=True, tokenize=False)
-            for s in flat
-        ]
-        said = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=320), use_tqdm=False)
-        texts = [o.outputs[0].text for o in said]
-        llm.close()
+        texts = answers(MODEL_DIR, flat, {"quantization": None if fmt == "bfloat16" else fmt})
         right = [s.accepts(t) for s, t in zip(flat, texts, strict=True)]
         shares, at = [], 0
         for of in samples.values():

@@ -15,7 +15,7 @@ from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.expr import Encode, Read, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.schemes import online_encoding
+from graphllm.weights.schemes import wanted_encoding
 from graphllm.weights.simplify import same_encodings
 
 
@@ -69,9 +69,7 @@ def _encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None
     leaves = list(walk(expr))
     if any(isinstance(e, (Values, Encode)) for e in leaves) or not any(isinstance(e, Read) for e in leaves):
         return None
-    if plan[entry].exact or config.quantization is None:
-        return None
-    return online_encoding(config.quantization, config.target.device)
+    return wanted_encoding(plan, entry, config)
 
 
 def _call(encoding: Encoding, op: Op, x_TI: Any, parts: list[Node], rows: int, bias_O: Any) -> dict[str, Any]:

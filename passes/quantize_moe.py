@@ -16,7 +16,7 @@ from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.expr import Encode, Expr, Read, Reshape, Slice, Stack, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.schemes import online_encoding
+from graphllm.weights.schemes import wanted_encoding
 from graphllm.weights.simplify import rows_moved, same_encodings, simplify
 
 
@@ -68,10 +68,8 @@ def _encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None
         encoding = encoding_of(name)
         if encoding.moe_op is not None and (config.backend == "eager" or config.target.device in encoding.devices):
             return name
-    if not _is_plain(plan, entry) or config.quantization is None:
-        return None
-    wanted = online_encoding(config.quantization, config.target.device)
-    return wanted if encoding_of(wanted).moe_op is not None else None
+    wanted = wanted_encoding(plan, entry, config) if _is_plain(plan, entry) else None
+    return wanted if wanted is not None and encoding_of(wanted).moe_op is not None else None
 
 
 def _may_change(unit: Unit, stack: Any, user: Node) -> bool:
@@ -83,7 +81,7 @@ def _may_change(unit: Unit, stack: Any, user: Node) -> bool:
 def _is_plain(plan: WeightPlan, entry: str) -> bool:
     leaves = list(walk(plan.expr_of(entry)))
     computed = any(isinstance(e, (Values, Encode)) for e in leaves)
-    return not computed and not plan[entry].exact and any(isinstance(e, Read) for e in leaves)
+    return not computed and any(isinstance(e, Read) for e in leaves)
 
 
 def _encode_entry(plan: WeightPlan, name: str, encoding: Encoding) -> WeightPlan:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -251,22 +253,49 @@ IDS = [5, 80, 200, 17, 9, 33, 150, 61, 3]
 def test_logits_are_those_of_the_rounded_checkpoint(checkpoint: Path, tmp_path: Path, fmt: str) -> None:
     """transformers in float32 on a checkpoint whose linear layers and head were rounded by the formula."""
     executor = _quantized_artifact(checkpoint, tmp_path / "a", fmt)
-    tensors = load_file(checkpoint / "model.safetensors")
-    names = [n for n, t in tensors.items() if t.dim() == 2 and "embed" not in n]
-    assert len(names) == 15  # 7 in each of two layers, and the head
-    for name in names:
-        tensors[name] = torch.from_numpy(rounded(tensors[name], fmt)).float()
-    other = tmp_path / "rounded"
-    other.mkdir()
-    (other / "config.json").write_text((checkpoint / "config.json").read_text())
-    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    truth = _rounded_logits(checkpoint, tmp_path / "rounded", lambda name: fmt)
     with torch.inference_mode():
         exact = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)(torch.tensor([IDS])).logits[0, -1]
-        truth = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)(torch.tensor([IDS])).logits[0, -1]
     found = _logits(executor, IDS)
     assert float((found - truth).norm() / truth.norm()) < 1e-5
     lost = float((found - exact).norm() / exact.norm())
     assert lost < {"int8": 0.05, "int4": 0.5}[fmt]  # wide random weights make much of 0.6 % and 9 % in each layer
+
+
+def _rounded_logits(checkpoint: Path, other: Path, format_of: Callable[[str], str | None]) -> torch.Tensor:
+    """transformers' in float32, of a copy of a checkpoint with matrices that are rounded by the formula."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    names = [n for n, t in tensors.items() if t.dim() == 2 and "embed" not in n]
+    assert len(names) == 15  # 7 in each of two layers, and the head
+    for name in names:
+        if (fmt := format_of(name)) is not None:
+            tensors[name] = torch.from_numpy(rounded(tensors[name], fmt)).float()
+    other.mkdir()
+    (other / "config.json").write_text((checkpoint / "config.json").read_text())
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    with torch.inference_mode():
+        model = AutoModelForCausalLM.from_pretrained(other, dtype=torch.float32)
+        found: torch.Tensor = model(torch.tensor([IDS])).logits[0, -1]
+        return found
+
+
+@pytest.mark.parametrize("quantize", ["int4", None])
+def test_rules_for_single_layers(checkpoint: Path, tmp_path: Path, quantize: str | None, cli: Any) -> None:
+    """Layers that are rounded in different ways stand beside each other; a head in 8 bits; merged matrices whole."""
+    rules = "layers.1.*.down_proj=int8,layers.1.qkv=none,model.layers.0.*=none,lm_head=int8"
+    executor = _quantized_artifact(checkpoint, tmp_path / "a", quantize, quantization_rules=rules)
+
+    def format_of(name: str) -> str | None:
+        if name.startswith("lm_head") or "layers.1.mlp.down_proj" in name:
+            return "int8"
+        return None if "layers.0" in name or name.split(".")[-2] in ("q_proj", "k_proj", "v_proj") else quantize
+
+    truth, found = _rounded_logits(checkpoint, tmp_path / "rounded", format_of), _logits(executor, IDS)
+    assert float((found - truth).norm() / truth.norm()) < 1e-5
+    shown = cli("inspect", tmp_path / "a").out
+    last = "o 1 int4" if quantize else "o 0..1 float32 32"
+    for row in ("qkv 0..1 float32 32", "down 0 float32 32", "down 1 int8", last):
+        assert re.search(r"layers\.\*\." + r"\W+".join(row.split()), shown), (row, shown)
 
 
 def test_compiled_kernels_in_a_model(checkpoint: Path, tmp_path: Path) -> None:
@@ -309,6 +338,10 @@ def test_refusals(cli: Any, checkpoint: Path) -> None:
     assert "int3" in done.err
     with pytest.raises(ConfigError, match=r"quantization is 'int3': use int8 or int4"):
         compile_config({}, EngineArgs(target="cpu", quantization=cast(Any, "int3")))
+    with pytest.raises(ConfigError, match="quantization_rules: 'lm_head=int7' is not of the form PATTERN=none or"):
+        compile_config({}, EngineArgs(target="cpu", quantization_rules=("lm_head=int7",)))
+    done = cli("compile", checkpoint, "--quantization-rules", "layers.7.*=none")
+    assert "quantization_rules: no weight is named 'layers.7.*'; there are embed.tokens" in done.err
     with pytest.raises(ConfigError, match="quantization is fp8: there are no kernels for it on cpu; use int8 or int4"):
         compile_config({}, EngineArgs(target="cpu", quantization="fp8"))
 

@@ -34,13 +34,13 @@ def inspect(folder: Path, json: bool) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in factors["versions"].items())
     console.print(f"versions  graphllm {factors['graphllm']['version']} ({factors['graphllm']['source']}), {versions}")
     model = factors["model"]
-    weights = f", weights {compiled['quantization']}" if compiled["quantization"] else ""
+    rounded = f", weights {compiled['quantization']}" if compiled["quantization"] else ""
     cache = f", cache {compiled['kv_cache_dtype']}" if compiled["kv_cache_dtype"] != "auto" else ""
     origin = manifest["origin"]
     if origin.get("commit"):
         console.print(f"from      {origin['name']}, commit {origin['commit']}")
     console.print(
-        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}{weights}{cache}, "
+        f"model     {', '.join(model.get('architectures', ['?']))}, {compiled['dtype']}{rounded}{cache}, "
         f"backend {compiled['backend']}"
     )
     console.print(
@@ -61,6 +61,10 @@ def inspect(folder: Path, json: bool) -> None:
         for part, number in rows:
             memory.add_row(f"{name} {part}".strip(), f"{number:,}")
     console.print(memory)
+    weights = Table("weight", "layers", "kept as", "stored as", "bits", title="weights")
+    for row in manifest["weights"]:
+        weights.add_row(row["name"], _ranges(row["layers"]), row["kept"], row["stored"], f"{row['bits']:g}")
+    console.print(weights)
     if baked.is_baked(folder):
         console.print(f"weights   baked, {(folder / baked.DATA).stat().st_size:,} bytes, checksum verified")
     files = sum(size for size, _ in manifest["files"].values())
@@ -68,6 +72,17 @@ def inspect(folder: Path, json: bool) -> None:
     console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")
     if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.get("compilers", {}).items()):
         console.print(f"C++ compilers beside them, in seconds: {compilers}")
+
+
+def _ranges(numbers: list[int]) -> str:
+    """0..3, 5 for 0, 1, 2, 3 and 5."""
+    found = [[n, n] for n in numbers[:1]]
+    for n in numbers[1:]:
+        if n == found[-1][1] + 1:
+            found[-1][1] = n
+        else:
+            found.append([n, n])
+    return ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in found)
 
 
 def _bucket(b: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
+from graphllm.compile.split import check_rules, split_layers
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.fields import strings
@@ -43,6 +44,7 @@ from graphllm.weights.checkpoint import DRAFT
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.schemes import Stored, as_quantized
 from graphllm.weights.shard import shard_plan
+from graphllm.weights.table import table
 
 if TYPE_CHECKING:
     from graphllm.compile.backends import Backend, Built
@@ -148,7 +150,8 @@ def compile_model(
         plan = shard_plan(plan, degree)
         c = model.local(c, degree)
         layout = plan_layout(model, c, config)
-        graphs = trace_model(model, c, config, layout)
+        check_rules(plan, config)
+        graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
         timed("trace")
         units = [unit for graph in graphs for unit in graph.units.values()]
         traced = run_passes(units, plan, config, pipeline().units)
@@ -205,6 +208,7 @@ def compile_model(
             f"{piece.label} [{piece.id}]": {b.name: list(built[piece.id, b].chosen) for id, b in jobs if id == piece.id}
             for piece in linked.pieces.values()
         },
+        "weights": table(traced.plan),
         "memory": memory,
         "cost": step_costs(
             graphs, linked, [graph_buckets(graph, c, config) for graph in graphs], units[0].shapes, config.max_num_seqs

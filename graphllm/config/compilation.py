@@ -82,6 +82,11 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
     return tuple(out)
 
 
+def parse_rules(text: str) -> tuple[str, ...]:
+    """Rules from ``layers.0.*=none,lm_head=int8``."""
+    return tuple(rule.strip() for rule in text.split(","))
+
+
 def default_buckets(
     target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0
 ) -> tuple[Bucket, ...]:
@@ -128,6 +133,12 @@ class CompileConfig:
         "auto",
         help="Type of the cache's keys and values: fp8 (e4m3) and int8 hold twice the tokens in the same memory; auto: "
         "that of the model.",
+    )
+    quantization_rules: tuple[str, ...] = setting(
+        (),
+        parse=parse_rules,
+        help="Matrices that are rounded otherwise, such as layers.0.*=none,lm_head=int8: names in the checkpoint or in "
+        "the weight plan, with * and ?, and none or a value of quantization. The first rule that fits holds.",
     )
     buckets: tuple[Bucket, ...] = setting(
         (),
@@ -236,6 +247,13 @@ def check(config: CompileConfig) -> None:
             f"prompt_lookup_min is {config.prompt_lookup_min}: it is more than prompt_lookup_max, "
             f"{config.prompt_lookup_max}"
         )
+    for rule in config.quantization_rules:
+        pattern, _, to = rule.rpartition("=")
+        if not pattern or to not in ("none", *get_args(Quantization)):
+            raise ConfigError(
+                f"quantization_rules: {rule!r:.80} is not of the form PATTERN=none or "
+                f"PATTERN={', PATTERN='.join(get_args(Quantization))}"
+            )
     for b in config.buckets:
         if b.hi > _LARGEST_BUCKET or b.query_len > _MOST_QUERIES:
             raise ConfigError(

@@ -19,7 +19,6 @@ from graphllm.weights.checkpoint import Checkpoint, WeightError
 
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 """A matrix of an expert: transformers' layers hold those of all experts stacked."""
-_16 = ("BF16", "F16", "F32")
 
 
 class _Place(nn.Module):
@@ -141,13 +140,6 @@ class LayeredModel:
         made = self._model(ids.unsqueeze(0).to(self.device), use_cache=False).logits[0].float()
         self._places[-1].result = None
         return made
-
-
-def check_plain(checkpoint: Checkpoint) -> None:
-    """Raises WeightError for numbers that are quantized already."""
-    for name, tensor in checkpoint.tensors.items():
-        if name.endswith(".weight") and tensor.dtype not in _16:
-            raise WeightError(checkpoint.folder, [f"{name} is of {tensor.dtype}: use a checkpoint of 16 or 32 bits"])
 
 
 def _float(value: Any) -> Any:

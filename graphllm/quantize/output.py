@@ -1,4 +1,4 @@
-"""The new checkpoint folder: files of some gigabytes while it is made, elsewhere than where it will be."""
+"""The new checkpoint folder: files of half a gigabyte, made elsewhere than where it will be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 
-_FILE_BYTES = 2 << 30
+_FILE_BYTES = 1 << 29
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth", "*.h5")
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,14 @@ from transformers import AutoTokenizer
 from graphllm.config import ConfigError
 from graphllm.quantize.awq import Fold, channel_scales, channels_of, fold, folds_of
 from graphllm.quantize.gptq import gptq
-from graphllm.quantize.layers import EXPERT, LayeredModel, check_plain
+from graphllm.quantize.layers import EXPERT, LayeredModel
 from graphllm.quantize.output import Output
 from graphllm.quantize.schemes import Scheme, grid_of, quantization_config, scheme_of, stored
 from graphllm.quantize.text import read_text
 from graphllm.weights.checkpoint import Checkpoint
 
 METHODS = ("rtn", "gptq", "awq")
+_ROWS = 4096  # of inputs that are multiplied together
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,12 @@ def quantize(folder: Path, checkpoint: Checkpoint, wanted: Request, tell: Callab
         raise ConfigError(f"method is {wanted.method!r:.80}: use {', '.join(METHODS)}")
     if wanted.method != "rtn" and wanted.calibration is None:
         raise ConfigError(f"method is {wanted.method}: it needs a text; give --calibration FILE, or use rtn")
-    check_plain(checkpoint)
     config = json.loads((folder / "config.json").read_text())
+    if config.get("quantization_config") is not None:
+        raise ConfigError("model: its config.json has a quantization_config; use a checkpoint in 16 or 32 bits")
     folds = folds_of(config.get("model_type")) if wanted.method == "awq" else ()
     with Output(wanted.output) as output:
-        text = read_text(wanted.calibration, AutoTokenizer.from_pretrained(folder), wanted.samples, wanted.length)
+        text = read_text(wanted.calibration, _tokenizer(folder), wanted.samples, wanted.length)
         model = LayeredModel(folder, checkpoint, torch.device(wanted.device))
         chosen = [_chosen(model, i, scheme, wanted) for i in range(len(model))]
         calibration = [model.embedded(ids) for ids in text.calibration] if wanted.method != "rtn" else []
@@ -112,6 +114,13 @@ def quantize(folder: Path, checkpoint: Checkpoint, wanted: Request, tell: Callab
     weights = sum(checkpoint.tensors[f"{m}.weight"].shape[0] * checkpoint.tensors[f"{m}.weight"].shape[1]
                   for of in chosen for m in of)  # fmt: skip
     return Made(sum(map(len, chosen)), bits / weights, len(chosen), total, fit, time.perf_counter() - started)
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as failure:
+        raise ConfigError(f"model: {folder} has no tokenizer that transformers reads ({failure!s:.200})") from failure
 
 
 def _chosen(model: LayeredModel, i: int, scheme: Scheme, wanted: Request) -> list[str]:
@@ -156,6 +165,7 @@ class Seen:
 
     def __init__(self) -> None:
         self.last: Tensor | None = None
+        self._rows: list[Tensor] = []
         self.count = 0
         self.gram: Tensor = torch.zeros(())
         self.size: Tensor = torch.zeros(())
@@ -165,10 +175,18 @@ class Seen:
         if x is self.last:
             return
         self.last = x
-        rows = x.reshape(-1, x.shape[-1]).float()
-        self.count += len(rows)
-        self.gram = self.gram + rows.T @ rows
-        self.size = self.size + rows.abs().sum(0)
+        self._rows.append(x.reshape(-1, x.shape[-1]))
+        if sum(map(len, self._rows)) >= _ROWS:
+            self.finish()
+
+    def finish(self) -> None:
+        """Take what was given so far into the sums."""
+        if self._rows:
+            rows = torch.cat(self._rows)
+            self._rows.clear()
+            self.count += len(rows)
+            self.gram = self.gram + rows.T @ rows
+            self.size = self.size + rows.abs().sum(0)
 
 
 def _inputs(model: LayeredModel, i: int, layer: nn.Module, calibration: Sequence[Tensor]) -> dict[str, Seen]:
@@ -197,6 +215,8 @@ def _inputs(model: LayeredModel, i: int, layer: nn.Module, calibration: Sequence
     finally:
         for handle in hooks:
             handle.remove()
+    for one in seen.values():
+        one.finish()
     return seen
 
 
@@ -242,11 +262,12 @@ def _fit(
 ) -> Fit:
     losses, same, count = [0.0, 0.0], 0, 0
     for sequence, *hidden in zip(ids, before, after, strict=True):
-        logits = [model.logits(sequence, h)[:-1] for h in hidden]
-        wanted = sequence[1:].to(model.device)
-        for k, each in enumerate(logits):
-            losses[k] += float(nn.functional.cross_entropy(each, wanted, reduction="sum"))
-        same += int((logits[0].argmax(-1) == logits[1].argmax(-1)).sum())
+        wanted, likeliest = sequence[1:].to(model.device), []
+        for k, each in enumerate(hidden):
+            logits = model.logits(sequence, each)[:-1]
+            losses[k] += float(nn.functional.cross_entropy(logits, wanted, reduction="sum"))
+            likeliest.append(logits.argmax(-1))
+        same += int((likeliest[0] == likeliest[1]).sum())
         count += len(wanted)
     perplexity = [float(torch.tensor(loss / count).exp()) for loss in losses]
     return Fit(perplexity[0], perplexity[1], same / count, count, text)

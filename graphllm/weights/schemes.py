@@ -8,18 +8,19 @@ modules are left alone, the tensors themselves show. No torch.
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, get_args
 
-from graphllm.config import ConfigError
+from graphllm.config import CompileConfig, ConfigError
 from graphllm.config.compilation import Quantization
 from graphllm.config.fields import section
 from graphllm.weights.checkpoint import TensorInfo
 from graphllm.weights.dtypes import BY_TAG, DTYPES, PLAIN
 from graphllm.weights.encodings import Part, encoding_of, is_encoding
-from graphllm.weights.expr import ANY, Decode, Expr, Permute, Read, Reshape, map_parts
+from graphllm.weights.expr import ANY, Decode, Expr, Permute, Read, Reshape, map_parts, walk
 from graphllm.weights.plan import WeightPlan
 
 Scheme = Callable[[str], str | None]  # the encoding of a module's weight, by the module's name; None: plain numbers
@@ -45,6 +46,24 @@ def online_encoding(quantization: str, device: str) -> str:
             f"{' or '.join(_ONLINE[device])}"
         )
     return _ONLINE[device][quantization]
+
+
+def wanted_encoding(plan: WeightPlan, entry: str, config: CompileConfig) -> str | None:
+    """The encoding that the plain numbers of an entry are to be rounded to, by the first rule that fits one of its
+    names; None for those that stay. Raises ConfigError where the device has no kernels for it."""
+    if plan[entry].exact:
+        return None
+    rules = (rule.rpartition("=")[::2] for rule in config.quantization_rules)
+    said = next((to for pattern, to in rules if is_named(plan, entry, pattern)), config.quantization)
+    return None if said in (None, "none") else online_encoding(str(said), config.target.device)
+
+
+def is_named(plan: WeightPlan, entry: str, pattern: str) -> bool:
+    """Whether a pattern with * and ? fits an entry's own name, or that of a module of the checkpoint in it, with or
+    without what stands before."""
+    reads = (e for e in walk(plan.expr_of(entry)) if isinstance(e, Read))
+    names = (entry, *(source.removesuffix(_SUFFIX) for read in reads for source in read.sources))
+    return any(fnmatch.fnmatchcase(f".{name}", f"*.{pattern}") for name in names)
 
 
 def scheme_of(config: Mapping[str, Any]) -> Scheme | None:

@@ -12,17 +12,20 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from quantized import FORMATS, write
+from quantized import FORMATS, GROUP, write
 from safetensors.torch import load_file, save_file
 
+from graphllm import artifact
 from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.weights.checkpoint import WeightError
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import Decode, Encode
 from graphllm.weights.loader import load_weights
 from graphllm.weights.match import check_checkpoint
-from graphllm.weights.plan import WeightPlan, make_plan
+from graphllm.weights.plan import Entry, WeightPlan, make_plan
 from graphllm.weights.schemes import as_quantized, scheme_of
 from graphllm.weights.shard import shard_plan
 
@@ -71,6 +74,23 @@ def test_numbers(name: str, tmp_path: Path) -> None:
     _same(torch.cat([q, k, v]), weights["layers.1.qkv"])
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_is_repacked_for_kernels_stands_for_the_same_numbers(name: str, tmp_path: Path) -> None:
+    stored = write(tmp_path, FORMATS[name]).state_dict()["model.layers.0.mlp.down_proj.weight"]
+    plan, at = _plan(tmp_path), "layers.0.down"
+    expr = plan[at].expr
+    assert isinstance(expr, Decode)
+    for other, _ in encoding_of(expr.encoding).repacked:
+        encoding = encoding_of(other)
+        entries = [
+            Entry(f"{at}.{p.name}", p.shape(*stored.shape), p.dtype, Encode(other, p.name, expr))
+            for p in encoding.parts
+        ]
+        weights = _loaded(tmp_path, plan.replace(at, *entries))
+        parts = {p.name: weights[f"{at}.{p.name}"] for p in encoding.parts}
+        _same(encoding.decode(parts, *stored.shape), stored)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["gptq by activation", "awq", "fp8 blocks", "packed int4, zeros", "nf4 nested"])
 def test_logits(name: str, tmp_path: Path) -> None:
@@ -112,8 +132,9 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
         _same(weights[f"layers.{i}.down"], stored[at + "down_proj"].transpose(1, 2))
 
 
+@torch.no_grad()
 def test_modules_that_are_left_alone(tmp_path: Path) -> None:
-    """By GPTQ's rules for single modules, and by what lies in the file."""
+    """By GPTQ's rules for single modules, and by what lies in the file; other layers stay encoded."""
     made = FORMATS["gptq 4 bits"]
     model = write(tmp_path, made._replace(config=made.config | {"dynamic": {r"-:.*layers\.0\.mlp\.down_proj": {}}}))
     tensors = load_file(tmp_path / "model.safetensors")
@@ -124,6 +145,15 @@ def test_modules_that_are_left_alone(tmp_path: Path) -> None:
     weights = _loaded(tmp_path, _plan(tmp_path))
     _same(weights["layers.0.down"], model.state_dict()["model.layers.0.mlp.down_proj.weight"])
     _same(weights["layers.1.o"], model.state_dict()["model.layers.1.self_attn.o_proj.weight"])
+    runner = _driver().Driver(tmp_path, "eager", tmp_path / "artifact")
+    shown = {(row["name"], *row["layers"]): row for row in artifact.verify(tmp_path / "artifact")["weights"]}
+    assert (shown["layers.*.down", 0]["kept"], shown["layers.*.down", 0]["bits"]) == ("float32", 32)
+    assert shown["layers.*.down", 1]["kept"] == f"nibble_zeros_f16-{GROUP}"
+    assert shown["layers.*.down", 1]["stored"] == f"gptq_ordered-4-{GROUP}"
+    assert shown["layers.*.down", 1]["bits"] == pytest.approx(4 * 128 / 96 + 32 / GROUP, abs=0.01)  # 96 become 128
+    prompt = torch.randint(0, 128, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+    logits, _ = runner.generate([prompt], 1)
+    torch.testing.assert_close(logits[0], model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=0)
 
 
 @pytest.mark.parametrize(

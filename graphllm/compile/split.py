@@ -1,0 +1,62 @@
+"""Layers of one type whose weights are kept in different ways become layers of several types: a unit's passes do the
+same to all of its layers."""
+
+from __future__ import annotations
+
+import torch
+
+from graphllm.compile.trace import TracedGraph
+from graphllm.config import CompileConfig, ConfigError
+from graphllm.rewrite import Unit
+from graphllm.weights.expr import Decode, walk
+from graphllm.weights.plan import WeightPlan
+from graphllm.weights.schemes import is_named, wanted_encoding
+
+Kept = tuple[tuple[str, str | None, tuple[str, ...]], ...]
+
+
+def split_layers(graph: TracedGraph, plan: WeightPlan, config: CompileConfig) -> TracedGraph:
+    """The graph with a unit for each set of layers whose weights are stored, and shall be rounded, alike."""
+    types, units = list(graph.layer_types), dict(graph.units)
+    for layer_type in dict.fromkeys(types):
+        unit = units[f"layer.{layer_type}"]
+        sets: dict[Kept, list[int]] = {}
+        for i in unit.layers:
+            sets.setdefault(_kept(plan, f"{unit.prefix}layers.{i}.", config), []).append(i)
+        for number, layers in enumerate(sets.values()):
+            name = f"{layer_type}.{number}" if number else layer_type
+            units[f"layer.{name}"] = _of_layers(unit, f"{unit.prefix}layer.{name}", layers)
+            for i in layers:
+                types[i] = name
+    return graph._replace(units=units, layer_types=tuple(types))
+
+
+def check_rules(plan: WeightPlan, config: CompileConfig) -> None:
+    """Raises ConfigError for a rule that fits nothing."""
+    for rule in config.quantization_rules:
+        pattern = rule.rpartition("=")[0]
+        if not any(is_named(plan, entry.name, pattern) for entry in plan):
+            names = ", ".join(entry.name for entry in plan.entries[:4])
+            raise ConfigError(f"quantization_rules: no weight is named {pattern!r:.80}; there are {names} ...")
+
+
+def _kept(plan: WeightPlan, start: str, config: CompileConfig) -> Kept:
+    """How the weights of a layer are kept: as what they shall be rounded, and the encodings that they are stored in."""
+    return tuple(
+        (
+            entry.name.removeprefix(start),
+            wanted_encoding(plan, entry.name, config) if config.quantization_rules else None,
+            tuple(e.encoding for e in walk(entry.expr) if isinstance(e, Decode)),
+        )
+        for entry in plan
+        if entry.name.startswith(start)
+    )
+
+
+def _of_layers(unit: Unit, name: str, layers: list[int]) -> Unit:
+    """The unit for some of its layers, with a graph of its own."""
+    if len(layers) == len(unit.layers):
+        return unit
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(unit.graph, {}))
+    return unit._replace(name=name, graph=graph, layers=tuple(layers))
