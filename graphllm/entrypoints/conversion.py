@@ -19,6 +19,8 @@ from graphllm import artifact
 from graphllm.config import ConfigError, Env
 from graphllm.config.setting import size_text
 from graphllm.entrypoints.build_lock import build_lock
+from graphllm.entrypoints.gguf_folder import gguf_tokenizer_folder
+from graphllm.weights.checkpoint import gguf_in
 
 _WEIGHTS = "graphllm.entrypoints.weights_worker"
 _TOKENIZER = "graphllm.entrypoints.tokenizer_worker"
@@ -37,6 +39,8 @@ def safetensors_of(folder: Path, files: Sequence[str]) -> Path:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder with the tokenizer.json of a checkpoint folder: itself, or one that transformers has written from
     another kind of tokenizer. Raises ConfigError when that cannot be."""
+    if not (folder / "tokenizer.json").is_file() and (file := gguf_in(folder)) is not None:
+        return gguf_tokenizer_folder(file)
     kept = [file for pattern in _TOKENIZER_FILES for file in folder.glob(pattern)]
     if (folder / "tokenizer.json").is_file() or not kept:
         return folder

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from graphllm.config import ConfigError, Env
 from graphllm.config.fields import is_folder
 from graphllm.embedded import SHIPPED
+from graphllm.entrypoints.gguf_folder import gguf_folder, gguf_named
 
 _NAME = re.compile(r"\w[\w.-]{0,95}(/\w[\w.-]{0,95})?", re.ASCII)
 _REVISION = re.compile(r"(?!.*\.\.)\w[\w./-]*", re.ASCII)
@@ -61,6 +62,8 @@ class Hub(NamedTuple):
         folder = Path(given).expanduser()
         if not is_folder(folder):
             folder = SHIPPED.get(str(given), folder)
+        if (file := gguf_named(folder)) is not None:
+            return Found(gguf_folder(file), name_of(given))
         if is_folder(folder):
             if revision not in (None, _BRANCH):
                 raise ConfigError(

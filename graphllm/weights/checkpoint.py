@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -39,7 +40,6 @@ _OTHERS = {
     "*.h5": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
     "*.msgpack": _OLD.format("flax", "'FOLDER', from_flax=True"),
     "*.ckpt.index": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
-    "*.gguf": "convert it once: " + _LOAD.format("'FOLDER', gguf_file='FILE'"),
     "consolidated.*": "convert it once: python -m transformers.models.llama.convert_llama_weights_to_hf "
     "--input_dir FOLDER --output_dir NEW",
     "*.ckpt": _STATE.format("['state_dict']"),
@@ -48,6 +48,7 @@ _OTHERS = {
     "pytorch_model*.bin": "leave out --load-format safetensors, and .bin files are read where there is nothing else",
     "*.bin": "rename it to pytorch_model.bin, if it holds the weights",
 }
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # of a split GGUF file
 _MAX_HEADER = 100_000_000  # the safetensors library's own limit
 
 _BITS = {
@@ -95,6 +96,11 @@ class Checkpoint:
             return Checkpoint(folder, read_header(folder / _SINGLE))
         if (folder / _INDEX).exists():
             return Checkpoint(folder, _open_shards(folder))
+        if (file := gguf_in(folder)) is not None:
+            from graphllm.weights.gguf import read_gguf  # these import this module
+            from graphllm.weights.gguf_names import tensors_of
+
+            return Checkpoint(folder, tensors_of(read_gguf(file)))
         raise WeightError(folder, [no_weights(p.name for p in folder.iterdir())])
 
 
@@ -113,6 +119,15 @@ def weight_files(folder: Path, load_format: str = "auto") -> list[str]:
         if (folder / f"{single}.index.json").exists():
             return sorted(set(_weight_map(folder / f"{single}.index.json").values()))
     return []
+
+
+def gguf_in(folder: Path) -> Path | None:
+    """The only GGUF file of a folder, the first of a split one; None where there is none. Raises WeightError where
+    there are several."""
+    found = sorted(file for file in folder.glob("*.gguf") if not _LATER_PART.search(file.name))
+    if len(found) > 1:
+        raise WeightError(folder, [f"holds {len(found)} GGUF files; name one, such as {found[0]}"])
+    return found[0] if found else None
 
 
 def pick_weights(names: Iterable[str], load_format: str = "auto") -> list[str]:

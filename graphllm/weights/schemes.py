@@ -339,6 +339,12 @@ _TORCHAO = {
 _DEFAULT_GRAIN = {"Float8DynamicActivationFloat8WeightConfig": "PerTensor"}
 
 
+def _gguf(config: Mapping[str, Any]) -> Scheme:
+    """What `graphllm.weights.gguf_names` writes: the type of each matrix."""
+    types = section(config, "types", _CONFIG)
+    return lambda module: f"gguf_{types[module]}" if module in types else None
+
+
 def _torchao(config: Mapping[str, Any]) -> Scheme:
     """TorchAO's config of all modules, under "default", as it writes its classes: _type, and the fields in _data."""
     found = section(section(config, "quant_type", _CONFIG), "default", f"{_CONFIG}.quant_type")
@@ -381,6 +387,7 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
     "modelopt": _modelopt,
     "bitsandbytes": _bitsandbytes,
     "torchao": _torchao,
+    "gguf": _gguf,
 }
 """By ``quant_method``."""
 
