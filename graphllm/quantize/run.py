@@ -84,11 +84,8 @@ def quantize(folder: Path, checkpoint: Checkpoint, wanted: Request, tell: Callab
         model = LayeredModel(folder, checkpoint, torch.device(wanted.device))
         chosen = [_chosen(model, i, scheme, wanted) for i in range(len(model))]
         if not any(chosen):
-            raise ConfigError(
-                f"ignore: of {config.get('model_type')} layers no matrix is left to be quantized"
-                if wanted.ignore
-                else f"model: {config.get('model_type')} layers have no linear layers in transformers; use another model"
-            )
+            why = "ignore: give fewer patterns" if wanted.ignore else "model: use another one"
+            raise ConfigError(f"{why}; no linear layer of {config.get('model_type')} layers is left to be quantized")
         calibration = [model.embedded(ids) for ids in text.calibration] if wanted.method != "rtn" else []
         before = [model.embedded(ids) for ids in text.held_out]
         after = list(before)
