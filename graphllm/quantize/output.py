@@ -1,4 +1,4 @@
-"""The new checkpoint folder: files of half a gigabyte, made elsewhere than where it will be."""
+"""The new checkpoint folder: files of a layer or some, made elsewhere than where it will be."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 
-_FILE_BYTES = 1 << 29
+_FILE_BYTES = 1 << 26  # what is held longer than a layer leaves holes in the memory of layers
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.gguf", "*.pt", "*.pth", "*.h5")
 
 

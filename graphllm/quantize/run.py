@@ -83,6 +83,9 @@ def quantize(folder: Path, checkpoint: Checkpoint, wanted: Request, tell: Callab
         text = read_text(wanted.calibration, _tokenizer(folder), wanted.samples, wanted.length)
         model = LayeredModel(folder, checkpoint, torch.device(wanted.device))
         chosen = [_chosen(model, i, scheme, wanted) for i in range(len(model))]
+        if not any(chosen):
+            why = "ignore: give fewer patterns" if wanted.ignore else "model: use another one"
+            raise ConfigError(f"{why}; no linear layer of {config.get('model_type')} layers is left to be quantized")
         calibration = [model.embedded(ids) for ids in text.calibration] if wanted.method != "rtn" else []
         before = [model.embedded(ids) for ids in text.held_out]
         after = list(before)
@@ -126,8 +129,6 @@ def _tokenizer(folder: Path) -> Any:
 def _chosen(model: LayeredModel, i: int, scheme: Scheme, wanted: Request) -> list[str]:
     """The modules of a layer to be quantized. Raises ConfigError for what does not fit."""
     found = [m for m in model.matrices(i) if not any(_named(m, pattern) for pattern in wanted.ignore)]
-    if not found and not wanted.ignore:
-        raise ConfigError(f"model: layer {i} has no linear layers that can be quantized")
     if wanted.method != "rtn" and (experts := [m for m in found if EXPERT.fullmatch(f"{m}.weight")]):
         raise ConfigError(
             f"method is {wanted.method}: {experts[0]} is an expert's, for which there is no calibration; use rtn, or "

@@ -197,6 +197,7 @@ def test_modules_that_are_ignored(llama: Path, tmp_path: Path) -> None:
         ({"scheme": "int4", "method": "gptq"}, "method is gptq: it needs a text; give --calibration FILE"),
         ({"scheme": "int4"}, "704 inner entries of model.layers.0.mlp.down_proj; give --group-size 64"),
         ({"scheme": "fp8", "group_size": 32}, "group_size is 32: scheme fp8 has groups of a row; leave it out"),
+        ({"scheme": "int8", "ignore": ("*",)}, "ignore: give fewer patterns; no linear layer of llama layers is left"),
         ({"scheme": "int8", "calibration": Path("nowhere.txt")}, "calibration: nowhere.txt cannot be read"),
     ],
 )  # fmt: skip
