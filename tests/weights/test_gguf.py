@@ -1,5 +1,5 @@
-"""GGUF files: every block type gives exactly the numbers of the package `gguf`, whole files give transformers' logits and
-the original tokenizer's ids, and broken files are refused by name."""
+"""GGUF files: every block type gives exactly the numbers of the package `gguf`, whole files give transformers' logits
+and the original tokenizer's ids, and broken files are refused by name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer as Backend
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.embedded import MODEL_DIR
@@ -26,7 +33,8 @@ from graphllm.weights.gguf import TYPES, read_gguf
 
 _COMMON: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 5e4},
 }  # fmt: skip
 _MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
 _MODELS: dict[str, Any] = {
@@ -71,7 +79,8 @@ def _write(file: Path, kind: str, model: Any, quantized: str, **writer: Any) -> 
         made.add_expert_used_count(c.num_experts_per_tok)
         made.add_expert_feed_forward_length(c.moe_intermediate_size)
     type_ = gguf.GGMLQuantizationType[quantized]
-    for own, tensor in model.state_dict().items():
+    stored = {own: t for own, t in model.state_dict().items() if own != "lm_head.weight" or not c.tie_word_embeddings}
+    for own, tensor in stored.items():
         for name, part in _parts(own, tensor).items():
             _add(made, name, part, c if kind == "llama" else None, type_)
     _words(made, json.loads((MODEL_DIR / "tokenizer.json").read_text()))
@@ -82,7 +91,8 @@ def _write(file: Path, kind: str, model: Any, quantized: str, **writer: Any) -> 
 
 
 _NAMES = {
-    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "input_layernorm": "attn_norm",
+    "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
+    "input_layernorm": "attn_norm",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
@@ -93,7 +103,7 @@ _NAMES = {
 def _parts(own: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """llama.cpp's tensors, views of transformers' one: it stacks gates and ups of experts together."""
     path = own.removesuffix(".weight").split(".")
-    layer, name = ("", ".".join(path)) if path[1] != "layers" else (f"blk.{path[2]}.", ".".join(path[3:]))
+    layer, name = ("", ".".join(path)) if path[1:2] != ["layers"] else (f"blk.{path[2]}.", ".".join(path[3:]))
     if name == "mlp.experts.gate_up_proj":
         gate, up = tensor.chunk(2, 1)
         return {f"{layer}ffn_gate_exps.weight": gate, f"{layer}ffn_up_exps.weight": up}
@@ -110,7 +120,9 @@ def _add(writer: Any, name: str, tensor: torch.Tensor, llama: Any, type_: Any) -
     stored = gguf.quantize(np.ascontiguousarray(data.numpy()), type_)
     writer.add_tensor(name, stored, raw_dtype=type_)
     numbers = torch.from_numpy(gguf.dequantize(stored, type_).astype(np.float32))
-    tensor.copy_(numbers.unflatten(0, (-1, llama.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if turned else numbers)
+    tensor.copy_(
+        numbers.unflatten(0, (-1, llama.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2) if turned else numbers
+    )
 
 
 def _words(writer: Any, tokenizer: dict[str, Any]) -> None:
@@ -171,7 +183,7 @@ def test_split_files_are_one_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="name the first"):
         read_gguf(first.with_name(first.name.replace("-00001-", "-00002-")))
     first.with_name(first.name.replace("-00001-", "-00002-")).unlink()
-    with pytest.raises(ConfigError, match="-00002-of-.* is not there"):
+    with pytest.raises(ConfigError, match=r"-00002-of-.* is not there"):
         find_source(EngineArgs(model=str(first)))
 
 
