@@ -12,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import sentencepiece
 import torch
 from tokenizers import Tokenizer as Backend
 from transformers import (
@@ -23,10 +24,12 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.embedded import MODEL_DIR
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.gguf_folder import gguf_folder, gguf_tokenizer_folder
+from graphllm.entrypoints.gguf_tokenizer import write_tokenizer
 from graphllm.entrypoints.source import find_source
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.gguf import TYPES, read_gguf
@@ -158,7 +161,7 @@ def test_logits(kind: str, quantized: str, tmp_path: Path) -> None:
     runner = driver.Driver(gguf_folder(tmp_path / "model.gguf"), "eager", tmp_path / "artifact")
     prompt = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
     logits, _ = runner.generate([prompt], 1)
-    torch.testing.assert_close(logits[0][-1], model(torch.tensor([prompt])).logits[0, -1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(logits[0], model(torch.tensor([prompt])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_tokenizer_and_settings_are_the_files(tmp_path: Path) -> None:
@@ -173,6 +176,39 @@ def test_tokenizer_and_settings_are_the_files(tmp_path: Path) -> None:
     by_folder = find_source(EngineArgs(model=str(tmp_path)))
     assert by_folder.config == find_source(EngineArgs(model=str(file))).config
     assert by_folder.config["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.slow
+def test_the_embedded_model_answers(tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    _write(file, "llama", LlamaForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32), "Q8_0")
+    llm = LLM(str(file))
+    found = llm.chat([{"role": "user", "content": "What is 12 + 7?"}], SamplingParams(temperature=0, max_tokens=32))
+    assert found[0].outputs[0].text.strip() == "12 + 7 = 19."
+
+
+def test_sentence_pieces(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(" ".join(f"the quick brown fox {n} jumps, over lazy dogs." for n in range(200)) + "\n")
+    sentencepiece.SentencePieceTrainer.train(
+        input=str(text), model_prefix=str(tmp_path / "sp"), model_type="bpe", vocab_size=340, byte_fallback=True,
+        normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
+    )  # fmt: skip
+    model = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "sp.model"))
+    ids = range(model.vocab_size())
+    kinds = [2 if model.is_unknown(i) else 3 if model.is_control(i) else 6 if model.is_byte(i) else 1 for i in ids]
+    metadata = {
+        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": [model.id_to_piece(i) for i in ids],
+        "tokenizer.ggml.scores": [model.get_score(i) for i in ids], "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.bos_token_id": model.bos_id(), "tokenizer.ggml.eos_token_id": model.eos_id(),
+    }  # fmt: skip
+    write_tokenizer(metadata, tmp_path, tmp_path / "a.gguf")
+    tokenizer = Tokenizer.from_folder(tmp_path, {}, {})
+    for said in ("the quick lazy fox", "over 7 brown  dogs, naïve 日本"):
+        assert tokenizer.encode(said) == [model.bos_id(), *model.encode(said)]
+        assert tokenizer.decode(tokenizer.encode(said)) == said
+    with pytest.raises(ConfigError, match="pre is 'unheard'; .* give --tokenizer FOLDER"):
+        write_tokenizer(metadata | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "unheard"}, tmp_path, text)
 
 
 def test_split_files_are_one_model(tmp_path: Path) -> None:

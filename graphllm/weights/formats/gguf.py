@@ -2,7 +2,7 @@
 
 gguf_q4_k and the like are the types by their names in the format; "gguf_q4_k-128" is the same for a matrix whose rows
 are interleaved, in heads of 128: the first and the second half of a head take turns, which is how files of the
-architecture llama store queries and keys. Decoding puts the rows back, so the model's rotary embedding stays what it is.
+architecture llama store queries and keys. Decoding puts the rows back, as the model's rotary embedding wants them.
 """
 
 from __future__ import annotations
