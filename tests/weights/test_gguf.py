@@ -189,7 +189,7 @@ def test_the_embedded_model_answers(tmp_path: Path) -> None:
 
 def test_sentence_pieces(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text(" ".join(f"the quick brown fox {n} jumps, over lazy dogs." for n in range(200)) + "\n")
+    text.write_text("\n".join(f"the quick brown fox {n} jumps, over lazy dogs." for n in range(200)))
     sentencepiece.SentencePieceTrainer.train(
         input=str(text), model_prefix=str(tmp_path / "sp"), model_type="bpe", vocab_size=340, byte_fallback=True,
         normalization_rule_name="identity", remove_extra_whitespaces=False, minloglevel=2,
@@ -207,7 +207,7 @@ def test_sentence_pieces(tmp_path: Path) -> None:
     for said in ("the quick lazy fox", "over 7 brown  dogs, naïve 日本"):
         assert tokenizer.encode(said) == [model.bos_id(), *model.encode(said)]
         assert tokenizer.decode(tokenizer.encode(said)) == said
-    with pytest.raises(ConfigError, match="pre is 'unheard'; .* give --tokenizer FOLDER"):
+    with pytest.raises(ConfigError, match=r"pre is 'unheard'; .* give --tokenizer FOLDER"):
         write_tokenizer(metadata | {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "unheard"}, tmp_path, text)
 
 
