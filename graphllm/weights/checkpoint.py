@@ -44,6 +44,7 @@ _OTHERS = {
     "*.h5": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
     "*.msgpack": _OLD.format("flax", "'FOLDER', from_flax=True"),
     "*.ckpt.index": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
+    "*.gguf": "a repository's GGUF files are not chosen from; `hf download NAME FILE` one, and give its path",
     "consolidated.*": "convert it once: python -m transformers.models.llama.convert_llama_weights_to_hf "
     "--input_dir FOLDER --output_dir NEW",
     "*.ckpt": _STATE.format("['state_dict']"),
