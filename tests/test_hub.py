@@ -110,7 +110,7 @@ def test_revisions(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyP
 )  # fmt: skip
 def test_what_looks_like_a_path_is_never_asked_for(path: str, hub: HubServer) -> None:
     assert not is_name(path)
-    with pytest.raises(ConfigError, match=r"is not a folder; give that|has no config.json|is not a folder; give the"):
+    with pytest.raises(ConfigError, match=r"is not a folder; give that|has no config.json|is not there; give the path"):
         found(path)
     assert hub.asked == []
 

@@ -1,5 +1,5 @@
-"""A GGUF file as a checkpoint folder: links to the file, and the config.json that its metadata stands for. The tokenizer
-is a folder of its own, made when it is asked for. Both stay in the cache, named after the file."""
+"""A GGUF file as a checkpoint folder: links to the file, and the config.json that its metadata stands for. The
+tokenizer is a folder of its own, made when it is asked for. Both stay in the cache, named after the file."""
 
 from __future__ import annotations
 

@@ -23,6 +23,10 @@ from graphllm.config import ConfigError
 from graphllm.config.fields import read_json, section
 from graphllm.config.parameter import is_strings
 from graphllm.weights.dtypes import DTYPES
+from graphllm.weights.gguf import read_gguf
+from graphllm.weights.gguf_names import tensors_of
+from graphllm.weights.tensor_info import TensorInfo as TensorInfo
+from graphllm.weights.tensor_info import WeightError as WeightError
 
 DRAFT = "draft"  # of a draft model that joins another: its config's field, its graph, and before its tensors' names
 _SINGLE = "model.safetensors"
@@ -40,6 +44,7 @@ _OTHERS = {
     "*.h5": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
     "*.msgpack": _OLD.format("flax", "'FOLDER', from_flax=True"),
     "*.ckpt.index": _OLD.format("tensorflow", "'FOLDER', from_tf=True"),
+    "*.gguf": "a repository's GGUF files are not chosen from; `hf download NAME FILE` one, and give its path",
     "consolidated.*": "convert it once: python -m transformers.models.llama.convert_llama_weights_to_hf "
     "--input_dir FOLDER --output_dir NEW",
     "*.ckpt": _STATE.format("['state_dict']"),
@@ -60,25 +65,6 @@ _BITS = {
 }
 
 
-class WeightError(ConfigError):
-    """A checkpoint that cannot be used, or does not fit the plan. problems: all of them, one line each."""
-
-    def __init__(self, where: Path, problems: list[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__(f"{where}: " + problems[0] if len(problems) == 1 else "\n  ".join([f"{where}:", *problems]))
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """Where one tensor is: ``nbytes`` bytes from ``offset`` (absolute) of ``file``. dtype: the safetensors tag."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-    nbytes: int
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """An opened folder. tensors: by name."""
@@ -97,9 +83,6 @@ class Checkpoint:
         if (folder / _INDEX).exists():
             return Checkpoint(folder, _open_shards(folder))
         if (file := gguf_in(folder)) is not None:
-            from graphllm.weights.gguf import read_gguf  # these import this module
-            from graphllm.weights.gguf_names import tensors_of
-
             return Checkpoint(folder, tensors_of(read_gguf(file)))
         raise WeightError(folder, [no_weights(p.name for p in folder.iterdir())])
 

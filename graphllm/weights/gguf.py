@@ -1,4 +1,4 @@
-"""The header of GGUF files: metadata and the table of tensors, of versions 2 and 3, little endian. Nothing else is read.
+"""The header of GGUF files: metadata and the table of tensors, of versions 2 and 3, little endian, and nothing else.
 
 The format is ggml's (docs/gguf.md of github.com/ggml-org/ggml). Whoever reads it need not trust the file: every length
 is compared with what is left of it.
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphllm.weights.checkpoint import WeightError
+from graphllm.weights.tensor_info import WeightError
 
 _SPLIT = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?", "", "", "Q", "q", "d")))
@@ -73,7 +73,9 @@ def files_of(file: Path) -> tuple[Path, ...]:
         return (file,)
     stem, number, count = split.groups()
     if int(number) != 1:
-        raise WeightError(file, [f"is part {int(number)} of {int(count)}; name the first, {stem}-00001-of-{count}.gguf"])
+        raise WeightError(
+            file, [f"is part {int(number)} of {int(count)}; name the first, {stem}-00001-of-{count}.gguf"]
+        )
     files = tuple(file.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1))
     if missing := [f.name for f in files if not f.is_file()]:
         raise WeightError(file, [f"{name}, which belongs to it, is not there; download it" for name in missing[:8]])
@@ -160,7 +162,9 @@ class _Header:
                 f"model again, to one of {', '.join(t.name for t in TYPES.values())}"
             )
         if shape[-1] % kind.entries:
-            raise self._bad(f"tensor {name!r:.80}: {shape[-1]} is no multiple of {kind.name}'s {kind.entries}: {_DAMAGED}")
+            raise self._bad(
+                f"tensor {name!r:.80}: {shape[-1]} is no multiple of {kind.name}'s {kind.entries}: {_DAMAGED}"
+            )
         return name, Tensor(self._file, kind, shape, offset)
 
     def _value(self, kind: int, deep: int = 0) -> Any:

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphllm.weights.checkpoint import TensorInfo, WeightError
 from graphllm.weights.gguf import Gguf, Tensor
+from graphllm.weights.tensor_info import TensorInfo, WeightError
 
 
 class _Family(NamedTuple):

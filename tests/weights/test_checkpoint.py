@@ -66,7 +66,6 @@ OTHER_FORMATS = {
     "epoch=1.ckpt": r"\['state_dict'\], 'model.safetensors'",
     "model.pt": r"torch.load\('FILE', weights_only=True\), 'model.safetensors'",
     "consolidated.00.pth": "convert_llama_weights_to_hf",
-    "model-Q4_K_M.gguf": "gguf_file=",
     "weights.bin": "rename it to pytorch_model.bin",
 }
 

@@ -1,8 +1,8 @@
 """The block types of GGUF files, as ggml defines them: rows of blocks of 32 or 256 inner entries, kept as their bytes.
 
-gguf_q4_k and the like are the types by their names in the format; "gguf_q4_k-128" is the same for a matrix whose rows are
-interleaved, in heads of 128: the first and the second half of a head take turns, which is how files of the architecture
-llama store queries and keys. Decoding puts the rows back, so the model's rotary embedding stays what it is.
+gguf_q4_k and the like are the types by their names in the format; "gguf_q4_k-128" is the same for a matrix whose rows
+are interleaved, in heads of 128: the first and the second half of a head take turns, which is how files of the
+architecture llama store queries and keys. Decoding puts the rows back, as the model's rotary embedding wants them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from graphllm.weights.encodings import Encoding, Part, register_family
 from graphllm.weights.gguf import TYPES, Blocks
-
 
 # The sixteen values of IQ4_NL and IQ4_XS (ggml's kvalues_iq4nl).
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
