@@ -16,7 +16,7 @@ from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.gguf_tokenizer import write_tokenizer
 from graphllm.weights.checkpoint import gguf_in, weight_files
 from graphllm.weights.gguf import files_of, read_gguf
-from graphllm.weights.gguf_names import config_of, tensors_of
+from graphllm.weights.gguf_names import config_of
 
 
 def gguf_named(given: Path) -> Path | None:
@@ -36,7 +36,6 @@ def gguf_folder(file: Path) -> Path:
 
     def write(folder: Path) -> None:
         found = read_gguf(file)
-        tensors_of(found)  # every tensor has its place
         (folder / "config.json").write_text(json.dumps(config_of(found), indent=2))
         for part in found.files:
             (folder / part.name).symlink_to(part.resolve())
