@@ -65,6 +65,17 @@ def test_numbers_are_those_of_the_format(name: str) -> None:
     assert np.array_equal(found.view(np.int32)[finite], wanted.view(np.int32)[finite])
 
 
+@pytest.mark.parametrize("name", ["gguf_q4_0", "gguf_q4_0-16"])
+def test_what_is_repacked_for_kernels_stands_for_the_same_numbers(name: str) -> None:
+    """Also in the order of rows of queries and keys."""
+    weight = np.random.default_rng(4).standard_normal((32, 512), dtype=np.float32)
+    blocks = {"blocks": torch.from_numpy(gguf.quantize(weight, gguf.GGMLQuantizationType.Q4_0))}
+    encoding = encoding_of(name)
+    ((other, repack),) = encoding.repacked
+    found = encoding_of(other).decode(repack(blocks, 32, 512), 32, 512)
+    assert torch.equal(found, encoding.decode(blocks, 32, 512))
+
+
 def _write(file: Path, kind: str, model: Any, quantized: str, **writer: Any) -> None:
     """The model as llama.cpp's converter writes it. Its weights become those that the file stands for."""
     made, c = gguf.GGUFWriter(file, kind, **writer), model.config

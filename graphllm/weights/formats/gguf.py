@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from graphllm.weights.encodings import Encoding, Part, register_family
+from graphllm.weights.formats.grouped import grouped_integers, grouped_name
 from graphllm.weights.gguf import TYPES, Blocks
 
 # The sixteen values of IQ4_NL and IQ4_XS (ggml's kvalues_iq4nl).
@@ -153,15 +154,22 @@ def _encoding(kind: Blocks, name: str, head: int = 1) -> Encoding:
     """head: rows that are interleaved, 1 for rows in their order."""
 
     def decode(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
-        numbers = _NUMBERS[kind.name](parts["blocks"].reshape(-1, kind.nbytes)).reshape(rows, inner)
-        if head == 1:
-            return numbers
-        return numbers.unflatten(0, (-1, head // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return in_order(_NUMBERS[kind.name](parts["blocks"].reshape(-1, kind.nbytes)).reshape(rows, inner))
+
+    def in_order(stored: Tensor) -> Tensor:
+        return stored if head == 1 else stored.unflatten(0, (-1, head // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+    def repack(parts: Mapping[str, Tensor], rows: int, inner: int) -> Mapping[str, Tensor]:
+        d, codes = _cut(parts["blocks"].reshape(-1, kind.nbytes), 2, 16)
+        numbers, scales = _halves(codes).to(torch.int8) - 8, d.contiguous().view(torch.float16)
+        numbers, scales = (in_order(each.reshape(rows, -1)) for each in (numbers, scales))
+        return grouped_integers(numbers, 4, kind.entries, scales.T)
 
     def blocks(rows: int, inner: int) -> tuple[int, int]:
         return rows, inner // kind.entries * kind.nbytes
 
-    return Encoding(name, (Part("blocks", "uint8", blocks),), (head, kind.entries), None, decode)
+    same = ((grouped_name(4, "float16", kind.entries, zeros=False), repack),) if kind.name == "q4_0" else ()
+    return Encoding(name, (Part("blocks", "uint8", blocks),), (head, kind.entries), None, decode, repacked=same)
 
 
 for _type in TYPES.values():
