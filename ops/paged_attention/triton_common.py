@@ -99,20 +99,11 @@ def as_entries(rows, scale, dtype: tl.constexpr, SCALED: tl.constexpr, EMULATED:
 
 
 @triton.jit
-def as_numbers(entries):
-    """Keys or values of the cache as they are multiplied: those of 8 bits in float16, which has one instruction for
-    them where bfloat16 has several, slow ones."""
-    if entries.dtype == tl.float8e4nv:
-        return entries.to(tl.float16)
-    else:
-        return entries
-
-
-@triton.jit
 def as_queries(q, dtype: tl.constexpr):
     """Queries as they are multiplied with keys of a cache of that dtype, and what the products of each row are to be
-    multiplied by: float16 has not bfloat16's range."""
-    if dtype == tl.float8e4nv:
+    multiplied by. Entries of 8 bits become float16 by one instruction for two, bfloat16 by several slow ones; but
+    float16 has not the range of bfloat16."""
+    if dtype == tl.float8e4nv and q.dtype != tl.float32:
         wide = q.to(tl.float32)
         most = tl.maximum(tl.max(tl.abs(wide), axis=1), 1e-30)
         power = (most.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

@@ -28,7 +28,6 @@ from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
     as_entries,
-    as_numbers,
     as_queries,
     attends,
     load_angles,
@@ -252,8 +251,8 @@ def _split_kernel(
                 inside = seen[:, None]
             else:
                 inside = seen[:, None] & in_e[None, :]
-            keys = as_numbers(tl.load(slots, mask=inside, other=0.0))
-            values = as_numbers(tl.load(slots + CACHE_KV, mask=inside, other=0.0))
+            keys = tl.load(slots, mask=inside, other=0.0).to(q.dtype)
+            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0).to(q.dtype)
             cache_block = tile_blocks(table_row, tile + 1, last, P, BLOCK_N, HEADS)
             scores = multiply(q, tl.trans(keys), tl.zeros([G_PAD, BLOCK_N], tl.float32), EMULATED)
             if LOG2E_CAP > 0:

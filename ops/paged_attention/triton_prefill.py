@@ -20,7 +20,6 @@ from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
     as_entries,
-    as_numbers,
     as_queries,
     attends,
     load_rotated,
@@ -143,7 +142,7 @@ def _attend_tiles(
             keys = tl.load(slots, mask=(e < E)[None, :], other=0.0)
         else:
             keys = tl.load(slots)
-        scores = multiply(q, tl.trans(as_numbers(keys)), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
+        scores = multiply(q, tl.trans(keys.to(q.dtype)), tl.zeros([q.shape[0], BLOCK_N], tl.float32), EMULATED)
         if LOG2E_CAP > 0:
             scores = soft_cap(scores, LOG2E_CAP, row_scale[:, None])
         if MASKED:
@@ -172,8 +171,7 @@ def _attend_tiles(
             values = tl.load(slots + CACHE_KV, mask=(e < E)[None, :], other=0.0)
         else:
             values = tl.load(slots + CACHE_KV)
-        values = as_numbers(values)
-        acc = multiply(p.to(values.dtype), values, acc, EMULATED)
+        acc = multiply(p.to(q.dtype), values.to(q.dtype), acc, EMULATED)
         top = new_top
     return acc, top, total
 

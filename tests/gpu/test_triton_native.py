@@ -28,7 +28,10 @@ def _inputs(op: Op, case: Case, seed: int) -> dict[str, object]:
 
 
 def _error(op: Op, case: Case, found: torch.Tensor, args: dict[str, object]) -> float:
-    exact = {k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() else v for k, v in args.items()}
+    exact = {
+        k: v.double() if isinstance(v, torch.Tensor) and v.is_floating_point() and v.itemsize > 1 else v
+        for k, v in args.items()
+    }
     return relative_error(case.specified(found, args), case.specified(op.reference(**exact), exact))
 
 
