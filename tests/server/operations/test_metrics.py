@@ -51,6 +51,10 @@ NAMES = [
     ("prompt_tokens_by_source", "prompt_tokens_by_source", "counter", ["source"]),
     ("prompt_tokens_cached_by_source", "prompt_tokens_cached_by_source", "counter", ["source"]),
     ("generation_tokens", "generation_tokens", "counter", []),
+    ("draft_steps", "spec_decode_num_drafts", "counter", []),
+    ("draft_tokens", "spec_decode_num_draft_tokens", "counter", []),
+    ("accepted_tokens", "spec_decode_num_accepted_tokens", "counter", []),
+    ("accepted_tokens_per_position", "spec_decode_num_accepted_tokens_per_pos", "counter", ["position"]),
     ("requests_finished", "request_success", "counter", ["finished_reason"]),
     ("admission_rejections", "admission_rejections", "counter", ["reason"]),
     ("iteration_tokens", "iteration_tokens_total", "histogram", []),
@@ -120,6 +124,7 @@ def busy() -> tuple[Metrics, CoreStats]:
     stats.step_tokens.observe(30)
     stats.prompt_tokens, stats.cached_tokens, stats.generated_tokens = 29, 8, 1
     stats.prefix_queries, stats.prefix_hits, stats.preemptions = 31, 9, 2
+    stats.drafts, stats.draft_tokens, stats.accepted_tokens = 4, 12, [3, 1, 0]
     run_request(metrics, SamplingParams(output_kind=DELTA, max_tokens=3), [[(1.5, 0, 1)], [(1.75, 0, 2)]])
     metrics.track(SamplingParams()).end()
     metrics.rejected("max_num_queued_reqs")
