@@ -54,6 +54,7 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
         rows("counted", "int32"),
         rows("mask_row", "int32", -1),
         rows("bias_count", "int32"),
+        rows("draft_place", "int32"),
         rows("target", "int32", -1),
         rows("wanted", "int32", -1),
         InputSpec("mask", ("R", -(-vocab // 32)), late=True),
@@ -114,7 +115,7 @@ def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...
         name = "sample" if logits == "logits" else "sample_adjusted"
         part = "" if logits == "logits" else "sample"
         if versions == 1:
-            return Stage(name, lambda v: (_record(v, _sample(v, logits), v["step.row_slots"]),), ("tokens",), part)
+            return Stage(name, lambda v: (_plain(v, logits),), ("tokens",), part)
         return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
@@ -167,20 +168,26 @@ def _sample(v: Values, logits: str) -> Tensor:
     return sample(v[logits], *(v[f"step.{n}"] for n in names))
 
 
-def _record(v: Values, tokens_R: Tensor, row_slots_R: Tensor) -> Tensor:
-    return record_tokens(tokens_R, row_slots_R, v["step.counted"], v["state.last_token"], v["state.counts"])
+def _plain(v: Values, logits: str) -> Tensor:
+    return _record(v, _sample(v, logits), v["step.row_slots"], v["step.row_slots"])
+
+
+def _record(v: Values, tokens_R: Tensor, newest_R: Tensor, kept_R: Tensor) -> Tensor:
+    states = (v["state.last_token"], v["state.counts"])
+    return record_tokens(tokens_R, newest_R, kept_R, v["step.counted"], *states)
 
 
 def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tuple[Tensor, Tensor]:
     tokens_R = _sample(v, logits)
     rows = (v["step.logits_indices"], v["step.row_slots"], v["drafts"])
     where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
-    row_slots_R, kept_S = accept_drafts(tokens_R, *rows, *where, v["state.rejected"], v["state.version"], versions)
-    recorded_R = _record(v, tokens_R, row_slots_R)
+    kept = accept_drafts(tokens_R, *rows, *where, v["state.rejected"], v["state.version"], versions)
+    newest_R, kept_R, kept_S = kept
+    recorded_R = _record(v, tokens_R, newest_R, kept_R)
     if config.prompt_lookup_max:
         next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
         lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
-        slots = (v["step.row_slots"], row_slots_R)
+        slots = (v["step.row_slots"], newest_R)
         ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
     return recorded_R, kept_S
 
@@ -189,6 +196,6 @@ def _process(v: Values) -> tuple[Tensor]:
     rows = ("row_slots", "mask_row", "mask", "bias_count")
     penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     state = ("counts", "bias_token", "bias_value")
-    return (
-        process_logits(v["logits"], *(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state)),
-    )
+    drafts_T = v["drafts" if "drafts" in v else "step.token_ids"]
+    given = (*(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state))
+    return (process_logits(v["logits"], *given, drafts_T, v["step.logits_indices"], v["step.draft_place"]),)
