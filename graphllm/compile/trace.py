@@ -99,7 +99,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
             f"kv_cache_dtype is {config.kv_cache_dtype}: this model has no keys and values to round; use auto"
         )
     blocks = plan_blocks(layers, config.block_size, config.max_model_len)
-    versions = max(b.query_len for b in config.buckets)
+    versions = config.longest_query
     states: dict[str, StatePlace] = {}
     names: list[list[dict[str, str]]] = []
     groups: list[list[int]] = []

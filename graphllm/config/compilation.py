@@ -59,12 +59,13 @@ class Bucket:
         kind = self.kind if self.query_len == 1 else f"{self.kind}{self.query_len}"
         return f"{kind}-{self.lo}" if self.static else f"{kind}-{self.lo}-{self.hi}"
 
-    def limits(self, max_num_seqs: int) -> dict[str, int]:
-        """The largest T, S and R of a step in this bucket. Dynamic ones are at least 2, however few there are."""
+    def limits(self, max_num_seqs: int, query_len: int = 1) -> dict[str, int]:
+        """The largest T, S and R of a step in this bucket. Dynamic ones are at least 2, however few there are.
+        query_len: the longest of all buckets; beside prompts, sequences verify drafts in mixed ones."""
         if self.kind == "decode":
             return {"T": self.query_len * self.hi, "S": self.hi, "R": self.query_len * self.hi}
         rows = 1 if self.hi == 1 else max(2, max_num_seqs)
-        return {"T": self.hi, "S": rows, "R": rows}
+        return {"T": self.hi, "S": rows, "R": min(self.hi, rows * query_len)}
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
@@ -216,6 +217,11 @@ class CompileConfig:
         ge=0,
         le=2**10,
     )
+
+    @property
+    def longest_query(self) -> int:
+        """Tokens of a sequence that a step verifies at most, 1 without drafts."""
+        return max((b.query_len for b in self.buckets), default=1)
 
     @property
     def cache_dtype(self) -> str:

@@ -104,7 +104,9 @@ class EngineCore:
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
+        self._grammars: dict[str, Grammar] = {}
         self._matchers: dict[str, Matcher] = {}
+        self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._ended = time.monotonic()  # the last step
         self._expert_tokens: np.ndarray | None = None
@@ -183,6 +185,7 @@ class EngineCore:
         self._news.append(output)
 
     def _forget(self, id: str) -> None:
+        self._grammars.pop(id, None)
         self._matchers.pop(id, None)
         self._scored.pop(id, None)
 
@@ -215,7 +218,8 @@ class EngineCore:
             if future.done():
                 del self._compiling[id]
                 try:
-                    self._matchers[id] = future.result().matcher()
+                    self._grammars[id] = future.result()
+                    self._matchers[id] = self._grammars[id].matcher()
                     self._scheduler.add(request)
                 except ConfigError as mistake:
                     self._end(EngineCoreOutput(id, [], "error", error=str(mistake)))
@@ -235,7 +239,7 @@ class EngineCore:
                 begun_states["history"] = history(request.prompt, state.output, length)
             if begun_states:
                 self._executor.write_entry(state.slot, begun_states)
-            if self._processors or self._table.must_be_seen(state.slot):
+            if self._processors:
                 requests.verifiable[state.slot] = False
         before_step(self._executor, output)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
@@ -246,7 +250,9 @@ class EngineCore:
         self._stats.steps += 1
         task = self._executor.task
         program = task if task != "generate" else "full" if batch.full else "plain"
-        return _InFlight(output, batch, self._executor.start(batch.step, program), begun)
+        # Whoever masks the rows behind drafts must know them.
+        asked = {"drafts": True} if self._executor.device_drafts and self._table.masking(requests.order) else {}
+        return _InFlight(output, batch, self._executor.start(batch.step, program, **asked), begun)
 
     def _measure(self, step: _InFlight) -> None:
         """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
@@ -262,34 +268,67 @@ class EngineCore:
     def _sample(self, started: _InFlight) -> None:
         output, rows = started.output, started.batch.rows
         mask = np.full((len(rows.masked), self._table.words), -1, dtype=np.int32) if len(rows.masked) else None
-        for i, row in enumerate(rows.masked):
-            state = output.requests[rows.entry[row]]
-            if state.finish_reason is not None or mask is None:
-                continue  # it ended with the step before; this row is not looked at
-            if self._constrains(state) and not self._allow(state, mask[i]):
-                continue
-            self._table.mask_row(mask[i], int(rows.slot[row]), state, int(rows.sample_index[row]))
+        if mask is not None:
+            entries = rows.entry[rows.masked]
+            first = np.flatnonzero(np.diff(entries, prepend=-1))  # the masked rows of an entry are its first ones
+            for at, end in zip(first, [*first[1:], len(mask)], strict=True):
+                state = output.requests[entries[at]]
+                if state.finish_reason is None:  # else it ended with the step before; its rows are not looked at
+                    self._mask_run(state, mask[at:end], self._drafts_of(started, int(entries[at])))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
 
-    def _constrains(self, state: RequestState) -> bool:
-        """Whether a request has a grammar that holds for its next token; there is none before its thinking ended."""
-        if state.request.id not in self._matchers:
-            return False
-        return state.request.thinking is None or not state.request.thinking.goes_on(state.output)
+    def _drafts_of(self, started: _InFlight, entry: int) -> list[int]:
+        """The drafts that a step verifies of an entry, none of one that does not."""
+        output = started.output
+        if entry >= output.verified:
+            return []
+        drafts = self._device_drafts[output.slots[entry]] if output.drafts is None else output.drafts[entry]
+        found: list[int] = drafts[: output.query_len - 1].tolist()
+        return found
 
-    def _allow(self, state: RequestState, row: np.ndarray) -> bool:
-        """Write what a request's grammar allows next; a grammar that fails ends the request."""
+    def _mask_run(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Write the masks of a request's next tokens, each behind one draft more. Where a draft may not come next, what
+        is sampled behind it does not count, and nothing is written. A grammar that fails ends the request."""
         from graphllm.engine.structured.source import GrammarError
 
+        matcher, output = self._matchers.get(state.request.id), list(state.output)
+        taken = 0
         try:
-            self._matchers[state.request.id].allow(row)
+            for i, row in enumerate(masks):
+                if i:
+                    draft = drafts[i - 1]
+                    if draft < 0 or not masks[i - 1, draft >> 5] >> (draft & 31) & 1:
+                        break
+                    if matcher is not None and self._constrains(state, output):
+                        matcher.advance(draft)
+                        taken += 1
+                    output.append(draft)
+                if matcher is not None and self._constrains(state, output):
+                    matcher.allow(row)
+                self._table.mask_row(row, state.slot, state, output)
+            if matcher is not None:
+                matcher.rollback(taken)
         except GrammarError as problem:
+            if len(output) > len(state.output):  # behind a draft, which may be wrong: it is as if there were none
+                self._matchers[state.request.id] = self._replayed(state)
+                return
             message = f"structured_outputs: {problem}"
             self._scheduler.fail(state, message)
             self._end(EngineCoreOutput(state.request.id, [], "error", error=message))
-            return False
-        return True
+
+    @staticmethod
+    def _constrains(state: RequestState, output: Sequence[int]) -> bool:
+        """Whether a request's grammar holds for what comes next; there is none before its thinking ended."""
+        return state.request.thinking is None or not state.request.thinking.goes_on(output)
+
+    def _replayed(self, state: RequestState) -> Matcher:
+        """A new matcher where a request's output stands."""
+        matcher = self._grammars[state.request.id].matcher()
+        for i, token in enumerate(state.output):
+            if self._constrains(state, state.output[:i]):
+                matcher.advance(token)
+        return matcher
 
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
@@ -320,7 +359,8 @@ class EngineCore:
 
     def _commit(self, step: _InFlight, result: StepResult) -> list[EngineCoreOutput]:
         scores = self._scores(step, result) if step.batch.full else {}
-        kept = result.outputs["kept"] if step.output.query_len > 1 else None
+        kept = result.outputs["kept"] if step.output.verified else None
+        self._device_drafts = result.outputs.get("drafts", self._device_drafts)
         pooled = result.outputs.get("pooled")
         tokens = result.tokens if pooled is None else np.zeros(len(pooled), dtype=np.int32)  # never given
         committed = self._scheduler.commit(step.output, tokens, kept)
@@ -345,11 +385,12 @@ class EngineCore:
     ) -> None:
         """What an output holds beside its tokens: log-probabilities, the prompt's figures with the first, the end."""
         request = state.request
+        began = len(state.output) == len(output.tokens)
+        if request.id in self._matchers and state.finish_reason != "error":
+            self._advance(state, output.tokens)
         if request.params.logprobs is not None:
             output.logprobs = scores.get(output.id, [])[: len(output.tokens)]
-        if request.id in self._matchers and state.finish_reason in (None, "length"):
-            self._advance(state, output.tokens)
-        if len(state.output) == len(output.tokens):
+        if began:
             output.cached, output.scheduled = state.cached_tokens, state.scheduled
             output.prompt_logprobs = self._scored.pop(request.id, None)
             self._stats.prompt_tokens += len(request.prompt)
@@ -362,18 +403,23 @@ class EngineCore:
             self._count_end(output.finish_reason)
             self._forget(request.id)
 
-    def _advance(self, state: RequestState, tokens: Sequence[int]) -> None:
-        """Tell a request's grammar its new tokens; one that cannot go on ends the request."""
+    def _advance(self, state: RequestState, tokens: list[int]) -> None:
+        """Tell a request's grammar its new tokens; one that cannot go on ends the request. What was accepted behind the
+        grammar's end is dropped."""
         from graphllm.engine.structured.source import GrammarError
 
         try:
             matcher, thinking = self._matchers[state.request.id], state.request.thinking
             known = len(state.output) - len(tokens)
-            for i, token in enumerate(tokens):
+            # One that a stop token has ended needs to know of the tokens before that only.
+            for i, token in enumerate(tokens[:-1] if state.finish_reason == "stop" else tokens):
                 if thinking is None or not thinking.goes_on(state.output[: known + i]):
                     matcher.advance(token)
-            if matcher.finished:
-                self._scheduler.end(state, "stop")
+                if matcher.finished:
+                    del tokens[i + 1 :], state.output[known + i + 1 :]
+                    state.stop_reason = None
+                    self._scheduler.end(state, "stop")
+                    break
         except GrammarError as problem:
             self._scheduler.fail(state, f"structured_outputs: {problem}")
 

@@ -17,6 +17,11 @@ class Commit(NamedTuple):
     tokens: list[list[int]]
     events: list[int]
 
+    def followed_by(self, other: Commit) -> Commit:
+        """Both."""
+        events = [*self.events, *(len(self.requests) + i for i in other.events)]
+        return Commit([*self.requests, *other.requests], [*self.tokens, *other.tokens], events)
+
 
 def take(
     t: RequestTable, output: SchedulerOutput, tokens: np.ndarray, live: np.ndarray

@@ -19,6 +19,7 @@ from graphllm.config import EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.core import EngineCore
+from graphllm.engine.request import EngineRequest
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.staging import StepInput
@@ -127,7 +128,7 @@ def _repeating(vocab: int, seed: int) -> list[list[int]]:
 
 
 def test_looking_up_changes_nothing_but_the_number_of_steps(
-    looking: tuple[Path, EngineCore], llama: EngineCore, checkpoint: Path
+    looking: tuple[Path, EngineCore], llama: EngineCore, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where prompts come in chunks and from the prefix cache, and requests lose their blocks and begin again."""
     import torch
@@ -143,6 +144,7 @@ def test_looking_up_changes_nothing_but_the_number_of_steps(
     place, core = looking
     scarce = open_core(checkpoint, place, pages=25)
     for each in (core, core, scarce):  # the second time prompts are in the prefix cache
+        monkeypatch.setattr(each._scheduler.acceptance, "pays", lambda sequences: True)
         before = each.stats()
         found, lengths = _run(each, prompts, [[]] * len(prompts), 1.0, params)
         assert found == expected
@@ -166,6 +168,55 @@ def test_sampling_is_the_same_with_looking_up(looking: tuple[Path, EngineCore], 
     found, lengths = _run(core, prompts, [[]] * len(prompts), 1.0, params)
     assert found == alone
     assert 4 in lengths
+
+
+def _wanting(i: int, kind: str, prompt: list[int], temperature: float) -> EngineRequest:
+    """A request that asks for something that plain sampling does not look at."""
+    asked: dict[str, Any] = {
+        "penalties": {"repetition_penalty": 1.02, "frequency_penalty": 0.03, "presence_penalty": -0.1},
+        "bias": {"logit_bias": {prompt[0]: 1.5, prompt[-1]: -0.7, 7: -100.0}},
+        "mask": {"allowed_token_ids": tuple(range(3, 290, 2))},
+        "words": {},
+        "least": {"min_tokens": 30, "stop_token_ids": tuple(range(3, 40))},
+        "scores": {"logprobs": 2, "prompt_logprobs": 1},
+        "every": {"logprobs": 30, "presence_penalty": 0.05, "logit_bias": {9: 0.5}, "min_tokens": 5},
+    }[kind]
+    params = SamplingParams(
+        temperature=temperature, seed=i, max_tokens=50, ignore_eos=True, **asked
+    )
+    words = [[t, u] for t, u in zip(prompt, prompt[1:], strict=False)][:4] if kind == "words" else []
+    return request(str(i), prompt, params, bad_words=words)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_every_kind_of_request_is_verified(
+    looking: tuple[Path, EngineCore], llama: EngineCore, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kinds in one batch, and each alone: each token, its log-probabilities and the ends are as without drafts."""
+    kinds = ("penalties", "bias", "mask", "words", "least", "scores", "every")
+    prompts = [p[:12] for p in _repeating(311, 7)][: len(kinds)]
+    wanted = [_wanting(i, kind, p, temperature) for i, (kind, p) in enumerate(zip(kinds, prompts, strict=True))]
+    _, core = looking
+    monkeypatch.setattr(core._scheduler.acceptance, "pays", lambda sequences: True)
+    for each in (llama, core):
+        each.reset_prefix_cache()
+    alone, won = finish(llama, wanted), {}
+    for some in (wanted, *([w] for w in wanted)):
+        before = core.stats()
+        found = finish(core, some)
+        after = core.stats()
+        assert after.drafts - before.drafts > 10
+        won[some[0].id if len(some) == 1 else "all"] = sum(after.accepted_tokens) - sum(before.accepted_tokens)
+        for id, got in found.items():
+            plain = alone[id]
+            assert got.tokens == plain.tokens, kinds[int(id)]
+            assert (got.finish_reason, got.stop_reason) == (plain.finish_reason, plain.stop_reason)
+            assert len(got.logprobs) == len(plain.logprobs)
+            for one, other in zip(got.logprobs, plain.logprobs, strict=True):
+                assert (one.token, one.rank, len(one.top_ids)) == (other.token, other.rank, len(other.top_ids))
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    print(won)
+    assert temperature or min(won.values()) > 0, won
 
 
 def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
