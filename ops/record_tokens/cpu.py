@@ -30,5 +30,5 @@ def cpu_record_tokens(
     """One thread."""
     out_S = tokens_S.new_empty(tokens_S.shape)
     rows = (tokens_S, slot_S, kept_slot_S, counted_S)
-    _kernel(*rows, last_token_N, counts_NV, out_S, len(tokens_S), counts_NV.shape[0], counts_NV.stride(0))
+    _kernel(*rows, last_token_N, counts_NV, out_S, tokens_S.shape[0], counts_NV.shape[0], counts_NV.stride(0))
     return out_S
