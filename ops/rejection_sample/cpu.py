@@ -21,7 +21,10 @@ _kernels = {
     torch.float32: CKernel("graphllm_rejection_sample_f32", _SCHEMA, _SOURCE),
     torch.bfloat16: CKernel("graphllm_rejection_sample_bf16", _SCHEMA, _SOURCE),
 }
-_FLOATS, _INTS = ("temperature_R", "top_p_R", "min_p_R"), ("top_k_R", "sample_index_R", "drafts_R", "slots_R", "place_R")
+_FLOATS, _INTS = (
+    ("temperature_R", "top_p_R", "min_p_R"),
+    ("top_k_R", "sample_index_R", "drafts_R", "slots_R", "place_R"),
+)
 _TYPES = dict.fromkeys(_FLOATS, torch.float32) | dict.fromkeys(_INTS, torch.int32) | {"seed_R": torch.int64}
 
 
