@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.options import LogitsProcessor, Row, imported
+from graphllm.engine.proposers import find_proposer
 from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
     BucketStats,
@@ -41,10 +42,12 @@ from graphllm.engine.step_executor import Handle, StepExecutor
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.engine.proposers import Proposer
     from graphllm.engine.structured.compiler import Grammar, Matcher
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.executor import StepResult
 
+_NO_SPECULATION = SpeculationConfig()
 _COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
 _NO_TOKEN = (
@@ -73,6 +76,7 @@ class EngineCore:
         options: SchedulerConfig,
         grammars: GrammarCompilers | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        speculation: SpeculationConfig = _NO_SPECULATION,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
         limits = SchedulerLimits(
@@ -86,7 +90,16 @@ class EngineCore:
             long_prefill_token_threshold=options.long_prefill_token_threshold,
             snapshot_interval=options.snapshot_interval,
             device_drafts=executor.device_drafts,
+            late_drafts=speculation.draft_proposer is not None,
+            verify_at_most=speculation.speculative_disable_by_batch_size,
         )
+        if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
+            why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"
+            raise ConfigError(
+                f"draft_proposer is {speculation.draft_proposer!r}, but {why}: give num_speculative_tokens, and neither "
+                "prompt_lookup_max nor a draft model"
+            )
+        self._proposer = find_proposer(speculation)
         if processors and executor.task != "generate":
             raise ConfigError("logits_processors: the model has no logits; leave them out")
         caching = options.enable_prefix_caching and executor.shareable
@@ -184,7 +197,9 @@ class EngineCore:
         self._count_end(output.finish_reason)
         self._news.append(output)
 
-    def _forget(self, id: str) -> None:
+    def _forget(self, id: str, output: Sequence[int] = ()) -> None:
+        if self._proposer is not None:
+            self._proposer.end(id, output)
         self._grammars.pop(id, None)
         self._matchers.pop(id, None)
         self._scored.pop(id, None)
@@ -197,12 +212,22 @@ class EngineCore:
         if self._compiling:
             self._take_compiled()
         output = self._scheduler.next()
-        started = self._start(output) if output is not None else None
+        begun = time.monotonic()
+        batch = None if output is None else self._stage(output, begun)
+        # What verifies drafts of a proposer is ready but for them when the tokens before them come.
+        late = self._proposer is not None and output is not None and output.verified > 0
+        started = None
+        if output is not None and batch is not None and not late:
+            started = self._launch(output, batch, begun)
         news, self._news = self._news, []
         if self._in_flight is not None:
             result = self._in_flight.handle.wait()
             self._measure(self._in_flight)
             news += self._commit(self._in_flight, result)
+            if self._proposer is not None:
+                self._propose(self._proposer)
+        if late and output is not None and batch is not None:
+            started = self._launch(*self._with_drafts(output, batch), begun)
         if started is not None:
             if started.batch.full:
                 self._sample(started)
@@ -224,8 +249,34 @@ class EngineCore:
                 except ConfigError as mistake:
                     self._end(EngineCoreOutput(id, [], "error", error=str(mistake)))
 
-    def _start(self, output: SchedulerOutput) -> _InFlight:
-        begun = time.monotonic()
+    def _propose(self, proposer: Proposer) -> None:
+        """Ask for the drafts of all that run."""
+        requests, most = self._scheduler.requests, self._scheduler.most_drafts
+        if self._scheduler.acceptance.off(len(requests.running)):
+            return
+        for state in requests.running:
+            if state.output:
+                request = state.request
+                drafts = list(proposer.propose(request.id, request.prompt, state.output, most))
+                if any(not 0 <= token < self._executor.vocab for token in drafts):
+                    raise ConfigError(f"draft_proposer: {type(proposer).__name__} proposed {drafts}, not all are tokens")
+                self._scheduler.propose(state, drafts[:most])
+
+    @staticmethod
+    def _with_drafts(output: SchedulerOutput, batch: Batch) -> tuple[SchedulerOutput, Batch]:
+        """A step that was planned and staged before its drafts were known, and is now complete."""
+        v, q = output.verified, output.query_len
+        drafts = np.full((v, q - 1), -1, dtype=np.int32)
+        for row, state in zip(drafts, output.requests[:v], strict=True):
+            expected = state.drafts[: q - 1]
+            row[: len(expected)] = expected
+        ids = batch.step.arrays["token_ids"].copy()
+        ids[: v * q].reshape(v, q)[:, 1:] = drafts.clip(min=0)
+        step = batch.step._replace(arrays={**batch.step.arrays, "token_ids": ids})
+        return output._replace(drafts=drafts), batch._replace(step=step)
+
+    def _stage(self, output: SchedulerOutput, begun: float) -> Batch:
+        """Prepare a step, and have the device do what comes before it."""
         requests = self._scheduler.requests
         for state in output.admitted:
             id, request = state.request.id, state.request
@@ -247,6 +298,10 @@ class EngineCore:
             arrays = batch.step.arrays
             arrays = {**arrays, **provide(self._providers, output, requests, arrays)}
             batch = batch._replace(step=batch.step._replace(arrays=arrays))
+        return batch
+
+    def _launch(self, output: SchedulerOutput, batch: Batch, begun: float) -> _InFlight:
+        requests = self._scheduler.requests
         self._stats.steps += 1
         task = self._executor.task
         program = task if task != "generate" else "full" if batch.full else "plain"
@@ -262,6 +317,9 @@ class EngineCore:
         bucket.seconds.observe(now - max(step.begun, self._ended))
         bucket.tokens += tokens
         bucket.padding += step.handle.size.T - tokens
+        if query_len := step.batch.step.query_len:
+            seconds = now - max(step.begun, self._ended)
+            self._scheduler.acceptance.timed(query_len, step.batch.step.sequences, seconds)
         self._stats.step_tokens.observe(tokens)
         self._ended = now
 
@@ -401,7 +459,7 @@ class EngineCore:
             if state.finish_reason == "error" and output.error is None:
                 output.error = _NO_TOKEN
             self._count_end(output.finish_reason)
-            self._forget(request.id)
+            self._forget(request.id, state.output)
 
     def _advance(self, state: RequestState, tokens: list[int]) -> None:
         """Tell a request's grammar its new tokens; one that cannot go on ends the request. What was accepted behind the

@@ -144,8 +144,8 @@ class RequestTable:
             self.num_drafts[state.slot] = len(drafts)
 
     def drafts(self, slots: np.ndarray, count: int) -> np.ndarray:
-        """Drafts for those slots' next step [n, count] int32; positions without one get token 0, likely wrong."""
-        found = np.zeros((len(slots), count), dtype=np.int32)
+        """Drafts for those slots' next step [n, count] int32, -1 for none."""
+        found = np.full((len(slots), count), -1, dtype=np.int32)
         for row, slot in zip(found, slots.tolist(), strict=True):
             state = self.by_slot[slot]
             first = int(self.num_in_flight[slot])

@@ -32,7 +32,7 @@ class Scheduler:
         self, limits: SchedulerLimits, layout: CacheLayout, caching: bool = True, secret: str | None = None
     ) -> None:
         self._limits, self._layout, self._query_lens = limits, layout, tuple(sorted(layout.query_lens))
-        self.acceptance = Acceptance(max(self._query_lens, default=1) - 1)
+        self.acceptance = Acceptance(self.most_drafts, limits.verify_at_most)
         self.requests = RequestTable(limits.max_num_seqs)
         self.cache = CacheManager(
             layout, limits.block_size, limits.max_num_seqs, limits.max_len, limits.max_num_batched_tokens, caching,
@@ -52,6 +52,11 @@ class Scheduler:
         self._loads: list[tuple[int, int]] = []
         self._encodes: list[tuple[Item, int]] = []
         self._admitted: list[RequestState] = []
+
+    @property
+    def most_drafts(self) -> int:
+        """Of a sequence in a step."""
+        return max(self._query_lens, default=1) - 1
 
     @property
     def running(self) -> int:
@@ -235,9 +240,17 @@ class Scheduler:
         budget = limits.max_num_batched_tokens if alone else limits.max_num_batched_tokens // 2
         room = min(budget // n, limits.max_num_rows // n, limits.max_len - int(known.max()))
         fitting = [q for q in self._query_lens if 1 < q <= room]
-        if not fitting or ((limits.device_drafts or limits.late_drafts) and not self.acceptance.pays(n)):
+        enough = next((i + 1 for i, q in enumerate(fitting) if q > drafts), len(fitting))
+        fitting = fitting[:enough]
+        if not fitting:
             return 1
-        query_len = next((q for q in fitting if q > drafts), fitting[-1])
+        # Drafts that somebody proposes by hand are verified whatever came of others.
+        query_len = fitting[-1]
+        if limits.device_drafts or limits.late_drafts:
+            share = 1.0 if limits.device_drafts else np.count_nonzero(t.num_drafts[slots]) / n
+            query_len = self.acceptance.best(n, fitting, share)
+        if query_len == 1:
+            return 1
         late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
         ends = t.num_computed_tokens[slots[late]] + query_len
         return query_len if self.cache.extend_all(slots[late], ends) else 1
@@ -408,7 +421,10 @@ class Scheduler:
         commit, ends = Commit([], [], []), []
         if v := output.verified:
             assert num_kept is not None
-            self.acceptance.learn(num_kept[:v][live[:v]], output.query_len - 1)
+            drafted = np.full(v, output.query_len - 1)
+            if output.drafts is not None:
+                drafted = (output.drafts >= 0).sum(axis=1)
+            self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
             first = output.part(slice(v))
             commit, ends = take_verified(self.requests, first, tokens[: v * output.query_len], num_kept[:v], live[:v])
         if v < len(output.slots):

@@ -117,6 +117,11 @@ def looking(
     core.close()
 
 
+def _most(sequences: int, lengths: list[int], share: float = 1.0) -> int:
+    """Verify all that may be."""
+    return lengths[-1]
+
+
 def _repeating(vocab: int, seed: int) -> list[list[int]]:
     """Prompts that say the same several times, some longer than a step, some with the same beginning."""
     rng, found = random.Random(seed), []
@@ -144,7 +149,7 @@ def test_looking_up_changes_nothing_but_the_number_of_steps(
     place, core = looking
     scarce = open_core(checkpoint, place, pages=25)
     for each in (core, core, scarce):  # the second time prompts are in the prefix cache
-        monkeypatch.setattr(each._scheduler.acceptance, "pays", lambda sequences: True)
+        monkeypatch.setattr(each._scheduler.acceptance, "best", _most)
         before = each.stats()
         found, lengths = _run(each, prompts, [[]] * len(prompts), 1.0, params)
         assert found == expected
@@ -197,7 +202,7 @@ def test_every_kind_of_request_is_verified(
     prompts = [p[:12] for p in _repeating(311, 7)][: len(kinds)]
     wanted = [_wanting(i, kind, p, temperature) for i, (kind, p) in enumerate(zip(kinds, prompts, strict=True))]
     _, core = looking
-    monkeypatch.setattr(core._scheduler.acceptance, "pays", lambda sequences: True)
+    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
     for each in (llama, core):
         each.reset_prefix_cache()
     alone, won = finish(llama, wanted), {}
@@ -215,7 +220,6 @@ def test_every_kind_of_request_is_verified(
             for one, other in zip(got.logprobs, plain.logprobs, strict=True):
                 assert (one.token, one.rank, len(one.top_ids)) == (other.token, other.rank, len(other.top_ids))
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
-    print(won)
     assert temperature or min(won.values()) > 0, won
 
 
@@ -223,15 +227,37 @@ def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
     acceptance = Acceptance(3)
     wrong, right = np.ones(4, dtype=np.int32), np.full(4, 4, dtype=np.int32)
     verified = 0
+    three = np.full(4, 3)
     for _ in range(400):
-        if acceptance.pays(4):
-            acceptance.learn(wrong, 3)
+        if acceptance.best(4, [4]) == 4:
+            acceptance.learn(wrong, three)
             verified += 1
     assert 20 < verified < 120
-    while not acceptance.pays(4):
-        pass
-    acceptance.learn(right, 3)
-    assert all(acceptance.pays(4) for _ in range(3))
+    for _ in range(4):
+        while acceptance.best(4, [4]) == 1:
+            pass
+        acceptance.learn(right, three)
+    assert all(acceptance.best(4, [4]) == 4 for _ in range(3))
+
+
+def test_as_many_drafts_as_are_right() -> None:
+    """What is verified is what gives the most tokens for its time: shorter runs where the last drafts are wrong, or
+    where measured times say so, and nothing above a batch size."""
+    acceptance = Acceptance(7, off_above=8)
+    lengths = [2, 3, 5, 8]
+    assert acceptance.best(4, lengths) == 8
+    assert [acceptance.best(n, lengths) for n in (9, 8)] == [1, 8]
+    for _ in range(100):
+        acceptance.learn(np.array([3, 3, 2, 3]), np.array([7, 7, 7, 5]))
+    assert acceptance.best(1, lengths) == 3
+    assert acceptance.by_position.tolist() == [400, 300, 0, 0, 0, 0, 0]
+    assert (acceptance.drafts, acceptance.draft_tokens) == (400, 2600)
+    for _ in range(50):
+        for q, seconds in ((1, 1.0), (2, 1.05), (3, 1.9), (5, 2.0), (8, 2.0)):
+            acceptance.timed(q, 3, seconds)
+    assert acceptance.best(3, lengths) == 2
+    acceptance.learn(np.array([9, 9]), np.array([0, 0]))  # nothing was drafted
+    assert acceptance.drafts == 400
 
 
 @pytest.mark.slow
