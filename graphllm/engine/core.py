@@ -456,6 +456,7 @@ class EngineCore:
         if state.finish_reason is not None:
             output.finish_reason, output.stop_reason = state.finish_reason, state.stop_reason
             output.error = state.error
+            output.draft_tokens, output.accepted_tokens = state.draft_tokens, state.accepted_tokens
             if state.finish_reason == "error" and output.error is None:
                 output.error = _NO_TOKEN
             self._count_end(output.finish_reason)

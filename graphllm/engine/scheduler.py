@@ -426,7 +426,8 @@ class Scheduler:
                 drafted = (output.drafts >= 0).sum(axis=1)
             self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
             first = output.part(slice(v))
-            commit, ends = take_verified(self.requests, first, tokens[: v * output.query_len], num_kept[:v], live[:v])
+            new = tokens[: v * output.query_len]
+            commit, ends = take_verified(self.requests, first, new, num_kept[:v], drafted, live[:v])
         if v < len(output.slots):
             rest = output.part(slice(v, None)) if v else output
             others, their_ends = take(self.requests, rest, tokens[v * output.query_len :], live[v:])

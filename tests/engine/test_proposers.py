@@ -14,6 +14,7 @@ from harness import finish, open_core, request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from graphllm import LLM
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import ConfigError, EngineArgs, SpeculationConfig
 from graphllm.config.sampling import SamplingParams
@@ -221,3 +222,43 @@ def test_proposers_that_are_none(settings: dict[str, Any], message: str) -> None
 def test_artifacts_that_do_not_verify(checkpoint: Path, eager_artifact: Path) -> None:
     with pytest.raises(ConfigError, match="draft_proposer is 'suffix', but num_speculative_tokens is 0: give num_"):
         open_core(checkpoint, eager_artifact, speculation=SpeculationConfig(draft_proposer="suffix"))
+
+
+def test_through_llm() -> None:
+    """From `speculative_config` to texts: stop strings within what is accepted at once, several completions with seeds,
+    log-probabilities of every token, and what a request is told of its drafts."""
+    words = "red green blue red green blue red green blue red green"
+    wanted = [
+        SamplingParams(temperature=0.0, max_tokens=40, logprobs=1),
+        SamplingParams(temperature=0.6, n=3, seed=5, max_tokens=40, logprobs=0, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=40, presence_penalty=0.1, min_tokens=30),
+    ]
+    messages = [{"role": "user", "content": f"Repeat: {words}"}]
+    options = {"backend": "eager", "target": "cpu", "dtype": "float32", "max_model_len": 256, "max_num_seqs": 8}
+    found: list[Any] = []
+    text = ""
+    for method in (None, "suffix", "ngram"):
+        speculation = {} if method is None else {
+            "speculative_config": {"method": method, "num_speculative_tokens": 4, "disable_by_batch_size": 7}
+        }  # fmt: skip
+        with LLM(**options, **speculation) as llm:
+            if not found:
+                text = llm.chat(messages, wanted[0])[0].outputs[0].text
+                assert len(text) > 30
+                for kept in (False, True):
+                    wanted.append(SamplingParams(
+                        temperature=0.0, max_tokens=40, stop=[text[20:24], "~"], include_stop_str_in_output=kept
+                    ))  # fmt: skip
+            outputs = llm.chat([messages] * len(wanted), wanted)
+        texts = [
+            [(c.text, c.token_ids, c.finish_reason, c.stop_reason, [list(p) for p in c.logprobs or []])
+             for c in o.outputs]
+            for o in outputs
+        ]  # fmt: skip
+        found.append(texts)
+        assert texts == found[0], method
+        drafted = sum(o.metrics.draft_tokens for o in outputs)
+        accepted = sum(o.metrics.accepted_tokens for o in outputs)
+        assert (drafted > 0) == (accepted > 0) == (method is not None)
+        assert accepted < drafted or not drafted
+    assert [ends[0][3] for ends in found[0][-2:]] == [text[20:24]] * 2
