@@ -69,8 +69,9 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
 
 def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec, ...]:
     """What sampling keeps of each running sequence. versions: tokens of a step that may be verified, 1 without drafts.
-    drafts: proposed tokens, -1 for none. draft_probs: the distributions that they were drawn from. rejected: how many of the last step's. version: which version of recurrent
-    states is valid. history: what `ngram_drafts` looks the last tokens up in."""
+    drafts: proposed tokens, -1 for none. draft_probs: the distributions that they were drawn from. rejected: how many
+    of the last step's. version: which version of recurrent states is valid. history: what `ngram_drafts` looks the
+    last tokens up in."""
     verifying = (
         StateSpec("drafts", "slot", (versions - 1,), "int32", "none"),
         StateSpec("rejected", "slot", (), "int32", "none"),

@@ -126,6 +126,11 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
                 f"prompt_lookup_max is {config.prompt_lookup_max}, but drafts come from a draft model; leave one out"
             )
         own += [_typed(s, config) for s in drafting.states(graph, c)]
+    if config.draft_sample_method == "probabilistic" and not getattr(drafting, "FILLS_DRAFT_PROBS", False):
+        raise ConfigError(
+            "draft_sample_method is probabilistic: no draft model here keeps the probabilities of its drafts; "
+            "use greedy"
+        )
     states |= {f"state.{s.name}": own_place(s, versions) for s in own}
     inputs = []
     for graph in model.graphs:

@@ -210,14 +210,17 @@ class CompileConfig:
     )
     rejection_sample_method: Literal["standard", "typical", "synthetic"] = setting(
         "standard",
-        help="How sampled requests accept drafts. standard: texts are as without drafts. Lossy are typical: drafts that "
-        "are likely enough are accepted, and synthetic, for benchmarks: drafts are accepted with a given probability.",
+        help="How drafts are accepted. standard: texts are as without them. Lossy are typical: sampled requests accept "
+        "drafts that are likely enough, and synthetic, for benchmarks: each is accepted with a given probability.",
     )
     posterior_threshold: float = setting(
         0.09, help="Of typical acceptance: a probability above which drafts are accepted.", gt=0, le=1
     )
     posterior_alpha: float = setting(
-        0.3, help="Of typical acceptance: times exp(-entropy), a probability above which drafts are accepted.", gt=0, le=1
+        0.3,
+        help="Of typical acceptance: times exp(-entropy), such a probability, too.",
+        gt=0,
+        le=1,
     )
     synthetic_acceptance_rate: float = setting(
         0.8, help="Of synthetic acceptance: the probability with which each draft is accepted.", gt=0, le=1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -221,4 +221,4 @@ class CoreConfig:
     stop_ids: tuple[int, ...] = ()
     log: LogConfig = LogConfig()
     tokenizer: str | None = None
-    speculation: SpeculationConfig = SpeculationConfig()
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

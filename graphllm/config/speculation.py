@@ -16,8 +16,8 @@ class SpeculationConfig:
     draft_proposer: str | None = setting(
         None,
         written=str | type | None,
-        help="What guesses drafts on the host: suffix, ngram, a name under the entry point group graphllm.proposers, or "
-        "a class as package.module:Name; None: nothing does.",
+        help="What guesses drafts on the host: suffix, ngram, a name under the entry point group graphllm.proposers, "
+        "or a class as package.module:Name; None: nothing does.",
         key=_RUNNING,
     )
     speculative_disable_by_batch_size: int | None = setting(

@@ -96,8 +96,8 @@ class EngineCore:
         if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
             why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"
             raise ConfigError(
-                f"draft_proposer is {speculation.draft_proposer!r}, but {why}: give num_speculative_tokens, and neither "
-                "prompt_lookup_max nor a draft model"
+                f"draft_proposer is {speculation.draft_proposer!r}, but {why}: give num_speculative_tokens, and "
+                "neither prompt_lookup_max nor a draft model"
             )
         self._proposer = find_proposer(speculation)
         if processors and executor.task != "generate":
@@ -259,7 +259,9 @@ class EngineCore:
                 request = state.request
                 drafts = list(proposer.propose(request.id, request.prompt, state.output, most))
                 if any(not 0 <= token < self._executor.vocab for token in drafts):
-                    raise ConfigError(f"draft_proposer: {type(proposer).__name__} proposed {drafts}, not all are tokens")
+                    raise ConfigError(
+                        f"draft_proposer: {type(proposer).__name__} proposed {drafts}, not all are tokens"
+                    )
                 self._scheduler.propose(state, drafts[:most])
 
     @staticmethod

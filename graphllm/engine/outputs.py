@@ -55,8 +55,8 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestMetrics:
     """Seconds of `time.monotonic`; 0 for what has not happened yet. first_scheduled_time: when its first step was
-    planned, known from the first token on. draft_tokens, accepted_tokens: of its completions that have ended, drafts that
-    were verified, and those that became part of the output."""
+    planned, known from the first token on. draft_tokens, accepted_tokens: of its completions that have ended, drafts
+    that were verified, and those that became part of the output."""
 
     arrival_time: float
     first_scheduled_time: float = 0.0

@@ -66,7 +66,11 @@ def take(
 
 
 def take_verified(
-    t: RequestTable, output: SchedulerOutput, tokens: np.ndarray, num_kept: np.ndarray, drafted: np.ndarray,
+    t: RequestTable,
+    output: SchedulerOutput,
+    tokens: np.ndarray,
+    num_kept: np.ndarray,
+    drafted: np.ndarray,
     live: np.ndarray,
 ) -> tuple[Commit, list[tuple[RequestState, str]]]:
     """Of a step that verifies, the tokens kept of each entry, up to a stop token or its limit, where it ends. What was

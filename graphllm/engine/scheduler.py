@@ -414,11 +414,11 @@ class Scheduler:
         """Take a step's result.
 
         tokens [R] int32: of the step's rows in order; negative where none could be chosen, which ends the request with
-        an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least. Requests
-        that are gone or were preempted since are passed over.
+        an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least.
+        Requests that are gone or were preempted since are passed over.
         """
         live = self.requests.epoch[output.slots] == output.epochs
-        commit, ends = Commit([], [], []), []
+        commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
         if v := output.verified:
             assert num_kept is not None
             drafted = np.full(v, output.query_len - 1)

@@ -43,8 +43,9 @@ class SchedulerOutput(NamedTuple):
     slot is still the request's. tables: block tables of all slots, for each cache group [slots, blocks].
 
     query_len, verified: the first ``verified`` entries verify drafts: they have query_len tokens each, their newest and
-    drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. pending [n] bool, or None: starts, positions and lengths are upper bounds, to be
-    lowered on the device by the drafts that the step in flight rejects.
+    drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. pending [n] bool, or
+    None: starts, positions and lengths are upper bounds, to be lowered on the device by the drafts that the step in
+    flight rejects.
 
     To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
     snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).

@@ -26,7 +26,8 @@ _BOUND_KEPT = 128
 
 class GraphPrograms:
     """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
-    max_num_seqs: sequences of a step. longest_query: tokens of one that verifies. steps_in_flight: runs that may be prepared before the first of them has ended."""
+    max_num_seqs: sequences of a step. longest_query: tokens of one that verifies. steps_in_flight: runs that may be
+    prepared before the first of them has ended."""
 
     def __init__(
         self,

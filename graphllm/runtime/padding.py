@@ -34,8 +34,8 @@ def pick(
     """The bucket for a batch, and what it is padded to.
 
     rows: that are sampled from. query_len: tokens of each sequence where all have as many and all are sampled from,
-    else 0. most_rows: sequences of a step, and its rows where none verifies longest_query tokens. exact: on a CPU, where nothing is captured and so nothing need be
-    padded. Raises ConfigError when no bucket takes so many tokens.
+    else 0. most_rows: sequences of a step, and its rows where none verifies longest_query tokens. exact: on a CPU,
+    where nothing is captured and so nothing need be padded. Raises ConfigError when no bucket takes so many tokens.
     """
     bucket = _find(buckets, tokens, sequences, query_len)
     if bucket.kind == "decode":

@@ -39,8 +39,9 @@ def accept_drafts(
     Written at slots_S: rejected_N [N], rows that are not kept; version_N [N], the version of recurrent states that is
     valid from now on: a step of n tokens leaves the state behind its token i at version i, of at most ``versions``.
     Returns row_slots_R with the scrap slot but for each sequence's last kept row; the same with the slot in all kept
-    rows; and how many are kept [S], 0 for sequences without rows. Of padding all are unspecified. Source: Leviathan et al. 2023 (speculative sampling; the
-    proposal is one token, so sampling again and comparing is the same as accepting by probability).
+    rows; and how many are kept [S], 0 for sequences without rows. Of padding all are unspecified. Source: Leviathan et
+    al. 2023 (speculative sampling; the proposal is one token, so sampling again and comparing is the same as accepting
+    by probability).
     """
     R, T, scrap = tokens_R.shape[0], drafts_T.shape[0], rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()

@@ -75,7 +75,7 @@ def _adjust_kernel(
         x = tl.where(((words[:, None] >> bit[None, :]) & 1) != 0, x, float("-inf"))
     if penalized:
         count = tl.load(counts_row_ptr + token, mask=inside, other=0)
-        for i in range(0, place):
+        for i in range(place):
             count += (token == tl.load(first_draft_ptr + i)).to(tl.int32)
         x = _penalized(x, count, repetition, frequency, presence)
     tl.store(out_row_ptr + token, x, mask=inside)
@@ -95,7 +95,7 @@ def _adjust_kernel(
             y += tl.load(bias_value_ptr + slot * VALUE_ROW + at, mask=mine, other=0.0)
             if penalized:
                 times = tl.load(counts_row_ptr + biased, mask=mine, other=0)
-                for i in range(0, place):
+                for i in range(place):
                     times += (biased == tl.load(first_draft_ptr + i)).to(tl.int32)
                 y = _penalized(y, times, repetition, frequency, presence)
             tl.store(out_row_ptr + biased, y, mask=mine)

@@ -36,10 +36,10 @@ def rejection_sample(
     p: the row's distribution, after temperature, min-p, top-k and top-p. u in (0, 1): `uniform_bits` of token V, which
     no token of the vocabulary has. x: the draft. Greedy rows give the likeliest token, whatever the draft is, but for
     the last kind:
-    - draft_probs_NKV [N, K, V] float32: the distribution q from which x was drawn, at [slots_R, place_R], both [R] int32.
-      Lossless: x where u q(x) < p(x), else a draw from max(0, p - q), by the race of `sample` with that in place of p,
-      or from p where all of it is 0. x must have been drawn by other random numbers than the row's own (`draft_seed`).
-      Then x is given with probability 1 minus the distance of p and q (total variation).
+    - draft_probs_NKV [N, K, V] float32: the distribution q from which x was drawn, at [slots_R, place_R], both [R]
+      int32. Lossless: x where u q(x) < p(x), else a draw from max(0, p - q), by the race of `sample` with that in place
+      of p, or from p where all of it is 0. x must have been drawn by other random numbers than the row's own
+      (`draft_seed`). Then x is given with probability 1 minus the distance of p and q (total variation).
     - typical_threshold, typical_alpha above 0: lossy, typical acceptance: x where p(x) is at least the smaller one of
       the threshold and alpha exp(-entropy of p), else a draw from p, as if there were no draft.
     - synthetic_rate above 0: for benchmarks, x where u is below it, else a draw from p: no distribution at all. Greedy

@@ -5,6 +5,7 @@ the race; filters are searched over the whole row, not over candidates as in sam
 """
 
 # mypy: allow-untyped-defs
+# ruff: noqa: SIM102  (a branch on a constexpr is not a condition like others)
 
 from __future__ import annotations
 

@@ -157,7 +157,9 @@ def _requests(seed: int) -> list[EngineRequest]:
     for i in range(14):
         words = [rng.randrange(5, 311) for _ in range(rng.randint(2, 9))]
         asked = {"temperature": 0.0, **kinds[i % len(kinds)]}
-        params = SamplingParams(seed=i, max_tokens=rng.choice((1, 3, 40, 60)) + asked.get("min_tokens", 0), ignore_eos=True, **asked)
+        params = SamplingParams(
+            seed=i, max_tokens=rng.choice((1, 3, 40, 60)) + asked.get("min_tokens", 0), ignore_eos=True, **asked
+        )
         bad = [words[:2]] if i % 3 == 0 else []
         found.append(request(str(i), words * rng.randint(1, 7), params, bad_words=bad))
     return found

@@ -1,10 +1,9 @@
-"""A thousand prompts and hundreds of mixed requests: with every proposer, in every difficult place, each text is the one
-of plain decoding, and no block is left behind. Slow; the small tests beside this one look at the same things apart."""
+"""A thousand prompts and hundreds of mixed requests: with every proposer, in every difficult place, each text is the
+one of plain decoding, and no block is left behind. Slow; the tests beside this one look at the same things apart."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -64,8 +63,8 @@ def places(shared: Any) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def prompts() -> list[list[int]]:
-    """Of all tasks of the embedded model; every third says its own text again, so that drafts are found, and every ninth
-    with another word in it, so that what follows is not what followed before."""
+    """Of all tasks of the embedded model; every third says its own text again, so that drafts are found, and every
+    ninth with another word in it, so that what follows is not what followed before."""
     tokenizer, found, rng = Tokenizer.from_folder(MODEL_DIR), [], random.Random(1)
     names = sorted(TASKS)
     for i, name in enumerate(names):
@@ -107,14 +106,14 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def expected(places: dict[str, Path], prompts: list[list[int]]) -> Iterator[dict[str, dict[str, Result]]]:
+def expected(places: dict[str, Path], prompts: list[list[int]]) -> dict[str, dict[str, Result]]:
     """By what is asked for, what plain decoding gives."""
     core, found = _core(places, "plain", 2000), {}
     for name, way in WAYS.items():
         if "params" in way or name == "alone":
             found[name] = finish(core, _wanted(prompts, way))
     core.close()
-    yield found
+    return found
 
 
 def _wanted(prompts: list[list[int]], way: dict[str, Any]) -> list[EngineRequest]:

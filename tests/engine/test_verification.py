@@ -3,6 +3,7 @@ and nothing else. tests/strange has the same over recurrent states."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ from harness import GREEDY, finish, open_core, request
 from transformers import LlamaForCausalLM
 
 from graphllm.compile.pipeline import compile_model
-from graphllm.config import EngineArgs
+from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.core import EngineCore
@@ -186,10 +187,8 @@ def _wanting(i: int, kind: str, prompt: list[int], temperature: float) -> Engine
         "scores": {"logprobs": 2, "prompt_logprobs": 1},
         "every": {"logprobs": 30, "presence_penalty": 0.05, "logit_bias": {9: 0.5}, "min_tokens": 5},
     }[kind]
-    params = SamplingParams(
-        temperature=temperature, seed=i, max_tokens=50, ignore_eos=True, **asked
-    )
-    words = [[t, u] for t, u in zip(prompt, prompt[1:], strict=False)][:4] if kind == "words" else []
+    params = SamplingParams(temperature=temperature, seed=i, max_tokens=50, ignore_eos=True, **asked)
+    words = [[t, u] for t, u in itertools.pairwise(prompt)][:4] if kind == "words" else []
     return request(str(i), prompt, params, bad_words=words)
 
 
@@ -223,6 +222,35 @@ def test_every_kind_of_request_is_verified(
     assert temperature or min(won.values()) > 0, won
 
 
+@pytest.mark.parametrize(("method", "temperature"), [("synthetic", 0.0), ("synthetic", 1.0), ("typical", 0.8)])
+def test_lossy_acceptance(
+    method: str, temperature: float, checkpoint: Path, engine_args: EngineArgs, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Synthetic: of three drafts as many are accepted as the rate says, whatever they are. Typical: all but
+    the unlikeliest, with a threshold that is low."""
+    rate = {"synthetic_acceptance_rate": 0.7} if method == "synthetic" else {"posterior_threshold": 1e-6}
+    wanted = replace(
+        engine_args,
+        prompt_lookup_max=2,
+        max_model_len=256,
+        rejection_sample_method=method,
+        **rate,  # type: ignore[arg-type]
+    )
+    core = open_core(checkpoint, _compile(checkpoint, tmp_path / "artifact", wanted), pages=200)
+    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+    params = SamplingParams(temperature=temperature, max_tokens=180, ignore_eos=True)
+    finish(core, [request(str(i), p[:8] * 4, params, seed=i) for i, p in enumerate(_prompts(311, 3))])
+    stats = core.stats()
+    core.close()
+    right = np.array(stats.accepted_tokens) / stats.drafts
+    if method == "typical":
+        assert right[0] > 0.9  # a threshold that any draft but the unlikeliest is above
+    else:
+        sigma = np.sqrt(0.25 / stats.drafts)
+        assert (abs(right - [0.7, 0.49, 0.343]) < 5 * sigma + 0.1 * (temperature == 0)).all(), right
+
+
 def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
     acceptance = Acceptance(3)
     wrong, right = np.ones(4, dtype=np.int32), np.full(4, 4, dtype=np.int32)
@@ -238,6 +266,15 @@ def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
             pass
         acceptance.learn(right, three)
     assert all(acceptance.best(4, [4]) == 4 for _ in range(3))
+
+
+def test_probabilities_that_nobody_keeps(checkpoint: Path, engine_args: EngineArgs, tmp_path: Path) -> None:
+    for more, message in (
+        ({"rejection_sample_method": "typical"}, "draft_sample_method is probabilistic: typical acceptance does not"),
+        ({"prompt_lookup_max": 2}, "draft_sample_method is probabilistic: no draft model here keeps"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _compile(checkpoint, tmp_path / "a", replace(engine_args, draft_sample_method="probabilistic", **more))
 
 
 def test_as_many_drafts_as_are_right() -> None:

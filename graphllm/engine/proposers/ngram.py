@@ -8,16 +8,14 @@ from graphllm.config import ConfigError, SpeculationConfig
 
 
 class NgramProposer:
-    """Looks for the longest run of last tokens, of ngram_proposer_min to ngram_proposer_max, and takes what followed the
-    latest place where it stood; where that reaches the end, it goes on with its own guess. As the op `ngram_drafts`
+    """Looks for the longest run of last tokens, of ngram_proposer_min to ngram_proposer_max, and takes what followed
+    the latest place where it stood; where that reaches the end, it goes on with its own guess. As the op `ngram_drafts`
     does on the device, but without a limit of the text's length. Source: prompt lookup decoding (Saxena 2023)."""
 
     def __init__(self, settings: SpeculationConfig) -> None:
         self._most, self._fewest = settings.ngram_proposer_max, settings.ngram_proposer_min
         if self._fewest > self._most:
-            raise ConfigError(
-                f"ngram_proposer_min is {self._fewest}: it is more than ngram_proposer_max, {self._most}"
-            )
+            raise ConfigError(f"ngram_proposer_min is {self._fewest}: it is more than ngram_proposer_max, {self._most}")
         self._texts: dict[str, tuple[list[int], dict[tuple[int, ...], int]]] = {}
 
     def propose(self, id: str, prompt: Sequence[int], output: Sequence[int], count: int) -> list[int]:

@@ -12,7 +12,6 @@ from graphllm.config import ConfigError
 from graphllm.engine.structured.source import GrammarError
 from graphllm.engine.structured.vocabulary import Vocabulary
 
-
 MOST_BACK = 1 << 10  # drafts of a step
 
 
