@@ -20,6 +20,7 @@ from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable, history
+from graphllm.engine.constraints import ConstraintError, Constraints
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.options import LogitsProcessor, Row, imported
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     import torch
 
     from graphllm.engine.proposers import Proposer
-    from graphllm.engine.structured.compiler import Grammar, Matcher
+    from graphllm.engine.structured.compiler import Grammar
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.executor import StepResult
 
@@ -117,8 +118,7 @@ class EngineCore:
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
-        self._grammars: dict[str, Grammar] = {}
-        self._matchers: dict[str, Matcher] = {}
+        self._constraints = Constraints(self._table)
         self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._ended = time.monotonic()  # the last step
@@ -200,8 +200,7 @@ class EngineCore:
     def _forget(self, id: str, output: Sequence[int] = ()) -> None:
         if self._proposer is not None:
             self._proposer.end(id, output)
-        self._grammars.pop(id, None)
-        self._matchers.pop(id, None)
+        self._constraints.forget(id)
         self._scored.pop(id, None)
 
     def _count_end(self, reason: str | None) -> None:
@@ -243,8 +242,7 @@ class EngineCore:
             if future.done():
                 del self._compiling[id]
                 try:
-                    self._grammars[id] = future.result()
-                    self._matchers[id] = self._grammars[id].matcher()
+                    self._constraints.add(id, future.result())
                     self._scheduler.add(request)
                 except ConfigError as mistake:
                     self._end(EngineCoreOutput(id, [], "error", error=str(mistake)))
@@ -285,7 +283,7 @@ class EngineCore:
             state.scheduled = state.scheduled or begun
             masked = request.thinking is not None or any(len(words) > 1 for words in request.bad_words)
             begun_states: dict[str, np.ndarray] = {}
-            if self._table.admit(state, always_masked=id in self._matchers or masked):
+            if self._table.admit(state, always_masked=id in self._constraints or masked):
                 bias = request.params.logit_bias or {}
                 begun_states = self._table.states(request.prompt, state.output, bias)
             if length := self._executor.layout.history:
@@ -334,9 +332,17 @@ class EngineCore:
             for at, end in zip(first, [*first[1:], len(mask)], strict=True):
                 state = output.requests[entries[at]]
                 if state.finish_reason is None:  # else it ended with the step before; its rows are not looked at
-                    self._mask_run(state, mask[at:end], self._drafts_of(started, int(entries[at])))
+                    self._mask(state, mask[at:end], self._drafts_of(started, int(entries[at])))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
+
+    def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Write the masks of a request's rows; one whose grammar fails ends."""
+        try:
+            self._constraints.write(state, masks, drafts)
+        except ConstraintError as problem:
+            self._scheduler.fail(state, str(problem))
+            self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem)))
 
     def _drafts_of(self, started: _InFlight, entry: int) -> list[int]:
         """The drafts that a step verifies of an entry, none of one that does not."""
@@ -346,49 +352,6 @@ class EngineCore:
         drafts = self._device_drafts[output.slots[entry]] if output.drafts is None else output.drafts[entry]
         found: list[int] = drafts[: output.query_len - 1].tolist()
         return found
-
-    def _mask_run(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
-        """Write the masks of a request's next tokens, each behind one draft more. Where a draft may not come next, what
-        is sampled behind it does not count, and nothing is written. A grammar that fails ends the request."""
-        from graphllm.engine.structured.source import GrammarError
-
-        matcher, output = self._matchers.get(state.request.id), list(state.output)
-        taken = 0
-        try:
-            for i, row in enumerate(masks):
-                if i:
-                    draft = drafts[i - 1]
-                    if draft < 0 or not masks[i - 1, draft >> 5] >> (draft & 31) & 1:
-                        break
-                    if matcher is not None and self._constrains(state, output):
-                        matcher.advance(draft)
-                        taken += 1
-                    output.append(draft)
-                if matcher is not None and self._constrains(state, output):
-                    matcher.allow(row)
-                self._table.mask_row(row, state.slot, state, output)
-            if matcher is not None:
-                matcher.rollback(taken)
-        except GrammarError as problem:
-            if len(output) > len(state.output):  # behind a draft, which may be wrong: it is as if there were none
-                self._matchers[state.request.id] = self._replayed(state)
-                return
-            message = f"structured_outputs: {problem}"
-            self._scheduler.fail(state, message)
-            self._end(EngineCoreOutput(state.request.id, [], "error", error=message))
-
-    @staticmethod
-    def _constrains(state: RequestState, output: Sequence[int]) -> bool:
-        """Whether a request's grammar holds for what comes next; there is none before its thinking ended."""
-        return state.request.thinking is None or not state.request.thinking.goes_on(output)
-
-    def _replayed(self, state: RequestState) -> Matcher:
-        """A new matcher where a request's output stands."""
-        matcher = self._grammars[state.request.id].matcher()
-        for i, token in enumerate(state.output):
-            if self._constrains(state, state.output[:i]):
-                matcher.advance(token)
-        return matcher
 
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
@@ -446,7 +409,7 @@ class EngineCore:
         """What an output holds beside its tokens: log-probabilities, the prompt's figures with the first, the end."""
         request = state.request
         began = len(state.output) == len(output.tokens)
-        if request.id in self._matchers and state.finish_reason != "error":
+        if request.id in self._constraints and state.finish_reason != "error":
             self._advance(state, output.tokens)
         if request.params.logprobs is not None:
             output.logprobs = scores.get(output.id, [])[: len(output.tokens)]
@@ -467,22 +430,17 @@ class EngineCore:
     def _advance(self, state: RequestState, tokens: list[int]) -> None:
         """Tell a request's grammar its new tokens; one that cannot go on ends the request. What was accepted behind the
         grammar's end is dropped."""
-        from graphllm.engine.structured.source import GrammarError
-
+        # One that a stop token has ended needs to know of the tokens before that only.
+        new = tokens[:-1] if state.finish_reason == "stop" else tokens
         try:
-            matcher, thinking = self._matchers[state.request.id], state.request.thinking
-            known = len(state.output) - len(tokens)
-            # One that a stop token has ended needs to know of the tokens before that only.
-            for i, token in enumerate(tokens[:-1] if state.finish_reason == "stop" else tokens):
-                if thinking is None or not thinking.goes_on(state.output[: known + i]):
-                    matcher.advance(token)
-                if matcher.finished:
-                    del tokens[i + 1 :], state.output[known + i + 1 :]
-                    state.stop_reason = None
-                    self._scheduler.end(state, "stop")
-                    break
-        except GrammarError as problem:
-            self._scheduler.fail(state, f"structured_outputs: {problem}")
+            count = self._constraints.advance(state, new)
+        except ConstraintError as problem:
+            self._scheduler.fail(state, str(problem))
+            return
+        if count is not None:
+            del state.output[len(state.output) - len(tokens) + count :], tokens[count:]
+            state.stop_reason = None
+            self._scheduler.end(state, "stop")
 
     def _scores(self, step: _InFlight, result: StepResult) -> dict[str, list[PositionLogprobs]]:
         """Log-probabilities of the step's sampled tokens by request; those inside prompts are put aside."""

@@ -243,12 +243,13 @@ def test_lossy_acceptance(
     finish(core, [request(str(i), p[:8] * 4, params, seed=i) for i, p in enumerate(_prompts(311, 3))])
     stats = core.stats()
     core.close()
-    right = np.array(stats.accepted_tokens) / stats.drafts
+    # Where the first one was accepted there were three; before that a text may have had none.
+    further, of = np.array(stats.accepted_tokens[1:]), np.array(stats.accepted_tokens[:-1])
+    assert of.min() > 150
     if method == "typical":
-        assert right[0] > 0.9  # a threshold that any draft but the unlikeliest is above
+        assert (further / of > 0.95).all()
     else:
-        sigma = np.sqrt(0.25 / stats.drafts)
-        assert (abs(right - [0.7, 0.49, 0.343]) < 5 * sigma + 0.1 * (temperature == 0)).all(), right
+        assert (abs(further / of - 0.7) < 5 * np.sqrt(0.21 / of) + 0.02).all(), further / of
 
 
 def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
