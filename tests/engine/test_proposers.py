@@ -221,6 +221,24 @@ def test_proposers_that_are_none(settings: dict[str, Any], message: str) -> None
         find_proposer(SpeculationConfig(**settings))
 
 
+def test_what_a_package_offers(monkeypatch: pytest.MonkeyPatch) -> None:
+    offered = SimpleNamespace(load=lambda: Guesses)
+    monkeypatch.setattr(
+        "graphllm.engine.proposers.entry_points",
+        lambda group, name: [offered] if (group, name) == ("graphllm.proposers", "guesses") else [],
+    )
+    assert isinstance(find_proposer(SpeculationConfig(draft_proposer="guesses")), Guesses)
+    assert find_proposer(SpeculationConfig()) is None
+
+
+def test_a_proposer_that_invents_tokens(checkpoint: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "own_proposers", SimpleNamespace(Wrong=Wrong))
+    core = open_core(checkpoint, place, pages=100, speculation=SpeculationConfig(draft_proposer="own_proposers:Wrong"))
+    with pytest.raises(ConfigError, match=r"draft_proposer: Wrong proposed \[5000\]; not all of these are tokens"):
+        finish(core, [request("a", [5, 6], SamplingParams(max_tokens=9))])
+    core.close()
+
+
 def test_artifacts_that_do_not_verify(checkpoint: Path, eager_artifact: Path) -> None:
     with pytest.raises(ConfigError, match="draft_proposer is 'suffix', but num_speculative_tokens is 0: give num_"):
         open_core(checkpoint, eager_artifact, speculation=SpeculationConfig(draft_proposer="suffix"))
