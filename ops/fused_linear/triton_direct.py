@@ -117,7 +117,7 @@ def direct_product(
     operands = ()
     if KEPT:
         for i in tl.static_range(STEPS * CODES):
-            operand = _entries(
+            operand = _entries_of_x(
                 x_at, i // CODES, i % CODES, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, LARGER, EMULATED
             )
             operands += (operand,)
@@ -140,7 +140,7 @@ def direct_product(
             if KEPT:
                 x = operands[step * CODES + j]
             else:
-                x = _entries(x_at, step, j, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, LARGER, EMULATED)
+                x = _entries_of_x(x_at, step, j, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, LARGER, EMULATED)
             if GROUP == 0:
                 acc = tl.dot(number, x, acc, input_precision="ieee")
             else:
@@ -180,7 +180,7 @@ def _constants(
 
 
 @triton.jit
-def _entries(
+def _entries_of_x(
     x_at, step, j, there, span, entry,
     K: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
     LARGER: tl.constexpr, EMULATED: tl.constexpr,
