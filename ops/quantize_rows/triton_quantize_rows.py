@@ -38,7 +38,7 @@ def _code(x):
 
 @triton.jit
 def _codes(low, high, EMULATED: tl.constexpr):
-    """Two E4M3 numbers in an int16. (By the instruction, because ptxas 12.8 gets wrong what Triton makes of two conversions.)"""
+    """Two E4M3 numbers in an int16. By the instruction: ptxas 12.8 gets wrong what Triton makes of two conversions."""
     if EMULATED:
         return (_code(low) | (_code(high) << 8)).to(tl.int16)
     else:
