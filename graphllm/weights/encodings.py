@@ -52,10 +52,12 @@ class Encoding:
 
     block: the smallest (rows, inner entries) that are encoded together. Slices at its multiples are slices of the
     parts. op: the name of the op that multiplies with the parts as they are; None where they are only decoded. It is
-    called with (x_TI, the parts in order, rows, bias_O=None), as `quant_linear`; where ``arguments`` are given, with
-    the parts under these names, in order, and bias_O and ``settings`` by name. moe_op: the name of the op that computes
-    experts whose matrices are encoded, called as `quant_moe`, or with ``moe_arguments`` and ``settings``; None where
-    experts are left alone.
+    called with (x_TI, the parts in order, rows, bias_O=None) and ``settings``, as `quant_linear`; where ``arguments``
+    are given, with the parts under these names, in order, and bias_O and ``settings`` by name. moe_op: the name of the
+    op that computes experts whose matrices are encoded, called as `quant_moe`, or with ``moe_arguments`` and
+    ``settings``; None where experts are left alone. row_op: the name of the op that looks up rows, called with
+    (token_ids_T, the parts in order), dtype, scale and ``settings`` by name, as `gguf_embedding`; None where tables are
+    left alone.
 
     decode(parts, rows, inner): the matrix, of any floating dtype. encode(numbers): the parts of a matrix of any
     floating dtype; None where a checkpoint must bring them, and not needed beside pack. pack(numbers, parts, row,
@@ -77,6 +79,7 @@ class Encoding:
     encode: Encoder | None = None
     pack: Packer | None = None
     moe_op: str | None = None
+    row_op: str | None = None
     arguments: tuple[str, ...] = ()
     moe_arguments: tuple[tuple[str, ...], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
