@@ -12,8 +12,8 @@ from bench.cpu.checkpoint import words
 from bench.cpu.peer import Workload
 
 GGUF_BITS = {"bf16": 16, "Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
-"""The files that are compared, by llama.cpp's names, and the bits of a weight. Some matrices have more: rows that are no
-multiple of 256 cannot be Q4_K, and llama.cpp keeps some in Q6_K, Q5_0 or Q8_0."""
+"""The files that are compared, by llama.cpp's names, and the bits of a weight. Some matrices have more: rows that are
+no multiple of 256 cannot be Q4_K, and llama.cpp keeps some in Q6_K, Q5_0 or Q8_0."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 

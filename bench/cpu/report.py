@@ -210,7 +210,9 @@ def beside(measured: Measured, bits: int, names: Sequence[str]) -> list[str]:
             ratios = measured.ratios(case.name, own, name)
             ahead = f"ahead in {sum(r > 1 for r in ratios)} of {len(ratios)}"
             rows[name][case.name] = f"{_number(statistics.median(ratios))}, {ahead}"
-    title = f"{' or '.join(ours)} over each other system, turn by turn: the median, and the turns in which it was ahead."
+    title = (
+        f"{' or '.join(ours)} over each other system, turn by turn: the median, and the turns in which it was ahead."
+    )
     return [title, "", *table(rows, [*(c.name for c in CASES), _SHARE]), ""]
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Decoder = Callable[[Mapping[str, "Tensor"], int, int], "Tensor"]
 Encoder = Callable[["Tensor"], Mapping[str, "Tensor"]]
 Packer = Callable[["Tensor", Mapping[str, "Tensor"], int, int, Path | None], None]
-Repacker = Callable[[Mapping[str, "Tensor"], int, int], Mapping[str, "Tensor"]]
+Repacker = Callable[[Mapping[str, "Tensor"], int, int, Path | None], Mapping[str, "Tensor"]]
 
 
 class Part(NamedTuple):
@@ -66,9 +66,9 @@ class Encoding:
     kernels, a path that may be None or missing.
 
     devices: where the ops have kernels for it. repacked: the names of encodings that stand for exactly the same
-    numbers, each with the function from the parts (of a matrix [rows, inner]) to its parts. A checkpoint's matrix is
-    repacked while it is read, for an op that reads the other encoding; the first one that an op of the device reads is
-    taken.
+    numbers, each with the function from the parts (of a matrix [rows, inner]; and such a library) to its parts. A
+    checkpoint's matrix is repacked while it is read, for an op that reads the other encoding; the first one that an op
+    of the device reads is taken.
     """
 
     name: str

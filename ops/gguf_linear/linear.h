@@ -3,6 +3,7 @@
 
 #include "cpu_gguf_matrix.h"
 #include "cpu_int_linear.h"
+#include "tiles.h"
 
 #define GRAPHLLM_GGUF_LINEAR_OF(name, format, T)                                                                     \
   extern "C" void graphllm_gguf_linear_##name(const void* x, const void* tiles, const void* bias, void* out,          \
@@ -14,4 +15,10 @@
   }
 #define GRAPHLLM_GGUF_LINEAR(name, format)          \
   GRAPHLLM_GGUF_LINEAR_OF(name##_bf16, format, bf16) \
-  GRAPHLLM_GGUF_LINEAR_OF(name##_f32, format, f32)
+  GRAPHLLM_GGUF_LINEAR_OF(name##_f32, format, f32)   \
+  extern "C" void graphllm_gguf_tiles_##name(const void* blocks, void* tiles, std::int64_t rows, std::int64_t width,   \
+                                             const void* fields, std::int64_t count) {                                 \
+    using namespace graphllm;                                                                                        \
+    make_tiles(static_cast<const std::uint8_t*>(blocks), static_cast<std::uint8_t*>(tiles), rows, width,              \
+               static_cast<const Field*>(fields), count);                                                            \
+  }

@@ -8,8 +8,11 @@ tiled_q4_k and the like are the same bytes in the order in which a CPU reads the
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +20,7 @@ from torch import Tensor
 from graphllm.ops.gguf_blocks import NUMBERS, ROWS, TILED, dequantize, tiles
 from graphllm.weights.encodings import Encoding, Part, register_encoding, register_family
 from graphllm.weights.formats.grouped import grouped_integers, grouped_name
+from graphllm.weights.formats.integers import routines
 from graphllm.weights.gguf import TYPES, Blocks
 
 Parts = Mapping[str, Tensor]
@@ -31,10 +35,10 @@ def _encoding(kind: Blocks, name: str, head: int = 1) -> Encoding:
     def in_order(stored: Tensor) -> Tensor:
         return stored if head == 1 else stored.unflatten(0, (-1, head // 2, 2)).transpose(1, 2).flatten(0, 2)
 
-    def to_tiles(parts: Parts, rows: int, inner: int) -> Parts:
-        return {"tiles": tiles(in_order(parts["blocks"]), kind.name)}
+    def to_tiles(parts: Parts, rows: int, inner: int, library: Path | None = None) -> Parts:
+        return {"tiles": fast_tiles(in_order(parts["blocks"]), kind.name, library)}
 
-    def to_nibbles(parts: Parts, rows: int, inner: int) -> Parts:
+    def to_nibbles(parts: Parts, rows: int, inner: int, library: Path | None = None) -> Parts:
         d, codes = parts["blocks"].reshape(-1, kind.nbytes).split((2, 16), 1)
         numbers = torch.cat([codes & 15, codes >> 4], 1).to(torch.int8) - 8
         numbers, scales = (in_order(each.reshape(rows, -1)) for each in (numbers, d.contiguous().view(torch.float16)))
@@ -65,6 +69,22 @@ def _tiled(kind: str) -> Encoding:
         f"tiled_{kind}", (Part("tiles", "uint8", shape),), (ROWS, form.entries), "gguf_linear", decode,
         row_op="gguf_embedding", settings={"kind": kind}, devices=("cpu",),
     )  # fmt: skip
+
+
+def fast_tiles(blocks_RN: Tensor, kind: str, library: Path | None) -> Tensor:
+    """`graphllm.ops.gguf_blocks.tiles`, by a routine of an artifact's library if that has the kernels of the kind."""
+    function: Any = getattr(routines(library), f"graphllm_gguf_tiles_{kind}", None)
+    if function is None or blocks_RN.device.type != "cpu":
+        return tiles(blocks_RN, kind)
+    blocks_RN, form = blocks_RN.contiguous(), TILED[kind]
+    rows, width = blocks_RN.shape[0], blocks_RN.shape[1] // form.nbytes
+    out = blocks_RN.new_empty((-(-rows // ROWS), width, ROWS * form.nbytes))
+    fields = (ctypes.c_int64 * (3 * len(form.fields)))(*(int(n) for field in form.fields for n in field))
+    function.restype = None
+    sizes = map(ctypes.c_int64, (rows, width))
+    addresses = map(ctypes.c_void_p, (blocks_RN.data_ptr(), out.data_ptr()))
+    function(*addresses, *sizes, fields, ctypes.c_int64(len(form.fields)))
+    return out
 
 
 for _type in TYPES.values():
