@@ -83,7 +83,8 @@ def untiled(tiles_BGN: Tensor, kind: str) -> Tensor:
 def dequantize(tiles_BGN: Tensor, kind: str, rows: int) -> Tensor:
     """The first ``rows`` rows of the matrix that tiles stand for, exactly as ggml computes them, in float32."""
     blocks = untiled(tiles_BGN, kind)[:rows]
-    return NUMBERS[kind](blocks.reshape(-1, TILED[kind].nbytes)).reshape(rows, -1)
+    numbers = NUMBERS[kind](blocks.reshape(-1, TILED[kind].nbytes))
+    return numbers.reshape(rows, tiles_BGN.shape[1] * TILED[kind].entries)
 
 
 def _as_units(part: Tensor, unit: int) -> Tensor:
