@@ -1,5 +1,5 @@
 """Fixtures for tests of C++ kernels: compiled for another instruction level, and run by some threads. Lets the tests
-here import sampling_statistics, which lies beside them."""
+here import sampling_statistics and rounding, which lie beside them."""
 
 from __future__ import annotations
 
