@@ -52,7 +52,7 @@ PEER = {
 SAMPLED = ("gpt-oss-20b-mxfp4",)  # at temperature 1: greedy, random weights send all tokens to few experts
 # Bytes of a weight of a layer that is encoded, by quant_method, with its scales; of GPT-OSS only experts are.
 ENCODED = {"fbgemm_fp8": 1.0, "awq": 0.5 + 4 / 128, "mxfp4": 0.5 + 1 / 32}
-IDLE = {"qwen3-0.6b": (1, 64, 256)}  # batches whose idle share is measured: where steps are short
+TRACED = {"qwen3-0.6b": "1,64,256"}  # batches whose steps are traced: where they are short
 UP = ("mixed", "prefill 32x1024")  # rows where more is better
 
 
@@ -181,14 +181,16 @@ def padding(core: Any) -> dict[str, tuple[int, int]]:
     return {name: (b.tokens + b.padding, b.padding) for name, b in core.stats().buckets.items()}
 
 
-def idle(artifact: Path, folder: Path, size: int) -> dict[str, float]:
-    """Of decode steps: the share of time in which no kernel runs, and what the host does beside waiting, in ms, both
-    with what the profiler adds to each launch."""
+def traced(artifact: Path, folder: Path, size: int, greedy: bool = True) -> dict[str, Any]:
+    """Of decode steps of so many requests: the share of time in which no kernel runs, what the host does beside
+    waiting, in ms, and the kernels of a step, each with its launches and ms; all with what the profiler adds."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     core = load(artifact, folder)
-    add(core, [[1] * 128] * size, [200] * size, {"temperature": 0.0})
+    rng, vocab = np.random.default_rng(0), json.loads((folder / "config.json").read_text())["vocab_size"]
+    prompts = [rng.integers(0, vocab, 128).tolist() for _ in range(size)]
+    add(core, prompts, [200] * size, {"temperature": 0.0 if greedy else 1.0})
     for _ in range(60):
         core.step()
     steps = 40
@@ -201,6 +203,7 @@ def idle(artifact: Path, folder: Path, size: int) -> dict[str, float]:
             torch.cuda.synchronize()
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
+    core.close()
     spans = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )
@@ -209,9 +212,18 @@ def idle(artifact: Path, folder: Path, size: int) -> dict[str, float]:
         busy += max(0.0, stop - max(start, end))
         end = max(end, stop)
     waits = sum(e["dur"] for e in events if e.get("name") == "cudaEventSynchronize")
+    kernels: dict[str, list[float]] = {}
+    for e in events:
+        if e.get("cat") == "kernel":
+            grid = "x".join(map(str, e["args"]["grid"]))
+            kernels.setdefault(f"{e['name'][:60]} {grid}", []).append(e["dur"] / 1e3)
     return {
         "GPU idle share": round(1 - busy / (end - spans[0][0]), 3),
         "host ms a step": round(1e3 * wall / steps - waits / 1e3 / steps, 3),
+        "kernels of a step": {
+            name: {"launches": round(len(ms) / steps, 2), "ms": round(sum(ms) / steps, 4)}
+            for name, ms in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        },
     }
 
 
@@ -279,10 +291,11 @@ def main() -> None:
     parser.add_argument("--startup", action="store_true")
     parser.add_argument("--compile", default="--max-model-len 8320", help="options of graphllm compile")
     parser.add_argument("--rows", default="", help='only these, such as "decode 1,TTFT 8192"; empty for all')
+    parser.add_argument("--trace", default="", help="batches of which a step's kernels are listed, such as 1,64")
     parser.add_argument("--no-experts", action="store_true", help="do not count distinct experts")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    parser.add_argument("--idle", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--traced", nargs=4, help=argparse.SUPPRESS)
     parser.add_argument("--first-token", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--experts", nargs=2, type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -297,9 +310,9 @@ def main() -> None:
     if args.experts:
         print(json.dumps(distinct_experts(*args.experts, (1, 32, 128))))
         return
-    if args.idle:
-        artifact, folder, size = args.idle
-        print(json.dumps(idle(Path(artifact), Path(folder), int(size))))
+    if args.traced:
+        artifact, folder, size, shape = args.traced
+        print(json.dumps(traced(Path(artifact), Path(folder), int(size), shape not in SAMPLED)))
         return
     import torch
 
@@ -317,7 +330,11 @@ def main() -> None:
         found: dict[str, Any] = {"compile s": round(time.perf_counter() - begin, 1), "rows": {}}
         part = last_line("--runs", str(args.runs), "--rows", args.rows, "--worker", shape, str(artifact), str(folder))
         parts = [part] if part else []
-        found["idle"] = {n: last_line("--idle", str(artifact), str(folder), str(n)) for n in IDLE.get(shape, ())}
+        found["traced"] = {
+            n: last_line("--traced", str(artifact), str(folder), n, shape)
+            for n in (args.trace or TRACED.get(shape, "")).split(",")
+            if n
+        }
         if "num_experts_per_tok" in SHAPES[shape] and not args.no_experts:
             counting = folder / "counting"
             compile_to(counting, folder, *dummy, "--count-expert-tokens")

@@ -51,6 +51,19 @@ def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
 
 
 _NGRAM = ("ngram", "ngram_gpu")
+_ACCEPTANCE = ("rejection_sample_method", "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate")
+# Methods that guess on the host, and what their keys mean.
+_ON_HOST: Mapping[str, Mapping[str, str]] = {
+    "suffix": {
+        name: name
+        for name in (
+            "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        )
+    },
+    "ngram_host": {"prompt_lookup_max": "ngram_proposer_max", "prompt_lookup_min": "ngram_proposer_min"},
+    "custom_class": {"model": "draft_proposer"},
+}  # fmt: skip
 
 
 def _speculation(value: Any) -> Mapping[str, Any]:
@@ -59,12 +72,19 @@ def _speculation(value: Any) -> Mapping[str, Any]:
         raise ConfigError(f"speculative_config is {value!r:.80}: give an object with method and num_speculative_tokens")
     given = {name: v for name, v in value.items() if v is not None}
     method = given.pop("method", "draft_model")
-    if method not in ("draft_model", *_NGRAM):
-        raise ConfigError(f"speculative_config.method is {method!r:.80}: drafts come from draft_model or ngram")
+    if method not in ("draft_model", *_NGRAM, *_ON_HOST):
+        raise ConfigError(
+            f"speculative_config.method is {method!r:.80}: drafts come from draft_model, ngram, {', '.join(_ON_HOST)}"
+        )
     if given.get("draft_tensor_parallel_size") == 1:
         del given["draft_tensor_parallel_size"]
     known = {"num_speculative_tokens": "num_speculative_tokens"}
-    if method == "draft_model":
+    known["disable_by_batch_size"] = "speculative_disable_by_batch_size"
+    if method in _ON_HOST:
+        known |= {"draft_proposer": "draft_proposer", **_ON_HOST[method]}
+        given = {"draft_proposer": method.removesuffix("_host")} | given if method != "custom_class" else given
+    elif method == "draft_model":
+        known |= {name: name for name in ("draft_sample_method", *_ACCEPTANCE)}
         known["model"] = "speculative_model"
     else:
         known |= {name: name for name in ("prompt_lookup_max", "prompt_lookup_min")}
@@ -73,7 +93,7 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     if wrong := [name for name in given if name not in known]:
         raise ConfigError(
             f"speculative_config.{wrong[0]} is {given[wrong[0]]!r:.80}: with method {method} give "
-            f"{', '.join(known)} only"
+            f"{', '.join(name for name in known if name != 'draft_proposer')} only"
         )
     return {ours: given[theirs] for theirs, ours in known.items() if theirs in given}
 

@@ -184,7 +184,7 @@ def few_kernel(
     bias = tl.zeros([BLOCK_N], tl.float32)
     if BIAS:
         bias = tl.load(bias_ptr + expert * ROWS + row, mask=in_row, other=0.0).to(tl.float32)
-    weight = expert.to(tl.int64) * ROWS + row
+    weight_index = expert.to(tl.int64) * ROWS + row
     scale = expert.to(tl.int64) * (GROUPS * ROWS) + row
     if BLOCK_S:
         rank = tl.cumsum(there.to(tl.int32), axis=0)
@@ -194,9 +194,9 @@ def few_kernel(
             of_slot = tl.max(tl.where(here, pair[:, None], -1), axis=0)
             from_row = of_slot // A if GATED else of_slot
             acc = direct_product(
-                weight_ptr, weight, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
-                of_slot >= 0, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_S, BLOCK_K, WARPS, False,
-                EMULATED,
+                weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
+                of_slot >= 0, x_ptr, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, BLOCK_S, BLOCK_K,
+                WARPS, False, EMULATED,
             )  # fmt: skip
             _write_few(
                 acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N,
@@ -205,7 +205,7 @@ def few_kernel(
         return
     x_row = x_ptr + (t if GATED else pair)[:, None] * X_ROW
     k = tl.arange(0, BLOCK_K)
-    weight_row = weight_ptr + weight[:, None] * WEIGHT_ROW
+    weight_row = weight_ptr + weight_index[:, None] * WEIGHT_ROW
     EVEN: tl.constexpr = K % BLOCK_K == 0
     if FORM != "":
         acc = encoded_product(

@@ -1,5 +1,5 @@
-"""Fixtures for tests of C++ kernels: compiled for another instruction level, and run by some threads. Tests may import
-rounding, which lies beside them."""
+"""Fixtures for tests of C++ kernels: compiled for another instruction level, and run by some threads. Lets the tests
+here import sampling_statistics and rounding, which lie beside them."""
 
 from __future__ import annotations
 

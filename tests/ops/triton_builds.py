@@ -1,12 +1,12 @@
-"""Builds the Triton kernels of every op for sm_90 without a GPU, at one large case of each implementation, as far as
-PTX: what the interpreter takes and the compiler does not. A program, because the interpreter is chosen at import: to be
-run without TRITON_INTERPRET."""
+"""Builds the Triton kernels of every op for sm_90 without a GPU, at the small cases of each implementation and with its
+first and last launch constants, as far as PTX: what the interpreter takes and the compiler does not. A program, because
+the interpreter is chosen at import: to be run without TRITON_INTERPRET, on the ops that are named, or all."""
 
 from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -16,41 +16,44 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
 from graphllm.config import Target
-from graphllm.ir.op import CallSite, Op
+from graphllm.ir.op import CallSite, Impl, Op
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing import Maker
 from graphllm.ir.testing.check import cases_of
 
 TARGET = Target("cuda", ("sm_90", "sms_132"), "H200")
 POINTERS = {
-    torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
+    torch.bfloat16: "*bf16", torch.float16: "*fp16",
+    torch.float32: "*fp32", torch.float64: "*fp64", torch.int64: "*i64", torch.int32: "*i32",
     torch.int16: "*i16", torch.int8: "*i8", torch.uint8: "*u8", torch.bool: "*i1",
     torch.float8_e4m3fn: "*fp8e4nv",
 }  # fmt: skip
 
 
-def launches(op: Op, name: str) -> list[dict[str, Any]]:
-    """Of the Triton kernels that an implementation starts at the last small case that it takes: the arguments of their
+def launches(op: Op, impl: Impl) -> Iterator[dict[str, Any]]:
+    """Of the Triton kernels that an implementation starts at the small cases that it takes: the arguments of their
     calls as a tracer records them."""
     maker = Maker(torch.Generator(), torch.device("cpu"), torch.bfloat16)
-    for case in reversed([c for c in cases_of(op) if c.size == "small"]):
+    for case in (c for c in cases_of(op) if c.size == "small"):
         args = op.bind((), case.inputs(maker))
         site = CallSite(args, TARGET, case.bucket)
-        if op.impls[name].supports(site):
-            tensors = {n: v for n, v in args.items() if isinstance(v, torch.Tensor)}
-            fn = functools.partial(op.impls[name].at(site), **{n: v for n, v in args.items() if n not in tensors})
-
+        if not impl.supports(site):
+            continue
+        tensors = {n: v for n, v in args.items() if isinstance(v, torch.Tensor)}
+        others = {n: v for n, v in args.items() if n not in tensors}
+        configs = impl.configs(site)
+        for config in configs[:: max(1, len(configs) - 1)]:
+            fn = functools.partial(impl.fn, **others, **config)
             graph = make_fx(_of_names(fn), tracing_mode="fake")(tensors).graph
-            return [n.kwargs for n in graph.nodes if "triton_kernel_wrapper" in str(n.target)]
-    return []
+            yield from (n.kwargs for n in graph.nodes if "triton_kernel_wrapper" in str(n.target))
 
 
 def _of_names(fn: Callable[..., Any]) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: fn(**tensors)
 
 
-def build(call: dict[str, Any]) -> str:
-    """PTX of a recorded launch."""
+def build(call: dict[str, Any], built: dict[str, str]) -> str:
+    """PTX of a recorded launch; equal ones are built once."""
     kernel = kernel_side_table.get_kernel(call["kernel_idx"])
     given = {**kernel_side_table.get_constant_args(call["constant_args_idx"]), **call["kwargs"]}
     options = {}
@@ -69,18 +72,27 @@ def build(call: dict[str, Any]) -> str:
             signature[name], aligned[(i,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if isinstance(value, float) else "i32"
+    key = repr((kernel.fn, signature, constants, sorted(aligned), options))
+    if key not in built:
+        built[key] = _ptx(kernel, signature, constants, aligned, options)
+    return built[key]
+
+
+def _ptx(kernel: Any, signature: dict, constants: dict, aligned: dict, options: dict) -> str:
     source = ASTSource(kernel, signature, constexprs=constants, attrs=aligned)
     return compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
 
 
-def main() -> None:
+def main(names: Collection[str]) -> None:
     assert triton_kernel_wrapper_functional  # registers the operator that tracers record
     for op in load_ops().values():
         for impl in op.impls.values():
-            if impl.device == "cuda":
-                made = [build(call) for call in launches(op, impl.name)]
-                print(op.name, impl.name, len(made), all(".target sm_90" in ptx for ptx in made), flush=True)
+            if impl.device == "cuda" and (not names or op.name in names):
+                built: dict[str, str] = {}
+                for call in launches(op, impl):
+                    build(call, built)
+                print(op.name, impl.name, len(built), all(".target sm_90" in ptx for ptx in built.values()), flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
