@@ -160,7 +160,7 @@ class SamplingTable:
             sample_index = positions[logits_indices] + 1 - self.prompt_len[slot_R]
         special = self.special[slot_R] | (sample_index < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
-        longest = int(total.max())
+        longest = int(total.max()) + layout.lookahead
         arrays = {
             "token_ids": self._token_ids(output, requests, query_start_loc[1:], T),
             "positions": positions,

@@ -75,7 +75,7 @@ class CacheManager:
         self._windows = [g for g in self.groups if isinstance(g, WindowBlocks)]
         self._single = self.groups[0] if len(self.groups) == 1 and not self._windows else None
         self.tables = tuple(g.table for g in self.groups)
-        self.recurrent = layout.recurrent
+        self.recurrent, self._lookahead, self._next_seen = layout.recurrent, layout.lookahead, layout.next_seen
         self.snapshots = Snapshots(layout.num_snapshots, self.boundary, caching) if layout.recurrent else None
         self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [
             *self.groups,
@@ -111,9 +111,14 @@ class CacheManager:
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
         self._digest(state, end)
-        return self._find(state.digests, end) or none
+        hit = self._find(state.digests, end)
+        if hit is not None and self._next_seen:
+            hit = self._find(state.digests, hit.num_tokens - self.boundary)
+        return hit or none
 
     def _find(self, digests: list[bytes], end: int) -> Hit | None:
+        if not end:
+            return None
         size = self.block_size
         found = [r.find(digests[r.unit // size - 1 : end // size : r.unit // size]) for r in self._retentions]
         while end:
@@ -205,6 +210,14 @@ class CacheManager:
                 group.extend(slot, end)
             self._note(slot)
         return True
+
+    def look_ahead(self, slots: np.ndarray, ends: np.ndarray) -> None:
+        """Blocks for what a draft graph writes behind the last tokens of these slots, which have those of the step; as
+        far as there are enough. Where there are not, drafts see less and are worse."""
+        ends = np.minimum(ends + self._lookahead, self._max_len)
+        late = ends > self.reach[slots]
+        if np.count_nonzero(late) and not self.extend_each(slots[late], ends[late]):
+            self.extend_all(slots[late], ends[late])
 
     def extend(self, slot: int, start: int, end: int, copies: list[tuple[int, int]]) -> bool:
         """Give back what the token at ``start`` and later ones do not see, and allocate up to ``end``; append the
