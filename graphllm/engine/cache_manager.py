@@ -75,7 +75,7 @@ class CacheManager:
         self._windows = [g for g in self.groups if isinstance(g, WindowBlocks)]
         self._single = self.groups[0] if len(self.groups) == 1 and not self._windows else None
         self.tables = tuple(g.table for g in self.groups)
-        self.recurrent, self._lookahead, self._next_seen = layout.recurrent, layout.lookahead, layout.next_seen
+        self.recurrent, self._lookahead, self._ahead = layout.recurrent, layout.lookahead, int(layout.next_seen)
         self.snapshots = Snapshots(layout.num_snapshots, self.boundary, caching) if layout.recurrent else None
         self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [
             *self.groups,
@@ -83,7 +83,7 @@ class CacheManager:
         ]
         self.caching = caching and bool(self._retentions) and not (layout.recurrent and not layout.num_snapshots)
         self._interval = -(-snapshot_interval // self.boundary) * self.boundary
-        self._hasher = PrefixHasher(block_size, secret, layout.groups)
+        self._hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
         # By slot: tokens for which there are blocks, -1 where it must first get one of its own; position behind which a
         # window lets go of a block; tokens whose blocks are findable; tokens at which the next ones become so.
         self.reach = np.full(max_num_seqs, NEVER, dtype=np.int32)
@@ -111,14 +111,9 @@ class CacheManager:
             return none
         end = (state.num_tokens - 1) // self.boundary * self.boundary
         self._digest(state, end)
-        hit = self._find(state.digests, end)
-        if hit is not None and self._next_seen:
-            hit = self._find(state.digests, hit.num_tokens - self.boundary)
-        return hit or none
+        return self._find(state.digests, end) or none
 
     def _find(self, digests: list[bytes], end: int) -> Hit | None:
-        if not end:
-            return None
         size = self.block_size
         found = [r.find(digests[r.unit // size - 1 : end // size : r.unit // size]) for r in self._retentions]
         while end:
@@ -140,7 +135,7 @@ class CacheManager:
         """Extend the sequence's chain of digests to the full blocks of that many tokens."""
         have, size = len(state.digests), self.block_size
         if num_tokens // size > have:
-            tokens = state.tokens(have * size, num_tokens // size * size)
+            tokens = state.tokens(have * size, num_tokens // size * size + self._ahead)
             self._hasher.extend(state.request, state.digests, tokens)
 
     def can_fork(self, leader: int, num_tokens: int) -> bool:
@@ -255,7 +250,8 @@ class CacheManager:
         if not self.caching:
             return
         slot, size = state.slot, self.block_size
-        stored, end = int(self._stored[slot]), num_computed_tokens // size * size
+        known = min(num_computed_tokens, state.num_tokens - self._ahead)
+        stored, end = int(self._stored[slot]), known // size * size
         if end > stored:
             self._digest(state, end)
             for group in self.groups:

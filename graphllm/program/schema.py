@@ -27,7 +27,7 @@ class CacheLayout(NamedTuple):
     rows of item states. max_adapters: entries of adapter states beside the neutral one. query_lens: tokens a sequence
     that verification steps may have, none without. history: tokens of a sequence that its slot remembers.
     lookahead: positions behind a step's tokens that a draft graph writes. next_seen: what it keeps of a token depends
-    on the one behind it, so the last token of a beginning that is found is to be computed again.
+    on the one behind it, too.
     """
 
     groups: tuple[CacheGroup, ...]
