@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import SimpleNamespace
 
+import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
@@ -18,13 +19,15 @@ from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, se
 from graphllm.ir.model import Drafts, Hidden
 from graphllm.model_defs.common import HF
 from graphllm.ops.linear import linear
+from graphllm.weights.expr import Read
 
 _MOST = 64
 
 
 @dataclass(frozen=True)
 class Config:
-    """heads: drafts of one run. blocks: residual blocks of a head."""
+    """heads: drafts of one run. blocks: residual blocks of a head. kept: tokens that they draft, the most frequent
+    ones, which the tensor "token_map" names."""
 
     D: int
     V: int
@@ -32,6 +35,7 @@ class Config:
     heads: int
     blocks: int
     bias: bool
+    kept: int
 
 
 def from_hf(hf: HF) -> Config:
@@ -47,6 +51,7 @@ def from_hf(hf: HF) -> Config:
         heads=whole(hf, heads, le=_MOST),
         blocks=whole(hf, blocks, 1, le=_MOST),
         bias=biased or switch(hf, "medusa_fc_bias", False),
+        kept=whole(hf, "truncated_vocab_size", whole(hf, "vocab_size"), whole(hf, "vocab_size")),
     )
 
 
@@ -59,13 +64,16 @@ def head_weights(c: Config) -> dict[str, Weight]:
             if c.bias:
                 weights[f"bias_{i}_{j}"] = Weight((c.D,), (tuple(f"{n}.bias" for n in names),))
         heads = (f"lm_heads.{i}", f"medusa_heads.{i}.{c.blocks}", f"{i}.{c.blocks}")
-        weights[f"lm_head_{i}"] = Weight((c.V, c.D), (tuple(f"{n}.weight" for n in heads),))
+        weights[f"lm_head_{i}"] = Weight((c.kept, c.D), (tuple(f"{n}.weight" for n in heads),))
+    if c.kept != c.V:
+        weights["token_map"] = Weight((c.kept,), expr=Read(("token_map",), (c.kept,), "int64"), dtype="float32")
     return weights
 
 
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Drafts:
     x_SD = select_rows(x_TD, ctx.inputs.logits_indices)
-    return Drafts(tuple(_logits(c, w, x_SD, i) for i in range(c.heads)))
+    ids = None if c.kept == c.V else w.token_map.round().to(torch.int64)
+    return Drafts(tuple(_logits(c, w, x_SD, i) for i in range(c.heads)), ids)
 
 
 def _logits(c: Config, w: SimpleNamespace, x_SD: Tensor, head: int) -> Tensor:
