@@ -126,23 +126,14 @@ def _behind_norm(graph: Graph, model: Model, c: Any, hidden: Hidden) -> Graph:
         )
     own = {f"main_{n}": Weight(w.shape, tie=f"head.{n}") for n, w in main.head_weights(c).items() if len(w.shape) == 1}
 
-    def behind(c: Any, w: Any, hidden_TD: Tensor) -> Tensor:
+    def behind(own_c: Any, w: Any, hidden_TD: Tensor) -> Tensor:
         parts = hidden_TD.unflatten(-1, (-1, hidden.size)).unbind(1)
-        normed = [norm(c, _Named(w, "main_"), part) for part in parts]
+        mains = SimpleNamespace(**{n.removeprefix("main_"): getattr(w, n) for n in own})
+        normed = [norm(c, mains, part) for part in parts]
         joint = normed[0] if len(normed) == 1 else torch.cat(normed, -1)
-        return joint if project is None else project(c, w, joint)
+        return joint if project is None else project(own_c, w, joint)
 
     return dataclasses.replace(graph, project_weights=lambda c: own | before(c), project=behind)
-
-
-class _Named:
-    """Weights by the ends of their names."""
-
-    def __init__(self, weights: Any, start: str) -> None:
-        self._weights, self._start = weights, start
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._weights, self._start + name)
 
 
 def one_row_more(graph: Graph, c: Any) -> bool:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, silu
 from transformers import LlamaConfig, LlamaForCausalLM
 
 Seen = tuple[Tensor, tuple[Tensor, ...]]
-"""Token ids [B, T], and the model's hidden states [B, T, D]: of its embedding, behind each layer, the last one normed."""
+"""Token ids [B, T], and the model's hidden states [B, T, D]: of its embedding, behind each layer, the last normed."""
 
 
 class Head(Protocol):

@@ -42,11 +42,12 @@ base_model: {base}
 # {title} for {base}
 
 It drafts up to {count} tokens, of which the model keeps those that it would have said itself: see
-`docs/speculative-decoding.md`. {parameters:.2f} M parameters in bf16, {steps} steps in {minutes:.1f} minutes on one {device}:
+`docs/speculative-decoding.md`. {parameters:.2f} M parameters in bf16, {steps} steps in {minutes:.1f} minutes on one
+{device}:
 
     {command}
 
-On text that was not trained on, of the tokens that the model says, with each draft right only where those before it are:
+On text that was not trained on, where the model speaks; a draft counts only where those before it are right:
 
 | drafts right | share of places |
 | ---: | ---: |
@@ -182,7 +183,8 @@ def main() -> None:
         parser.error("--text: give a file of text for a model of your own")
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).to(device).eval().requires_grad_(False)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = model.to(device).eval().requires_grad_(False)
 
     def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         if args.text is None:
