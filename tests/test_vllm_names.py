@@ -156,7 +156,7 @@ def test_names_that_mean_a_setting() -> None:
             {"speculative_config": {"method": "eagel"}},
             "speculative_config.method is 'eagel': there are draft_model, ea",
         ),
-        ({"speculative_config": {"num_speculative_tokens": 2}}, "speculative_config: has neither method nor model"),
+        ({"speculative_config": {"num_speculative_tokens": 2}}, "it has neither method nor model"),
         (
             {"speculative_config": {"method": "ngram", "model": "m"}},
             "speculative_config.model is 'm': with method ngram",

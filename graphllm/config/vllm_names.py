@@ -65,7 +65,7 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     if method not in (None, *_DRAFTING, *_NGRAM):
         raise ConfigError(f"speculative_config.method is {method!r:.80}: there are {', '.join((*_DRAFTING, *_NGRAM))}")
     if method is None and "model" not in given:
-        raise ConfigError("speculative_config: has neither method nor model; give one of them")
+        raise ConfigError(f"speculative_config is {value!r:.80}: it has neither method nor model; give one of them")
     if given.get("draft_tensor_parallel_size") == 1:
         del given["draft_tensor_parallel_size"]
     known = {"num_speculative_tokens": "num_speculative_tokens"}
