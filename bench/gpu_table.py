@@ -52,12 +52,7 @@ PEER = {
 SAMPLED = ("gpt-oss-20b-mxfp4",)  # at temperature 1: greedy, random weights send all tokens to few experts
 # Bytes of a weight of a layer that is encoded, by quant_method, with its scales; of GPT-OSS only experts are.
 ENCODED = {"fbgemm_fp8": 1.0, "awq": 0.5 + 4 / 128, "mxfp4": 0.5 + 1 / 32}
-TRACED = {
-    "qwen3-0.6b": (1, 64, 256),
-    "llama3.1-8b-fp8": (1,),
-    "llama3.1-8b-awq": (1, 64),
-    "gpt-oss-20b-mxfp4": (1, 32),
-}  # batches whose steps are traced: where they are short
+TRACED = {"qwen3-0.6b": "1,64,256"}  # batches whose steps are traced: where they are short
 UP = ("mixed", "prefill 32x1024")  # rows where more is better
 
 
@@ -296,6 +291,7 @@ def main() -> None:
     parser.add_argument("--startup", action="store_true")
     parser.add_argument("--compile", default="--max-model-len 8320", help="options of graphllm compile")
     parser.add_argument("--rows", default="", help='only these, such as "decode 1,TTFT 8192"; empty for all')
+    parser.add_argument("--trace", default="", help="batches of which a step's kernels are listed, such as 1,64")
     parser.add_argument("--no-experts", action="store_true", help="do not count distinct experts")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
@@ -335,7 +331,9 @@ def main() -> None:
         part = last_line("--runs", str(args.runs), "--rows", args.rows, "--worker", shape, str(artifact), str(folder))
         parts = [part] if part else []
         found["traced"] = {
-            n: last_line("--traced", str(artifact), str(folder), str(n), shape) for n in TRACED.get(shape, ())
+            n: last_line("--traced", str(artifact), str(folder), n, shape)
+            for n in (args.trace or TRACED.get(shape, "")).split(",")
+            if n
         }
         if "num_experts_per_tok" in SHAPES[shape] and not args.no_experts:
             counting = folder / "counting"

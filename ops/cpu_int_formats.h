@@ -16,20 +16,26 @@ namespace {
 constexpr i64 kRows = kLanes;           // weight rows a block
 constexpr i64 kLine = 64;               // bytes: four or, of int4, eight inner entries of 16 rows
 
+// What the sum of a group's products lacks, for integers to which `zero` was added, by the sum of the entries of x.
+template <int kZero>
+struct ZeroPoint {
+  static constexpr int zero = kZero;
+  static std::int32_t correction(float, std::int32_t sum) { return -kZero * sum; }
+};
+
 // The formats. group: inner entries that share a scale. lines: of a group. parts: operands in a line, of four inner
 // entries each. zero: what is added to a weight to make the number that `Line` holds.
-struct Int8 {
+#ifdef GRAPHLLM_VNNI
+struct Int8 : ZeroPoint<128> {
+#else
+struct Int8 : ZeroPoint<0> {
+#endif
   static constexpr i64 group = 64, lines = group / 4;
   static constexpr int parts = 1;
-#ifdef GRAPHLLM_VNNI
-  static constexpr int zero = 128;
-#else
-  static constexpr int zero = 0;
-#endif
 };
-struct Int4 {
+struct Int4 : ZeroPoint<8> {
   static constexpr i64 group = 32, lines = group / 8;
-  static constexpr int parts = 2, zero = 8;
+  static constexpr int parts = 2;
 };
 
 inline Vec load_vec(const float* from) {

@@ -10,7 +10,7 @@ namespace graphllm {
 namespace {
 
 // Rows of x as int8, a tile of rows at a time and in the order in which they are read: for each group of inner entries
-// the scale of each row and what corrects for the zero point of the weights, then four entries of each row by turns.
+// the scale of each row and what corrects for the zero point or the minimum of the weights, then four entries of each row by turns.
 template <typename F>
 struct Quantized {
   char* data;
@@ -72,7 +72,7 @@ void quantize_rows(const T* rows_of_x, i64 stride, i64 K, const Quantized<F>& to
           std::memcpy(at + width * (8 + (i * 4 + quad) * 4), reinterpret_cast<const char*>(&bytes) + quad * 4, 4);
       }
       for (int i = 0; i < kLanes; i++) sum += sums[i];
-      const std::int32_t correction = -F::zero * sum;
+      const std::int32_t correction = F::correction(scale, sum);
       std::memcpy(at, &scale, 4);
       std::memcpy(at + width * 4, &correction, 4);
     }

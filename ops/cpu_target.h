@@ -29,7 +29,7 @@ using f32 = float;
 template <int kIndex>
 using Index = std::integral_constant<int, kIndex>;
 
-inline i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
+constexpr i64 ceil_div(i64 a, i64 b) { return (a + b - 1) / b; }
 
 struct bf16 {
   std::uint16_t bits;

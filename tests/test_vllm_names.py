@@ -139,6 +139,30 @@ def test_names_that_mean_a_setting() -> None:
             {"spec_method": "ngram", "spec_tokens": 2},
             {"num_speculative_tokens": 2, "prompt_lookup_max": 5, "prompt_lookup_min": 5},
         ),
+        (
+            {
+                "speculative_config": {
+                    "method": "suffix",
+                    "num_speculative_tokens": 4,
+                    "disable_by_batch_size": 8,
+                    "suffix_decoding_max_tree_depth": 9,
+                }
+            },
+            {
+                "num_speculative_tokens": 4,
+                "draft_proposer": "suffix",
+                "speculative_disable_by_batch_size": 8,
+                "suffix_decoding_max_tree_depth": 9,
+            },
+        ),
+        (
+            {"speculative_config": {"method": "custom_class", "model": "m:C", "num_speculative_tokens": 4}},
+            {"num_speculative_tokens": 4, "draft_proposer": "m:C"},
+        ),
+        (
+            {"speculative_config": {"method": "ngram_host", "num_speculative_tokens": 4, "prompt_lookup_max": 3}},
+            {"num_speculative_tokens": 4, "draft_proposer": "ngram", "ngram_proposer_max": 3},
+        ),
         ({"structured_outputs_config": {"backend": "xgrammar"}}, {"structured_outputs_backend": "xgrammar"}),
         ({"structured_outputs_config": {"backend": None, "enable_in_reasoning": False}}, {}),
         ({"guided_decoding_backend": "outlines"}, {"structured_outputs_backend": "outlines"}),
@@ -160,6 +184,10 @@ def test_names_that_mean_a_setting() -> None:
         (
             {"speculative_config": {"method": "ngram", "model": "m"}},
             "speculative_config.model is 'm': with method ngram",
+        ),
+        (
+            {"speculative_config": {"method": "suffix", "prompt_lookup_max": 2}},
+            "speculative_config.prompt_lookup_max is 2: with method suffix give num_speculative_tokens, disable_by",
         ),
         (
             {"structured_outputs_config": {"backend": "yacc"}},

@@ -8,7 +8,35 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.cpu.checkpoint import words
+from bench.cpu.peer import Workload
+
+GGUF_BITS = {"bf16": 16, "Q8_0": 8, "Q4_0": 4, "Q4_K_M": 4}
+"""The files that are compared, by llama.cpp's names, and the bits of a weight. Some matrices have more: rows that are
+no multiple of 256 cannot be Q4_K, and llama.cpp keeps some in Q6_K, Q5_0 or Q8_0."""
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def gguf_file(model: Workload, kind: str) -> Path:
+    """Where the file of that kind is, or is to be."""
+    return model.work / f"{kind}.gguf"
+
+
+def write_quantized(model: Workload, kind: str) -> None:
+    """Write that file, unless it is there: llama.cpp rounds the numbers."""
+    whole, file = gguf_file(model, "bf16"), gguf_file(model, kind)
+    if not whole.exists():
+        write_gguf(model.checkpoint, whole, model.config, words(model.config))
+    if file.exists():
+        return
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    part = file.with_suffix(".part")
+    if llama_cpp.llama_model_quantize(str(whole).encode(), str(part).encode(), params):
+        raise RuntimeError(f"llama.cpp could not quantize {whole} to {kind}")
+    part.rename(file)
 
 
 def gguf_name(name: str, config: dict[str, Any]) -> str:
@@ -47,7 +75,7 @@ def write_gguf(checkpoint: Path, file: Path, config: dict[str, Any], words: Sequ
     writer.add_tokenizer_pre("qwen2")
     writer.add_token_list(list(words))
     writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
-    writer.add_token_merges(["a b"])  # llama.cpp wants a list; prompts are token ids
+    writer.add_token_merges(["\u0120 w"])  # the one merged token of `words`
     writer.add_eos_token_id(config["eos_token_id"])
     with safe_open(checkpoint / "model.safetensors", framework="pt") as tensors:
         for name, sources in _stacks(tensors.keys()).items():

@@ -197,18 +197,22 @@ def to_markdown(measured: Measured, name: str) -> str:
 
 
 def beside(measured: Measured, bits: int, names: Sequence[str]) -> list[str]:
-    """graphllm over each other system, turn by turn, and how much of the read speed around it decoding used."""
-    ours = next((n for n in names if n.startswith(OURS)), None)
-    if ours is None:
+    """graphllm over each other system, turn by turn, and how much of the read speed around it decoding used. Systems of
+    the same file, which their names end with, are compared with each other."""
+    ours = [n for n in names if n.startswith(OURS)]
+    if not ours:
         return []
     rows: dict[str, dict[str, float | str]] = {}
     for name in names:
+        own = next((n for n in ours if n == f"{OURS} {name.split()[-1]}"), ours[0])
         rows[name] = {_SHARE: statistics.median(measured.shares(name))}
-        for case in CASES if name != ours else ():
-            ratios = measured.ratios(case.name, ours, name)
+        for case in CASES if name not in ours else ():
+            ratios = measured.ratios(case.name, own, name)
             ahead = f"ahead in {sum(r > 1 for r in ratios)} of {len(ratios)}"
             rows[name][case.name] = f"{_number(statistics.median(ratios))}, {ahead}"
-    title = f"{ours} over each other system, turn by turn: the median, and the turns in which it was ahead."
+    title = (
+        f"{' or '.join(ours)} over each other system, turn by turn: the median, and the turns in which it was ahead."
+    )
     return [title, "", *table(rows, [*(c.name for c in CASES), _SHARE]), ""]
 
 

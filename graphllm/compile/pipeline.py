@@ -366,9 +366,8 @@ def write_program(
             plans = {}
             for bucket in buckets:
                 calls = [Call(built[c.piece, bucket].bundle, c.inputs, c.outputs) for c in program.calls]
-                plan = plan_memory(
-                    LinkedProgram(calls, program.results, program.parts), bucket.limits(config.max_num_seqs)
-                )
+                limits = bucket.limits(config.max_num_seqs, config.longest_query)
+                plan = plan_memory(LinkedProgram(calls, program.results, program.parts), limits)
                 plans[bucket.name] = plan
                 arenas[f"{bucket.name} {graph.graph.prefix}{name}"] = plan.arena_bytes
                 zeroed = max(zeroed, plan.zeroed)

@@ -20,6 +20,7 @@ from graphllm.ops.accept_drafts import accept_drafts
 from graphllm.ops.ngram_drafts import ngram_drafts
 from graphllm.ops.process_logits import process_logits
 from graphllm.ops.record_tokens import record_tokens
+from graphllm.ops.rejection_sample import rejection_sample
 from graphllm.ops.resolve_drafts import resolve_drafts
 from graphllm.ops.sample import sample
 from graphllm.ops.token_logprobs import token_logprobs
@@ -56,6 +57,7 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
         rows("counted", "int32"),
         rows("mask_row", "int32", -1),
         rows("bias_count", "int32"),
+        rows("draft_place", "int32"),
         rows("target", "int32", -1),
         rows("wanted", "int32", -1),
         InputSpec("mask", ("R", -(-vocab // 32)), late=True),
@@ -69,17 +71,20 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
 
 def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec, ...]:
     """What sampling keeps of each running sequence. versions: tokens of a step that may be verified, 1 without drafts.
-    drafts: proposed tokens, -1 for none. rejected: how many of the last step's. version: which version of recurrent
-    states is valid. history: what `ngram_drafts` looks the last tokens up in."""
+    drafts: proposed tokens, -1 for none. draft_probs: the distributions that they were drawn from. rejected: how many
+    of the last step's. version: which version of recurrent states is valid. history: what `ngram_drafts` looks the
+    last tokens up in."""
     verifying = (
         StateSpec("drafts", "slot", (versions - 1,), "int32", "none"),
         StateSpec("rejected", "slot", (), "int32", "none"),
         StateSpec("version", "slot", (), "int32", "none"),
     )
+    probs = StateSpec("draft_probs", "slot", (versions - 1, vocab), "float32", "none")
     length = max(min(config.max_model_len, _MOST_HISTORY), versions + config.prompt_lookup_max)
     history = StateSpec("history", "slot", (length,), "int32", "none")
     return (
         *(verifying if versions > 1 else ()),
+        *((probs,) if versions > 1 and config.draft_sample_method == "probabilistic" else ()),
         *((history,) if config.prompt_lookup_max else ()),
         StateSpec("last_token", "slot", (), "int32", "none"),
         StateSpec("counts", "slot", (vocab,), "int32", "none"),
@@ -116,7 +121,7 @@ def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...
         name = "sample" if logits == "logits" else "sample_adjusted"
         part = "" if logits == "logits" else "sample"
         if versions == 1:
-            return Stage(name, lambda v: (_record(v, _sample(v, logits), v["step.row_slots"]),), ("tokens",), part)
+            return Stage(name, lambda v: (_plain(v, logits),), ("tokens",), part)
         return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
@@ -169,20 +174,51 @@ def _sample(v: Values, logits: str) -> Tensor:
     return sample(v[logits], *(v[f"step.{n}"] for n in names))
 
 
-def _record(v: Values, tokens_R: Tensor, row_slots_R: Tensor) -> Tensor:
-    return record_tokens(tokens_R, row_slots_R, v["step.counted"], v["state.last_token"], v["state.counts"])
+def _plain(v: Values, logits: str) -> Tensor:
+    return _record(v, _sample(v, logits), v["step.row_slots"], v["step.row_slots"])
+
+
+def _sample_drafted(v: Values, logits: str, config: CompileConfig) -> Tensor:
+    """A token for each row, by what is known of the draft that follows it. Where nothing is, drawing and comparing is
+    the best that can be done."""
+    method = config.rejection_sample_method
+    if method == "standard" and config.draft_sample_method == "greedy":
+        return _sample(v, logits)
+    indices_R, drafts_T = v["step.logits_indices"].long(), v["drafts"]
+    sequence_R = torch.index_select(v["step.sequence_ids"], 0, indices_R)
+    row_R = torch.arange(indices_R.shape[0], device=indices_R.device)
+    followed_R = torch.index_select(v["step.row_start_loc"], 0, sequence_R + 1) > row_R + 1
+    next_R = torch.index_select(drafts_T, 0, (indices_R + 1).clamp(max=drafts_T.shape[0] - 1))
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "sample_index")
+    return rejection_sample(
+        v[logits],
+        *(v[f"step.{n}"] for n in names),
+        torch.where(followed_R, next_R, -1),
+        v["step.row_slots"],
+        v["step.draft_place"],
+        v.get("state.draft_probs"),
+        config.posterior_threshold if method == "typical" else 0.0,
+        config.posterior_alpha if method == "typical" else 0.0,
+        config.synthetic_acceptance_rate if method == "synthetic" else 0.0,
+    )
+
+
+def _record(v: Values, tokens_R: Tensor, newest_R: Tensor, kept_R: Tensor) -> Tensor:
+    states = (v["state.last_token"], v["state.counts"])
+    return record_tokens(tokens_R, newest_R, kept_R, v["step.counted"], *states)
 
 
 def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tuple[Tensor, Tensor]:
-    tokens_R = _sample(v, logits)
+    tokens_R = _sample_drafted(v, logits, config)
     rows = (v["step.logits_indices"], v["step.row_slots"], v["drafts"])
     where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
-    row_slots_R, kept_S = accept_drafts(tokens_R, *rows, *where, v["state.rejected"], v["state.version"], versions)
-    recorded_R = _record(v, tokens_R, row_slots_R)
+    kept = accept_drafts(tokens_R, *rows, *where, v["state.rejected"], v["state.version"], versions)
+    newest_R, kept_R, kept_S = kept
+    recorded_R = _record(v, tokens_R, newest_R, kept_R)
     if config.prompt_lookup_max:
         next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
         lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
-        slots = (v["step.row_slots"], row_slots_R)
+        slots = (v["step.row_slots"], newest_R)
         ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
     return recorded_R, kept_S
 
@@ -191,6 +227,6 @@ def _process(v: Values) -> tuple[Tensor]:
     rows = ("row_slots", "mask_row", "mask", "bias_count")
     penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     state = ("counts", "bias_token", "bias_value")
-    return (
-        process_logits(v["logits"], *(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state)),
-    )
+    drafts_T = v["drafts" if "drafts" in v else "step.token_ids"]
+    given = (*(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state))
+    return (process_logits(v["logits"], *given, drafts_T, v["step.logits_indices"], v["step.draft_place"]),)

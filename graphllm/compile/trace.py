@@ -99,7 +99,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
             f"kv_cache_dtype is {config.kv_cache_dtype}: this model has no keys and values to round; use auto"
         )
     blocks = plan_blocks(layers, config.block_size, config.max_model_len)
-    versions = max(b.query_len for b in config.buckets)
+    versions = config.longest_query
     states: dict[str, StatePlace] = {}
     names: list[list[dict[str, str]]] = []
     groups: list[list[int]] = []
@@ -126,6 +126,11 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
                 f"prompt_lookup_max is {config.prompt_lookup_max}, but drafts come from a draft model; leave one out"
             )
         own += [_typed(s, config) for s in drafting.states(drafting.reads(graph, model.graphs[0], c))]
+    if config.draft_sample_method == "probabilistic" and not getattr(drafting, "FILLS_DRAFT_PROBS", False):
+        raise ConfigError(
+            "draft_sample_method is probabilistic: no draft model here keeps the probabilities of its drafts; "
+            "use greedy"
+        )
     states |= {f"state.{s.name}": own_place(s, versions) for s in own}
     inputs = []
     for graph in model.graphs:

@@ -99,7 +99,7 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
     """The sites to tune in pieces at their buckets, by key."""
     found: dict[str, Tunable] = {}
     for piece, bucket in pieces:
-        sizes = bucket.limits(config.max_num_seqs)
+        sizes = bucket.limits(config.max_num_seqs, config.longest_query)
         unit = specialize(piece, bucket, config).unit
         for node in unit.graph.nodes:
             op = op_of(node.target)

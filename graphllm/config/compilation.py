@@ -59,12 +59,13 @@ class Bucket:
         kind = self.kind if self.query_len == 1 else f"{self.kind}{self.query_len}"
         return f"{kind}-{self.lo}" if self.static else f"{kind}-{self.lo}-{self.hi}"
 
-    def limits(self, max_num_seqs: int) -> dict[str, int]:
-        """The largest T, S and R of a step in this bucket. Dynamic ones are at least 2, however few there are."""
+    def limits(self, max_num_seqs: int, query_len: int = 1) -> dict[str, int]:
+        """The largest T, S and R of a step in this bucket. Dynamic ones are at least 2, however few there are.
+        query_len: the longest of all buckets; beside prompts, sequences verify drafts in mixed ones."""
         if self.kind == "decode":
             return {"T": self.query_len * self.hi, "S": self.hi, "R": self.query_len * self.hi}
         rows = 1 if self.hi == 1 else max(2, max_num_seqs)
-        return {"T": self.hi, "S": rows, "R": rows}
+        return {"T": self.hi, "S": rows, "R": min(self.hi, rows * query_len)}
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
@@ -88,9 +89,11 @@ def parse_rules(text: str) -> tuple[str, ...]:
 
 
 def default_buckets(
-    target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0
-) -> tuple[Bucket, ...]:
-    """One sequence alone is static; the rest of decode is split where other kernels win on a GPU."""
+    target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0,
+    dynamic: bool = False,
+) -> tuple[Bucket, ...]:  # fmt: skip
+    """One sequence alone is static; the rest of decode is split where other kernels win on a GPU. dynamic: fewer drafts
+    may be verified, too: 1, 2, 4 and so on."""
     found = [Bucket("decode", 1, 1)]
     edges = [16, 32, 64, 128, 256, max_num_seqs] if target.device == "cuda" else [max_num_seqs]
     low = 2
@@ -98,10 +101,12 @@ def default_buckets(
         if low <= min(edge, max_num_seqs):
             found.append(Bucket("decode", low, min(edge, max_num_seqs)))
             low = edge + 1
-    if num_speculative_tokens:
-        most = min(max_num_seqs, max_num_batched_tokens // (num_speculative_tokens + 1))
-        found += [replace(b, hi=min(b.hi, most), query_len=num_speculative_tokens + 1) for b in found if b.lo <= most]
-    return (*found, Bucket("mixed", 2, max_num_batched_tokens))
+    counts = [2**i for i in range(10) if dynamic and 2**i < num_speculative_tokens]
+    verifying = []
+    for count in (*counts, num_speculative_tokens) if num_speculative_tokens else ():
+        most = min(max_num_seqs, max_num_batched_tokens // (count + 1))
+        verifying += [replace(b, hi=min(b.hi, most), query_len=count + 1) for b in found if b.lo <= most]
+    return (*found, *verifying, Bucket("mixed", 2, max_num_batched_tokens))
 
 
 @dataclass(frozen=True)
@@ -184,6 +189,10 @@ class CompileConfig:
     num_speculative_tokens: int = setting(
         0, help="Drafted tokens of a sequence that one step verifies; 0: none.", ge=0, le=2**10
     )
+    dynamic_speculative_tokens: bool = setting(
+        False,
+        help="Compile programs that verify 1, 2, 4 ... drafts, too; a step takes what is the fastest as measured.",
+    )
     prompt_lookup_max: int = setting(
         0,
         help="Drafts are what followed the last tokens where they stood before in the text, of them at most so many "
@@ -193,6 +202,28 @@ class CompileConfig:
     )
     prompt_lookup_min: int = setting(
         1, help="Fewest of the last tokens that must have stood together before.", ge=1, le=2**6
+    )
+    draft_sample_method: Literal["greedy", "probabilistic"] = setting(
+        "greedy",
+        help="probabilistic: a draft model draws its drafts, and keeps the probabilities of the whole vocabulary for "
+        "their verification. greedy: the likeliest token is the draft.",
+    )
+    rejection_sample_method: Literal["standard", "typical", "synthetic"] = setting(
+        "standard",
+        help="How drafts are accepted. standard: texts are as without them. Lossy are typical: sampled requests accept "
+        "drafts that are likely enough, and synthetic, for benchmarks: each is accepted with a given probability.",
+    )
+    posterior_threshold: float = setting(
+        0.09, help="Of typical acceptance: a probability above which drafts are accepted.", gt=0, le=1
+    )
+    posterior_alpha: float = setting(
+        0.3,
+        help="Of typical acceptance: times exp(-entropy), such a probability, too.",
+        gt=0,
+        le=1,
+    )
+    synthetic_acceptance_rate: float = setting(
+        0.8, help="Of synthetic acceptance: the probability with which each draft is accepted.", gt=0, le=1
     )
     item_tokens: int = setting(
         0, help="Rows of encoded inputs that are kept, for models with an encoder.", ge=0, le=2**31 - 1
@@ -216,6 +247,11 @@ class CompileConfig:
         ge=0,
         le=2**10,
     )
+
+    @property
+    def longest_query(self) -> int:
+        """Tokens of a sequence that a step verifies at most, 1 without drafts."""
+        return max((b.query_len for b in self.buckets), default=1)
 
     @property
     def cache_dtype(self) -> str:
@@ -246,6 +282,11 @@ def check(config: CompileConfig) -> None:
         raise ConfigError(
             f"prompt_lookup_min is {config.prompt_lookup_min}: it is more than prompt_lookup_max, "
             f"{config.prompt_lookup_max}"
+        )
+    if config.draft_sample_method == "probabilistic" and config.rejection_sample_method != "standard":
+        raise ConfigError(
+            f"draft_sample_method is probabilistic: {config.rejection_sample_method} acceptance does not look at "
+            "probabilities of drafts; use rejection_sample_method standard, or greedy drafts"
         )
     for rule in config.quantization_rules:
         pattern, _, to = rule.rpartition("=")

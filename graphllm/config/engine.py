@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
 from graphllm.config.setting import parse_bytes, parse_object, setting
+from graphllm.config.speculation import SpeculationConfig
 
 _LOADING = "read when an engine is loaded; the compiled programs are the same"
 _RUNNING = "read while an engine runs; the compiled programs are the same"
@@ -209,6 +210,7 @@ class EngineConfig:
     compilation: CompileConfig
     cache: CacheConfig
     scheduler: SchedulerConfig
+    speculation: SpeculationConfig
     log: LogConfig
 
 
@@ -225,3 +227,4 @@ class CoreConfig:
     stop_ids: tuple[int, ...] = ()
     log: LogConfig = LogConfig()
     tokenizer: str | None = None
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)

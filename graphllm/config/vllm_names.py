@@ -52,6 +52,19 @@ def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
 
 _NGRAM = ("ngram", "ngram_gpu")
 _DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+_ACCEPTANCE = ("rejection_sample_method", "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate")
+# Methods that guess on the host, and what their keys mean.
+_ON_HOST: Mapping[str, Mapping[str, str]] = {
+    "suffix": {
+        name: name
+        for name in (
+            "suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests", "suffix_decoding_max_spec_factor",
+            "suffix_decoding_min_token_prob",
+        )
+    },
+    "ngram_host": {"prompt_lookup_max": "ngram_proposer_max", "prompt_lookup_min": "ngram_proposer_min"},
+    "custom_class": {"model": "draft_proposer"},
+}  # fmt: skip
 
 
 def _speculation(value: Any) -> Mapping[str, Any]:
@@ -62,14 +75,20 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     method = given.pop("method", None)
     if isinstance(method, str) and method.endswith("_mtp"):  # vLLM has one for each architecture
         method = "mtp"
-    if method not in (None, *_DRAFTING, *_NGRAM):
-        raise ConfigError(f"speculative_config.method is {method!r:.80}: there are {', '.join((*_DRAFTING, *_NGRAM))}")
+    known_methods = (*_DRAFTING, *_NGRAM, *_ON_HOST)
+    if method not in (None, *known_methods):
+        raise ConfigError(f"speculative_config.method is {method!r:.80}: there are {', '.join(known_methods)}")
     if method is None and "model" not in given:
         raise ConfigError(f"speculative_config is {value!r:.80}: it has neither method nor model; give one of them")
     if given.get("draft_tensor_parallel_size") == 1:
         del given["draft_tensor_parallel_size"]
     known = {"num_speculative_tokens": "num_speculative_tokens"}
-    if method not in _NGRAM:
+    known["disable_by_batch_size"] = "speculative_disable_by_batch_size"
+    if method in _ON_HOST:
+        known |= {"draft_proposer": "draft_proposer", **_ON_HOST[method]}
+        given = {"draft_proposer": method.removesuffix("_host")} | given if method != "custom_class" else given
+    elif method not in _NGRAM:
+        known |= {name: name for name in ("draft_sample_method", *_ACCEPTANCE)}
         known["model"] = "speculative_model"
     else:
         known |= {name: name for name in ("prompt_lookup_max", "prompt_lookup_min")}
@@ -78,10 +97,10 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     if wrong := [name for name in given if name not in known]:
         raise ConfigError(
             f"speculative_config.{wrong[0]} is {given[wrong[0]]!r:.80}: with method {method} give "
-            f"{', '.join(known)} only"
+            f"{', '.join(name for name in known if name != 'draft_proposer')} only"
         )
     means = {ours: given[theirs] for theirs, ours in known.items() if theirs in given}
-    return means if method is None or method in _NGRAM else {"speculative_method": method, **means}
+    return {"speculative_method": method, **means} if method in _DRAFTING else means
 
 
 def _speculation_method(value: Any) -> Mapping[str, Any]:

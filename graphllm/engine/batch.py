@@ -24,13 +24,15 @@ class Rows(NamedTuple):
     """The sampled rows of a step, in order. R rows, n entries in the scheduler's output.
 
     entry [R]: which of them. slot [R]. sample_index [R]: index of the output token the row samples; negative for a row
-    inside the prompt, which only scores the next prompt token. wanted [R]: top log-probabilities wanted, -1: none
+    inside the prompt, which only scores the next prompt token; too high by what the step in flight rejects. place [R]:
+    drafts of its entry before the row. wanted [R]: top log-probabilities wanted, -1: none
     at all. masked: rows that have a mask, in the order of the mask's rows.
     """
 
     entry: np.ndarray
     slot: np.ndarray
     sample_index: np.ndarray
+    place: np.ndarray
     wanted: np.ndarray
     masked: np.ndarray
 
@@ -104,18 +106,18 @@ class SamplingTable:
         tokens, values = np.array(list(bias), dtype=np.int32), np.array(list(bias.values()), dtype=np.float32)
         return {"counts": counts, "bias_token": tokens, "bias_value": values}
 
-    def mask_row(self, row: np.ndarray, slot: int, state: RequestState, sample_index: int) -> None:
+    def mask_row(self, row: np.ndarray, slot: int, state: RequestState, output: Sequence[int]) -> None:
         """Write the mask [words] of everything but a grammar: allowed ids, bad words, the end of thinking, and no
         stop before min_tokens or before what is structured.
 
-        row holds what is allowed so far and is narrowed.
+        row holds what is allowed so far and is narrowed. output: what stands before it, drafts included.
         """
         base = self._base.get(slot)
         if base is not None:
             row &= base
-        request, output = state.request, state.output
+        request = state.request
         for *before, last in (words for words in request.bad_words if len(words) > 1):
-            if output[-len(before) :] == before:
+            if list(output[-len(before) :]) == before:
                 _set(row, last, False)
         if request.thinking is not None and (forced := request.thinking.forced(output)) is not None:
             row[:] = 0
@@ -125,16 +127,16 @@ class SamplingTable:
             and request.params.structured_outputs is not None
             and request.thinking.goes_on(output)
         )
-        if unanswered or sample_index < request.params.min_tokens:
+        if unanswered or len(output) < request.params.min_tokens:
             narrowed = row.copy()
             for token in request.stop_ids:
                 _set(narrowed, token, False)
             if narrowed.any():  # a grammar that is complete allows nothing but its end
                 row[:] = narrowed
 
-    def must_be_seen(self, slot: int) -> bool:
-        """Whether the host must have seen each token of a slot before the next one is sampled."""
-        return bool(self.special[slot] or self.min_tokens[slot])
+    def masking(self, slots: np.ndarray) -> bool:
+        """Whether any of these slots may need a mask, for which the host must know its drafts."""
+        return bool(np.count_nonzero(self.masked[slots] | (self.min_tokens[slots] > 0)))
 
     def stage(self, output: SchedulerOutput, requests: RequestTable, layout: CacheLayout, hooked: bool) -> Batch:
         """The step's arrays. hooked: a user's function edits the logits, so sampling is never plain."""
@@ -143,22 +145,28 @@ class SamplingTable:
         starts, total = output.starts, output.starts + counts
         if n == T == np.count_nonzero(rows_of):  # one token and one row each
             query_start_loc, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
-            positions, known, logits_indices, last = starts, total, entry, True
+            positions, known, logits_indices, last, place = starts, total, entry, True, None
             sample_index = total - self.prompt_len[slots]
         else:
             query_start_loc = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
             ends = query_start_loc[1:]
             positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
-            if output.query_len > 1:
-                known = positions + 1
-            else:
-                known = np.repeat(np.maximum(requests.num_tokens[slots], starts + output.fed), counts)
+            known = np.repeat(np.maximum(requests.num_tokens[slots], starts + output.fed), counts)
+            verified = output.verified * output.query_len  # tokens, and rows
+            known[:verified] = positions[:verified] + 1
             entry = np.repeat(np.arange(n), rows_of)
             back = np.repeat(np.cumsum(rows_of), rows_of) - np.arange(len(entry))
+            # Only the row that ends a sequence's known tokens leaves a token for its next step, or one that verifies.
             logits_indices, last = (ends[entry] - back).astype(np.int32), back == 1
+            last[:verified] = True
+            place = np.zeros(len(entry), dtype=np.int32)
+            place[:verified] = output.query_len - back[:verified]
             slot_R = slots[entry]
             sample_index = positions[logits_indices] + 1 - self.prompt_len[slot_R]
-        special = self.special[slot_R] | (sample_index < self.min_tokens[slot_R])
+        surely = sample_index
+        if output.pending is not None:
+            surely = sample_index - (layout.query_lens[-1] - 1) * output.pending[entry]
+        special = self.special[slot_R] | (surely < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
         longest = int(total.max()) + layout.lookahead
         arrays = {
@@ -173,18 +181,21 @@ class SamplingTable:
                 f"block_table.{g}": table[slots, : -(-longest // group.block_size)]
                 for g, (table, group) in enumerate(zip(output.tables, layout.groups, strict=True))
             },
-            # Only the row that ends a sequence's known tokens leaves a token for its next step, or one that verifies.
-            "row_slots": np.where((last | (output.query_len > 1)) & (sample_index >= 0), slot_R, self._scrap),
+            "row_slots": np.where(last & (sample_index >= 0), slot_R, self._scrap),
             "sample_index": sample_index,
             **self._sampling(slot_R),
         }
         if layout.query_lens:
             arrays |= _where_drafts_are(output, counts, rows_of)
-        uniform = int(n == T == len(logits_indices)) if output.query_len == 1 else output.query_len
+        if output.verified and place is not None:
+            arrays["draft_place"] = place
+        uniform = int(n == T == len(logits_indices)) if output.verified < n else output.query_len
         step = StepInput(T, n, len(logits_indices), uniform, arrays)
         if not full:
-            return Batch(step, Rows(entry, slot_R, sample_index, sample_index, sample_index[:0]), False)
-        return self._full(output, step, entry, slot_R, sample_index)
+            none = sample_index[:0]
+            return Batch(step, Rows(entry, slot_R, sample_index, none, sample_index, none), False)
+        place = np.zeros(len(entry), dtype=np.int32) if place is None else place
+        return self._full(output, step, Rows(entry, slot_R, sample_index, place, surely, surely))
 
     def _sampling(self, slot_R: np.ndarray) -> dict[str, np.ndarray]:
         """The sampling parameters; most steps have the rows of the one before."""
@@ -193,12 +204,12 @@ class SamplingTable:
             self._last_rows = {c.name: values[slot_R] for c, values in self._columns.items()}
         return self._last_rows
 
-    def _full(
-        self, output: SchedulerOutput, step: StepInput, entry: np.ndarray, slot_R: np.ndarray, sample_index: np.ndarray
-    ) -> Batch:
+    def _full(self, output: SchedulerOutput, step: StepInput, rows: Rows) -> Batch:
+        """rows: with the lowest that each sample index may be, in place of what is wanted."""
+        entry, slot_R, sample_index, place, surely, _ = rows
         sampling = sample_index >= 0
         wanted = np.where(sampling, self.wanted[slot_R], self.wanted_prompt[slot_R])
-        masked = np.flatnonzero(sampling & (self.masked[slot_R] | (sample_index < self.min_tokens[slot_R])))
+        masked = np.flatnonzero(sampling & (self.masked[slot_R] | (surely < self.min_tokens[slot_R])))
         mask_row = np.full(len(entry), -1, dtype=np.int32)
         mask_row[masked] = np.arange(len(masked))
         target = np.full(len(entry), -1, dtype=np.int32)
@@ -213,7 +224,7 @@ class SamplingTable:
             "wanted": wanted,
         }
         step = step._replace(arrays={**step.arrays, **edits})
-        return Batch(step, Rows(entry, slot_R, sample_index, wanted, masked), True)
+        return Batch(step, Rows(entry, slot_R, sample_index, place, wanted, masked), True)
 
     def _token_ids(self, output: SchedulerOutput, requests: RequestTable, ends: np.ndarray, T: int) -> np.ndarray:
         """The newest token of a sequence is looked up by slot; prompts are read from the request, drafts as well unless
@@ -222,15 +233,16 @@ class SamplingTable:
         if len(slots) == T == np.count_nonzero(output.fed):  # all in flight
             return -(slots + 1)
         newest = np.where(output.fed, -(slots + 1), requests.last_token[slots])
-        if output.query_len > 1:
-            drafts = output.drafts
-            if drafts is None:
-                drafts = np.repeat(-(slots + 1)[:, None], output.query_len - 1, axis=1)
-            return np.concatenate([newest[:, None], drafts], axis=1, dtype=np.int32).ravel()
+        ids, v = np.empty(T, dtype=np.int32), output.verified
         at_newest = output.fed | (output.starts == requests.num_tokens[slots] - 1)
-        ids = np.empty(T, dtype=np.int32)
         simple = at_newest & (output.counts == 1)
         ids[ends[simple] - 1] = newest[simple]
+        if v:
+            # Zero stands for a draft that there is not.
+            drafts = -(slots[:v, None] + 1) if output.drafts is None else output.drafts.clip(min=0)
+            verified = ids[: v * output.query_len].reshape(v, -1)
+            verified[:, 0], verified[:, 1:] = newest[:v], drafts
+            simple[:v] = True
         for i in np.flatnonzero(~simple):
             start, count, end = int(output.starts[i]), int(output.counts[i]), int(ends[i])
             ids[end - count : end] = output.requests[i].tokens(start, start + count)

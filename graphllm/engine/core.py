@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 import numpy as np
 
-from graphllm.config import ConfigError, SchedulerConfig
+from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.batch import Batch, SamplingTable, history
+from graphllm.engine.constraints import ConstraintError, Constraints
 from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.options import LogitsProcessor, Row, imported
+from graphllm.engine.proposers import find_proposer
 from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
     BucketStats,
@@ -41,10 +43,12 @@ from graphllm.engine.step_executor import Handle, StepExecutor
 if TYPE_CHECKING:
     import torch
 
-    from graphllm.engine.structured.compiler import Grammar, Matcher
+    from graphllm.engine.proposers import Proposer
+    from graphllm.engine.structured.compiler import Grammar
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.executor import StepResult
 
+_NO_SPECULATION = SpeculationConfig()
 _COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
 _NO_TOKEN = (
@@ -73,6 +77,7 @@ class EngineCore:
         options: SchedulerConfig,
         grammars: GrammarCompilers | None = None,
         processors: Sequence[LogitsProcessor] = (),
+        speculation: SpeculationConfig = _NO_SPECULATION,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
         limits = SchedulerLimits(
@@ -86,7 +91,16 @@ class EngineCore:
             long_prefill_token_threshold=options.long_prefill_token_threshold,
             snapshot_interval=options.snapshot_interval,
             device_drafts=executor.device_drafts,
+            late_drafts=speculation.draft_proposer is not None,
+            verify_at_most=speculation.speculative_disable_by_batch_size,
         )
+        if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
+            why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"
+            raise ConfigError(
+                f"draft_proposer is {speculation.draft_proposer!r}, but {why}: give num_speculative_tokens, and "
+                "neither prompt_lookup_max nor a draft model"
+            )
+        self._proposer = find_proposer(speculation)
         if processors and executor.task != "generate":
             raise ConfigError("logits_processors: the model has no logits; leave them out")
         caching = options.enable_prefix_caching and executor.shareable
@@ -104,7 +118,8 @@ class EngineCore:
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
-        self._matchers: dict[str, Matcher] = {}
+        self._constraints = Constraints(self._table)
+        self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._ended = time.monotonic()  # the last step
         self._expert_tokens: np.ndarray | None = None
@@ -182,8 +197,10 @@ class EngineCore:
         self._count_end(output.finish_reason)
         self._news.append(output)
 
-    def _forget(self, id: str) -> None:
-        self._matchers.pop(id, None)
+    def _forget(self, id: str, output: Sequence[int] = ()) -> None:
+        if self._proposer is not None:
+            self._proposer.end(id, output)
+        self._constraints.forget(id)
         self._scored.pop(id, None)
 
     def _count_end(self, reason: str | None) -> None:
@@ -194,12 +211,22 @@ class EngineCore:
         if self._compiling:
             self._take_compiled()
         output = self._scheduler.next()
-        started = self._start(output) if output is not None else None
+        begun = time.monotonic()
+        batch = None if output is None else self._stage(output, begun)
+        # What verifies drafts of a proposer is ready but for them when the tokens before them come.
+        late = self._proposer is not None and output is not None and output.verified > 0
+        started = None
+        if output is not None and batch is not None and not late:
+            started = self._launch(output, batch, begun)
         news, self._news = self._news, []
         if self._in_flight is not None:
             result = self._in_flight.handle.wait()
             self._measure(self._in_flight)
             news += self._commit(self._in_flight, result)
+            if self._proposer is not None:
+                self._propose(self._proposer)
+        if late and output is not None and batch is not None:
+            started = self._launch(*self._with_drafts(output, batch), begun)
         if started is not None:
             if started.batch.full:
                 self._sample(started)
@@ -215,27 +242,55 @@ class EngineCore:
             if future.done():
                 del self._compiling[id]
                 try:
-                    self._matchers[id] = future.result().matcher()
+                    self._constraints.add(id, future.result())
                     self._scheduler.add(request)
                 except ConfigError as mistake:
                     self._end(EngineCoreOutput(id, [], "error", error=str(mistake)))
 
-    def _start(self, output: SchedulerOutput) -> _InFlight:
-        begun = time.monotonic()
+    def _propose(self, proposer: Proposer) -> None:
+        """Ask for the drafts of all that run."""
+        requests, most = self._scheduler.requests, self._scheduler.most_drafts
+        if self._scheduler.acceptance.off(len(requests.running)):
+            return
+        for state in requests.running:
+            if state.output:
+                request = state.request
+                drafts = list(proposer.propose(request.id, request.prompt, state.output, most))
+                if any(not 0 <= token < self._executor.vocab for token in drafts):
+                    raise ConfigError(
+                        f"draft_proposer: {type(proposer).__name__} proposed {drafts}, not all are tokens"
+                    )
+                self._scheduler.propose(state, drafts[:most])
+
+    @staticmethod
+    def _with_drafts(output: SchedulerOutput, batch: Batch) -> tuple[SchedulerOutput, Batch]:
+        """A step that was planned and staged before its drafts were known, and is now complete."""
+        v, q = output.verified, output.query_len
+        drafts = np.full((v, q - 1), -1, dtype=np.int32)
+        for row, state in zip(drafts, output.requests[:v], strict=True):
+            expected = state.drafts[: q - 1]
+            row[: len(expected)] = expected
+        ids = batch.step.arrays["token_ids"].copy()
+        ids[: v * q].reshape(v, q)[:, 1:] = drafts.clip(min=0)
+        step = batch.step._replace(arrays={**batch.step.arrays, "token_ids": ids})
+        return output._replace(drafts=drafts), batch._replace(step=step)
+
+    def _stage(self, output: SchedulerOutput, begun: float) -> Batch:
+        """Prepare a step, and have the device do what comes before it."""
         requests = self._scheduler.requests
         for state in output.admitted:
             id, request = state.request.id, state.request
             state.scheduled = state.scheduled or begun
             masked = request.thinking is not None or any(len(words) > 1 for words in request.bad_words)
             begun_states: dict[str, np.ndarray] = {}
-            if self._table.admit(state, always_masked=id in self._matchers or masked):
+            if self._table.admit(state, always_masked=id in self._constraints or masked):
                 bias = request.params.logit_bias or {}
                 begun_states = self._table.states(request.prompt, state.output, bias)
             if length := self._executor.layout.history:
                 begun_states["history"] = history(request.prompt, state.output, length)
             if begun_states:
                 self._executor.write_entry(state.slot, begun_states)
-            if self._processors or self._table.must_be_seen(state.slot):
+            if self._processors:
                 requests.verifiable[state.slot] = False
         before_step(self._executor, output)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
@@ -243,10 +298,16 @@ class EngineCore:
             arrays = batch.step.arrays
             arrays = {**arrays, **provide(self._providers, output, requests, arrays)}
             batch = batch._replace(step=batch.step._replace(arrays=arrays))
+        return batch
+
+    def _launch(self, output: SchedulerOutput, batch: Batch, begun: float) -> _InFlight:
+        requests = self._scheduler.requests
         self._stats.steps += 1
         task = self._executor.task
         program = task if task != "generate" else "full" if batch.full else "plain"
-        return _InFlight(output, batch, self._executor.start(batch.step, program), begun)
+        # Whoever masks the rows behind drafts must know them.
+        asked = {"drafts": True} if self._executor.device_drafts and self._table.masking(requests.order) else {}
+        return _InFlight(output, batch, self._executor.start(batch.step, program, **asked), begun)
 
     def _measure(self, step: _InFlight) -> None:
         """Count a step whose result has just come. Its time begins where that of the step before it ended, if that was
@@ -256,40 +317,41 @@ class EngineCore:
         bucket.seconds.observe(now - max(step.begun, self._ended))
         bucket.tokens += tokens
         bucket.padding += step.handle.size.T - tokens
+        if query_len := step.batch.step.query_len:
+            seconds = now - max(step.begun, self._ended)
+            self._scheduler.acceptance.timed(query_len, step.batch.step.sequences, seconds)
         self._stats.step_tokens.observe(tokens)
         self._ended = now
 
     def _sample(self, started: _InFlight) -> None:
         output, rows = started.output, started.batch.rows
         mask = np.full((len(rows.masked), self._table.words), -1, dtype=np.int32) if len(rows.masked) else None
-        for i, row in enumerate(rows.masked):
-            state = output.requests[rows.entry[row]]
-            if state.finish_reason is not None or mask is None:
-                continue  # it ended with the step before; this row is not looked at
-            if self._constrains(state) and not self._allow(state, mask[i]):
-                continue
-            self._table.mask_row(mask[i], int(rows.slot[row]), state, int(rows.sample_index[row]))
+        if mask is not None:
+            entries = rows.entry[rows.masked]
+            first = np.flatnonzero(np.diff(entries, prepend=-1))  # the masked rows of an entry are its first ones
+            for at, end in zip(first, [*first[1:], len(mask)], strict=True):
+                state = output.requests[entries[at]]
+                if state.finish_reason is None:  # else it ended with the step before; its rows are not looked at
+                    self._mask(state, mask[at:end], self._drafts_of(started, int(entries[at])))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
 
-    def _constrains(self, state: RequestState) -> bool:
-        """Whether a request has a grammar that holds for its next token; there is none before its thinking ended."""
-        if state.request.id not in self._matchers:
-            return False
-        return state.request.thinking is None or not state.request.thinking.goes_on(state.output)
-
-    def _allow(self, state: RequestState, row: np.ndarray) -> bool:
-        """Write what a request's grammar allows next; a grammar that fails ends the request."""
-        from graphllm.engine.structured.source import GrammarError
-
+    def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
+        """Write the masks of a request's rows; one whose grammar fails ends."""
         try:
-            self._matchers[state.request.id].allow(row)
-        except GrammarError as problem:
-            message = f"structured_outputs: {problem}"
-            self._scheduler.fail(state, message)
-            self._end(EngineCoreOutput(state.request.id, [], "error", error=message))
-            return False
-        return True
+            self._constraints.write(state, masks, drafts)
+        except ConstraintError as problem:
+            self._scheduler.fail(state, str(problem))
+            self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem)))
+
+    def _drafts_of(self, started: _InFlight, entry: int) -> list[int]:
+        """The drafts that a step verifies of an entry, none of one that does not."""
+        output = started.output
+        if entry >= output.verified:
+            return []
+        drafts = self._device_drafts[output.slots[entry]] if output.drafts is None else output.drafts[entry]
+        found: list[int] = drafts[: output.query_len - 1].tolist()
+        return found
 
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
@@ -320,7 +382,8 @@ class EngineCore:
 
     def _commit(self, step: _InFlight, result: StepResult) -> list[EngineCoreOutput]:
         scores = self._scores(step, result) if step.batch.full else {}
-        kept = result.outputs["kept"] if step.output.query_len > 1 else None
+        kept = result.outputs["kept"] if step.output.verified else None
+        self._device_drafts = result.outputs.get("drafts", self._device_drafts)
         pooled = result.outputs.get("pooled")
         tokens = result.tokens if pooled is None else np.zeros(len(pooled), dtype=np.int32)  # never given
         committed = self._scheduler.commit(step.output, tokens, kept)
@@ -345,11 +408,12 @@ class EngineCore:
     ) -> None:
         """What an output holds beside its tokens: log-probabilities, the prompt's figures with the first, the end."""
         request = state.request
+        began = len(state.output) == len(output.tokens)
+        if request.id in self._constraints and state.finish_reason != "error":
+            self._advance(state, output.tokens)
         if request.params.logprobs is not None:
             output.logprobs = scores.get(output.id, [])[: len(output.tokens)]
-        if request.id in self._matchers and state.finish_reason in (None, "length"):
-            self._advance(state, output.tokens)
-        if len(state.output) == len(output.tokens):
+        if began:
             output.cached, output.scheduled = state.cached_tokens, state.scheduled
             output.prompt_logprobs = self._scored.pop(request.id, None)
             self._stats.prompt_tokens += len(request.prompt)
@@ -357,25 +421,26 @@ class EngineCore:
         if state.finish_reason is not None:
             output.finish_reason, output.stop_reason = state.finish_reason, state.stop_reason
             output.error = state.error
+            output.draft_tokens, output.accepted_tokens = state.draft_tokens, state.accepted_tokens
             if state.finish_reason == "error" and output.error is None:
                 output.error = _NO_TOKEN
             self._count_end(output.finish_reason)
-            self._forget(request.id)
+            self._forget(request.id, state.output)
 
-    def _advance(self, state: RequestState, tokens: Sequence[int]) -> None:
-        """Tell a request's grammar its new tokens; one that cannot go on ends the request."""
-        from graphllm.engine.structured.source import GrammarError
-
+    def _advance(self, state: RequestState, tokens: list[int]) -> None:
+        """Tell a request's grammar its new tokens; one that cannot go on ends the request. What was accepted behind the
+        grammar's end is dropped."""
+        # One that a stop token has ended needs to know of the tokens before that only.
+        new = tokens[:-1] if state.finish_reason == "stop" else tokens
         try:
-            matcher, thinking = self._matchers[state.request.id], state.request.thinking
-            known = len(state.output) - len(tokens)
-            for i, token in enumerate(tokens):
-                if thinking is None or not thinking.goes_on(state.output[: known + i]):
-                    matcher.advance(token)
-            if matcher.finished:
-                self._scheduler.end(state, "stop")
-        except GrammarError as problem:
-            self._scheduler.fail(state, f"structured_outputs: {problem}")
+            count = self._constraints.advance(state, new)
+        except ConstraintError as problem:
+            self._scheduler.fail(state, str(problem))
+            return
+        if count is not None:
+            del state.output[len(state.output) - len(tokens) + count :], tokens[count:]
+            state.stop_reason = None
+            self._scheduler.end(state, "stop")
 
     def _scores(self, step: _InFlight, result: StepResult) -> dict[str, list[PositionLogprobs]]:
         """Log-probabilities of the step's sampled tokens by request; those inside prompts are put aside."""

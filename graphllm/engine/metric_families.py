@@ -149,6 +149,10 @@ OF_CORE = (
         core=lambda s: {(f"{i}",): count for i, count in enumerate(s.accepted_tokens)},
     ),
     Family(
+        "acceptance_length", "gauge", "Tokens that a sequence got from a step that verified drafts, on average.",
+        core=lambda s: {(): 1 + sum(s.accepted_tokens) / max(s.drafts, 1)},
+    ),
+    Family(
         "expert_tokens", "counter", "Tokens that chose an expert, where count_expert_tokens is set.",
         labels=("layer", "expert"), start=(), core=lambda s: {
             (f"{i}", f"{n}"): count

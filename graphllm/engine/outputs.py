@@ -55,13 +55,16 @@ class CompletionOutput:
 @dataclass(slots=True)
 class RequestMetrics:
     """Seconds of `time.monotonic`; 0 for what has not happened yet. first_scheduled_time: when its first step was
-    planned, known from the first token on."""
+    planned, known from the first token on. draft_tokens, accepted_tokens: of its completions that have ended, drafts
+    that were verified, and those that became part of the output."""
 
     arrival_time: float
     first_scheduled_time: float = 0.0
     first_token_time: float = 0.0
     last_token_time: float = 0.0
     finished_time: float = 0.0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -150,6 +153,8 @@ class OutputProcessor:
                 request.cached = update.cached
             if update.scheduled and not request.metrics.first_scheduled_time:
                 request.metrics.first_scheduled_time = update.scheduled
+            request.metrics.draft_tokens += update.draft_tokens
+            request.metrics.accepted_tokens += update.accepted_tokens
             count = stream.take(update)
             if count:
                 request.metrics.last_token_time = now

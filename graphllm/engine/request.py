@@ -121,7 +121,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
     cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
     planned, with the first update that a step made; 0 in the others. pooled: float32 numbers, of a model that gives a
-    vector.
+    vector. draft_tokens, accepted_tokens: of all its drafts that were verified, and of those that became part of its
+    output, with its last update.
     """
 
     id: str
@@ -134,6 +135,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     cached: int = 0
     scheduled: float = 0.0
     pooled: bytes = b""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class CacheEntry(msgspec.Struct, frozen=True):

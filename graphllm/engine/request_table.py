@@ -17,15 +17,16 @@ _STOPS = 4  # rows the table of stop tokens begins with
 class RequestState:
     """A request in the engine. key: its place in the order, smaller goes first. slot: -1 while it waits.
 
-    drafts: expected tokens behind all known ones. digests: of its full blocks. scored: prompt positions whose
+    drafts: expected tokens behind all known ones. draft_tokens, accepted_tokens: verified so far, and how many of them
+    became part of the output. digests: of its full blocks. scored: prompt positions whose
     log-probabilities were planned. cached_tokens: prompt tokens the prefix cache gave when it was first admitted, -1
     before. scheduled: when that was, for those who have a clock; 0 before. item_starts: while it runs, the first row of
     each of its items in the item cache, -1 for one that the prefix cache made unnecessary.
     """
 
     __slots__ = (
-        "cached_tokens", "digests", "drafts", "error", "finish_reason", "item_starts", "key", "output", "preemptions",
-        "request", "scheduled", "scored", "slot", "stop_reason",
+        "accepted_tokens", "cached_tokens", "digests", "draft_tokens", "drafts", "error", "finish_reason",
+        "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored", "slot", "stop_reason",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, key: tuple[int, int]) -> None:
@@ -34,7 +35,7 @@ class RequestState:
         self.drafts: list[int] = []
         self.digests: list[bytes] = []
         self.item_starts: list[int] = []
-        self.scored = self.preemptions = 0
+        self.scored = self.preemptions = self.draft_tokens = self.accepted_tokens = 0
         self.cached_tokens = -1
         self.scheduled = 0.0
         self.finish_reason: str | None = None
@@ -144,8 +145,8 @@ class RequestTable:
             self.num_drafts[state.slot] = len(drafts)
 
     def drafts(self, slots: np.ndarray, count: int) -> np.ndarray:
-        """Drafts for those slots' next step [n, count] int32; positions without one get token 0, likely wrong."""
-        found = np.zeros((len(slots), count), dtype=np.int32)
+        """Drafts for those slots' next step [n, count] int32, -1 for none."""
+        found = np.full((len(slots), count), -1, dtype=np.int32)
         for row, slot in zip(found, slots.tolist(), strict=True):
             state = self.by_slot[slot]
             first = int(self.num_in_flight[slot])

@@ -17,6 +17,11 @@ class Commit(NamedTuple):
     tokens: list[list[int]]
     events: list[int]
 
+    def followed_by(self, other: Commit) -> Commit:
+        """Both."""
+        events = [*self.events, *(len(self.requests) + i for i in other.events)]
+        return Commit([*self.requests, *other.requests], [*self.tokens, *other.tokens], events)
+
 
 def take(
     t: RequestTable, output: SchedulerOutput, tokens: np.ndarray, live: np.ndarray
@@ -61,10 +66,15 @@ def take(
 
 
 def take_verified(
-    t: RequestTable, output: SchedulerOutput, tokens: np.ndarray, num_kept: np.ndarray, live: np.ndarray
+    t: RequestTable,
+    output: SchedulerOutput,
+    tokens: np.ndarray,
+    num_kept: np.ndarray,
+    drafted: np.ndarray,
+    live: np.ndarray,
 ) -> tuple[Commit, list[tuple[RequestState, str]]]:
     """Of a step that verifies, the tokens kept of each entry, up to a stop token or its limit, where it ends. What was
-    counted for rejected tokens is taken back."""
+    counted for rejected tokens is taken back. drafted: how many drafts each entry had."""
     query_len = output.query_len
     at = np.flatnonzero(live)
     slots, kept, new = output.slots[at], num_kept[at], tokens.reshape(-1, query_len)[at]
@@ -83,8 +93,10 @@ def take_verified(
     t.last_token[slots] = new[n, last]
     requests = [output.requests[i] for i in at.tolist()]
     news = [row[:k] for row, k in zip(new.tolist(), taken.tolist(), strict=True)]
-    for state, given in zip(requests, news, strict=True):
+    for state, given, count in zip(requests, news, drafted[at].tolist(), strict=True):
         state.output += given
+        state.draft_tokens += count
+        state.accepted_tokens += min(count, max(len(given) - 1, 0))
         if state.drafts:
             t.use_drafts(state, given)
     ends: list[tuple[RequestState, str]] = []

@@ -32,7 +32,7 @@ class Scheduler:
         self, limits: SchedulerLimits, layout: CacheLayout, caching: bool = True, secret: str | None = None
     ) -> None:
         self._limits, self._layout, self._query_lens = limits, layout, tuple(sorted(layout.query_lens))
-        self.acceptance = Acceptance(max(self._query_lens, default=1) - 1)
+        self.acceptance = Acceptance(self.most_drafts, limits.verify_at_most)
         self.requests = RequestTable(limits.max_num_seqs)
         self.cache = CacheManager(
             layout, limits.block_size, limits.max_num_seqs, limits.max_len, limits.max_num_batched_tokens, caching,
@@ -52,6 +52,11 @@ class Scheduler:
         self._loads: list[tuple[int, int]] = []
         self._encodes: list[tuple[Item, int]] = []
         self._admitted: list[RequestState] = []
+
+    @property
+    def most_drafts(self) -> int:
+        """Of a sequence in a step."""
+        return max(self._query_lens, default=1) - 1
 
     @property
     def running(self) -> int:
@@ -159,45 +164,44 @@ class Scheduler:
         decode = ready & (todo == 1)
         ready &= todo > 0
         chosen = self._with_blocks(decode, known)
+        chunks = np.count_nonzero(ready) > np.count_nonzero(decode)
+        query_len = 1
         if len(chosen):
             chosen = chosen[: min(budget, rows)]
-            entries.append((chosen, np.ones(len(chosen), dtype=np.int32)))
-            budget, rows = budget - len(chosen), rows - len(chosen)
-        if np.count_nonzero(ready) > np.count_nonzero(decode):
+            if self._query_lens:
+                query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._waiting))
+            entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))
+            budget, rows = budget - query_len * len(chosen), rows - query_len * len(chosen)
+        if chunks:
             budget, rows = self._add_chunks(entries, t.order[(ready & ~decode)[t.order]], budget, rows)
         if self._waiting and self.preemptions == preempted:
             self._admit(entries, budget, rows)
         if not entries:
             return None
         slots, counts = entries[0]
-        query_len = 1
         if len(entries) > 1:
             slots, counts = (np.concatenate(parts, dtype=np.int32) for parts in zip(*entries, strict=True))
-        elif self._query_lens and slots is chosen:
-            query_len = self._verify(chosen, known[chosen])
-            counts *= query_len
-        return self._plan(slots, counts, query_len)
+        return self._plan(slots, counts, query_len, len(chosen) if query_len > 1 else 0)
 
-    def _plan(self, slots: np.ndarray, counts: np.ndarray, query_len: int) -> SchedulerOutput:
+    def _plan(self, slots: np.ndarray, counts: np.ndarray, query_len: int, verified: int) -> SchedulerOutput:
         t = self.requests
         starts, in_flight, known = t.num_computed_tokens[slots], t.num_in_flight[slots], t.num_tokens[slots]
         ends = starts + counts
         drafts = pending = None
         if self._query_lens and np.count_nonzero(unsure := t.num_unsure[slots]):
             pending = unsure > 0
-        if query_len > 1:
-            samples, rows = np.ones(len(slots), dtype=bool), counts
-            if not self._limits.device_drafts:
-                drafts = t.drafts(slots, query_len - 1)
-            t.num_unsure[slots] += query_len - 1
-        else:
-            samples = ends == known + in_flight
-            rows = samples.astype(np.int32)
+        samples = ends == known + in_flight
+        rows = samples.astype(np.int32)
+        if verified:
+            samples[:verified], rows[:verified] = True, query_len
+            if not (self._limits.device_drafts or self._limits.late_drafts):
+                drafts = t.drafts(slots[:verified], query_len - 1)
+            t.num_unsure[slots[:verified]] += query_len - 1
         in_flight += rows
         by_slot = t.by_slot
         requests: list[RequestState] = [by_slot[s] for s in slots.tolist()]
         if np.count_nonzero(t.scoring):
-            for i in np.flatnonzero(t.scoring[slots]):
+            for i in verified + np.flatnonzero(t.scoring[slots[verified:]]):
                 rows[i] = self._rows_of(requests[i], int(slots[i]), int(counts[i]))
                 requests[i].scored = max(requests[i].scored, int(min(ends[i], t.num_prompt_tokens[slots[i]] - 1)))
         fed = starts >= known
@@ -206,37 +210,49 @@ class Scheduler:
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
         saves = []
-        if self.cache.snapshots and self.cache.caching and query_len == 1:
-            saves = self._reserve_snapshots(requests, slots, ends, known, pending)
+        if self.cache.snapshots and self.cache.caching and verified < len(slots):
+            saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
         return SchedulerOutput(
-            requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, drafts,
-            pending, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
+            requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, verified,
+            drafts, pending, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
         )  # fmt: skip
 
     def _reserve_snapshots(
         self, requests: list[RequestState], slots: np.ndarray, ends: np.ndarray, known: np.ndarray,
-        pending: np.ndarray | None,
+        pending: np.ndarray | None, verified: int,
     ) -> list[tuple[int, int]]:  # fmt: skip
         wanted = self.cache.wants_snapshot(ends, known)
+        wanted[:verified] = False  # which version of the states is valid then, nobody knows yet
         if pending is not None:
             wanted &= ~pending
         found = [(i, self.cache.reserve_snapshot(requests[i], int(ends[i]))) for i in np.flatnonzero(wanted)]
         return [(int(slots[i]), snapshot) for i, snapshot in found if snapshot >= 0]
 
-    def _verify(self, slots: np.ndarray, known: np.ndarray) -> int:
-        """Tokens for each of these slots, the only ones of a step, all of which decode: a compiled query length when
-        there are drafts, all may have them, and there is room for it; else 1."""
+    def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
+        """Tokens for each of these slots, all of which decode: a compiled query length when there are drafts, all may
+        have them, and there is room for it; else 1. alone: nothing else wants a part of the step. Drafts behind a
+        request's limit are computed for nothing, which costs less than a step of its own for the others."""
         t, limits, n = self.requests, self._limits, len(slots)
         drafts = self._query_lens[-1] - 1 if limits.device_drafts else 0
         if not limits.device_drafts and np.count_nonzero(t.num_drafts):
-            drafts = int((t.num_drafts[slots] - t.num_in_flight[slots]).max())
+            flying = 0 if limits.late_drafts else t.num_in_flight[slots]
+            drafts = int((t.num_drafts[slots] - flying).max())
         if drafts <= 0 or not t.verifiable[slots].all() or (known <= t.num_prompt_tokens[slots]).any():
             return 1
-        room = min(limits.max_num_batched_tokens // n, limits.max_num_rows // n, int((t.limit[slots] - known).min()))
+        budget = limits.max_num_batched_tokens if alone else limits.max_num_batched_tokens // 2
+        room = min(budget // n, limits.max_num_rows // n, limits.max_len - int(known.max()))
         fitting = [q for q in self._query_lens if 1 < q <= room]
-        if not fitting or (limits.device_drafts and not self.acceptance.pays(n)):
+        enough = next((i + 1 for i, q in enumerate(fitting) if q > drafts), len(fitting))
+        fitting = fitting[:enough]
+        if not fitting:
             return 1
-        query_len = next((q for q in fitting if q > drafts), fitting[-1])
+        # Drafts that somebody proposes by hand are verified whatever came of others.
+        query_len = fitting[-1]
+        if limits.device_drafts or limits.late_drafts:
+            share = 1.0 if limits.device_drafts else np.count_nonzero(t.num_drafts[slots]) / n
+            query_len = self.acceptance.best(n, fitting, share)
+        if query_len == 1:
+            return 1
         late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
         ends = t.num_computed_tokens[slots[late]] + query_len
         return query_len if self.cache.extend_all(slots[late], ends) else 1
@@ -375,7 +391,7 @@ class Scheduler:
         if (placed := self.items.acquire(needed)) is None:
             return 0
         slot = t.enter(state, hit.num_tokens, self._limits.max_len)
-        t.verifiable[slot] = bool(self._query_lens) and request.params.prompt_logprobs is None
+        t.verifiable[slot] = True
         cache.enter(slot, hit, len(request.prompt))
         self._held_items[request.id] = [item.content_hash for item in needed]
         starts, new = placed
@@ -400,15 +416,24 @@ class Scheduler:
         """Take a step's result.
 
         tokens [R] int32: of the step's rows in order; negative where none could be chosen, which ends the request with
-        an error. num_kept [n], of a step that verifies: how many of each entry's tokens count, one at least. Requests
-        that are gone or were preempted since are passed over.
+        an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least.
+        Requests that are gone or were preempted since are passed over.
         """
         live = self.requests.epoch[output.slots] == output.epochs
-        if num_kept is not None:
-            self.acceptance.learn(num_kept[live], output.query_len - 1)
-            commit, ends = take_verified(self.requests, output, tokens, num_kept, live)
-        else:
-            commit, ends = take(self.requests, output, tokens, live)
+        commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
+        if v := output.verified:
+            assert num_kept is not None
+            drafted = np.full(v, output.query_len - 1)
+            if output.drafts is not None:
+                drafted = (output.drafts >= 0).sum(axis=1)
+            self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
+            first = output.part(slice(v))
+            new = tokens[: v * output.query_len]
+            commit, ends = take_verified(self.requests, first, new, num_kept[:v], drafted, live[:v])
+        if v < len(output.slots):
+            rest = output.part(slice(v, None)) if v else output
+            others, their_ends = take(self.requests, rest, tokens[v * output.query_len :], live[v:])
+            commit, ends = commit.followed_by(others), ends + their_ends
         self._store_due(output, live)
         for state, reason in ends:
             if reason != "error":

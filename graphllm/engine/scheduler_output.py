@@ -15,7 +15,9 @@ class SchedulerLimits(NamedTuple):
     "fcfs" or "priority".
 
     long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
-    `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device.
+    `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device. late_drafts: those
+    of the host come when the step before is done, and `Scheduler.propose` tells how many there were the last time.
+    verify_at_most: sequences of a step that verifies; None: as it pays.
     """
 
     max_num_seqs: int
@@ -28,6 +30,8 @@ class SchedulerLimits(NamedTuple):
     long_prefill_token_threshold: int = 0
     snapshot_interval: int = 0
     device_drafts: bool = False
+    late_drafts: bool = False
+    verify_at_most: int | None = None
 
 
 class SchedulerOutput(NamedTuple):
@@ -38,9 +42,10 @@ class SchedulerOutput(NamedTuple):
     bool: the first token is still in flight and is taken from the device. epochs [n]: tell at `commit` whether the
     slot is still the request's. tables: block tables of all slots, for each cache group [slots, blocks].
 
-    query_len: above 1 the step verifies: each entry has so many tokens, its newest and drafts [n, query_len - 1] int32,
-    None where they lie on the device. pending [n] bool, or None: starts, positions and lengths are upper bounds, to be
-    lowered on the device by the drafts that the step in flight rejects.
+    query_len, verified: the first ``verified`` entries verify drafts: they have query_len tokens each, their newest and
+    drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. pending [n] bool, or
+    None: starts, positions and lengths are upper bounds, to be lowered on the device by the drafts that the step in
+    flight rejects.
 
     To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
     snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
@@ -57,6 +62,7 @@ class SchedulerOutput(NamedTuple):
     epochs: np.ndarray
     tables: tuple[np.ndarray, ...]
     query_len: int
+    verified: int
     drafts: np.ndarray | None
     pending: np.ndarray | None
     copies: list[tuple[int, int]]
@@ -65,3 +71,8 @@ class SchedulerOutput(NamedTuple):
     encodes: list[tuple[Item, int]]
     snapshot_saves: list[tuple[int, int]]
     admitted: list[RequestState]
+
+    def part(self, which: slice) -> SchedulerOutput:
+        """Some of the entries, as `commit` looks at them."""
+        names = ("requests", "slots", "starts", "counts", "rows", "samples", "fed", "epochs")
+        return self._replace(**{name: getattr(self, name)[which] for name in names})

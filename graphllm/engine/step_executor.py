@@ -68,8 +68,9 @@ class StepExecutor(DeviceStates, Protocol):
     @property
     def device(self) -> Any: ...
 
-    def start(self, step: StepInput, program: str = "plain") -> Handle:
-        """Start a step; returns at once. A program with parts stops at its first one, and `sample` must follow."""
+    def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> Handle:
+        """Start a step; returns at once. A program with parts stops at its first one, and `sample` must follow. drafts:
+        see `Executor.start`."""
 
     def sample(
         self,

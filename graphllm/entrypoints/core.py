@@ -110,7 +110,7 @@ def _load(
         BatchLimits(executor.max_num_seqs, executor.max_num_batched_tokens),
     )
     ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
-    return EngineCore(executor, compiled["max_model_len"], config.scheduler, grammars, ready)
+    return EngineCore(executor, compiled["max_model_len"], config.scheduler, grammars, ready, config.speculation)
 
 
 def warm_up_host(executor: Executor, max_model_len: int, max_num_batched_tokens: int) -> None:

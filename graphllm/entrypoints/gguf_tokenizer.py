@@ -66,7 +66,10 @@ def _byte_pairs(metadata: Mapping[str, Any], file: Path) -> tuple[Tokenizer, boo
         raise _bad(file, f"tokenizer.ggml.pre is {pre!r:.80}; {', '.join(_SPLITS)} are read")
     split = _SPLITS[pre]
     pairs = [tuple(merge.split(" ", 1)) for merge in metadata.get("tokenizer.ggml.merges", ())]
-    tokenizer = Tokenizer(models.BPE(_vocabulary(metadata), pairs, ignore_merges=split.ignore_merges))
+    ids = _vocabulary(metadata)
+    if lost := [pair for pair in pairs if not {*pair, "".join(pair)} <= ids.keys()]:
+        raise _bad(file, f"tokenizer.ggml.merges has {' '.join(lost[0])!r:.80}, whose parts or whole are no tokens")
+    tokenizer = Tokenizer(models.BPE(ids, pairs, ignore_merges=split.ignore_merges))
     steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
     if split.pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(split.pattern), "isolated"))

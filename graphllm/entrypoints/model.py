@@ -64,6 +64,7 @@ def resolve_model(
         tokenizer = Tokenizer.from_folder(folder, source.config, generation or {})
     place, threads = take_artifact(source, args, progress or log_progress())
     scheduler = args.scheduler_cls
+    proposer = args.draft_proposer
     functions = [p for p in args.logits_processors if not isinstance(p, str)]
     resolved = {
         "model": str(source.folder),
@@ -73,6 +74,7 @@ def resolve_model(
         "threads": threads,
         "logits_processors": tuple(p for p in args.logits_processors if isinstance(p, str)),
         "scheduler_cls": scheduler if isinstance(scheduler, str | None) else name_of("scheduler_cls", scheduler),
+        "draft_proposer": proposer if isinstance(proposer, str | None) else name_of("draft_proposer", proposer),
         "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
     }
     return ResolvedModel(assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions, source.name)

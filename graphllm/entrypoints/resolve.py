@@ -41,7 +41,9 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     automatic: dict[str, Any] = {
         "target": target,
         "dtype": "bfloat16" if cuda and stored == "float32" else stored,
-        "buckets": default_buckets(target, max_num_seqs, max_num_batched_tokens, drafts),
+        "buckets": default_buckets(
+            target, max_num_seqs, max_num_batched_tokens, drafts, args.dynamic_speculative_tokens
+        ),
         "max_model_len": whole(text, positions, 2048, le=MOST),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,

@@ -33,7 +33,7 @@ def choose(op: Op, site: CallSite) -> Impl | None:
 
 def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: CompileConfig, bucket: Bucket) -> CallSite:
     """The site of a call in a bucket. arguments: by parameter name, fake tensors of ``shapes`` for tensors."""
-    limits = bucket.limits(config.max_num_seqs)
+    limits = bucket.limits(config.max_num_seqs, config.longest_query)
 
     def largest(size: int | torch.SymInt) -> int:
         return int(evaluate(str(shapes.dim(size)), limits))

@@ -62,6 +62,7 @@ class StepHandle:
         self.buffer_index, self.size, self.program = buffer_index, size, program
         self.job: Job | None = None
         self.drafts: DraftRuns | None = None
+        self.wants_drafts = False
         self.outputs: dict[str, np.ndarray] = {}
         self.whole: dict[int, torch.Tensor] = {}
 
@@ -125,6 +126,7 @@ class Executor:
         outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
         arena = self.states.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
         self._arena = arena
+        longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {
             # A step prepares two runs of a draft graph.
             g["name"]: GraphPrograms(
@@ -134,6 +136,7 @@ class Executor:
                 arena,
                 self._kernels,
                 self.max_num_seqs,
+                longest_query,
                 _IN_FLIGHT * (2 if g["task"] == "draft" else 1),
             )
             for g in program["graphs"]
@@ -155,15 +158,16 @@ class Executor:
         library = folder / "kernels.so"
         return CpuKernels(library if library.exists() else None)
 
-    def start(self, step: StepInput, program: str = "plain") -> StepHandle:
+    def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`
-        must follow."""
+        must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K]."""
         graph = self._main
         size, index = graph.pick(step), graph.next_buffer()
         symbols = size.symbols
         graph.staging.fill(index, step, symbols)
         bound = graph.bound(graph.variant(program, step), size)
         handle = StepHandle(step, index, size, bound)
+        handle.wants_drafts = drafts
         whole = len(bound.parts) == 1
         copied = graph.host_results(program)
         if self._drafter is not None:
@@ -265,6 +269,12 @@ class Executor:
             handle.outputs[name] = part.numpy()
         if handle.drafts is not None:
             handle.drafts.run()
+        if handle.wants_drafts:
+            state, kept = self.states.tensors["state.drafts"], self._on_host[handle.buffer_index]
+            if "drafts" not in kept:
+                kept["drafts"] = torch.zeros(state.shape, dtype=state.dtype, pin_memory=self.device.type == "cuda")
+            kept["drafts"].copy_(state, non_blocking=True)
+            handle.outputs["drafts"] = kept["drafts"].numpy()
 
     def run(self, step: StepInput) -> StepResult:
         """Run one plain step to its end."""

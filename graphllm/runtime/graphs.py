@@ -26,7 +26,8 @@ _BOUND_KEPT = 128
 
 class GraphPrograms:
     """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
-    max_num_seqs: sequences of a step. steps_in_flight: runs that may be prepared before the first of them has ended."""
+    max_num_seqs: sequences of a step. longest_query: tokens of one that verifies. steps_in_flight: runs that may be
+    prepared before the first of them has ended."""
 
     def __init__(
         self,
@@ -36,6 +37,7 @@ class GraphPrograms:
         arena: torch.Tensor,
         kernels: Kernels,
         max_num_seqs: int,
+        longest_query: int,
         steps_in_flight: int,
     ) -> None:
         self.name, self.task = described["name"], described["task"]
@@ -44,7 +46,8 @@ class GraphPrograms:
         self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
         self._outside, self._arena, self._kernels, self._max_num_seqs = outside, arena, kernels, max_num_seqs
-        limits = [b.limits(max_num_seqs) for b in self.buckets]
+        self._longest_query = longest_query
+        limits = [b.limits(max_num_seqs, longest_query) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
         self.staging = Staging(list(self.inputs.values()), self.most, arena.device, steps_in_flight)
         self.jobs: list[Job | None] = [None] * steps_in_flight  # that read each staging buffer
@@ -59,8 +62,9 @@ class GraphPrograms:
         """What a batch is padded to."""
         exact = self._graph_pool is None
         return padding.pick(
-            self.buckets, step.tokens, step.sequences, step.rows, step.query_len, self._max_num_seqs, exact
-        )
+            self.buckets, step.tokens, step.sequences, step.rows, step.query_len, self._max_num_seqs, exact,
+            self._longest_query,
+        )  # fmt: skip
 
     def variant(self, program: str, step: StepInput) -> str:
         """The program of that name for a batch: without what only optional inputs are for when it has none of them."""

@@ -28,13 +28,14 @@ class Size(NamedTuple):
 
 
 def pick(
-    buckets: Sequence[Bucket], tokens: int, sequences: int, rows: int, query_len: int, most_rows: int, exact: bool
-) -> Size:
+    buckets: Sequence[Bucket], tokens: int, sequences: int, rows: int, query_len: int, most_rows: int, exact: bool,
+    longest_query: int = 1,
+) -> Size:  # fmt: skip
     """The bucket for a batch, and what it is padded to.
 
     rows: that are sampled from. query_len: tokens of each sequence where all have as many and all are sampled from,
-    else 0. most_rows: sequences, and rows, of a step. exact: on a CPU, where nothing is captured and so nothing need be
-    padded. Raises ConfigError when no bucket takes so many tokens.
+    else 0. most_rows: sequences of a step, and its rows where none verifies longest_query tokens. exact: on a CPU,
+    where nothing is captured and so nothing need be padded. Raises ConfigError when no bucket takes so many tokens.
     """
     bucket = _find(buckets, tokens, sequences, query_len)
     if bucket.kind == "decode":
@@ -47,8 +48,9 @@ def pick(
     if tokens > MIXED_CAPTURED:
         T = min(bucket.hi, -(-tokens // _MIXED_STEP) * _MIXED_STEP)
     S = _dynamic(bucket, _padded(sequences, most_rows))
+    most = bucket.limits(most_rows, longest_query)["R"]
     # As many rows as sequences in most steps, so that few sizes are captured.
-    return Size(bucket, T, S, S if rows <= S else _dynamic(bucket, _padded(rows, most_rows)))
+    return Size(bucket, T, S, S if rows <= S else _dynamic(bucket, _padded(rows, most)))
 
 
 def _find(buckets: Sequence[Bucket], tokens: int, sequences: int, query_len: int) -> Bucket:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 Decoder = Callable[[Mapping[str, "Tensor"], int, int], "Tensor"]
 Encoder = Callable[["Tensor"], Mapping[str, "Tensor"]]
 Packer = Callable[["Tensor", Mapping[str, "Tensor"], int, int, Path | None], None]
-Repacker = Callable[[Mapping[str, "Tensor"], int, int], Mapping[str, "Tensor"]]
+Repacker = Callable[[Mapping[str, "Tensor"], int, int, Path | None], Mapping[str, "Tensor"]]
 
 
 class Part(NamedTuple):
@@ -52,10 +52,12 @@ class Encoding:
 
     block: the smallest (rows, inner entries) that are encoded together. Slices at its multiples are slices of the
     parts. op: the name of the op that multiplies with the parts as they are; None where they are only decoded. It is
-    called with (x_TI, the parts in order, rows, bias_O=None), as `quant_linear`; where ``arguments`` are given, with
-    the parts under these names, in order, and bias_O and ``settings`` by name. moe_op: the name of the op that computes
-    experts whose matrices are encoded, called as `quant_moe`, or with ``moe_arguments`` and ``settings``; None where
-    experts are left alone.
+    called with (x_TI, the parts in order, rows, bias_O=None) and ``settings``, as `quant_linear`; where ``arguments``
+    are given, with the parts under these names, in order, and bias_O and ``settings`` by name. moe_op: the name of the
+    op that computes experts whose matrices are encoded, called as `quant_moe`, or with ``moe_arguments`` and
+    ``settings``; None where experts are left alone. row_op: the name of the op that looks up rows, called with
+    (token_ids_T, the parts in order), dtype, scale and ``settings`` by name, as `gguf_embedding`; None where tables are
+    left alone.
 
     decode(parts, rows, inner): the matrix, of any floating dtype. encode(numbers): the parts of a matrix of any
     floating dtype; None where a checkpoint must bring them, and not needed beside pack. pack(numbers, parts, row,
@@ -64,9 +66,9 @@ class Encoding:
     kernels, a path that may be None or missing.
 
     devices: where the ops have kernels for it. repacked: the names of encodings that stand for exactly the same
-    numbers, each with the function from the parts (of a matrix [rows, inner]) to its parts. A checkpoint's matrix is
-    repacked while it is read, for an op that reads the other encoding; the first one that an op of the device reads is
-    taken.
+    numbers, each with the function from the parts (of a matrix [rows, inner]; and such a library) to its parts. A
+    checkpoint's matrix is repacked while it is read, for an op that reads the other encoding; the first one that an op
+    of the device reads is taken.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Encoding:
     encode: Encoder | None = None
     pack: Packer | None = None
     moe_op: str | None = None
+    row_op: str | None = None
     arguments: tuple[str, ...] = ()
     moe_arguments: tuple[tuple[str, ...], ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)

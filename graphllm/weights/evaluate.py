@@ -86,5 +86,5 @@ def encoded(
         names = (p.name for p in encoding_of(matrix.encoding).parts)
         parts = {n: evaluate(p, fetch) for n, p in zip(names, matrix.parts, strict=True)}
         with _named(matrix):
-            return repack(parts, *matrix.matrix)
+            return repack(parts, *matrix.matrix, library)
     return encoding_of(name).encoded(evaluate(matrix, fetch), library)

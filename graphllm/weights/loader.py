@@ -44,7 +44,7 @@ from graphllm.weights.simplify import Region, at_rank, is_same, region_of, simpl
 
 _CHUNK = 16 << 20  # one read; also a slot of pinned memory
 _STAGE = 1 << 20  # one read to be cast on the CPU: stays in a core's cache until it is cast
-_EVALUATED = 4 << 20  # what is read at once to be evaluated
+_EVALUATED = {"cpu": 1 << 20, "cuda": 4 << 20}  # what is read at once to be evaluated: malloc keeps as much and more
 _ALIGN = 64  # bytes: a cache line
 
 
@@ -67,7 +67,7 @@ def load_weights(
     plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in plan))
     tensors = allocate(plan, device)
     with opened(sorted({info.file for info in checkpoint.tensors.values()})) as fds:
-        lowering = _Lowering(checkpoint, fds, kernels)
+        lowering = _Lowering(checkpoint, fds, kernels, _EVALUATED[device.type])
         for entry in plan:
             if not entry.tie:
                 lowering.place(entry.expr, tensors[entry.name])
@@ -172,10 +172,11 @@ class _Evaluation:
 
 
 class _Lowering:
-    """Turns simplified expressions and the memory that they shall fill into jobs. library: see `Encoding`."""
+    """Turns simplified expressions and the memory that they shall fill into jobs. library: see `Encoding`. most: bytes
+    to be evaluated at once, where an expression can be cut."""
 
-    def __init__(self, checkpoint: Checkpoint, fds: Mapping[Path, int], library: Path | None) -> None:
-        self._checkpoint, self._fds, self._library = checkpoint, fds, library
+    def __init__(self, checkpoint: Checkpoint, fds: Mapping[Path, int], library: Path | None, most: int) -> None:
+        self._checkpoint, self._fds, self._library, self._most = checkpoint, fds, library, most
         self._jobs: list[Job] = []
         self._encoded: dict[tuple[str, Expr], list[dict[str, Tensor]]] = {}
 
@@ -297,7 +298,7 @@ class _Lowering:
         columns; in one where no slices do. units: they begin at multiples of these, 0 for a dimension not to be cut."""
         whole = self._nbytes(expr)
         for dim, (extent, unit) in enumerate(zip(expr.shape, units, strict=False)):
-            count = max(1, _EVALUATED * extent // max(1, whole) // max(1, unit)) * unit
+            count = max(1, self._most * extent // max(1, whole) // max(1, unit)) * unit
             if not 0 < count < extent:
                 continue
             edges = [*range(0, extent, count), extent]

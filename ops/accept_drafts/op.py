@@ -25,7 +25,7 @@ def accept_drafts(
     rejected_N: Tensor,
     version_N: Tensor,
     versions: int,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """Keep of each sequence the longest run of sampled tokens that its drafts foresaw, and one token behind it.
 
     tokens_R [R]: sampled from the rows logits_indices_R [R] of the step's T tokens, each with its own random numbers,
@@ -38,17 +38,18 @@ def accept_drafts(
 
     Written at slots_S: rejected_N [N], rows that are not kept; version_N [N], the version of recurrent states that is
     valid from now on: a step of n tokens leaves the state behind its token i at version i, of at most ``versions``.
-    Returns row_slots_R with the scrap slot but for each sequence's last kept row, and how many are kept [S], 0 for
-    sequences without rows. Of padding both are unspecified. Source: Leviathan et al. 2023 (speculative sampling; the
-    proposal is one token, so sampling again and comparing is the same as accepting by probability).
+    Returns row_slots_R with the scrap slot but for each sequence's last kept row; the same with the slot in all kept
+    rows; and how many are kept [S], 0 for sequences without rows. Of padding all are unspecified. Source: Leviathan et
+    al. 2023 (speculative sampling; the proposal is one token, so sampling again and comparing is the same as accepting
+    by probability).
     """
     R, T, scrap = tokens_R.shape[0], drafts_T.shape[0], rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
     next_R = drafts_T[(logits_indices_R.long() + 1).clamp(max=T - 1)]
     # Rows behind the last one are looked at, too, where there is none.
-    end_R = row_slots_R.new_full((1,), scrap)
-    slots_R = torch.cat([row_slots_R, end_R])
-    right_R = torch.cat([(tokens_R == next_R) & (tokens_R >= 0), end_R < 0])
+    behind = row_slots_R.new_full((1,), scrap)
+    slots_R = torch.cat([row_slots_R, behind])
+    right_R = torch.cat([(tokens_R == next_R) & (tokens_R >= 0), behind < 0])
     kept_S = (rows_S > 0).long()
     run_S = drafted_S = (rows_S > 1) & (slots_R[first_S] != scrap)
     for i in range(versions - 1):
@@ -62,4 +63,6 @@ def accept_drafts(
     version_S = (tokens_S.clamp(max=versions) - 1 - rejected_S).clamp(min=0)
     rejected_N.index_put_((slots_S.long(),), rejected_S.to(rejected_N.dtype))
     version_N.index_put_((slots_S.long(),), version_S.to(version_N.dtype))
-    return torch.where(row_R == end_S[sequence_R], row_slots_R, scrap), kept_S.to(torch.int32)
+    end_R = end_S[sequence_R]
+    newest_R = torch.where(row_R == end_R, row_slots_R, scrap)
+    return newest_R, torch.where(row_R <= end_R, row_slots_R, scrap), kept_S.to(torch.int32)

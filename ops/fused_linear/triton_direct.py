@@ -66,6 +66,7 @@ def direct_product(
     x_ptr,
     x_row,  # [BLOCK_T] int64
     there,
+    norm_ptr,  # [K], by which x is multiplied, or anything
     X_ROW: tl.constexpr,
     WEIGHT_ROW: tl.constexpr,
     SCALE_ROW: tl.constexpr,  # from a group to the next
@@ -73,6 +74,7 @@ def direct_product(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
+    NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,  # a multiple of 16
     BLOCK_T: tl.constexpr,  # a multiple of 8
     SPAN: tl.constexpr,
@@ -80,7 +82,7 @@ def direct_product(
     WAIT: tl.constexpr,  # for the kernel that makes x, once the first weights are asked for
     EMULATED: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x."""
+    """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, or of x times the weights of a norm."""
     dtype: tl.constexpr = tl.float32 if EMULATED else x_ptr.dtype.element_ty
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
     WIDTH: tl.constexpr = SPAN // CODES
@@ -101,6 +103,7 @@ def direct_product(
     zeros_at = _loaded_order(zero_at, BLOCK_N // 8)
     there = _loaded_order(there, BLOCK_T // 8)
     x_at = x_ptr + _loaded_order(x_row, BLOCK_T // 8) * X_ROW + span * SPAN + entry
+    norm_at = tl.broadcast_to(norm_ptr + span * SPAN + entry, x_at.shape)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
     constants = _constants(
         0, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS, WIDTH,
@@ -118,8 +121,9 @@ def direct_product(
     if KEPT:
         for i in tl.static_range(STEPS * CODES):
             operand = _entries_of_x(
-                x_at, i // CODES, i % CODES, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, LARGER, EMULATED
-            )
+                x_at, norm_at, i // CODES, i % CODES, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, NORM, LARGER,
+                EMULATED,
+            )  # fmt: skip
             operands += (operand,)
     for step in tl.static_range(STEPS):
         numbers = numbers_of(constants[0], dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
@@ -140,7 +144,9 @@ def direct_product(
             if KEPT:
                 x = operands[step * CODES + j]
             else:
-                x = _entries_of_x(x_at, step, j, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, LARGER, EMULATED)
+                x = _entries_of_x(
+                    x_at, norm_at, step, j, there, span, entry, K, SPAN, WARPS, WIDTH, BLOCK_T, NORM, LARGER, EMULATED
+                )
             if GROUP == 0:
                 acc = tl.dot(number, x, acc, input_precision="ieee")
             else:
@@ -162,7 +168,8 @@ def _constants(
 ):  # fmt: skip
     """What a step reads of a weight: int16 numbers, and the zero points and scales of each of its groups."""
     begin = step * WARPS
-    words = tl.load(weight_at + begin * WIDTH, mask=in_rows & ((begin + span) * SPAN < K), other=0)
+    words = tl.load(weight_at + begin * WIDTH, mask=in_rows & ((begin + span) * SPAN < K), other=0,
+                    eviction_policy="evict_first")  # fmt: skip
     zeros = ()
     scales = ()
     if GROUP != 0:
@@ -181,14 +188,17 @@ def _constants(
 
 @triton.jit
 def _entries_of_x(
-    x_at, step, j, there, span, entry,
+    x_at, norm_at, step, j, there, span, entry,
     K: tl.constexpr, SPAN: tl.constexpr, WARPS: tl.constexpr, WIDTH: tl.constexpr, BLOCK_T: tl.constexpr,
-    LARGER: tl.constexpr, EMULATED: tl.constexpr,
+    NORM: tl.constexpr, LARGER: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """[WARPS, WIDTH, BLOCK_T] of x: what the j-th codes of a step are multiplied with."""
     begin = (step * WARPS + span) * SPAN
     inside = begin < K if K % SPAN == 0 else begin + j * WIDTH + entry < K
-    x = tl.load(x_at + (step * WARPS * SPAN + j * WIDTH), mask=there & inside, other=0.0)
+    first = step * WARPS * SPAN + j * WIDTH
+    x = tl.load(x_at + first, mask=there & inside, other=0.0)
+    if NORM:
+        x = (x.to(tl.float32) * tl.load(norm_at + first, mask=inside, other=0.0).to(tl.float32)).to(x.dtype)
     if EMULATED:
         x = x.to(tl.float32)
     elif LARGER:

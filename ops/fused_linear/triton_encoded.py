@@ -11,8 +11,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphllm.ops.encoded_weights import BITS
-
 
 @triton.constexpr_function
 def lost_exponent(form, half):
@@ -28,6 +26,7 @@ def _decoding(form, half, moved):
     f16. moved: leave out the last step: floats are too small by `lost_exponent`, int4 is 136 (1,032) too large."""
     one = {"bf16": 0x4300, "f16": 0x6400}[half]  # 128 and 1,024: the last bits of the mantissa are the code
     constant, lines = 0, []
+    codes = 4 if form == "int4" or form == "e2m1" else 2  # of an int16
 
     def pair(number):
         return f"0x{number:04x}{number:04x}"
@@ -78,7 +77,7 @@ def _decoding(form, half, moved):
                 f"lop3.b32 t, t, {pair(sign)}, {pair(one)}, 0xEA;",
                 f"sub.rn.{half}x2 ${j}, s, t;",
             ]
-        if lost_exponent(form, half) and not moved and j < 16 // BITS[form]:
+        if lost_exponent(form, half) and not moved and j < codes:
             lines.append(f"mul.rn.{half}x2 ${j}, ${j}, c;")
     return "{ .reg .b32 t, s, c; mov.b32 c, " + pair(constant) + "; " + " ".join(lines) + " }"
 

@@ -207,6 +207,7 @@ def tile_kernel(
     scales_ptr,
     zeros_ptr,
     bias_ptr,
+    norm_ptr,
     residual_ptr,
     out_ptr,
     partial_ptr,  # float32: [SPLITS, T, N] if PARTS, else [token tiles, blocks, SPLITS, BLOCK_N, BLOCK_T]
@@ -217,6 +218,8 @@ def tile_kernel(
     RESIDUAL_ROW: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
+    EPS: tl.constexpr,
+    NORM: tl.constexpr,  # normalize x, which has one row
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
@@ -264,8 +267,14 @@ def tile_kernel(
     if DIRECT:
         acc = direct_product(
             weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
-            token < T, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT, True, EMULATED,
+            token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT,
+            True, EMULATED,
         )  # fmt: skip
+        if NORM:
+            ALL: tl.constexpr = triton.next_power_of_2(K)
+            every = tl.arange(0, ALL)
+            x_row_0 = tl.load(x_ptr + every, mask=every < K, other=0.0).to(tl.float32)
+            acc *= tl.rsqrt(tl.sum(x_row_0 * x_row_0, axis=0) / K + EPS)
     elif FORM != "":
         acc = encoded_product(
             weight_row, scales_ptr + row, zeros_ptr + row, in_row, x_row, token < T, lo, hi,
@@ -372,7 +381,7 @@ _TILES = (  # block_n, block_k, stages, warps
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = ((64, 4, 4), (64, 6, 4), (128, 4, 8), (64, 3, 4), (128, 3, 4))  # block_n, stages, warps
-_DIRECT = ((16, 8), (16, 4), (32, 4), (32, 8))  # block_n, warps
+_DIRECT = ((16, 4), (16, 8), (32, 4), (32, 8))  # block_n, warps
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
@@ -492,7 +501,8 @@ def tile_configs(site: CallSite) -> list[Config]:
             filling = [n for n in possible if _FEWEST <= programs * n <= _MOST]
             for splits in filling or [possible[-1] if programs < _FEWEST else 1]:
                 found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, "splits": splits,
-                              "warps": warps, "stages": stages, "token_tiles": token_tiles, "direct": 0})  # fmt: skip
+                              "warps": warps, "stages": stages, "token_tiles": token_tiles, "direct": 0,
+                              "norm": 0})  # fmt: skip
     return found
 
 
@@ -503,10 +513,11 @@ def _direct_configs(site: CallSite) -> list[Config]:
         return []
     span = span_of(form, inner, site.args["group"])
     block_t = 8 if rows <= 8 else 16
+    norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": 1}
-        for block_n, warps in _DIRECT if (warps - 1) * span < inner
+         "token_tiles": 1, "direct": 1, "norm": norm}
+        for block_n, warps in _DIRECT if (warps - 1) * span < inner for norm in norms
     ]  # fmt: skip
 
 
@@ -565,10 +576,11 @@ def launch_tiles(
     residual_TN: Tensor | None = None,
     gated: bool = False,
     encoded: tuple[Tensor | None, Tensor | None, str, int] = (None, None, "", 0),
+    norm: tuple[Tensor | None, float] = (None, 0.0),
     parts: bool = False,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
-    encoded: scales, zero points, form and group of the weights."""
+    encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized."""
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     scales_GO, zeros_GO, form, group = encoded
     blocks, splits = -(-N // config["block_n"]), config["splits"]
@@ -580,11 +592,11 @@ def launch_tiles(
     launch_triton(
         tile_kernel, (blocks, splits, config["token_tiles"]),
         x_TI, weight_OI, *(weight_OI if t is None else t for t in (scales_GO, zeros_GO)),
-        *(x_TI if t is None else t for t in (bias_O, residual_TN)), out, partial,
+        *(x_TI if t is None else t for t in (bias_O, norm[0], residual_TN)), out, partial,
         zeroed(x_TI, count) if count else x_TI, T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
-        RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, BIAS=bias_O is not None,
-        RESIDUAL=residual_TN is not None, GATED=gated,
+        RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
+        NORM=norm[0] is not None, BIAS=bias_O is not None, RESIDUAL=residual_TN is not None, GATED=gated,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
@@ -609,8 +621,12 @@ def triton_tile(
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
-    if norm_I is not None:
+    within = config["norm"] == 1
+    if norm_I is not None and not within:
         x_TI = _normalized(x_TI, norm_I, eps)
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
-    launch_tiles(x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group))
+    launch_tiles(
+        x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
+        norm=(norm_I if within else None, eps),
+    )  # fmt: skip
     return out_TN

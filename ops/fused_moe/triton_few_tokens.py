@@ -195,8 +195,8 @@ def few_kernel(
             from_row = of_slot // A if GATED else of_slot
             acc = direct_product(
                 weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
-                of_slot >= 0, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_S, BLOCK_K, WARPS, False,
-                EMULATED,
+                of_slot >= 0, x_ptr, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, BLOCK_S, BLOCK_K,
+                WARPS, False, EMULATED,
             )  # fmt: skip
             _write_few(
                 acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N,

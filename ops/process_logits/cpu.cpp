@@ -1,5 +1,8 @@
 // process_logits: mask, bias and penalties on a row of logits, a chunk of the vocabulary at a time.
+#include <algorithm>
 #include <limits>
+#include <utility>
+#include <vector>
 
 #include "cpu_threads.h"
 
@@ -18,6 +21,7 @@ struct Args {
   const float *repetition, *frequency, *presence;
   const std::int32_t *counts, *bias_token;
   const float* bias_value;
+  const std::int32_t *drafts, *logits_indices, *place;
   float* out;
   i64 S, V, logits_stride, mask_stride, counts_stride, token_stride, value_stride;
 };
@@ -31,6 +35,13 @@ void ban(float* x, i64 count, const std::int32_t* mask) {
   }
 }
 
+float penalized(float x, std::int32_t count, float repetition, float frequency, float presence) {
+  const std::int32_t times = count & (kInPrompt - 1);
+  const float scaled = x > 0 ? x / repetition : x * repetition;
+  const float y = (count ? scaled : x) - frequency * float(times);
+  return y - (times > 0 ? presence : 0.0f);
+}
+
 void penalize(float* x, i64 count, const std::int32_t* counts, float repetition, float frequency, float presence) {
   constexpr i64 kBlock = 64;
   for (i64 i = 0; i < count; i += kBlock) {
@@ -38,12 +49,7 @@ void penalize(float* x, i64 count, const std::int32_t* counts, float repetition,
     std::int32_t any = 0;
     for (i64 j = i; j < to; j++) any |= counts[j];
     if (!any) continue;  // a text uses few of the tokens
-    for (i64 j = i; j < to; j++) {
-      const std::int32_t times = counts[j] & (kInPrompt - 1);
-      const float scaled = x[j] > 0 ? x[j] / repetition : x[j] * repetition;
-      const float y = (counts[j] ? scaled : x[j]) - frequency * float(times);
-      x[j] = y - (times > 0 ? presence : 0.0f);
-    }
+    for (i64 j = i; j < to; j++) x[j] = penalized(x[j], counts[j], repetition, frequency, presence);
   }
 }
 
@@ -59,8 +65,18 @@ void adjust(const Args<T>& a, i64 s, i64 from, i64 to) {
     if (from <= token && token < to) out[token] += a.bias_value[slot * a.value_stride + n];
   }
   const float repetition = a.repetition[s], frequency = a.frequency[s], presence = a.presence[s];
-  if (repetition != 1 || frequency != 0 || presence != 0)
-    penalize(out + from, to - from, a.counts + slot * a.counts_stride + from, repetition, frequency, presence);
+  if (repetition == 1 && frequency == 0 && presence == 0) return;
+  const std::int32_t* counts = a.counts + slot * a.counts_stride;
+  const i64 place = a.place[s];
+  const std::int32_t* drafts = a.drafts + a.logits_indices[s] + 1 - place;
+  std::vector<std::pair<std::int32_t, float>> drafted;  // the drafts of this chunk, and their logits so far
+  for (i64 i = 0; i < place; i++)
+    if (from <= drafts[i] && drafts[i] < to) drafted.emplace_back(drafts[i], out[drafts[i]]);
+  penalize(out + from, to - from, counts + from, repetition, frequency, presence);
+  for (const auto& [token, x] : drafted) {
+    const auto more = std::count(drafts, drafts + place, token);
+    out[token] = penalized(x, counts[token] + std::int32_t(more), repetition, frequency, presence);
+  }
 }
 
 template <typename T>
@@ -80,7 +96,8 @@ void adjust(const Args<T>& a) {
 #define GRAPHLLM_PROCESS_LOGITS(name, T)                                                                             \
   extern "C" void name(const void* logits, const void* slot, const void* mask_row, const void* mask,               \
                        const void* bias_count, const void* repetition, const void* frequency, const void* presence, \
-                       const void* counts, const void* bias_token, const void* bias_value, void* out,               \
+                       const void* counts, const void* bias_token, const void* bias_value, const void* drafts,       \
+                       const void* logits_indices, const void* place, void* out,                                   \
                        std::int64_t S, std::int64_t V, std::int64_t logits_stride, std::int64_t mask_stride,        \
                        std::int64_t counts_stride, std::int64_t token_stride, std::int64_t value_stride) {          \
     using namespace graphllm;                                                                                       \
@@ -88,8 +105,8 @@ void adjust(const Args<T>& a) {
     using Float = const float*;                                                                                     \
     adjust<T>({static_cast<const T*>(logits), Int(slot), Int(mask_row), Int(mask), Int(bias_count),                 \
                Float(repetition), Float(frequency), Float(presence), Int(counts), Int(bias_token),                  \
-               Float(bias_value), static_cast<float*>(out), S, V, logits_stride, mask_stride, counts_stride,        \
-               token_stride, value_stride});                                                                        \
+               Float(bias_value), Int(drafts), Int(logits_indices), Int(place), static_cast<float*>(out), S, V,      \
+               logits_stride, mask_stride, counts_stride, token_stride, value_stride});                             \
   }
 
 GRAPHLLM_PROCESS_LOGITS(graphllm_process_logits_f32, f32)

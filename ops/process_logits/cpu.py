@@ -13,7 +13,8 @@ from graphllm.ops.process_logits.op import process_logits
 
 _SCHEMA = (
     "(Tensor logits, Tensor slot, Tensor mask_row, Tensor mask, Tensor bias_count, Tensor repetition, Tensor frequency,"
-    " Tensor presence, Tensor counts, Tensor bias_token, Tensor bias_value, Tensor(a!) out, SymInt S, SymInt V,"
+    " Tensor presence, Tensor counts, Tensor bias_token, Tensor bias_value, Tensor drafts, Tensor logits_indices,"
+    " Tensor place, Tensor(a!) out, SymInt S, SymInt V,"
     " SymInt logits_stride, SymInt mask_stride, SymInt counts_stride, SymInt token_stride, SymInt value_stride) -> ()"
 )
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -21,7 +22,10 @@ _kernels = {
     torch.float32: CKernel("graphllm_process_logits_f32", _SCHEMA, _SOURCE),
     torch.bfloat16: CKernel("graphllm_process_logits_bf16", _SCHEMA, _SOURCE),
 }
-_INTS = ("slot_S", "mask_row_S", "mask_SW", "bias_count_S", "counts_NV", "bias_token_NB")
+_INTS = (
+    "slot_S", "mask_row_S", "mask_SW", "bias_count_S", "counts_NV", "bias_token_NB", "drafts_T", "logits_indices_S",
+    "place_S",
+)  # fmt: skip
 _FLOATS = ("repetition_S", "frequency_S", "presence_S", "bias_value_NB")
 
 
@@ -48,13 +52,16 @@ def cpu_process_logits(
     counts_NV: Tensor,
     bias_token_NB: Tensor,
     bias_value_NB: Tensor,
+    drafts_T: Tensor,
+    logits_indices_S: Tensor,
+    place_S: Tensor,
 ) -> Tensor:
     """Parallel over rows and chunks of the vocabulary."""
     S, V = logits_SV.shape
     out_SV = logits_SV.new_empty((S, V), dtype=torch.float32)
     _kernels[logits_SV.dtype](
         *(logits_SV, slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S),
-        *(counts_NV, bias_token_NB, bias_value_NB, out_SV, S, V),
+        *(counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S, out_SV, S, V),
         *(t.stride(0) for t in (logits_SV, mask_SW, counts_NV, bias_token_NB, bias_value_NB)),
     )
     return out_SV

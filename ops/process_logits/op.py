@@ -27,6 +27,9 @@ def process_logits(
     counts_NV: Tensor,
     bias_token_NB: Tensor,
     bias_value_NB: Tensor,
+    drafts_T: Tensor,
+    logits_indices_S: Tensor,
+    place_S: Tensor,
 ) -> Tensor:
     """Mask, bias and penalties on each row of logits, in this order and in float32.
 
@@ -39,6 +42,9 @@ def process_logits(
     whether the prompt has it. repetition_S [S] float32 divides the positive logits and multiplies the others of tokens
     that were sampled or are in the prompt; 1 is off. frequency_S [S] float32 times the number of times sampled is
     subtracted, and presence_S [S] float32 once from each token that was sampled; 0 is off.
+    Drafts: a row that verifies one sees what plain decoding would have there. Its place_S [S] int32 drafts before it in
+    the step, of which the last one is drafts_T [T] int32 at logits_indices_S [S] int32, count as sampled, once each;
+    negative ones do not. 0: there are none.
     Returns [S, V] float32, contiguous (float64 for float64). NaN stays NaN unless banned. A row with all of it off is
     copied: implementations read a row's mask, list and counts only where something of theirs is on.
     Source: Keskar et al. 2019 (CTRL, repetition penalty); OpenAI API reference (logit bias, frequency and presence
@@ -56,7 +62,10 @@ def process_logits(
     bias_value_SB = torch.where(listed_SB, bias_value_NB[slot], 0.0).to(dtype)
     x_SV = x_SV.scatter_add(1, bias_token_SB, bias_value_SB)
 
-    counts_SV = counts_NV[slot]
+    step_T, at_S = torch.arange(drafts_T.shape[0], device=drafts_T.device), logits_indices_S.long()
+    before_ST = (step_T <= at_S[:, None]) & (step_T > (at_S - place_S)[:, None]) & (drafts_T >= 0)
+    drafts_ST = drafts_T.clamp(min=0).long().expand(before_ST.shape)
+    counts_SV = counts_NV[slot].scatter_add(1, drafts_ST, before_ST.to(counts_NV.dtype))
     times_SV = counts_SV & (IN_PROMPT - 1)
     repetition = repetition_S.to(dtype)[:, None]
     x_SV = torch.where(counts_SV != 0, torch.where(x_SV > 0, x_SV / repetition, x_SV * repetition), x_SV)

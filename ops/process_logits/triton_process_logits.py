@@ -37,6 +37,9 @@ def _adjust_kernel(
     counts_ptr,
     bias_token_ptr,
     bias_value_ptr,
+    drafts_ptr,
+    logits_indices_ptr,
+    place_ptr,
     out_ptr,
     V: tl.constexpr,
     ROW: tl.constexpr,
@@ -63,6 +66,8 @@ def _adjust_kernel(
     penalized = (repetition != 1.0) | (frequency != 0.0) | (presence != 0.0)
     mask_row = tl.load(mask_row_ptr + s)
     allowed_ptr = mask_ptr + mask_row.to(tl.int64) * MASK_ROW
+    place = tl.load(place_ptr + s)
+    first_draft_ptr = drafts_ptr + tl.load(logits_indices_ptr + s) + 1 - place
 
     x = tl.load(row_ptr + token * COL, mask=inside, other=0.0).to(tl.float32)
     if mask_row >= 0:
@@ -70,6 +75,8 @@ def _adjust_kernel(
         x = tl.where(((words[:, None] >> bit[None, :]) & 1) != 0, x, float("-inf"))
     if penalized:
         count = tl.load(counts_row_ptr + token, mask=inside, other=0)
+        for i in range(place):
+            count += (token == tl.load(first_draft_ptr + i)).to(tl.int32)
         x = _penalized(x, count, repetition, frequency, presence)
     tl.store(out_row_ptr + token, x, mask=inside)
 
@@ -88,6 +95,8 @@ def _adjust_kernel(
             y += tl.load(bias_value_ptr + slot * VALUE_ROW + at, mask=mine, other=0.0)
             if penalized:
                 times = tl.load(counts_row_ptr + biased, mask=mine, other=0)
+                for i in range(place):
+                    times += (biased == tl.load(first_draft_ptr + i)).to(tl.int32)
                 y = _penalized(y, times, repetition, frequency, presence)
             tl.store(out_row_ptr + biased, y, mask=mine)
 
@@ -112,6 +121,9 @@ def triton_process_logits(
     counts_NV: Tensor,
     bias_token_NB: Tensor,
     bias_value_NB: Tensor,
+    drafts_T: Tensor,
+    logits_indices_S: Tensor,
+    place_S: Tensor,
 ) -> Tensor:
     """One launch."""
     S, V = logits_SV.shape
@@ -119,7 +131,7 @@ def triton_process_logits(
     launch_triton(
         _adjust_kernel, (triton.cdiv(V, _BLOCK), S),
         logits_SV, slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S,
-        counts_NV, bias_token_NB, bias_value_NB, out_SV,
+        counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S, out_SV,
         V=V, ROW=logits_SV.stride(0), COL=logits_SV.stride(1), MASK_ROW=mask_SW.stride(0),
         COUNTS_ROW=counts_NV.stride(0), TOKEN_ROW=bias_token_NB.stride(0), VALUE_ROW=bias_value_NB.stride(0),
         BLOCK=_BLOCK, LIST=_LIST, num_warps=4,

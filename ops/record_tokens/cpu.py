@@ -13,8 +13,8 @@ from graphllm.ops.record_tokens.op import record_tokens
 
 _kernel = CKernel(
     "graphllm_record_tokens",
-    "(Tensor tokens, Tensor slot, Tensor counted, Tensor(a!) last_token, Tensor(b!) counts, Tensor(c!) out, SymInt S,"
-    " SymInt counts_stride) -> ()",
+    "(Tensor tokens, Tensor slot, Tensor kept_slot, Tensor counted, Tensor(a!) last_token, Tensor(b!) counts,"
+    " Tensor(c!) out, SymInt S, SymInt N, SymInt counts_stride) -> ()",
     Path(__file__).with_name("cpu.cpp"),
 )
 
@@ -25,9 +25,10 @@ def _supports(site: CallSite) -> bool:
 
 @record_tokens.impl("cpu", device="cpu", supports=_supports)
 def cpu_record_tokens(
-    tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor
+    tokens_S: Tensor, slot_S: Tensor, kept_slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor
 ) -> Tensor:
     """One thread."""
     out_S = tokens_S.new_empty(tokens_S.shape)
-    _kernel(tokens_S, slot_S, counted_S, last_token_N, counts_NV, out_S, tokens_S.shape[0], counts_NV.stride(0))
+    rows = (tokens_S, slot_S, kept_slot_S, counted_S)
+    _kernel(*rows, last_token_N, counts_NV, out_S, tokens_S.shape[0], counts_NV.shape[0], counts_NV.stride(0))
     return out_S

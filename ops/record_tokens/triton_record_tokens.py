@@ -14,16 +14,25 @@ from graphllm.ops.record_tokens.op import record_tokens
 
 
 @triton.jit
-def _record_kernel(tokens_ptr, slot_ptr, counted_ptr, last_token_ptr, counts_ptr, out_ptr, COUNTS_ROW: tl.constexpr):
+def _record_kernel(
+    tokens_ptr,
+    slot_ptr,
+    kept_slot_ptr,
+    counted_ptr,
+    last_token_ptr,
+    counts_ptr,
+    out_ptr,
+    SCRAP: tl.constexpr,
+    COUNTS_ROW: tl.constexpr,
+):
     row = tl.program_id(0)
     token = tl.load(tokens_ptr + row)
     slot = tl.load(slot_ptr + row).to(tl.int64)
     tl.store(out_ptr + row, token)
     tl.store(last_token_ptr + slot, tl.maximum(token, 0))
-    if (tl.load(counted_ptr + row) > 0) & (token >= 0):
-        # No other row has this slot, so reading before writing is safe.
-        count_ptr = counts_ptr + slot * COUNTS_ROW + token
-        tl.store(count_ptr, tl.load(count_ptr) + 1)
+    kept = tl.load(kept_slot_ptr + row).to(tl.int64)
+    if (tl.load(counted_ptr + row) > 0) & (token >= 0) & (kept != SCRAP):
+        tl.atomic_add(counts_ptr + kept * COUNTS_ROW + token, 1)
 
 
 def _supports(site: CallSite) -> bool:
@@ -32,13 +41,13 @@ def _supports(site: CallSite) -> bool:
 
 @record_tokens.impl("triton_record_tokens", device="cuda", supports=_supports)
 def triton_record_tokens(
-    tokens_S: Tensor, slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor
+    tokens_S: Tensor, slot_S: Tensor, kept_slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor
 ) -> Tensor:
     """One launch."""
     S = tokens_S.shape[0]
     out_S = torch.empty(S, dtype=torch.int32, device=tokens_S.device)
     launch_triton(
-        _record_kernel, (S,), tokens_S, slot_S, counted_S, last_token_N, counts_NV, out_S,
-        COUNTS_ROW=counts_NV.stride(0), num_warps=1,
+        _record_kernel, (S,), tokens_S, slot_S, kept_slot_S, counted_S, last_token_N, counts_NV, out_S,
+        SCRAP=counts_NV.shape[0] - 1, COUNTS_ROW=counts_NV.stride(0), num_warps=1,
     )  # fmt: skip
     return out_S

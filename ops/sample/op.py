@@ -28,6 +28,31 @@ def uniform_bits(seed_S: Tensor, sample_index_S: Tensor, width: int) -> Tensor:
     return _mix32((token * 0x9E3779B9 + key[:, None]) & 0xFFFFFFFF)
 
 
+def filtered(
+    logits_SV: Tensor, temperature_S: Tensor, top_k_S: Tensor, top_p_S: Tensor, min_p_S: Tensor
+) -> tuple[Tensor, Tensor]:
+    """float32 logits without NaN, and the scaled ones less the row's largest, -inf where `sample` drops the token."""
+    logits = torch.nan_to_num(logits_SV.float(), nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
+    V = logits.shape[1]
+    scaled = logits / torch.where(temperature_S > 0, temperature_S, 1.0)[:, None]
+    off_max = scaled - scaled.max(dim=-1, keepdim=True).values
+    dropped = float("-inf")
+    kept = off_max.masked_fill(off_max < torch.log(min_p_S)[:, None], dropped)
+    descending = torch.sort(kept, dim=-1, descending=True).values
+    k = torch.where((top_k_S > 0) & (top_k_S < V), top_k_S, V).long()
+    kept = kept.masked_fill(kept < descending.gather(1, k[:, None] - 1), dropped)
+    descending = descending.masked_fill(torch.arange(V, device=logits.device)[None] >= k[:, None], dropped)
+    mass = torch.softmax(descending, dim=-1)
+    inside = (mass.cumsum(dim=-1) - mass < top_p_S[:, None]) | (top_p_S[:, None] >= 1)
+    last = descending.masked_fill(~inside, float("inf")).min(dim=-1, keepdim=True).values
+    return logits, kept.masked_fill(kept < last, dropped)
+
+
+def uniform(bits: Tensor) -> Tensor:
+    """float32 in (0, 1), below 1: else a row's only token could tie in the race with those of -inf."""
+    return ((bits.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+
+
 def _cost(logits_SV: Tensor) -> Cost:
     return Cost(nbytes(logits_SV), 12 * logits_SV.numel())
 
@@ -55,24 +80,10 @@ def sample(
     greedy or drawn. Source: Holtzman et al. 2020 (top-p), Nguyen et al. 2024 (min-p), Gumbel-max in its exponential
     form.
     """
-    logits = torch.nan_to_num(logits_SV.float(), nan=float("-inf"), posinf=float("inf"), neginf=float("-inf"))
-    V = logits.shape[1]
+    logits, kept = filtered(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S)
     greedy = torch.argmax(logits, dim=-1)
     possible = logits.max(dim=-1).values > float("-inf")
-    scaled = logits / torch.where(temperature_S > 0, temperature_S, 1.0)[:, None]
-    off_max = scaled - scaled.max(dim=-1, keepdim=True).values
-    dropped = float("-inf")
-    kept = off_max.masked_fill(off_max < torch.log(min_p_S)[:, None], dropped)
-    descending = torch.sort(kept, dim=-1, descending=True).values
-    k = torch.where((top_k_S > 0) & (top_k_S < V), top_k_S, V).long()
-    kept = kept.masked_fill(kept < descending.gather(1, k[:, None] - 1), dropped)
-    descending = descending.masked_fill(torch.arange(V, device=logits.device)[None] >= k[:, None], dropped)
-    mass = torch.softmax(descending, dim=-1)
-    inside = (mass.cumsum(dim=-1) - mass < top_p_S[:, None]) | (top_p_S[:, None] >= 1)
-    last = descending.masked_fill(~inside, float("inf")).min(dim=-1, keepdim=True).values
-    kept = kept.masked_fill(kept < last, dropped)
-    # Below 1, where the race is still finite: else a row's only token could tie with those of -inf.
-    u = ((uniform_bits(seed_S, sample_index_S, V).float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+    u = uniform(uniform_bits(seed_S, sample_index_S, logits.shape[1]))
     race = kept - torch.log(-torch.log1p(-u))
     drawn = torch.argmax(race, dim=-1)
     return torch.where(possible, torch.where(temperature_S > 0, drawn, greedy), -1).to(torch.int32)

@@ -230,25 +230,22 @@ def _search(
 
 
 @triton.jit
-def _draw(
+def threshold(
     src_ptr,  # logits to choose among: candidates in scratch, or the row
-    tile_ptr,  # for candidates, the tile of the row that each came from
     count,
     least,  # a key that no logit to keep falls below
     temperature,
     top_logit,
-    row_bits,
     top_k,
     top_p,
     min_p,
     mass,  # sum of exp(off) over the row; used for rows with top-p alone
     V,
     COL: tl.constexpr,
-    CANDIDATES: tl.constexpr,
     SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The race's winner among the logits that pass the row's filters."""
+    """The lowest key that top-k and top-p keep, and the lowest off that min-p keeps."""
     lane = tl.arange(0, BLOCK)
     by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
     floor = tl.where(by_min, tl.log(tl.where(by_min, min_p, 1.0)), float("-inf"))
@@ -275,6 +272,34 @@ def _draw(
                 extra = tl.maximum(tl.sum(kept, axis=0) - top_k, 0) * _weight(last, top_logit, rate)
                 mass -= tl.where((extra > 0) & (_off(last, temperature, top) >= floor), extra, 0.0)
         cut = _search(src_ptr, count, top_p * mass, cut, beyond, True, top_logit, rate, COL, SHIFT, BLOCK)
+    return cut, floor
+
+
+@triton.jit
+def _draw(
+    src_ptr,  # as for `threshold`
+    tile_ptr,  # for candidates, the tile of the row that each came from
+    count,
+    least,
+    temperature,
+    top_logit,
+    row_bits,
+    top_k,
+    top_p,
+    min_p,
+    mass,
+    V,
+    COL: tl.constexpr,
+    CANDIDATES: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The race's winner among the logits that pass the row's filters."""
+    lane = tl.arange(0, BLOCK)
+    top = tl.div_rn(top_logit, temperature)
+    cut, floor = threshold(
+        src_ptr, count, least, temperature, top_logit, top_k, top_p, min_p, mass, V, COL, SHIFT, BLOCK
+    )
     score = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], V - 1, tl.int32)
     for start in range(0, count, BLOCK):

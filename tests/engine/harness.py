@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from graphllm import artifact
-from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig
+from graphllm.config import CacheConfig, CoreConfig, LoadConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import EngineCoreOutput, EngineRequest, PositionLogprobs
@@ -45,6 +45,7 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
     processors = options.pop("processors", ())
     stop_ids = options.pop("stop_ids", ())
     draft = options.pop("draft", None)
+    speculation = options.pop("speculation", SpeculationConfig())
     manifest = artifact.verify(place)
     config = CoreConfig(
         ModelConfig(str(folder), speculative_model=draft and str(draft)),
@@ -52,6 +53,7 @@ def open_core(folder: Path, place: Path, pages: int = 49, **options: Any) -> Eng
         CacheConfig(kv_cache_memory_bytes=pages * manifest["memory"]["block"]),
         SchedulerConfig(**options),
         stop_ids,
+        speculation=speculation,
     )
     return load_core(config, processors=processors)
 

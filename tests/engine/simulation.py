@@ -269,13 +269,16 @@ class Simulation:
 
     def _start(self, output: SchedulerOutput) -> _Flight:
         """What the device does with a step; checks that it may."""
-        limits, n, q = self.limits, len(output.requests), output.query_len
+        limits, n, v = self.limits, len(output.requests), output.verified
         assert n == len(set(output.slots.tolist())) > 0
         assert [s.slot for s in output.requests] == output.slots.tolist()
         assert 0 < output.counts.sum() <= limits.max_num_batched_tokens
         assert output.rows.sum() <= limits.max_num_rows
         assert self.scheduler.running <= limits.max_num_seqs
-        assert q == 1 or (q in self.layout.query_lens and (output.counts == q).all() and (output.rows == q).all())
+        assert (v > 0) == (output.query_len > 1)
+        assert not v or output.query_len in self.layout.query_lens
+        assert (output.counts[:v] == output.query_len).all()
+        assert (output.rows[:v] == output.query_len).all()
         self._before(output)
         hashes = []
         starts = []
@@ -287,14 +290,16 @@ class Simulation:
             start = entry.start - unsure
             starts.append(start)
             assert start == self._computed[id]
-            known = self._known[id]
+            known, q = self._known[id], _query_len(output, i)
             assert entry.fed == (start >= len(state.request.prompt) + len(self.output[id]))
             assert entry.count > 0
             assert start + entry.count <= len(known) + q - 1
             assert entry.samples == (start + entry.count == len(known) + q - 1)
             if q > 1:
                 assert start == len(known) - 1 >= len(state.request.prompt)
-            if entry.samples and state.request.limit:
+            if q > 1:
+                assert entry.start + entry.count < self.limits.max_len
+            elif entry.samples and state.request.limit:
                 most = len(state.request.prompt) + state.request.limit
                 assert entry.start + entry.count < min(most, self.limits.max_len)
             threshold = limits.long_prefill_token_threshold
@@ -397,9 +402,9 @@ class Simulation:
 
     def _drafts(self, output: SchedulerOutput, i: int) -> list[int]:
         """What an entry verifies: the host's drafts, or those on the device."""
-        if output.drafts is not None:
+        if i < output.verified and output.drafts is not None:
             return [int(d) for d in output.drafts[i]]
-        wire, count = output.requests[i].request, output.query_len - 1
+        wire, count = output.requests[i].request, _query_len(output, i) - 1
         drafts = continuation(wire, self._known[wire.id], count)
         right = (self.right + i) % (count + 1)
         return [t if j < right else (t + 1) % VOCAB for j, t in enumerate(drafts)]
@@ -407,8 +412,9 @@ class Simulation:
     def _sample(self, output: SchedulerOutput, starts: list[int]) -> _Flight:
         tokens = np.full(int(output.rows.sum()), VOCAB + 1, dtype=np.int32)  # scores have no token
         num_kept = np.ones(len(starts), dtype=np.int32)
-        ends, q = np.cumsum(output.rows), output.query_len
+        ends = np.cumsum(output.rows)
         for i, state in enumerate(output.requests):
+            q = _query_len(output, i)
             wire, id = state.request, state.request.id
             self._computed[id] = starts[i] + int(output.counts[i])
             self._unsure[id] = self._unsure.get(id, 0)
@@ -428,16 +434,16 @@ class Simulation:
             self._unsure[id] += q - kept
             if q > 1:
                 self.verified.append((q, kept))
-        return _Flight(output, [s.request.id for s in output.requests], tokens, num_kept if q > 1 else None)
+        return _Flight(output, [s.request.id for s in output.requests], tokens, num_kept if output.verified else None)
 
     def _take(self, commit: Commit, flight: _Flight) -> None:
         """Compare news with what each request gets alone."""
         assert len({id(s) for s in commit.requests}) == len(commit.requests)
-        ends, q = np.cumsum(flight.output.rows), flight.output.query_len
+        ends = np.cumsum(flight.output.rows)
         told = {s.request.id for s in commit.requests}
         for i, name in enumerate(flight.ids):
             if flight.num_kept is not None and name in told:
-                self._unsure[name] -= q - int(flight.num_kept[i])
+                self._unsure[name] -= _query_len(flight.output, i) - int(flight.num_kept[i])
         for place, (state, new) in enumerate(zip(commit.requests, commit.tokens, strict=True)):
             name = state.request.id
             assert name in flight.ids
@@ -449,6 +455,7 @@ class Simulation:
             assert self.output[name] == known.expected[: len(self.output[name])]
             i = flight.ids.index(name)
             kept = 1 if flight.num_kept is None else int(flight.num_kept[i])
+            q = _query_len(flight.output, i)
             given = flight.tokens[ends[i] - q : ends[i] - q + kept].tolist()
             done = len(self.output[name]) == len(known.expected) and (known.reason != "error" or ERROR in given)
             assert state.finish_reason == (known.reason if done else None)
@@ -492,6 +499,10 @@ def _entries(output: SchedulerOutput) -> list[Entry]:
     columns = (output.starts, output.counts, output.rows, output.samples, output.fed)
     ids = [s.request.id for s in output.requests]
     return [Entry(*row) for row in zip(ids, *(c.tolist() for c in columns), strict=True)]
+
+
+def _query_len(output: SchedulerOutput, i: int) -> int:
+    return output.query_len if i < output.verified else 1
 
 
 def _hashes(wire: EngineRequest, tokens: List[int]) -> list[int]:

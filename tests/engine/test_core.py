@@ -404,7 +404,7 @@ def test_structured_outputs(opened: Open, checkpoint: Path) -> None:
     assert texts["ignored"] in ("red", "green")
     assert found["ignored"].finish_reason == "stop"
     assert found["plain"].tokens == finish(core, [request("plain", [5, 6, 7])])["plain"].tokens
-    assert not core._matchers
+    assert not core._constraints._matchers
     wrong = StructuredOutputsParams(json={"type": "object", "propertyNames": {"maxLength": 3}})
     refused = finish(core, [request("x", [5], replace(free, structured_outputs=wrong))])["x"]
     assert refused.finish_reason == "error"
@@ -529,15 +529,15 @@ def test_when_requests_were_scheduled(opened: Open, monkeypatch: Any) -> None:
     between: dict[str, list[tuple[float, float]]] = defaultdict(list)  # each time it was given a slot
     told: dict[str, list[float]] = {id: [] for id in ids}
     starts: dict[str, int] = {}  # until its first token
-    start = core._start
+    stage = core._stage
 
-    def watched(plan: Any) -> Any:
-        started = start(plan)
+    def watched(plan: Any, now: float) -> Any:
+        staged = stage(plan, now)
         for sequence in plan.admitted:
             between[sequence.request.id].append((called, time.monotonic()))
-        return started
+        return staged
 
-    monkeypatch.setattr(core, "_start", watched)
+    monkeypatch.setattr(core, "_stage", watched)
     for id, prompt in zip(ids, prompts, strict=True):
         core.add(request(id, prompt, replace(GREEDY, max_tokens=40)))
     while core.unfinished:

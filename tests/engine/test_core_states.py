@@ -39,7 +39,7 @@ class Recorder:
         self.snapshots: dict[int, bytes] = {}
         self.newest = [99] * 4
 
-    def start(self, step: StepInput, program: str) -> Any:
+    def start(self, step: StepInput, program: str, drafts: bool = False) -> Any:
         q, slots, given = max(1, step.query_len), step.arrays["row_slots"], step.arrays
         pending = given["pending"].astype(bool) if "pending" in given and given["pending"].any() else None
         self.log.append(("step", q, given["token_ids"].tolist(), given["positions"].tolist(), pending))
@@ -49,7 +49,8 @@ class Recorder:
         for slot in set(slots.tolist()):
             self.newest[slot] += 1 if q == 1 else 2
         kept = np.full(step.sequences, min(q, 2), dtype=np.int32)
-        result = StepResult({"tokens": tokens, "kept": kept}, {}, None)
+        known = {"drafts": np.tile(np.array([[0, -1]], dtype=np.int32), (5, 1))} if drafts else {}
+        result = StepResult({"tokens": tokens, "kept": kept, **known}, {}, None)
         return SimpleNamespace(wait=lambda: result, size=Size(self.buckets[0], 32, 4, 4))
 
     def encode(self, data: np.ndarray, length: int, start: int) -> None:
@@ -117,16 +118,21 @@ def test_verified_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"logprobs": 1}, {"min_tokens": 3, "stop_token_ids": (7,)}, {"presence_penalty": 1}]
+    ("fields", "processors", "lengths"),
+    [
+        ({"min_tokens": 3, "stop_token_ids": (7,)}, (), {1, 3}),
+        ({"presence_penalty": 1}, (), {1, 3}),
+        ({}, (lambda logits, rows: None,), {1}),  # a user's function is told of one row of each request
+    ],
 )
-def test_what_the_host_must_see_is_not_verified(fields: dict[str, Any]) -> None:
+def test_who_is_verified(fields: dict[str, Any], processors: tuple[Any, ...], lengths: set[int]) -> None:
     executor = Recorder(LAYOUT._replace(recurrent=False))
     executor.write_entry = lambda *given: None  # type: ignore[attr-defined]
-    core = _core(executor)
+    core = EngineCore(executor, 64, SchedulerConfig(), processors=processors)  # type: ignore[arg-type]
     core.add(request("x", [1, 2, 3], _params(6, **fields)))
     while core.unfinished:
         core.step()
-    assert {given[0] for name, *given in executor.log if name == "step"} == {1}
+    assert {given[0] for name, *given in executor.log if name == "step"} == lengths
     core.close()
 
 

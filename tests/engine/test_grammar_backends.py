@@ -297,6 +297,26 @@ def test_grammar(kit: Kit) -> None:
             kit.compiler.compile(Spec(grammar=wrong))
 
 
+def test_rollback(kit: Kit) -> None:
+    """Going back gives the masks of before, from within the output and from behind its end."""
+    for spec in (Spec(regex="(ab|ac){2,9}"), Spec(json={"type": "array", "items": {"type": "integer"}})):
+        matcher, masks = kit.compiler.compile(spec).matcher(), []
+        text = "abacab" if spec.regex else "[12, 345]"
+        tokens = [*kit.ids(text), kit.stop]
+        for token in tokens:
+            masks.append(kit.bits(matcher))
+            matcher.advance(token)
+        for length in (1, 2, 4, len(tokens)):
+            matcher.rollback(length)
+            assert not matcher.finished
+            assert (kit.bits(matcher) == masks[len(tokens) - length]).all()
+            for token in tokens[-length:]:
+                matcher.advance(token)
+            assert matcher.finished
+        matcher.rollback(0)
+        assert matcher.finished
+
+
 def test_end_of_output(kit: Kit) -> None:
     """Stop tokens are allowed where the text may end, and nothing else behind it."""
     matcher = kit.compiler.compile(Spec(regex="ab?")).matcher()

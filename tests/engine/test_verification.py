@@ -3,6 +3,7 @@ and nothing else. tests/strange has the same over recurrent states."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,10 +16,11 @@ from harness import GREEDY, finish, open_core, request
 from transformers import LlamaForCausalLM
 
 from graphllm.compile.pipeline import compile_model
-from graphllm.config import EngineArgs
+from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.core import EngineCore
+from graphllm.engine.request import EngineRequest
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.staging import StepInput
@@ -116,6 +118,11 @@ def looking(
     core.close()
 
 
+def _most(sequences: int, lengths: list[int], share: float = 1.0) -> int:
+    """Verify all that may be."""
+    return lengths[-1]
+
+
 def _repeating(vocab: int, seed: int) -> list[list[int]]:
     """Prompts that say the same several times, some longer than a step, some with the same beginning."""
     rng, found = random.Random(seed), []
@@ -127,7 +134,7 @@ def _repeating(vocab: int, seed: int) -> list[list[int]]:
 
 
 def test_looking_up_changes_nothing_but_the_number_of_steps(
-    looking: tuple[Path, EngineCore], llama: EngineCore, checkpoint: Path
+    looking: tuple[Path, EngineCore], llama: EngineCore, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where prompts come in chunks and from the prefix cache, and requests lose their blocks and begin again."""
     import torch
@@ -143,6 +150,7 @@ def test_looking_up_changes_nothing_but_the_number_of_steps(
     place, core = looking
     scarce = open_core(checkpoint, place, pages=25)
     for each in (core, core, scarce):  # the second time prompts are in the prefix cache
+        monkeypatch.setattr(each._scheduler.acceptance, "best", _most)
         before = each.stats()
         found, lengths = _run(each, prompts, [[]] * len(prompts), 1.0, params)
         assert found == expected
@@ -168,19 +176,126 @@ def test_sampling_is_the_same_with_looking_up(looking: tuple[Path, EngineCore], 
     assert 4 in lengths
 
 
+def _wanting(i: int, kind: str, prompt: list[int], temperature: float) -> EngineRequest:
+    """A request that asks for something that plain sampling does not look at."""
+    asked: dict[str, Any] = {
+        "penalties": {"repetition_penalty": 1.02, "frequency_penalty": 0.03, "presence_penalty": -0.1},
+        "bias": {"logit_bias": {prompt[0]: 1.5, prompt[-1]: -0.7, 7: -100.0}},
+        "mask": {"allowed_token_ids": tuple(range(3, 290, 2))},
+        "words": {},
+        "least": {"min_tokens": 30, "stop_token_ids": tuple(range(3, 40))},
+        "scores": {"logprobs": 2, "prompt_logprobs": 1},
+        "every": {"logprobs": 30, "presence_penalty": 0.05, "logit_bias": {9: 0.5}, "min_tokens": 5},
+    }[kind]
+    params = SamplingParams(temperature=temperature, seed=i, max_tokens=50, ignore_eos=True, **asked)
+    words = [[t, u] for t, u in itertools.pairwise(prompt)][:4] if kind == "words" else []
+    return request(str(i), prompt, params, bad_words=words)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.3])
+def test_every_kind_of_request_is_verified(
+    looking: tuple[Path, EngineCore], llama: EngineCore, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All kinds in one batch, and each alone: each token, its log-probabilities and the ends are as without drafts."""
+    kinds = ("penalties", "bias", "mask", "words", "least", "scores", "every")
+    prompts = [p[:12] for p in _repeating(311, 7)][: len(kinds)]
+    wanted = [_wanting(i, kind, p, temperature) for i, (kind, p) in enumerate(zip(kinds, prompts, strict=True))]
+    _, core = looking
+    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+    for each in (llama, core):
+        each.reset_prefix_cache()
+    alone, won = finish(llama, wanted), {}
+    for some in (wanted, *([w] for w in wanted)):
+        before = core.stats()
+        found = finish(core, some)
+        after = core.stats()
+        assert after.drafts - before.drafts > 10
+        won[some[0].id if len(some) == 1 else "all"] = sum(after.accepted_tokens) - sum(before.accepted_tokens)
+        for id, got in found.items():
+            plain = alone[id]
+            assert got.tokens == plain.tokens, kinds[int(id)]
+            assert (got.finish_reason, got.stop_reason) == (plain.finish_reason, plain.stop_reason)
+            assert len(got.logprobs) == len(plain.logprobs)
+            for one, other in zip(got.logprobs, plain.logprobs, strict=True):
+                assert (one.token, one.rank, len(one.top_ids)) == (other.token, other.rank, len(other.top_ids))
+                assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert temperature or min(won.values()) > 0, won
+
+
+@pytest.mark.parametrize(("method", "temperature"), [("synthetic", 0.0), ("synthetic", 1.0), ("typical", 0.8)])
+def test_lossy_acceptance(
+    method: str, temperature: float, checkpoint: Path, engine_args: EngineArgs, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Synthetic: of three drafts as many are accepted as the rate says, whatever they are. Typical: all but
+    the unlikeliest, with a threshold that is low."""
+    rate = {"synthetic_acceptance_rate": 0.7} if method == "synthetic" else {"posterior_threshold": 1e-6}
+    wanted = replace(
+        engine_args,
+        prompt_lookup_max=2,
+        max_model_len=256,
+        rejection_sample_method=method,
+        **rate,  # type: ignore[arg-type]
+    )
+    core = open_core(checkpoint, _compile(checkpoint, tmp_path / "artifact", wanted), pages=200)
+    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
+    params = SamplingParams(temperature=temperature, max_tokens=180, ignore_eos=True)
+    finish(core, [request(str(i), p[:8] * 4, params, seed=i) for i, p in enumerate(_prompts(311, 3))])
+    stats = core.stats()
+    core.close()
+    # Where the first one was accepted there were three; before that a text may have had none.
+    further, of = np.array(stats.accepted_tokens[1:]), np.array(stats.accepted_tokens[:-1])
+    assert of.min() > 150
+    if method == "typical":
+        assert (further / of > 0.95).all()
+    else:
+        assert (abs(further / of - 0.7) < 5 * np.sqrt(0.21 / of) + 0.02).all(), further / of
+
+
 def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
     acceptance = Acceptance(3)
     wrong, right = np.ones(4, dtype=np.int32), np.full(4, 4, dtype=np.int32)
     verified = 0
+    three = np.full(4, 3)
     for _ in range(400):
-        if acceptance.pays(4):
-            acceptance.learn(wrong, 3)
+        if acceptance.best(4, [4]) == 4:
+            acceptance.learn(wrong, three)
             verified += 1
     assert 20 < verified < 120
-    while not acceptance.pays(4):
-        pass
-    acceptance.learn(right, 3)
-    assert all(acceptance.pays(4) for _ in range(3))
+    for _ in range(4):
+        while acceptance.best(4, [4]) == 1:
+            pass
+        acceptance.learn(right, three)
+    assert all(acceptance.best(4, [4]) == 4 for _ in range(3))
+
+
+def test_probabilities_that_nobody_keeps(checkpoint: Path, engine_args: EngineArgs, tmp_path: Path) -> None:
+    for more, message in (
+        ({"rejection_sample_method": "typical"}, "draft_sample_method is probabilistic: typical acceptance does not"),
+        ({"prompt_lookup_max": 2}, "draft_sample_method is probabilistic: no draft model here keeps"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            _compile(checkpoint, tmp_path / "a", replace(engine_args, draft_sample_method="probabilistic", **more))
+
+
+def test_as_many_drafts_as_are_right() -> None:
+    """What is verified is what gives the most tokens for its time: shorter runs where the last drafts are wrong, or
+    where measured times say so, and nothing above a batch size."""
+    acceptance = Acceptance(7, off_above=8)
+    lengths = [2, 3, 5, 8]
+    assert acceptance.best(4, lengths) == 8
+    assert [acceptance.best(n, lengths) for n in (9, 8)] == [1, 8]
+    for _ in range(100):
+        acceptance.learn(np.array([3, 3, 2, 3]), np.array([7, 7, 7, 5]))
+    assert acceptance.best(1, lengths) == 3
+    assert acceptance.by_position.tolist() == [400, 300, 0, 0, 0, 0, 0]
+    assert (acceptance.drafts, acceptance.draft_tokens) == (400, 2600)
+    for _ in range(50):
+        for q, seconds in ((1, 1.0), (2, 1.05), (3, 1.9), (5, 2.0), (8, 2.0)):
+            acceptance.timed(q, 3, seconds)
+    assert acceptance.best(3, lengths) == 2
+    acceptance.learn(np.array([9, 9]), np.array([0, 0]))  # nothing was drafted
+    assert acceptance.drafts == 400
 
 
 @pytest.mark.slow

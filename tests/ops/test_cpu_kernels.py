@@ -459,6 +459,9 @@ def _adjustments(S: int, V: int, dtype: torch.dtype, on: bool) -> dict[str, torc
         "counts_NV": (torch.randint(-9, 4, (N, V)).clamp(min=0) + torch.randint(0, 2, (N, V)) * (1 << 30)).int(),
         "bias_token_NB": torch.stack([torch.randperm(V)[:B] for _ in range(N)]).int(),
         "bias_value_NB": torch.randn(N, B) * 9,
+        "drafts_T": torch.randint(-1, min(V, 9), (4 * S,)).int(),
+        "logits_indices_S": torch.arange(S).int() * 4 + 3,
+        "place_S": torch.randint(0, 4, (S,)).int(),
     }  # fmt: skip
 
 
@@ -522,10 +525,14 @@ def test_record_tokens(level: str) -> None:
     last, counts = torch.full((5,), 9, dtype=torch.int32), torch.zeros(5, 4, dtype=torch.int32)
     counts[1, 2] = 1 << 30
     tokens, slot, counted = (torch.tensor(x, dtype=torch.int32) for x in ([2, -1, 3, 1], [1, 0, 3, 4], [1, 1, 0, 0]))
-    assert torch.equal(cpu_record_tokens(tokens, slot, counted, last, counts), tokens)
+    assert torch.equal(cpu_record_tokens(tokens, slot, slot, counted, last, counts), tokens)
     assert last.tolist() == [0, 2, 9, 3, 1]
     assert counts[1].tolist() == [0, 0, (1 << 30) + 1, 0]
     assert int(counts.sum()) == (1 << 30) + 1
+    scrap, kept = torch.full((4,), 4, dtype=torch.int32), torch.tensor([0, 0, 0, 4], dtype=torch.int32)
+    cpu_record_tokens(tokens, scrap, kept, torch.ones_like(counted), last, counts)  # of drafts; the last is not kept
+    assert counts[0].tolist() == [0, 0, 1, 1]
+    assert int(counts[1:].sum()) == (1 << 30) + 1
 
 
 # ---- under a tracer
@@ -551,7 +558,7 @@ def test_kernels_trace_to_one_call() -> None:
         tokens, changed = cpu_sample(*t[8:15]), t[19:]
         scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
         last, counts = changed[1].clone(), changed[8].clone()
-        recorded = cpu_record_tokens(tokens, changed[1], changed[2], last, counts)
+        recorded = cpu_record_tokens(tokens, changed[1], changed[1], changed[2], last, counts)
         mixed = experts_in_turn(t[0], *t[15:19])
         return streaming_linear(t[0], t[1]), attended, mixed, cpu_process_logits(*changed), scores, recorded
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from rounding import LEVELS, MANY, TOLERANCE, X86, rounded_x
 
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.machine import detect_target
@@ -25,14 +25,7 @@ CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManage
 KERNELS = [
     c_kernel(f"graphllm_quant_{op}_{f}_{t}") for op in ("linear", "moe") for f in INTEGERS for t in ("bf16", "f32")
 ]
-X86 = platform.machine() == "x86_64"
 AMX = "amx_bf16" in detect_target("cpu").arch
-LEVELS = {
-    "native": [],
-    "no-amx": ["-mno-amx-tile", "-mno-amx-bf16"],
-    "avx2": ["-march=x86-64-v3"],
-    "generic": [*(["-march=x86-64"] if X86 else []), "-DGRAPHLLM_GENERIC", "-O1"],  # optimizing it takes 15 s
-}
 
 
 @pytest.fixture(scope="module", params=LEVELS)
@@ -58,23 +51,6 @@ def _packed(rows: int, inner: int, name: str) -> tuple[torch.Tensor, torch.Tenso
     values, scales = (torch.zeros(p.shape(rows, inner), dtype=getattr(torch, p.dtype)) for p in encoding.parts)
     pack(torch.randn(rows, inner) * inner**-0.5, encoding, values, scales)
     return values, scales
-
-
-def _rounded_x(x: torch.Tensor, group: int) -> np.ndarray:
-    """x with every group of its entries rounded to multiples of a 127th of the largest."""
-    numbers = x.float().numpy()
-    out = np.empty(numbers.shape)
-    for start in range(0, numbers.shape[1], group):
-        part = numbers[:, start : start + group]
-        largest = np.abs(part).max(1, keepdims=True)
-        inverse = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-        scaled = (part * inverse).astype(np.float64)
-        out[:, start : start + group] = np.sign(scaled) * np.floor(np.abs(scaled) + 0.5) * (largest / 127.0)
-    return out
-
-
-MANY = 32  # rows of x from which on AMX takes them as they are, and weights become bfloat16
-TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-3, torch.float16: 5e-4}
 
 
 def _keeps_x(level: str) -> bool:
@@ -109,7 +85,7 @@ def _known(rows: int, name: str) -> list[Known]:
             bias = torch.randn(out).to(dtype) if out % 2 else None
             kept, rounded = (
                 given @ weight.T + (0 if bias is None else bias.double().numpy())
-                for given in (x.double().numpy(), _rounded_x(x, INTEGERS[name].block[1]))
+                for given in (x.double().numpy(), rounded_x(x, INTEGERS[name].block[1]))
             )
             found.append(Known(x, values, scales, out, bias, kept, rounded))
     return found

@@ -1,17 +1,19 @@
-"""Names of the functions that a Triton kernel calls: code that is generated around a kernel puts all of them into one
-module, where two of one name, from two files, become one."""
+"""Names that Triton kernels read: code that is generated around a kernel puts its functions, and nothing else of their
+files, into one module, where two of one name become one."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from graphllm.ir.registry import load_ops
 
-pytest.importorskip("triton")
+tl = pytest.importorskip("triton.language")
 
 
 def _is_function(value: Any) -> bool:
@@ -42,3 +44,12 @@ def test_functions_of_a_kernel_have_different_names() -> None:
     for function in functions:
         names = [fn.__name__ for fn in _called(function, {}).values()]
         assert len(names) == len(set(names)), f"{function.fn.__module__}.{function.fn.__name__}: {sorted(names)}"
+
+
+def test_functions_read_nothing_else_of_their_files() -> None:
+    constants = type(tl.constexpr(0))
+    for function in _functions():
+        for fn in _called(function, {}).values():
+            others = {n: v for n, v in inspect.getclosurevars(fn).globals.items() if not _is_function(v)}
+            odd = [n for n, v in others.items() if not isinstance(v, ModuleType | constants)]
+            assert not odd, f"{fn.__module__}.{fn.__name__}: {odd}"

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -15,11 +17,13 @@ from graphllm.config import CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, target_name, verify
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops
+from graphllm.ops.gguf_blocks import tiles
 from graphllm.passes.quantize_linear import quantize_linear
 from graphllm.rewrite import PassReport, Unit
-from graphllm.weights.expr import Decode, Encode, Expr, Read, Tie, Values
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import Concat, Decode, Encode, Expr, Read, Tie, Values
 from graphllm.weights.formats.integers import INTEGERS, pack
-from graphllm.weights.plan import Entry, WeightPlan
+from graphllm.weights.plan import Entry, WeightPlan, decoded
 
 OPS = load_ops()
 dense = TensorSpec.contiguous
@@ -159,3 +163,76 @@ def test_nothing_without_the_option() -> None:
     _, report, targets = _run(_both, quantize=None)
     assert report == PassReport(0)
     assert targets == ["graphllm::linear", "graphllm::linear", "aten::add.Tensor"]
+
+
+def test_parts_that_are_stored_in_different_types() -> None:
+    """Neighbours of one type have one product, the bias is divided; the same numbers."""
+    torch.manual_seed(0)
+    types = {"q": ("q5_0", 32), "k": ("q5_0", 16), "v": ("q8_0", 16)}
+    parts = tuple(decoded(f"gguf_{kind}", (n,), (rows, 64)) for n, (kind, rows) in types.items())
+    plan = WeightPlan(
+        tuple(Entry(f"layers.{i}.qkv", (64, 64), "float32", Concat(parts), segments=(32, 16, 16)) for i in (0, 2))
+    )
+    specs = {"x": dense("float32", "T", 64), "w.qkv": dense("float32", 64, 64), "w.bias": dense("float32", 64)}
+
+    def fn(v: dict[str, Any]) -> tuple[Tensor, ...]:
+        return (OPS["linear"](v["x"], v["w.qkv"], v["w.bias"]),)
+
+    unit = trace_unit("layer.full", specs, fn, Shapes("cpu"), layers=(0, 2))
+    before = torch.fx.Graph()
+    before.output(before.graph_copy(unit.graph, {}))
+    report = quantize_linear(unit, plan, CompileConfig(Target("cpu", ())))
+    verify(unit.graph, "after")
+    assert report.notes == ("qkv.0: tiled_q5_0", "qkv.1: tiled_q8_0")
+    assert report.plan is not None
+    assert [e.name for e in report.plan] == [f"layers.{i}.qkv.{n}.tiles" for i in (0, 2) for n in (0, 1)]
+    assert report.plan["layers.0.qkv.0.tiles"].shape == (3, 2, 16 * 22)
+    blocks = {
+        n: torch.from_numpy(gguf.quantize(np.float32(torch.randn(rows, 64)), gguf.GGMLQuantizationType[kind.upper()]))
+        for n, (kind, rows) in types.items()
+    }
+    whole = torch.cat([encoding_of(f"gguf_{k}").decode({"blocks": blocks[n]}, r, 64) for n, (k, r) in types.items()])
+    values = {
+        "x": torch.randn(5, 64), "w.qkv": whole, "w.bias": torch.randn(64),
+        "w.qkv.0.tiles": tiles(torch.cat([blocks["q"], blocks["k"]]), "q5_0"),
+        "w.qkv.1.tiles": tiles(blocks["v"], "q8_0"),
+    }  # fmt: skip
+
+    def call(graph: torch.fx.Graph) -> Tensor:
+        labels = [n.meta["label"] for n in graph.find_nodes(op="placeholder")]
+        return torch.fx.GraphModule(torch.nn.Module(), graph)(*(values[n] for n in labels))[0]
+
+    torch.testing.assert_close(call(unit.graph), call(before), rtol=1e-5, atol=1e-5)
+
+
+def test_an_embedding_and_a_head_share_a_table() -> None:
+    plan = WeightPlan(
+        (
+            Entry("embed.tokens", (48, 64), "float32", decoded("gguf_q8_0", ("e",), (48, 64))),
+            Entry("head.out", (48, 64), "float32", Tie("embed.tokens")),
+        )
+    )
+    config = CompileConfig(Target("cpu", ()), dtype="float32")
+    ids = dense("int32", "T")
+    table = {"w.tokens": dense("float32", 48, 64)}
+    embed = trace_unit(
+        "embed", {"ids": ids, **table}, lambda v: (OPS["embedding"](v["ids"], v["w.tokens"], 8.0),), Shapes("cpu")
+    )
+    first = quantize_linear(embed, plan, config)
+    (call,) = [n for n in embed.graph.nodes if op_of(n.target)]
+    assert op_of(call.target) is OPS["gguf_embedding"]
+    assert (call.kwargs["kind"], call.kwargs["dtype"], call.kwargs["scale"]) == ("q8_0", "float32", 8.0)
+    assert first.plan is not None
+    head = trace_unit(
+        "head", {"x": dense("float32", "S", 64), "w.out": table["w.tokens"]},
+        lambda v: (OPS["linear"](v["x"], v["w.out"]),), Shapes("cpu"),
+    )  # fmt: skip
+    second = quantize_linear(head, first.plan, config)
+    assert second.plan is not None
+    assert [(e.name, e.tie) for e in second.plan] == [
+        ("embed.tokens.tiles", None), ("head.out.tiles", "embed.tokens.tiles")
+    ]  # fmt: skip
+    # A GPU has no kernel for it.
+    unit = trace_unit("embed", {"ids": ids, **table}, lambda v: (OPS["embedding"](v["ids"], v["w.tokens"]),),
+                      Shapes("cpu"))  # fmt: skip
+    assert quantize_linear(unit, plan, CompileConfig(Target("cuda", ()), dtype="float32")) == PassReport(0)

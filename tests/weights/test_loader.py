@@ -49,7 +49,10 @@ def checkpoint_of(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
 @contextmanager
 def small_reads() -> Iterator[None]:
     """So that tensors of some hundred bytes take many reads."""
-    with mock.patch.multiple(loader, _CHUNK=64, _STAGE=48, _EVALUATED=64), mock.patch.object(readers, "_GRAIN", 5):
+    with (
+        mock.patch.multiple(loader, _CHUNK=64, _STAGE=48, _EVALUATED={"cpu": 64}),
+        mock.patch.object(readers, "_GRAIN", 5),
+    ):
         yield
 
 

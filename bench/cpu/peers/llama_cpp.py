@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.cpu.checkpoint import words
-from bench.cpu.gguf_checkpoint import write_gguf
+from bench.cpu.gguf_checkpoint import GGUF_BITS, gguf_file, write_quantized
 from bench.cpu.peer import Peer, Runner, Steps, Times, Workload
 
 
@@ -15,36 +14,17 @@ class _LlamaCpp(Peer):
     packages = ("llama-cpp-python", "gguf")
     modules = ("llama_cpp", "gguf")
 
-    def __init__(self, name: str, bits: int) -> None:
-        self._type, self.bits, self.name = name, bits, f"llama.cpp {name}"
+    def __init__(self, kind: str) -> None:
+        self._kind, self.bits, self.name = kind, GGUF_BITS[kind], f"llama.cpp {kind}"
 
     def prepare(self, model: Workload) -> None:
-        whole, file = _file(model, "bf16"), _file(model, self._type)
-        if not whole.exists():
-            write_gguf(model.checkpoint, whole, model.config, words(model.config))
-        if not file.exists():
-            _quantize(whole, file, self._type)
+        write_quantized(model, self._kind)
 
     def files(self, model: Workload) -> Sequence[Path]:
-        return [_file(model, self._type)]
+        return [gguf_file(model, self._kind)]
 
     def load(self, model: Workload) -> Runner:
-        return _Loaded(_file(model, self._type), model)
-
-
-def _file(model: Workload, kind: str) -> Path:
-    return model.work / f"{kind}.gguf"
-
-
-def _quantize(whole: Path, file: Path, kind: str) -> None:
-    import llama_cpp
-
-    params = llama_cpp.llama_model_quantize_default_params()
-    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
-    part = file.with_suffix(".part")
-    if llama_cpp.llama_model_quantize(str(whole).encode(), str(part).encode(), params):
-        raise RuntimeError(f"llama.cpp could not quantize {whole} to {kind}")
-    part.rename(file)
+        return _Loaded(gguf_file(model, self._kind), model)
 
 
 class _Loaded(Runner):
@@ -96,4 +76,4 @@ class _Loaded(Runner):
         return [int(self._np.ctypeslib.as_array(row, (self._vocab,)).argmax()) for row in rows]
 
 
-PEERS = (_LlamaCpp("bf16", 16), _LlamaCpp("Q8_0", 8), _LlamaCpp("Q4_0", 4))
+PEERS = tuple(map(_LlamaCpp, GGUF_BITS))

@@ -1,4 +1,5 @@
-"""graphllm, on the three ways from its kernels to a user: the executor alone, `LLM`, and the HTTP server."""
+"""graphllm, on the three ways from its kernels to a user: the executor alone, `LLM`, and the HTTP server; and `LLM`
+with the GGUF files that llama.cpp reads."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from bench.cpu.gguf_checkpoint import GGUF_BITS, gguf_file, write_quantized
 from bench.cpu.peer import Peer, Runner, Steps, Times, Workload
 
 Way = Literal["LLM", "executor", "HTTP server"]
@@ -28,13 +30,8 @@ class _Ours(Peer):
         self.name = f"graphllm {kind}" if way == "LLM" else f"graphllm {kind}, {way}"
 
     def prepare(self, model: Workload) -> None:
-        folder = self._artifact(model)
-        if not (folder / "manifest.json").exists():
-            command = [sys.executable, "-m", "graphllm.cli", "compile", str(model.checkpoint), "--target", "cpu",
-                       "--max-model-len", str(model.max_len), "--max-num-seqs", str(model.batch),
-                       "--max-num-batched-tokens", str(model.max_len), "--bake-weights", "-o", str(folder),
-                       *(["--quantization", self._quantize] if self._quantize else [])]  # fmt: skip
-            subprocess.run(command, check=True)
+        quantize = ["--quantization", self._quantize] if self._quantize else []
+        _compile(model, model.checkpoint, self._artifact(model), "--bake-weights", *quantize)
 
     def files(self, model: Workload) -> Sequence[Path]:
         return [self._artifact(model), model.checkpoint / "tokenizer.json"]
@@ -43,9 +40,42 @@ class _Ours(Peer):
         return _RUNNERS[self.way](model, self._artifact(model))
 
     def _artifact(self, model: Workload) -> Path:
-        from graphllm.artifact import source_digest
+        return _artifact(model, self._quantize or "bf16")
 
-        return model.work / f"graphllm-{self._quantize or 'bf16'}-{source_digest()}"
+
+class _OursGguf(Peer):
+    """The weights are read from the GGUF file at every start."""
+
+    packages = ("graphllm", "torch", "gguf")
+    modules = ("graphllm", "llama_cpp", "gguf")  # llama.cpp makes the files
+
+    def __init__(self, kind: str) -> None:
+        self._kind, self.bits, self.name = kind, GGUF_BITS[kind], f"graphllm {kind}"
+
+    def prepare(self, model: Workload) -> None:
+        write_quantized(model, self._kind)
+        _compile(model, gguf_file(model, self._kind), _artifact(model, self._kind))
+
+    def files(self, model: Workload) -> Sequence[Path]:
+        return [_artifact(model, self._kind), gguf_file(model, self._kind)]
+
+    def load(self, model: Workload) -> Runner:
+        return _Llm(model._replace(checkpoint=gguf_file(model, self._kind)), _artifact(model, self._kind))
+
+
+def _artifact(model: Workload, kind: str) -> Path:
+    from graphllm.artifact import source_digest
+
+    return model.work / f"graphllm-{kind}-{source_digest()}"
+
+
+def _compile(model: Workload, source: Path, folder: Path, *more: str) -> None:
+    if (folder / "manifest.json").exists():
+        return
+    command = [sys.executable, "-m", "graphllm.cli", "compile", str(source), "--target", "cpu",
+               "--max-model-len", str(model.max_len), "--max-num-seqs", str(model.batch),
+               "--max-num-batched-tokens", str(model.max_len), "-o", str(folder), *more]  # fmt: skip
+    subprocess.run(command, check=True)
 
 
 def _open(model: Workload, artifact: Path) -> Any:
@@ -185,4 +215,7 @@ def _by_token(pieces: list[float], count: int) -> list[float]:
 
 _RUNNERS: dict[Way, Any] = {"LLM": _Llm, "executor": _Executor, "HTTP server": _Server}
 
-PEERS = tuple(_Ours(bits, way) for bits in _FORMATS for way in _RUNNERS)
+PEERS = (
+    *(_Ours(bits, way) for bits in _FORMATS for way in _RUNNERS),
+    *(_OursGguf(kind) for kind, bits in GGUF_BITS.items() if bits < 16),
+)

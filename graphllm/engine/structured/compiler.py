@@ -50,6 +50,9 @@ class Matcher(Protocol):
         Raises GrammarError when no token may come next.
         """
 
+    def rollback(self, tokens: int) -> None:
+        """Undo the last ``tokens`` that `advance` took, a stop token among them."""
+
 
 class Grammar(Protocol):
     """A compiled grammar. Requests share it, each through a matcher of its own."""

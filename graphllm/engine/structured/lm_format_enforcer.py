@@ -7,6 +7,7 @@ holds a part of a character is never allowed, so only characters that are tokens
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
+from graphllm.engine.structured.matcher import MOST_BACK
 from graphllm.engine.structured.schema_regex import REGEX_SHAPES, schema_regex
 from graphllm.engine.structured.source import clean
 from graphllm.engine.structured.texts import TextCompiler
@@ -104,6 +106,7 @@ class _Automaton(NamedTuple):
 class _State:
     def __init__(self, automaton: _Automaton, state: int) -> None:
         self._automaton, self._state = automaton, state
+        self._before: deque[int] = deque(maxlen=MOST_BACK)
 
     def take(self, token: int) -> bool:
         state: int | None = self._state
@@ -111,8 +114,13 @@ class _State:
             state = None if state is None else self._automaton.moves[state].get(self._automaton.keys[char])
         if state is None or token not in self._automaton.texts:
             return False
+        self._before.append(self._state)
         self._state = state
         return True
+
+    def back(self, tokens: int) -> None:
+        for _ in range(tokens):
+            self._state = self._before.pop()
 
     def write(self, row: NDArray[np.int32]) -> None:
         row[:] = self._automaton.mask(self._state)

@@ -12,12 +12,17 @@ from graphllm.config import ConfigError
 from graphllm.engine.structured.source import GrammarError
 from graphllm.engine.structured.vocabulary import Vocabulary
 
+MOST_BACK = 1 << 10  # drafts of a step
+
 
 class State(Protocol):
     """Where a text stands, by one backend."""
 
     def take(self, token: int) -> bool:
         """Whether a token of text may come next; then it has."""
+
+    def back(self, tokens: int) -> None:
+        """Undo the last ``tokens`` that it took, at most `MOST_BACK`."""
 
     def write(self, row: NDArray[np.int32]) -> None:
         """Set the bits of the text tokens that may come next, and clear those of other text tokens."""
@@ -51,6 +56,13 @@ class TextMatcher:
             raise GrammarError(f"token {token} is no text")
         elif not self._state.take(token):
             raise GrammarError(f"token {token} ({texts[token]!r:.40}) may not come next")
+
+    def rollback(self, tokens: int) -> None:
+        """Undo the last ``tokens`` that `advance` took, a stop token among them."""
+        ended = self._finished and tokens > 0
+        self._finished = self._finished and not ended
+        if tokens > ended:
+            self._state.back(tokens - ended)
 
     def allow(self, row: NDArray[np.int32]) -> None:
         """Write what may come next. Raises GrammarError when nothing may."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from graphllm.config import ConfigError
+from graphllm.engine.structured.matcher import MOST_BACK
 from graphllm.engine.structured.schema_regex import REGEX_SHAPES, schema_regex
 from graphllm.engine.structured.source import clean
 from graphllm.engine.structured.texts import TextCompiler
@@ -70,7 +71,7 @@ class _State:
     def __init__(self, index: outlines_core.Index, mark: int) -> None:
         import outlines_core
 
-        self._guide = outlines_core.Guide(index, max_rollback=0)
+        self._guide = outlines_core.Guide(index, max_rollback=MOST_BACK)
         self._guide.advance(mark, return_tokens=False)
         self._row = np.zeros(mark // 32 + 1, np.int32)  # the library's, with the mark
 
@@ -79,6 +80,9 @@ class _State:
             return False
         self._guide.advance(token, return_tokens=False)
         return True
+
+    def back(self, tokens: int) -> None:
+        self._guide.rollback_state(tokens)
 
     def write(self, row: NDArray[np.int32]) -> None:
         self._guide.write_mask_into(self._row.ctypes.data, self._row.size, self._row.itemsize)

@@ -102,6 +102,9 @@ class _State:
     def take(self, token: int) -> bool:
         return self._matcher.accept_token(token)
 
+    def back(self, tokens: int) -> None:
+        self._matcher.rollback(tokens)
+
     def write(self, row: NDArray[np.int32]) -> None:
         row[:] = -1  # what it leaves as it is, it allows
         self._matcher.fill_next_token_bitmask(row[None])

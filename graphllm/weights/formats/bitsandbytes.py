@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ def _int8(parts: Mapping[str, Tensor], rows: int, inner: int) -> Tensor:
     return parts["values"].float() * (parts["scales"].float() / 127).unsqueeze(1)
 
 
-def _repacked(parts: Mapping[str, Tensor], rows: int, inner: int) -> Mapping[str, Tensor]:
+def _repacked(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path | None = None) -> Mapping[str, Tensor]:
     values = packed(parts["values"].view(torch.uint8), "int8", 0)
     return {"values": values, "scales": (parts["scales"].float() / 127).unsqueeze(0)}
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ def _packed(zeros: bool, order: bool, dtype: str, name: str, bits: int, group: i
             numbers = numbers - (unpacked(parts["zeros"], bits, 0, rows) - (1 << bits - 1))[:, of]
         return numbers.float() * parts["scales"].float()[:, of]
 
-    def repack(parts: Mapping[str, Tensor], rows: int, inner: int) -> Mapping[str, Tensor]:
+    def repack(parts: Mapping[str, Tensor], rows: int, inner: int, library: Path | None = None) -> Mapping[str, Tensor]:
         half = 1 << bits - 1
         zero_points = (unpacked(parts["zeros"], bits, 0, rows) - half).T if zeros else None
         return grouped_integers(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ def scaled(
                 scales = scales.repeat_interleave(block, dim).narrow(dim, 0, extent)
         return parts["values"].float() * scales
 
-    def repack(parts: Mapping[str, Tensor], r: int, i: int) -> Mapping[str, Tensor]:
+    def repack(parts: Mapping[str, Tensor], r: int, i: int, library: Path | None = None) -> Mapping[str, Tensor]:
         scales = parts["scales"].float().repeat_interleave(rows or r, 0)[:r]
         return {"values": packed(parts["values"].view(torch.uint8), form, inner), "scales": scales.T.contiguous()}
 

@@ -1,0 +1,196 @@
+"""A thousand prompts and hundreds of mixed requests: with every proposer, in every difficult place, each text is the
+one of plain decoding, and no block is left behind. Slow; the tests beside this one look at the same things apart."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Result, finish, open_core, request
+
+from graphllm.compile.pipeline import compile_model
+from graphllm.config import EngineArgs, SpeculationConfig
+from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
+from graphllm.embedded import MODEL_DIR
+from graphllm.embedded.evaluate import held_out
+from graphllm.embedded.tasks import TASKS
+from graphllm.engine.core import EngineCore
+from graphllm.engine.request import EngineRequest
+from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.resolve import compile_config
+from graphllm.entrypoints.source import open_source
+
+pytestmark = pytest.mark.slow
+PROMPTS, TOKENS = 1000, 32
+
+
+class Random:
+    """Drafts that are wrong, right and absent at random; a trap where a run stood before with another end."""
+
+    def __init__(self, settings: SpeculationConfig) -> None:
+        self.rng = random.Random(3)
+
+    def propose(self, id: str, prompt: list[int], output: list[int], count: int) -> list[int]:
+        text = [*prompt, *output]
+        at = self.rng.randrange(len(text))
+        return text[at : at + self.rng.randint(0, count)]
+
+    def end(self, id: str, output: list[int]) -> None:
+        pass
+
+
+def _compile(folder: Path, more: dict[str, Any]) -> Path:
+    source = open_source(MODEL_DIR)
+    wanted = EngineArgs(
+        target="cpu", dtype="float32", max_model_len=768, max_num_seqs=32, max_num_batched_tokens=512, block_size=8,
+        num_speculative_tokens=4, **more,
+    )  # fmt: skip
+    return compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
+
+
+@pytest.fixture(scope="module")
+def places(shared: Any) -> dict[str, Path]:
+    def make(folder: Path) -> None:
+        _compile(folder / "host", {"dynamic_speculative_tokens": True})
+        _compile(folder / "device", {"prompt_lookup_max": 3})
+
+    folder = shared("speculation-proof", make)
+    return {"host": folder / "host", "device": folder / "device"}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    """Of all tasks of the embedded model; every third says its own text again, so that drafts are found, and every
+    ninth with another word in it, so that what follows is not what followed before."""
+    tokenizer, found, rng = Tokenizer.from_folder(MODEL_DIR), [], random.Random(1)
+    names = sorted(TASKS)
+    for i, name in enumerate(names):
+        for sample in held_out(name, -(-PROMPTS // len(names)) + 5, i):
+            messages = [dict(m) for m in sample.messages]
+            if sample.tools or any(not isinstance(m.get("content"), str) for m in messages):
+                continue
+            if len(found) % 3 == 0:
+                words = str(messages[-1]["content"]).split()
+                again = [rng.choice(words) if len(found) % 9 == 0 and rng.random() < 0.2 else w for w in words]
+                messages[-1]["content"] = " ".join([*words, *again, *words])
+            ids = tokenizer.encode_chat(messages)
+            if len(ids) < 600:
+                found.append(ids)
+    rng.shuffle(found)
+    assert len(found) >= PROMPTS
+    return found[:PROMPTS]
+
+
+def _core(places: dict[str, Path], proposer: str, pages: int, **options: Any) -> EngineCore:
+    stops = tuple(sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids))
+    place = places["device" if proposer == "device" else "host"]
+    own = {"plain": None, "device": None, "random": f"{__name__}:Random"}.get(proposer, proposer)
+    speculation = SpeculationConfig(draft_proposer=own)
+    core = open_core(MODEL_DIR, place, pages=pages, stop_ids=stops, speculation=speculation, **options)
+    if proposer != "plain":  # whatever is measured
+        core._scheduler.acceptance.best = lambda n, lengths, share=1.0: lengths[-1]  # type: ignore[method-assign]
+    return core
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "chunks": {"options": {"long_prefill_token_threshold": 11}},
+    "few blocks": {"pages": 110},
+    "penalties": {"params": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1}},
+    "grammar": {"params": {"structured_outputs": StructuredOutputsParams(regex=r"[A-Za-z0-9 .,:;'?!-]{1,90}")}},
+    "biased, logged": {"params": {"logit_bias": {300: 1.5, 301: -2.0}, "logprobs": 1, "min_tokens": 8}},
+}
+
+
+@pytest.fixture(scope="module")
+def expected(places: dict[str, Path], prompts: list[list[int]]) -> dict[str, dict[str, Result]]:
+    """By what is asked for, what plain decoding gives."""
+    core, found = _core(places, "plain", 2000), {}
+    for name, way in WAYS.items():
+        if "params" in way or name == "alone":
+            found[name] = finish(core, _wanted(prompts, way))
+    core.close()
+    return found
+
+
+def _wanted(prompts: list[list[int]], way: dict[str, Any]) -> list[EngineRequest]:
+    stops = sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids)
+    params = replace(SamplingParams(temperature=0.0, max_tokens=TOKENS), **way.get("params", {}))
+    return [request(str(i), p, params, stop_ids=stops) for i, p in enumerate(prompts)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("proposer", ["device", "ngram", "suffix", "random"])
+def test_a_thousand_prompts(
+    proposer: str, way: str, places: dict[str, Path], prompts: list[list[int]], expected: dict[str, dict[str, Result]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    import sys
+    from types import SimpleNamespace
+
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Random=Random))
+    chosen = WAYS[way]
+    core = _core(places, proposer, chosen.get("pages", 2000), **chosen.get("options", {}))
+    found = finish(core, _wanted(prompts, chosen))
+    alone = expected.get(way, expected["alone"])
+    different = [id for id, got in found.items() if got.tokens != alone[id].tokens]
+    stats = core.stats()
+    core.close()
+    print(f"{proposer}, {way}: {stats.drafts} drafts, length {1 + sum(stats.accepted_tokens) / stats.drafts:.2f}")
+    assert different == []
+    assert all(got.finish_reason == alone[id].finish_reason for id, got in found.items())
+    assert sum(stats.accepted_tokens) > 100
+    assert (stats.preemptions > 0) == (way == "few blocks")
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("proposer", ["device", "suffix", "random"])
+def test_mixed_requests(
+    proposer: str, seed: int, places: dict[str, Path], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """500 requests of mixed configurations over few blocks, which come and are aborted at any time: greedy texts are
+    those of plain decoding, and so are drawn ones; nothing is left."""
+    import sys
+    from types import SimpleNamespace
+
+    monkeypatch.setitem(sys.modules, __name__, SimpleNamespace(Random=Random))
+    rng = random.Random(seed)
+    kinds = [way.get("params", {}) for way in WAYS.values()]
+    kinds += [{"temperature": 0.5, "seed": 9}, {"temperature": 0.8, "top_p": 0.9, "seed": 4, "presence_penalty": 0.3}]
+    stops, wanted = sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids), []
+    for i in range(500):
+        p = rng.choice(prompts)
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": rng.randint(8, 60), **rng.choice(kinds)})
+        fork = f"{i - 1}" if i and wanted[-1].prompt == p else ""
+        wanted.append(request(str(i), p, params, stop_ids=stops, fork_of=fork, priority=rng.randrange(3)))
+    plain = _core(places, "plain", 2000)
+    alone = finish(plain, wanted)
+    plain.close()
+    core = _core(places, proposer, 130, scheduling_policy="priority", long_prefill_token_threshold=rng.choice((0, 30)))
+    late, gone = list(wanted), set()
+    found = {r.id: Result() for r in wanted}
+    while late or core.unfinished:
+        for _ in range(min(len(late), rng.randrange(8))):
+            core.add(late.pop(0))
+        if rng.random() < 0.03 and len(late) < 490:
+            id = rng.choice(wanted[: 500 - len(late)]).id
+            core.abort([id])
+            gone.add(id)
+        if rng.random() < 0.02:
+            core.reset_prefix_cache()
+        for update in core.step():
+            found[update.id].take(update)
+    stats = core.stats()
+    core.close()
+    assert stats.free_blocks == stats.total_blocks
+    assert stats.preemptions > 0
+    for id, got in found.items():
+        if got.finish_reason == "abort":
+            assert id in gone
+            assert got.tokens == alone[id].tokens[: len(got.tokens)]
+        else:
+            assert (got.tokens, got.finish_reason) == (alone[id].tokens, alone[id].finish_reason), id
+    assert sum(stats.accepted_tokens) > 300
