@@ -5,8 +5,8 @@
 verify: a step of drafts + 1 tokens for each of 1 and 32 sequences against a plain decode step. ngram: the same with
 prompt lookup on the device behind it, whose time is the difference. eagle, eagle3: tokens a second of one sequence with
 a head of that form, against none; each draft is accepted with probability 0.8 whatever it is, which only a benchmark
-may ask for (`rejection_sample_method` synthetic). Each case is compiled and run in a process of its own, about a minute on
-an H200; --shape tiny tries it out anywhere.
+may ask for (`rejection_sample_method` synthetic). Each case is compiled and run in a process of its own, about a minute
+on an H200; --shape tiny tries it out anywhere.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def head_config(method: str, shape: dict[str, Any]) -> dict[str, Any]:
     return {**shape, "num_hidden_layers": 1, "architectures": ["LlamaForCausalLM"], **own}
 
 
-def steps(executor: Any, sequences: int, tokens: int) -> float:
+def steps(executor: Any, sequences: int, tokens: int, count: int) -> float:
     """Milliseconds of a step of so many sequences with so many tokens each, all of which are sampled from."""
     import numpy as np
     import torch
@@ -61,11 +61,11 @@ def steps(executor: Any, sequences: int, tokens: int) -> float:
     def replay() -> None:
         for _ in range(5):
             start = time.perf_counter()
-            for _ in range(STEPS):
+            for _ in range(count):
                 runner.run("")
             if executor.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            times.append(1e3 * (time.perf_counter() - start) / STEPS)
+            times.append(1e3 * (time.perf_counter() - start) / count)
 
     executor._stream.submit(replay).result()
     return round(statistics.median(times), 4)
@@ -88,16 +88,18 @@ def worker(case: str, shape: str, drafts: int) -> None:
                    "rejection_sample_method": "synthetic", "synthetic_acceptance_rate": ACCEPTANCE}  # fmt: skip
     if case == "plain":
         fields = {}
+    if tiny:
+        fields |= {"backend": "eager", "dtype": "float32", "max_num_batched_tokens": 256}
     start = time.perf_counter()
     llm = LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=32,
-        artifact="rebuild", **({"backend": "eager", "dtype": "float32", "max_num_batched_tokens": 256} if tiny else {}), **fields,
+        artifact="rebuild", **fields,
     )  # fmt: skip
     found: dict[str, Any] = {"compile and load s": round(time.perf_counter() - start, 1)}
     if case in ("verify", "ngram"):
         executor = _executor(llm)
         for n in (1, 32):
-            plain, verify = steps(executor, n, 1), steps(executor, n, drafts + 1)
+            plain, verify = (steps(executor, n, t, 2 if tiny else STEPS) for t in (1, drafts + 1))
             found[f"batch {n}"] = {"plain ms": plain, "verify ms": verify, "ratio": round(verify / plain, 3)}
     else:
         length = 48 if tiny else TOKENS

@@ -164,6 +164,8 @@ def save(head: Head, kept: Tensor, count: int, card: str, out: Path) -> None:
     config = {n: v for n, v in config.items() if v is not None} | {"dtype": "bfloat16"}
     (out / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (out / "README.md").write_text(card)
+    for file in out.iterdir():
+        file.chmod(0o644)
 
 
 def main() -> None:

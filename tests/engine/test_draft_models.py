@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention, silu
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphllm.compile.pipeline import compile_model
-from graphllm.config import EngineArgs
+from graphllm.compile.pipeline import compile_model, find_model
+from graphllm.config import ConfigError, EngineArgs
+from graphllm.embedded.draft_heads import Eagle3
 from graphllm.engine.core import EngineCore
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
@@ -237,11 +238,35 @@ def mtp(model: LlamaForCausalLM) -> Method:
     return Method("mtp", {}, w, drafts)
 
 
+def trained_eagle3(model: LlamaForCausalLM) -> Method:
+    """As `train_drafts` begins and saves one: what it learns by is what serves."""
+    kept = torch.arange(0, V, 2)
+    head = Eagle3(model, kept)
+    w = head.tensors()
+    w["midlayer.self_attn.o_proj.weight"] *= 4
+    w["fc.weight"] += _normal(17)(D, 3 * D)
+
+    def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
+        ids = torch.tensor([known.tokens])
+        states = tuple(torch.cat([s, s[-1:]])[None] for s in (*known.layers[:-1], known.last))
+        found: list[int] = []
+        for j in range(count):  # those at the last place that has a hidden state, given the drafts before
+            more = torch.tensor([[*found, *[0] * (count - j)]])
+            rows = tuple(torch.cat([s[:, :-1], s[:, -1:].expand(-1, count + 1, -1)], 1) for s in states)
+            logits = head.drafts((torch.cat([ids, more], 1), rows), j + 1)[j]
+            found.append(int(kept[logits[0, len(known.tokens) - 2].argmax()]))
+        return found
+
+    offsets = {"d2t": kept - torch.arange(len(kept))}
+    return Method("eagle3", head.config(DRAFTS), {**w, **offsets}, drafts)
+
+
 METHODS: dict[str, Callable[[LlamaForCausalLM], Method]] = {
     "draft_model": draft_model,
     "eagle": eagle,
     "eagle3": eagle3,
     "eagle3, another norm, whole vocabulary": lambda model: eagle3(model, before=True, small=False),
+    "eagle3, as it is trained": trained_eagle3,
     "medusa": medusa,
     "mlp_speculator": mlp_speculator,
     "mlp_speculator, tied": lambda model: mlp_speculator(model, tied=True),
@@ -376,3 +401,34 @@ def test_drafts(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
     assert scarce.stats().preemptions
     scarce.close()
+
+
+@pytest.mark.slow
+def test_compiled_drafts(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    opened = _open(model, eagle3(model), tmp_path, "inductor")
+    assert _run(opened, model, _texts(model, 1, (40, 31, 8, 39, 16, 52, 1))) > 20
+    opened.core.close()
+
+
+def test_draft_models_that_do_not_fit(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """They are refused before anything is compiled, with what is wrong."""
+    other = {"draft_model": draft_model, "medusa": medusa, "eagle": eagle}
+    wrong: list[tuple[str, dict[str, Any], dict[str, Any], str]] = [
+        ("draft_model", {"vocab_size": 90}, {}, "the draft model has a vocabulary of 90 tokens, the model one of 97"),
+        ("medusa", {"hidden_size": 16}, {}, "reads hidden states of 16 numbers, the model's have 32"),
+        ("medusa", {}, {"num_speculative_tokens": 5}, "num_speculative_tokens is 5: the draft model has 4 heads"),
+        ("eagle", {"hidden_size": 64}, {}, "shares the model's embed.tokens as .97, 64., it is .97, 32."),
+    ]
+    for i, (name, config, fields, told) in enumerate(wrong):
+        made = other[name](model)
+        with pytest.raises(ConfigError, match=told):
+            _open(model, made._replace(config=made.config | config), _made(tmp_path / str(i)), **fields)
+    folder = _save(tmp_path / "m", {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}, {})
+    source = open_source(folder, "dummy", draft=folder, method="mtp")
+    with pytest.raises(ConfigError, match="speculative_method is 'mtp': that is for MiMoForCausalLM"):
+        find_model(source.config)
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir()
+    return folder
