@@ -42,7 +42,7 @@ base_model: {base}
 # {title} for {base}
 
 It drafts up to {count} tokens, of which the model keeps those that it would have said itself: see
-`docs/speculative-decoding.md`. {parameters:.2f} M parameters in bf16, {steps} steps in {minutes:.1f} minutes on one
+`docs/draft-models.md`. {parameters:.2f} M parameters in bf16, {steps} steps in {minutes:.1f} minutes on one
 {device}:
 
     {command}
