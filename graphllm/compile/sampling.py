@@ -227,6 +227,7 @@ def _process(v: Values) -> tuple[Tensor]:
     rows = ("row_slots", "mask_row", "mask", "bias_count")
     penalties = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     state = ("counts", "bias_token", "bias_value")
-    drafts_T = v["drafts" if "drafts" in v else "step.token_ids"]
+    # Without drafts none is read: each place is 0. Not the ids: they would be one output more of the first piece.
+    drafts_T = v["drafts" if "drafts" in v else "step.positions"]
     given = (*(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state))
     return (process_logits(v["logits"], *given, drafts_T, v["step.logits_indices"], v["step.draft_place"]),)
