@@ -154,6 +154,7 @@ def quantized_plan(weights: dict[str, Weight], names: tuple[str, ...], fmt: str)
         embed_weights=lambda c: weights,
         layer_weights=lambda c, kind: {},
         head_weights=lambda c: {},
+        project_weights=lambda c: {},
     )
     plan = make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "bfloat16")
     for name in names:

@@ -37,7 +37,7 @@ class ModelConfig:
     speculative_method: Literal["draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp"] | None = setting(
         None,
         help="How speculative_model drafts; None: as its files say. Without one, mtp takes the further layers of the "
-        "model's own checkpoint, and with the embedded model come eagle3 and medusa.",
+        "model's own checkpoint, and with the embedded model come draft_model, eagle3, medusa.",
         key="the config.json that is in the key has it",
     )
     skip_tokenizer_init: bool = setting(False, cli=False, help="Token ids in and out; no text.", key=_LOADING)

@@ -37,6 +37,7 @@ def plan_of(weights: dict[str, Weight], dtype: str = "float32") -> WeightPlan:
         embed_weights=lambda c: weights,
         layer_weights=lambda c, kind: {},
         head_weights=lambda c: {},
+        project_weights=lambda c: {},
     )
     return make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, dtype)
 
@@ -124,6 +125,7 @@ def test_layers_ties_values_and_progress(tmp_path: Path) -> None:
         embed_weights=lambda c: {"tokens": Weight((8, 3), sources=("e",)), "scale": Weight((), value=(0.1,))},
         layer_weights=lambda c, kind: {"qk": Weight((8, 3), sources=("l{layer}.q", "l{layer}.k"), segments=(4, 4))},
         head_weights=lambda c: {"out": Weight((8, 3), tie="embed.tokens")},
+        project_weights=lambda c: {},
     )
     plan = make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "float32")
     seen: list[tuple[int, int]] = []

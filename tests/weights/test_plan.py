@@ -42,6 +42,7 @@ def model(embed: dict[str, Weight], layer: Any = None, head: dict[str, Weight] |
         embed_weights=lambda c: embed,
         layer_weights=layer or (lambda c, kind: {}),
         head_weights=lambda c: head or {},
+        project_weights=lambda c: {},
     )
     return cast(Model, SimpleNamespace(graphs=(fake,)))
 

@@ -28,6 +28,7 @@ def plan_of(weights: dict[str, Weight]) -> WeightPlan:
         embed_weights=lambda c: weights,
         layer_weights=lambda c, layer_type: {},
         head_weights=lambda c: {},
+        project_weights=lambda c: {},
     )
     return make_plan(cast(Model, SimpleNamespace(graphs=(fake,))), None, "float32")
 
