@@ -1,0 +1,41 @@
+"""add_lora: what the low-rank adapters of a step's tokens add to a linear layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+
+
+def _cost(y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int]) -> Cost:
+    # Of the adapters one at least, and no more than there are tokens: the cheapest step with one.
+    tables = (nbytes(a_LRI) + nbytes(b_LrO)) // a_LRI.shape[0]
+    flops = 2 * x_TI.shape[0] * (a_LRI.shape[1] * a_LRI.shape[2] + b_LrO.shape[1] * b_LrO.shape[2])
+    return Cost(tables + nbytes(x_TI, adapter_ids_T) + 2 * nbytes(y_TO), flops)
+
+
+@op(cost=_cost, rowwise=True, neutral=("adapter_ids_T", "y_TO"))
+def add_lora(
+    y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int]
+) -> Tensor:
+    """y + (x @ A.T) @ B for the A and B that each token's adapter has in the tables; [T, O] in y's dtype, contiguous.
+
+    y_TO [T, O]: what the linear layer makes of x_TI [T, I]. adapter_ids_T [T] int32: entries of the tables, 0 for
+    tokens without an adapter, whose rows stay as they are; entry 0 is never read. widths: columns of each of the n
+    matrices that the layer consists of, such as q, k and v; they add up to O, and each has a product of rank r of its
+    own: a_LRI [L, n r, I], r rows for each of them, b_LrO [L, r, O]. Smaller ranks are padded with zeros, scales are
+    multiplied into B.
+
+    Products accumulate in float32 (float64 for float64 inputs) and are added to y before the one rounding to its
+    dtype; an implementation may round x @ A.T to x's dtype.
+    """
+    wide = torch.promote_types(x_TI.dtype, torch.float32)
+    (L, R, _), r = a_LRI.shape, b_LrO.shape[1]
+    # All products, then those of other adapters are dropped: nothing is gathered, however long the step is.
+    low_TLR = (x_TI.to(wide) @ a_LRI[1:].flatten(0, 1).to(wide).T).view(-1, L - 1, R)
+    own_TL = adapter_ids_T[:, None] == torch.arange(1, L, device=adapter_ids_T.device)
+    low_TLR = torch.where(own_TL[:, :, None], low_TLR, 0.0)
+    parts = zip(low_TLR.split(r, 2), b_LrO[1:].to(wide).split(widths, 2), strict=True)
+    delta_TO = torch.cat([low.flatten(1) @ b.flatten(0, 1) for low, b in parts], 1)
+    return (y_TO.to(wide) + delta_TO).to(y_TO.dtype)
