@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from graphllm.config import ConfigError
 from graphllm.config.pooling import PoolingParams
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True)
@@ -61,6 +63,8 @@ def check_pooling(params: PoolingParams) -> None:
 def vector(pooled: bytes, params: PoolingParams) -> torch.Tensor:
     """float32 [dimensions]: the first numbers of what the model gave, of length 1 unless the parameters say not. Raises
     ConfigError when it gave fewer."""
+    import torch  # here, because those who only generate need none of it
+
     found = torch.from_numpy(np.frombuffer(pooled, np.float32).copy())
     if params.dimensions is not None and params.dimensions > len(found):
         raise ConfigError(f"dimensions is {params.dimensions}: the model gives {len(found)}; give no more")
