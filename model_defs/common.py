@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import section, whole
+from graphllm.ir import Weight
 
 HF = Mapping[str, Any]
 MOST_LAYERS = 4096
@@ -72,6 +74,16 @@ def layer_types_of(layer_types: Sequence[str], L: int) -> tuple[str, ...]:
             f"config.json: layer_types has {len(layer_types)} entries; give one for each of num_hidden_layers = {L}"
         )
     return tuple(_LAYER_TYPES[name] for name in layer_types)
+
+
+def named_too(weights: Mapping[str, Weight], start: str, *others: str) -> dict[str, Weight]:
+    """Weights whose tensors may also be named with another beginning in place of ``start``."""
+
+    def alternatives(source: str | tuple[str, ...]) -> tuple[str, ...]:
+        (name,) = (source,) if isinstance(source, str) else source
+        return (*(other + name.removeprefix(start) for other in others), name)
+
+    return {n: dataclasses.replace(w, sources=tuple(map(alternatives, w.sources))) for n, w in weights.items()}
 
 
 def split_heads(qkv_TO: Tensor, H: int, K: int, E: int) -> tuple[Tensor, Tensor, Tensor]:

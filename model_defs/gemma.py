@@ -176,9 +176,13 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     return x_TD + norm(linear(h_TF, w.down), w.ffn_post_norm)
 
 
+def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
+    return rms_norm(x_TD, w.norm, c.eps, 1.0)
+
+
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
     x_RD = select_rows(x_TD, ctx.inputs.logits_indices)
-    logits_RV = linear(rms_norm(x_RD, w.norm, c.eps, 1.0), w.lm_head)
+    logits_RV = linear(norm(c, w, x_RD), w.lm_head)
     return soft_cap(logits_RV, c.logit_cap) if c.logit_cap else logits_RV
 
 
@@ -195,6 +199,7 @@ register_model(
                 embed=embed,
                 layer=layer,
                 head=head,
+                norm=norm,
                 states=states,
             ),
         ),

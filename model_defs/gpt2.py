@@ -131,9 +131,12 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     return x_TD + linear(activate(c.activation, linear(h_TD, w.up, w.up_bias)), w.down, w.down_bias)
 
 
+def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
+    return layer_norm(x_TD, w.norm, w.norm_bias, c.eps)
+
+
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    x_RD = select_rows(x_TD, ctx.inputs.logits_indices)
-    return linear(layer_norm(x_RD, w.norm, w.norm_bias, c.eps), w.lm_head)
+    return linear(norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
 
 
 register_model(
@@ -149,6 +152,7 @@ register_model(
                 embed=embed,
                 layer=layer,
                 head=head,
+                norm=norm,
                 states=states,
             ),
         ),

@@ -104,6 +104,7 @@ register_model(
                 embed=llama.embed,
                 layer=layer,
                 head=llama.head,
+                norm=llama.norm,
                 states=llama.states,
             ),
         ),

@@ -91,6 +91,7 @@ register_model(
                 embed=embed,
                 layer=layer,
                 head=head,
+                norm=llama.norm,
                 states=llama.states,
             ),
         ),

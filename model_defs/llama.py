@@ -182,7 +182,11 @@ def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, t
 
 
 def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    x_TD = x_TD + attend(c, layer_type, w, rms_norm(x_TD, w.attn_norm, c.eps), ctx)
+    return feed_forward(c, w, x_TD + attend(c, layer_type, w, rms_norm(x_TD, w.attn_norm, c.eps), ctx))
+
+
+def feed_forward(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
+    """What comes behind the attention of a layer."""
     h_TD = rms_norm(x_TD, w.ffn_norm, c.eps)
     gate_up_T2F = linear(h_TD, w.gate_up, getattr(w, "gate_up_bias", None))
     return x_TD + linear(swiglu(gate_up_T2F), w.down, getattr(w, "down_bias", None))
@@ -203,8 +207,12 @@ def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: Fo
     return linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
 
 
+def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
+    return rms_norm(x_TD, w.norm, c.eps)
+
+
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    return linear(rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, c.eps), w.lm_head)
+    return linear(norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
 
 
 register_model(
@@ -220,6 +228,7 @@ register_model(
                 embed=embed,
                 layer=layer,
                 head=head,
+                norm=norm,
                 states=states,
             ),
         ),

@@ -92,6 +92,7 @@ register_model(
                 embed=gpt2.embed,
                 layer=gpt2.layer,
                 head=gpt2.head,
+                norm=gpt2.norm,
                 states=gpt2.states,
             ),
         ),

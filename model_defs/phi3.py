@@ -57,6 +57,7 @@ register_model(
                 embed=llama.embed,
                 layer=llama.layer,
                 head=llama.head,
+                norm=llama.norm,
                 states=llama.states,
             ),
         ),

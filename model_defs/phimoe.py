@@ -68,8 +68,12 @@ def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: For
     return x_TD + fused_moe(h_TD, w.gate_up, w.down, *route)
 
 
+def norm(c: Config, w: SimpleNamespace, x_TD: Tensor) -> Tensor:
+    return layer_norm(x_TD, w.norm, w.norm_bias, c.eps)
+
+
 def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    h_RD = layer_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, w.norm_bias, c.eps)
+    h_RD = norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices))
     return linear(h_RD, w.lm_head, getattr(w, "lm_head_bias", None))
 
 
@@ -86,6 +90,7 @@ register_model(
                 embed=llama.embed,
                 layer=layer,
                 head=head,
+                norm=norm,
                 states=moe.states,
             ),
         ),

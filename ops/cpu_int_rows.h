@@ -10,7 +10,8 @@ namespace graphllm {
 namespace {
 
 // Rows of x as int8, a tile of rows at a time and in the order in which they are read: for each group of inner entries
-// the scale of each row and what corrects for the zero point or the minimum of the weights, then four entries of each row by turns.
+// the scale of each row, what corrects for the zero point or the minimum of the weights, then four entries of each row by
+// turns.
 template <typename F>
 struct Quantized {
   char* data;

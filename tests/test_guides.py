@@ -187,6 +187,7 @@ def test_options_in_the_guides_exist(guide: Path) -> None:
     import typer
 
     from graphllm.cli.app import app
+    from graphllm.config.vllm_names import VLLM_NAMES
 
     command: Any = typer.main.get_command(app)
     for line in re.findall(r"graphllm ((?:compile|run|inspect|op)\b[^`#\n]*)", guide.read_text()):
@@ -197,4 +198,6 @@ def test_options_in_the_guides_exist(guide: Path) -> None:
         known = (
             {o for p in leaf.params for o in (*p.opts, *p.secondary_opts)} if words[0] != "op" else {"-o", "--output"}
         )
+        if any(p.name == "vllm_name" for p in leaf.params):
+            known |= {f"--{name.replace('_', '-')}" for name, entry in VLLM_NAMES.items() if entry.means}
         assert [w for w in words if w.startswith("-") and w not in ("-",) and w not in known] == [], line

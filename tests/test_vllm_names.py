@@ -125,8 +125,12 @@ def test_names_that_mean_a_setting() -> None:
         ({"spec_model": "m", "spec_tokens": 3}, {"speculative_model": "m", "num_speculative_tokens": 3}),
         (
             {"speculative_config": {"model": "m", "num_speculative_tokens": 3, "method": "draft_model"}},
-            {"speculative_model": "m", "num_speculative_tokens": 3},
+            {"speculative_method": "draft_model", "speculative_model": "m", "num_speculative_tokens": 3},
         ),
+        ({"speculative_config": {"model": "m"}}, {"speculative_model": "m"}),
+        ({"speculative_config": {"method": "eagle3"}}, {"speculative_method": "eagle3"}),
+        ({"speculative_config": {"method": "mimo_mtp"}}, {"speculative_method": "mtp"}),
+        ({"spec_method": "medusa", "spec_model": "m"}, {"speculative_method": "medusa", "speculative_model": "m"}),
         (
             {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}},
             {"num_speculative_tokens": 3, "prompt_lookup_max": 4, "prompt_lookup_min": 4},
@@ -172,7 +176,11 @@ def test_names_that_mean_a_setting() -> None:
     ("given", "message"),
     [
         ({"enforce_eager": True, "target": "cpu", "spec_model": "a", "speculative_model": "b"}, "spec_model is 'a'"),
-        ({"speculative_config": {"method": "eagle"}}, "speculative_config.method is 'eagle': drafts come from draft_"),
+        (
+            {"speculative_config": {"method": "eagel"}},
+            "speculative_config.method is 'eagel': there are draft_model, ea",
+        ),
+        ({"speculative_config": {"num_speculative_tokens": 2}}, "it has neither method nor model"),
         (
             {"speculative_config": {"method": "ngram", "model": "m"}},
             "speculative_config.model is 'm': with method ngram",

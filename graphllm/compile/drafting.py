@@ -3,82 +3,199 @@
 The draft graph runs behind every step of the main graph, on the device: once over the step's tokens (the program
 "first"), then once for each further draft over one token a sequence ("next"). What it reads of the main graph the step
 leaves in states of axis "token"; what one run hands to the next lies in slot states.
+
+There are two kinds. One that reads hidden states takes at each position the hidden state there and the token *behind*
+it, so its last row of a sequence is the main graph's. One that is a model of its own takes the tokens themselves, so
+each sequence has a row more: the token that was just sampled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphllm.compile.sampling import Stage, Values
-from graphllm.config import CompileConfig, ConfigError
-from graphllm.ir.model import Graph, Model
+from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.ir.model import Drafts, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.ops.record_drafts import record_drafts
 from graphllm.ops.store_rows import store_rows
-from graphllm.weights.checkpoint import DRAFT, draft_name
+from graphllm.ops.store_slots import store_slots
+from graphllm.weights.checkpoint import DRAFT, MAIN, draft_name
 from graphllm.weights.expr import Expr, renamed
 
+_WEIGHTS = ("embed_weights", "layer_weights", "head_weights", "project_weights")
+_FUNCTIONS = (
+    "layer_types", "embed", "layer", "head", "states", "inputs", "buckets", "hidden", "project", "drafts_at_once",
+)  # fmt: skip
 
-def joined(model: Model, drafter: Model, own: Any, vocab: int) -> Model:
-    """The family with another one's draft graph, which has a Config of its own. vocab: of the model. Raises ConfigError
-    for a family that drafts nothing for it."""
+
+def joined(model: Model, c: Any, drafter: Model, own: Any) -> Model:
+    """The family with another one's graph as its draft graph. c, own: the Config of each. Raises ConfigError for two
+    that do not fit."""
     graph, *others = drafter.graphs
-    if others or graph.task != "draft":
+    kept = [s.name for t in set(graph.layer_types(own)) for s in graph.states(own, t) if s.axis == "slot"]
+    if others or graph.task not in ("draft", "generate") or graph.inputs(own) or drafter.states(own) or kept:
         raise ConfigError(f"the draft model's architecture, {', '.join(drafter.architectures)}, is none that drafts")
-    if vocab != own.V:
-        raise ConfigError(f"the draft model has a vocabulary of {own.V} tokens, the model one of {vocab}")
+    if own.V != c.V:
+        raise ConfigError(
+            f"the draft model has a vocabulary of {own.V} tokens, the model one of {c.V}; use one that was made for it"
+        )
 
-    def bound(function: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda c, *rest: function(own, *rest)
+    def bound(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+        return function and (lambda c, *rest: function(own, *rest))
+
+    main = _MainWeights(model.graphs[0], c)
 
     def weights(function: Callable[..., dict[str, Weight]]) -> Callable[..., dict[str, Weight]]:
-        return lambda c, *rest: {n: _of_second(w) for n, w in function(own, *rest).items()}
+        return lambda c, *rest: {n: main.of_second(n, w) for n, w in function(own, *rest).items()}
 
-    functions = ("layer_types", "embed", "layer", "head", "states", "inputs", "buckets", "hidden")
-    changed: dict[str, Any] = {name: bound(getattr(graph, name)) for name in functions}
-    changed |= {name: weights(getattr(graph, name)) for name in ("embed_weights", "layer_weights", "head_weights")}
-    drafts = dataclasses.replace(graph, name=DRAFT, **changed)
+    changed: dict[str, Any] = {name: bound(getattr(graph, name)) for name in _FUNCTIONS}
+    changed |= {name: weights(getattr(graph, name)) for name in _WEIGHTS}
+    drafts = dataclasses.replace(graph, name=DRAFT, task="draft", **changed)
+    if (hidden := reads(drafts, model.graphs[0], c)) is not None and hidden.normed:
+        drafts = _behind_norm(drafts, model, c, hidden)
     return dataclasses.replace(model, graphs=(*model.graphs, drafts), shardable=())  # its Config is never divided
 
 
-def _of_second(w: Weight) -> Weight:
-    """A weight that is read from the second checkpoint."""
-    sources = tuple(draft_name(s) if isinstance(s, str) else tuple(map(draft_name, s)) for s in w.sources)
-    expr = renamed(w.expr, draft_name) if isinstance(w.expr, Expr) else w.expr
-    return dataclasses.replace(w, sources=sources, expr=expr)
+def reads(graph: Graph, main: Graph, c: Any) -> Hidden | None:
+    """The hidden states that a draft graph reads of the main one, layers counted from 0. Raises ConfigError for layers
+    that there are not."""
+    count = len(main.layer_types(c))
+    found = graph.hidden(c, count)
+    if found is None:
+        return None
+    if wrong := [i for i in found.layers if not -count <= i < count]:
+        raise ConfigError(f"the draft model reads the hidden state of layer {wrong[0]}, the model has {count} layers")
+    return found._replace(layers=tuple(i % count for i in found.layers))
 
 
-def states(graph: Graph, c: Any) -> tuple[StateSpec, ...]:
-    """Of each token of the step: its id, its position and the hidden state that the draft graph reads. Of each
+def check_width(hidden: Hidden, width: Any) -> None:
+    """Raises ConfigError for a draft graph whose hidden states are not of the model's width."""
+    if hidden.size != width:
+        raise ConfigError(
+            f"the draft model reads hidden states of {hidden.size} numbers, the model's have {width}; use one that was "
+            "made for it"
+        )
+
+
+class _MainWeights:
+    """What a draft model may share with the model."""
+
+    def __init__(self, graph: Graph, c: Any) -> None:
+        self._found = {f"embed.{n}": w for n, w in graph.embed_weights(c).items()}
+        self._found |= {f"head.{n}": w for n, w in graph.head_weights(c).items()}
+
+    def of_second(self, name: str, w: Weight) -> Weight:
+        """A weight of the draft model, which is read from the second checkpoint or tied to one of the first."""
+        if w.tie is not None:
+            tie = self._root(name, w) if w.tie.startswith(MAIN) else f"{DRAFT}.{w.tie}"
+            return dataclasses.replace(w, tie=tie)
+        sources = tuple(draft_name(s) if isinstance(s, str) else tuple(map(draft_name, s)) for s in w.sources)
+        expr = renamed(w.expr, draft_name) if isinstance(w.expr, Expr) else w.expr
+        return dataclasses.replace(w, sources=sources, expr=expr)
+
+    def _root(self, name: str, w: Weight) -> str:
+        to = w.tie.removeprefix(MAIN)  # type: ignore[union-attr]
+        while (found := self._found.get(to)) is not None and found.tie is not None:
+            to = found.tie
+        if found is None:
+            raise ConfigError(f"the draft model shares the model's {to}, and this architecture has none of that name")
+        if found.shape != w.shape:
+            raise ConfigError(
+                f"the draft model shares the model's {to} as {list(w.shape)}, it is {list(found.shape)}; use a draft "
+                "model that was made for it"
+            )
+        return to
+
+
+def _behind_norm(graph: Graph, model: Model, c: Any, hidden: Hidden) -> Graph:
+    """The draft graph, reading what the main graph's last norm makes of its hidden states."""
+    main = model.graphs[0]
+    norm, project, before = main.norm, graph.project, graph.project_weights
+    if norm is None:
+        raise ConfigError(
+            f"{', '.join(model.architectures)} does not say what its last norm is, which this kind of draft model "
+            "reads; use method eagle3, draft_model or ngram"
+        )
+    own = {f"main_{n}": Weight(w.shape, tie=f"head.{n}") for n, w in main.head_weights(c).items() if len(w.shape) == 1}
+
+    def behind(own_c: Any, w: Any, hidden_TD: Tensor) -> Tensor:
+        parts = hidden_TD.unflatten(-1, (-1, hidden.size)).unbind(1)
+        mains = SimpleNamespace(**{n.removeprefix("main_"): getattr(w, n) for n in own})
+        normed = [norm(c, mains, part) for part in parts]
+        joint = normed[0] if len(normed) == 1 else torch.cat(normed, -1)
+        return joint if project is None else project(own_c, w, joint)
+
+    return dataclasses.replace(graph, project_weights=lambda c: own | before(c), project=behind)
+
+
+def one_row_more(graph: Graph, c: Any) -> bool:
+    """Whether the draft graph takes the tokens themselves; see above."""
+    return graph.hidden(c, 1) is None
+
+
+def lookahead(graph: Graph, c: Any, config: CompileConfig) -> int:
+    """Positions behind the tokens of a step for which the draft graph keeps something."""
+    if not any(graph.states(c, t) for t in graph.layer_types(c)):
+        return 0
+    return config.num_speculative_tokens - (0 if one_row_more(graph, c) else 1)
+
+
+def buckets(graph: Graph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
+    """The sizes that a draft graph is compiled for."""
+    if not one_row_more(graph, c):
+        return config.buckets
+    plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
+    more = [dataclasses.replace(b, query_len=b.query_len + 1) for b in config.buckets if b.kind == "decode"]
+    mixed = [dataclasses.replace(b, hi=b.hi + config.max_num_seqs) for b in config.buckets if b.kind == "mixed"]
+    return (*plain, *more, *mixed)
+
+
+def states(hidden: Hidden | None) -> tuple[StateSpec, ...]:
+    """Of each token of the step: its id, its position and the hidden states that the draft graph reads. Of each
     sequence: how many drafts it has, and what drafts the next: the last draft, its position, the hidden state it came
     from."""
-    size = graph.hidden(c).size
-    return (
+    found = [
         StateSpec("step_ids", "token", (), "int32", "none"),
         StateSpec("step_positions", "token", (), "int32", "none"),
-        StateSpec("step_hidden", "token", (size,), "model", "none"),
         StateSpec("draft_count", "slot", (), "int32", "none"),
         StateSpec("draft_token", "slot", (), "int32", "none"),
         StateSpec("draft_position", "slot", (), "int32", "none"),
-        StateSpec("draft_hidden", "slot", (size,), "model", "none"),
-    )
+    ]
+    if hidden is not None:
+        found += [StateSpec(name, "token", (hidden.size,), "model", "none") for name in _hidden_states(hidden)]
+        found.append(StateSpec("draft_hidden", "slot", (hidden.width,), "model", "none"))
+    return tuple(found)
+
+
+def _hidden_states(hidden: Hidden) -> list[str]:
+    return [f"step_hidden_{i}" for i in range(len(hidden.layers))]
 
 
 INPUTS = (InputSpec("sequence_ids", ("T",)), InputSpec("next_tokens", ("S",), provider="next_tokens", neutral=-1))
 
-# Of the main graph: behind what resolves its token ids, and behind the layer that the draft graph reads.
+# Of the main graph, behind what resolves its token ids.
 KEEP_IDS = Stage(
     "keep_ids",
     lambda v: _keep((v["step.token_ids"], v["state.step_ids"]), (v["step.positions"], v["state.step_positions"])),
     (),
 )
-KEEP_HIDDEN = Stage("keep_hidden", lambda v: _keep((v["x"], v["state.step_hidden"])), ())
+
+
+def keep_hidden(hidden: Hidden) -> list[tuple[int, Stage]]:
+    """Units of the main graph, each with the layer that it follows."""
+
+    def stage(state: str) -> Stage:
+        return Stage(f"keep_{state}", lambda v: _keep((v["x"], v[f"state.{state}"])), ())
+
+    return [(layer, stage(state)) for layer, state in zip(hidden.layers, _hidden_states(hidden), strict=True)]
 
 
 def _keep(*pairs: tuple[Tensor, Tensor]) -> tuple[()]:
@@ -88,55 +205,116 @@ def _keep(*pairs: tuple[Tensor, Tensor]) -> tuple[()]:
 
 
 _RESOLVED = (
-    "step.token_ids", "step.positions", "step.context_lens", "step.seq_lens", "step.logits_indices", "step.hidden",
-    "places",
+    "step.token_ids", "step.positions", "step.context_lens", "step.seq_lens", "step.logits_indices", "places",
 )  # fmt: skip
 
 
-def programs(config: CompileConfig) -> Mapping[str, tuple[Stage, Stage]]:
-    """What comes before the graph's own units and behind its head, by program."""
-    choose = Stage("choose", lambda v: _choose(v, config.max_model_len - 1), ())
-    return {"first": (Stage("first", _first, _RESOLVED), choose), "next": (Stage("next", _next, _RESOLVED), choose)}
+def programs(
+    graph: Graph, c: Any, config: CompileConfig, hidden: Hidden | None
+) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
+    """What comes before the graph's own units and behind its head, by program. Raises ConfigError for more drafts than
+    it makes."""
+    wanted, at_once, last = config.num_speculative_tokens, graph.drafts_at_once(c), config.max_model_len - 1
+    if 0 < at_once < wanted:
+        raise ConfigError(f"num_speculative_tokens is {wanted}: the draft model has {at_once} heads; give at most that")
+    choose = Stage("choose", lambda v: _choose(v, last), ())
+    if hidden is None:
+        first = [Stage("first", lambda v: _first_of_own(v, last), _RESOLVED)]
+    else:
+        names = _hidden_states(hidden)
+        first = [Stage("first", lambda v: _first(v, names), (*_RESOLVED, "step.hidden"))]
+        if graph.project is not None:
+            project = graph.project
+            weights = tuple(graph.project_weights(c).items())
+            first.append(
+                Stage("project", lambda v: (project(c, _own(v), v["step.hidden"]),), ("step.hidden",), weights=weights)
+            )
+    if at_once:
+        return {"first": (tuple(first), (choose,))}
+    resolved = _RESOLVED if hidden is None else (*_RESOLVED, "step.hidden")
+    following = Stage("next", lambda v: _next(v, hidden is not None), resolved)
+    return {"first": (tuple(first), (choose,)), "next": ((following,), (choose,))}
 
 
-def _first(v: Values) -> tuple[Tensor, ...]:
-    """Of each token the one behind it, with the token's hidden state: the next one of the step, or behind the last one
+def _own(v: Values) -> Any:
+    """The parameters of a unit."""
+    return SimpleNamespace(**{n[2:]: t for n, t in v.items() if n.startswith("w.")})
+
+
+def _first(v: Values, hidden: list[str]) -> tuple[Tensor, ...]:
+    """Of each token the one behind it, with the token's hidden states: the next one of the step, or behind the last one
     that is kept what was sampled, or what the host knows of a prompt that goes on."""
     ids_T = v["step.token_ids"]
     at_T = torch.arange(ids_T.shape[0], device=ids_T.device)
-    rejected_S = torch.index_select(v["state.rejected"], 0, v["step.slots"])
-    row_S = (v["step.query_start_loc"][1:] - 1 - rejected_S).clamp(min=0)
-    own = [torch.index_select(v[f"state.step_{n}"], 0, at_T) for n in ("ids", "positions", "hidden")]
+    row_S = (v["step.query_start_loc"][1:] - 1 - _rejected(v)).clamp(min=0)
+    position_T = torch.index_select(v["state.step_positions"], 0, at_T)
     behind_T = torch.index_select(v["state.step_ids"], 0, (at_T + 1).clamp(max=ids_T.shape[0] - 1))
-    sequence_T = v["step.sequence_ids"]
-    sampled_S = torch.index_select(v["state.last_token"], 0, v["step.slots"])
-    next_S = torch.where(v["step.next_tokens"] >= 0, v["step.next_tokens"], sampled_S)
-    last_T, row_T = (torch.index_select(t, 0, sequence_T) for t in (next_S, row_S))
+    last_T, row_T = (torch.index_select(t, 0, v["step.sequence_ids"]) for t in (_behind_last(v), row_S))
     next_T = torch.where(row_T == at_T, last_T, behind_T).clamp(min=0)
     # Sequence lengths are those of the whole step: attention finds the rows' positions by them.
-    end_S = torch.index_select(own[1], 0, (v["step.query_start_loc"][1:] - 1).clamp(min=0)) + 1
-    return (next_T, own[1], own[1] + 1, end_S, row_S.to(torch.int32), own[2], torch.zeros_like(row_S))
+    end_S = torch.index_select(position_T, 0, (v["step.query_start_loc"][1:] - 1).clamp(min=0)) + 1
+    hidden_T = torch.cat([torch.index_select(v[f"state.{n}"], 0, at_T) for n in hidden], -1)
+    return next_T, position_T, position_T + 1, end_S, row_S.to(torch.int32), torch.zeros_like(row_S), hidden_T
 
 
-def _next(v: Values) -> tuple[Tensor, ...]:
+def _first_of_own(v: Values, last_position: int) -> tuple[Tensor, ...]:
+    """The tokens of the step, and of each sequence the one behind those that are kept. Before the rows of sequence s
+    there are s more than in the step."""
+    sequence_T, start_loc = v["step.sequence_ids"], v["step.query_start_loc"]
+    at_T = torch.arange(sequence_T.shape[0], device=sequence_T.device)
+    before_S = torch.arange(start_loc.shape[0] - 1, device=sequence_T.device)
+    count_S = start_loc[1:] - start_loc[:-1] - 1
+    kept_S = (count_S - _rejected(v)).clamp(min=0)
+    most = v["state.step_ids"].shape[0] - 1  # for padding
+    start_S = torch.index_select(v["state.step_positions"], 0, (start_loc[:-1] - before_S).clamp(min=0, max=most))
+    of_S = (start_loc[:-1], start_S, kept_S, _behind_last(v))
+    first_T, start_T, kept_T, last_T = (torch.index_select(t, 0, sequence_T) for t in of_S)
+    place_T = (at_T - first_T).to(torch.int32)
+    ids_T = torch.index_select(v["state.step_ids"], 0, (at_T - sequence_T).clamp(min=0, max=most))
+    ids_T = torch.where(place_T < kept_T, ids_T, last_T).clamp(min=0)
+    position_T = (start_T + place_T).clamp(min=0, max=last_position)
+    row_S = (start_loc[:-1] + kept_S).clamp(max=sequence_T.shape[0] - 1).to(torch.int32)
+    end_S = start_S + count_S + 1
+    return ids_T, position_T, position_T + 1, end_S, row_S, torch.zeros_like(row_S)
+
+
+def _rejected(v: Values) -> Tensor:
+    return torch.index_select(v["state.rejected"], 0, v["step.slots"])
+
+
+def _behind_last(v: Values) -> Tensor:
+    """[S]: the token behind the last one of each sequence that is kept."""
+    sampled_S = torch.index_select(v["state.last_token"], 0, v["step.slots"])
+    return torch.where(v["step.next_tokens"] >= 0, v["step.next_tokens"], sampled_S)
+
+
+def _next(v: Values, hidden: bool) -> tuple[Tensor, ...]:
     """The last draft of each sequence, with the hidden state that it came from."""
     slot_T = torch.index_select(v["step.slots"], 0, v["step.sequence_ids"])
-    token_T, position_T, hidden_T = (
-        torch.index_select(v[f"state.draft_{n}"], 0, slot_T) for n in ("token", "position", "hidden")
-    )
+    token_T, position_T = (torch.index_select(v[f"state.draft_{n}"], 0, slot_T) for n in ("token", "position"))
     end_S = torch.index_select(v["state.draft_position"], 0, v["step.slots"]) + 1
     row_S = (v["step.query_start_loc"][1:] - 1).clamp(min=0)
     places_S = torch.index_select(v["state.draft_count"], 0, v["step.slots"])
-    return token_T, position_T, position_T + 1, end_S, row_S, hidden_T, places_S
+    hidden_T = (torch.index_select(v["state.draft_hidden"], 0, slot_T),) if hidden else ()
+    return token_T, position_T, position_T + 1, end_S, row_S, places_S, *hidden_T
+
+
+def chosen(made: Any, wanted: int) -> Tensor:
+    """[S, n] int32: the likeliest tokens of what a draft graph's head makes, of ``wanted`` drafts at most."""
+    made = made if isinstance(made, Drafts) else Drafts((made,))
+    tokens = [logits_SV.argmax(-1) for logits_SV in made.logits[:wanted]]
+    tokens_SK = torch.stack(tokens, -1)
+    if made.ids is not None:
+        tokens_SK = torch.index_select(made.ids, 0, tokens_SK.flatten()).view(tokens_SK.shape)
+    return tokens_SK.to(torch.int32)
 
 
 def _choose(v: Values, last_position: int) -> tuple[()]:
-    """The likeliest token of each sequence becomes its draft."""
+    """The tokens of each sequence become its drafts."""
     row_S = v["step.logits_indices"]
-    token_S = v["logits"].argmax(-1).to(torch.int32)
     position_S = torch.index_select(v["step.positions"], 0, row_S)
-    hidden_SD = torch.index_select(v["x"], 0, row_S)
-    names = ("drafts", "draft_count", "draft_token", "draft_position", "draft_hidden")
-    kept = (v[f"state.{n}"] for n in names)
-    record_drafts(token_S, position_S, hidden_SD, v["places"], v["step.slots"], *kept, last_position)
+    kept = (v[f"state.{n}"] for n in ("drafts", "draft_count", "draft_token", "draft_position"))
+    record_drafts(v["drafted"], position_S, v["places"], v["step.slots"], *kept, last_position)
+    if "state.draft_hidden" in v:
+        store_slots(torch.index_select(v["x"], 0, row_S), v["step.slots"], v["state.draft_hidden"])
     return ()

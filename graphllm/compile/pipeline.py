@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
+from graphllm.compile import drafting
 from graphllm.compile.cost import step_costs
 from graphllm.compile.drafting import joined
 from graphllm.compile.link import Linked, link
@@ -87,8 +88,27 @@ def find_model(model_config: Mapping[str, Any]) -> Model:
     model = _family(model_config)
     if (drafts := model_config.get(DRAFT)) is None:
         return model
-    drafter = _family(drafts)
-    return joined(model, drafter, drafter.config(drafts), model.config(model_config).V)
+    drafter = _drafter(model_config, drafts)
+    return joined(model, model.config(model_config), drafter, drafter.config(drafts))
+
+
+def _drafter(model_config: Mapping[str, Any], drafts: Mapping[str, Any]) -> Model:
+    """The family of a draft model: the one of its field "method", or that its architecture names."""
+    method, known = drafts.get("method"), load_models()
+    if method in (None, "draft_model"):
+        family = _family(drafts)
+        if method is not None and family.method:
+            raise ConfigError(f"the draft model is no language model: its method is {family.method}, not draft_model")
+        return family
+    found = {id(m): m for m in known.values() if m.method == method}.values()
+    fitting = [m for m in found if not m.part_of or set(strings(model_config, "architectures")) & set(m.part_of)]
+    named = [m for m in fitting if set(strings(drafts, "architectures")) & set(m.architectures)]
+    if not fitting:
+        there = sorted({"draft_model", *(m.method for m in known.values() if m.method)})
+        parts = [name for m in found for name in m.part_of]
+        told = f"is for {', '.join(parts)}" if parts else f"there is not; there are {', '.join(there)}"
+        raise ConfigError(f"speculative_method is {method!r:.80}: that {told}")
+    return (named or fitting)[0]
 
 
 def _family(model_config: Mapping[str, Any]) -> Model:
@@ -261,6 +281,8 @@ def sources_beside(linked: Linked) -> list[Path]:
 
 def graph_buckets(graph: TracedGraph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
     """The sizes that a graph is compiled for."""
+    if graph.graph.task == "draft":
+        return drafting.buckets(graph.graph, c, config)
     return graph.graph.buckets(c) or config.buckets
 
 
@@ -298,6 +320,15 @@ def build_pieces(
         progress("build", i, len(jobs))
         done[futures[future]] = future.result()
     return {job: done[job] for job in wanted}
+
+
+def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> dict[str, Any]:
+    """What the cache manager must know of a draft graph: see `CacheLayout`."""
+    for graph in (g.graph for g in graphs if g.graph.task == "draft"):
+        reach = drafting.lookahead(graph, c, config)
+        return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c),
+                "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c)}  # fmt: skip
+    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0}
 
 
 def values_read(graph: TracedGraph) -> set[str]:
@@ -364,6 +395,7 @@ def write_program(
         "blocks": {"groups": blocks.groups, "tensors": blocks.tensors, "bytes": blocks.block_bytes},
         "entries": layout.entries,
         "shareable": shareable,
+        "drafts": draft_reach(graphs, c, config),
         "vocab": c.V,
     }
     (folder / "program.json").write_text(json.dumps(description, indent=1))

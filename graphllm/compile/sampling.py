@@ -15,6 +15,7 @@ from graphllm.config import CompileConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import sampling_columns
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
+from graphllm.ir.weight import Weight
 from graphllm.ops.accept_drafts import accept_drafts
 from graphllm.ops.ngram_drafts import ngram_drafts
 from graphllm.ops.process_logits import process_logits
@@ -31,12 +32,13 @@ _MOST_HISTORY = 1 << 14  # tokens of a sequence
 
 class Stage(NamedTuple):
     """A unit of a sampling program. outputs: what it makes. part: the part of the program that it begins, "" for
-    none."""
+    none. weights: its parameters."""
 
     name: str
     run: Callable[[Values], tuple[Tensor, ...]]
     outputs: tuple[str, ...]
     part: str = ""
+    weights: tuple[tuple[str, Weight], ...] = ()
 
 
 def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:

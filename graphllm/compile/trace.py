@@ -125,7 +125,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
             raise ConfigError(
                 f"prompt_lookup_max is {config.prompt_lookup_max}, but drafts come from a draft model; leave one out"
             )
-        own += [_typed(s, config) for s in drafting.states(graph, c)]
+        own += [_typed(s, config) for s in drafting.states(drafting.reads(graph, model.graphs[0], c))]
     if config.draft_sample_method == "probabilistic" and not getattr(drafting, "FILLS_DRAFT_PROBS", False):
         raise ConfigError(
             "draft_sample_method is probabilistic: no draft model here keeps the probabilities of its drafts; "
@@ -163,9 +163,10 @@ def trace_model(model: Model, c: Any, config: CompileConfig, layout: Layout) -> 
     """The units of every graph, each in program order: what resolves token ids, embed, each layer type once, head, and
     the units of its programs behind it."""
     shapes = Shapes(config.target.device)
-    hidden = next((graph.hidden(c) for graph in model.graphs if graph.task == "draft"), None)
+    drafter = next((graph for graph in model.graphs if graph.task == "draft"), None)
+    hidden = None if drafter is None else drafting.reads(drafter, model.graphs[0], c)
     return [
-        _Tracer(graph, c, config, layout, i, shapes).graph(hidden if graph.task == "generate" else None)
+        _Tracer(graph, c, config, layout, i, shapes).graph(drafter is not None, hidden)
         for i, graph in enumerate(model.graphs)
     ]
 
@@ -181,14 +182,14 @@ class _Tracer:
         self._states = {n: self.state(p) for n, p in layout.states.items() if n not in layer_states}
         self.units: dict[str, Unit] = {}
 
-    def graph(self, hidden: Hidden | None) -> TracedGraph:
-        """hidden: what a draft graph reads of this one."""
+    def graph(self, drafted: bool, hidden: Hidden | None) -> TracedGraph:
+        """drafted: whether there is a draft graph. hidden: what it reads of the main one."""
         graph, c = self._graph, self._c
         layer_types = graph.layer_types(c)
-        around = self.stages(hidden is not None)
+        around = self.stages(drafted, hidden)
         resolved: dict[str, TensorSpec] = {}
         for stage in dict.fromkeys(stage for before, _ in around.values() for stage in before):
-            unit = self.trace(stage.name, {}, stage.run, stage.outputs)
+            unit = self.trace(stage.name, self.weights(dict(stage.weights)), stage.run, stage.outputs)
             resolved |= zip(unit.outputs, output_specs(unit), strict=True)
             self._inputs |= {n: spec for n, spec in resolved.items() if n.startswith("step.")}
         embed = self.trace(
@@ -199,18 +200,20 @@ class _Tracer:
             self.layer(layer_type, tuple(i for i, t in enumerate(layer_types) if t == layer_type), carried)
         behind: dict[int, list[str]] = {i: [] for i in range(len(layer_types))}
         counting = self.counting(behind) if graph.task == "generate" and self._config.count_expert_tokens else None
-        if hidden is not None:
-            keep = drafting.KEEP_HIDDEN
-            behind[range(len(layer_types))[hidden.layer]].append(keep.name)
-            self.trace(keep.name, carried, keep.run, keep.outputs)
+        if hidden is not None and graph.task == "generate":
+            drafting.check_width(hidden, carried["x"].shape[-1])
+            for layer, keep in drafting.keep_hidden(hidden):
+                behind[layer].append(keep.name)
+                self.trace(keep.name, carried, keep.run, keep.outputs)
         results = {"generate": sampling.OUTPUTS, "pool": (OutputSpec("pooled", ("R", "D"), "model", host=True),)}
         made = results.get(graph.task, ())
         counted = () if counting is None else (counting.output,)
-        names = {"generate": ("logits",), "draft": ("logits",), "pool": ("pooled",)}.get(graph.task, ())
+        names = {"generate": ("logits",), "draft": ("drafted",), "pool": ("pooled",)}.get(graph.task, ())
+        most = self._config.num_speculative_tokens
         head = self.trace(
             "head",
             self.weights(graph.head_weights(c)) | carried,
-            lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v))),
+            lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v)), graph.task, most),
             names,
         )
         values = carried | resolved | dict(zip(head.outputs, output_specs(head), strict=True))
@@ -229,11 +232,11 @@ class _Tracer:
             )
         return TracedGraph(graph, self.units, programs, layer_types, behind)
 
-    def stages(self, drafted: bool) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
+    def stages(self, drafted: bool, hidden: Hidden | None) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
         """By program, what comes before the graph's own units and behind them. drafted: a draft graph follows."""
         task, config, layout = self._graph.task, self._config, self._layout
         if task == "draft":
-            return {name: ((before,), (after,)) for name, (before, after) in drafting.programs(config).items()}
+            return drafting.programs(self._graph, self._c, config, hidden)
         if task != "generate":
             return {task: ((), ())}
         resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values())
@@ -346,7 +349,9 @@ def _flat(result: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return (result[0], *result[1])
 
 
-def _results(made: Any) -> tuple[Tensor, ...]:
+def _results(made: Any, task: str, most_drafts: int) -> tuple[Tensor, ...]:
+    if task == "draft":
+        return (drafting.chosen(made, most_drafts),)
     return () if made is None else (made,)
 
 

@@ -34,6 +34,12 @@ class ModelConfig:
         help="Folder or hub name of a draft model, whose num_speculative_tokens guesses each step verifies.",
         key="what its config.json and its tensors say is in the key",
     )
+    speculative_method: Literal["draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp"] | None = setting(
+        None,
+        help="How speculative_model drafts; None: as its files say. Without one, mtp takes the further layers of the "
+        "model's own checkpoint, and with the embedded model come eagle3 and medusa.",
+        key="the config.json that is in the key has it",
+    )
     skip_tokenizer_init: bool = setting(False, cli=False, help="Token ids in and out; no text.", key=_LOADING)
     seed: int | None = setting(0, help="Of requests without one; None: they differ each time.", key=_RUNNING)
     logits_processors: tuple[str, ...] = setting(

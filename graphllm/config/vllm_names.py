@@ -51,6 +51,7 @@ def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
 
 
 _NGRAM = ("ngram", "ngram_gpu")
+_DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
 _ACCEPTANCE = ("rejection_sample_method", "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate")
 # Methods that guess on the host, and what their keys mean.
 _ON_HOST: Mapping[str, Mapping[str, str]] = {
@@ -67,15 +68,18 @@ _ON_HOST: Mapping[str, Mapping[str, str]] = {
 
 
 def _speculation(value: Any) -> Mapping[str, Any]:
-    """vLLM's speculative_config, of a draft model or of prompt lookup."""
+    """vLLM's speculative_config, of what drafts by a model or of prompt lookup."""
     if not isinstance(value, Mapping):
         raise ConfigError(f"speculative_config is {value!r:.80}: give an object with method and num_speculative_tokens")
     given = {name: v for name, v in value.items() if v is not None}
-    method = given.pop("method", "draft_model")
-    if method not in ("draft_model", *_NGRAM, *_ON_HOST):
-        raise ConfigError(
-            f"speculative_config.method is {method!r:.80}: drafts come from draft_model, ngram, {', '.join(_ON_HOST)}"
-        )
+    method = given.pop("method", None)
+    if isinstance(method, str) and method.endswith("_mtp"):  # vLLM has one for each architecture
+        method = "mtp"
+    known_methods = (*_DRAFTING, *_NGRAM, *_ON_HOST)
+    if method not in (None, *known_methods):
+        raise ConfigError(f"speculative_config.method is {method!r:.80}: there are {', '.join(known_methods)}")
+    if method is None and "model" not in given:
+        raise ConfigError(f"speculative_config is {value!r:.80}: it has neither method nor model; give one of them")
     if given.get("draft_tensor_parallel_size") == 1:
         del given["draft_tensor_parallel_size"]
     known = {"num_speculative_tokens": "num_speculative_tokens"}
@@ -83,7 +87,7 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     if method in _ON_HOST:
         known |= {"draft_proposer": "draft_proposer", **_ON_HOST[method]}
         given = {"draft_proposer": method.removesuffix("_host")} | given if method != "custom_class" else given
-    elif method == "draft_model":
+    elif method not in _NGRAM:
         known |= {name: name for name in ("draft_sample_method", *_ACCEPTANCE)}
         known["model"] = "speculative_model"
     else:
@@ -95,11 +99,12 @@ def _speculation(value: Any) -> Mapping[str, Any]:
             f"speculative_config.{wrong[0]} is {given[wrong[0]]!r:.80}: with method {method} give "
             f"{', '.join(name for name in known if name != 'draft_proposer')} only"
         )
-    return {ours: given[theirs] for theirs, ours in known.items() if theirs in given}
+    means = {ours: given[theirs] for theirs, ours in known.items() if theirs in given}
+    return {"speculative_method": method, **means} if method in _DRAFTING else means
 
 
 def _speculation_method(value: Any) -> Mapping[str, Any]:
-    return {k: v for k, v in _speculation({"method": value}).items() if value in _NGRAM}
+    return _speculation({"method": value})
 
 
 def _eager(value: Any) -> Mapping[str, Any]:
@@ -137,11 +142,11 @@ _MEANINGS = {
     "num_lookahead_slots": _renamed("num_speculative_tokens")._replace(remedy="`num_speculative_tokens`"),
     "speculative_config": ForeignName(
         means=_speculation,
-        remedy="`speculative_model` or, with method ngram, `prompt_lookup_max` and `prompt_lookup_min`, and "
-        "`num_speculative_tokens`",
+        remedy="`speculative_method` and `speculative_model` or, with method ngram, `prompt_lookup_max` and "
+        "`prompt_lookup_min`, and `num_speculative_tokens`",
     ),
     "spec_method": ForeignName(
-        means=_speculation_method, remedy="`prompt_lookup_max` for ngram; draft_model needs `speculative_model`"
+        means=_speculation_method, remedy="`speculative_method`, or `prompt_lookup_max` for ngram"
     ),
 }
 

@@ -9,5 +9,8 @@ MODEL_DIR = Path(__file__).resolve().parent / "model"
 """A Llama."""
 MOE_DIR = Path(__file__).resolve().parent / "moe"
 """A Qwen3-MoE that knows the same: each token goes to 2 of 8 experts."""
+_HERE = Path(__file__).resolve().parent
+DRAFTS = {name: _HERE / name for name in ("draft_model", "eagle3", "medusa") if (_HERE / name).is_dir()}
+"""What drafts for the Llama, by method; made by `python -m graphllm.embedded.train_drafts`."""
 SHIPPED = {"embedded": MODEL_DIR, "embedded-moe": MOE_DIR}
 """By the names that --model takes."""

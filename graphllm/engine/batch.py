@@ -168,7 +168,7 @@ class SamplingTable:
             surely = sample_index - (layout.query_lens[-1] - 1) * output.pending[entry]
         special = self.special[slot_R] | (surely < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
-        longest = int(total.max())
+        longest = int(total.max()) + layout.lookahead
         arrays = {
             "token_ids": self._token_ids(output, requests, query_start_loc[1:], T),
             "positions": positions,

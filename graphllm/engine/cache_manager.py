@@ -75,7 +75,7 @@ class CacheManager:
         self._windows = [g for g in self.groups if isinstance(g, WindowBlocks)]
         self._single = self.groups[0] if len(self.groups) == 1 and not self._windows else None
         self.tables = tuple(g.table for g in self.groups)
-        self.recurrent = layout.recurrent
+        self.recurrent, self._lookahead, self._ahead = layout.recurrent, layout.lookahead, int(layout.next_seen)
         self.snapshots = Snapshots(layout.num_snapshots, self.boundary, caching) if layout.recurrent else None
         self._retentions: list[FullBlocks | WindowBlocks | Snapshots] = [
             *self.groups,
@@ -83,7 +83,7 @@ class CacheManager:
         ]
         self.caching = caching and bool(self._retentions) and not (layout.recurrent and not layout.num_snapshots)
         self._interval = -(-snapshot_interval // self.boundary) * self.boundary
-        self._hasher = PrefixHasher(block_size, secret, layout.groups)
+        self._hasher = PrefixHasher(block_size, secret, layout.groups, self._ahead)
         # By slot: tokens for which there are blocks, -1 where it must first get one of its own; position behind which a
         # window lets go of a block; tokens whose blocks are findable; tokens at which the next ones become so.
         self.reach = np.full(max_num_seqs, NEVER, dtype=np.int32)
@@ -135,7 +135,7 @@ class CacheManager:
         """Extend the sequence's chain of digests to the full blocks of that many tokens."""
         have, size = len(state.digests), self.block_size
         if num_tokens // size > have:
-            tokens = state.tokens(have * size, num_tokens // size * size)
+            tokens = state.tokens(have * size, num_tokens // size * size + self._ahead)
             self._hasher.extend(state.request, state.digests, tokens)
 
     def can_fork(self, leader: int, num_tokens: int) -> bool:
@@ -206,6 +206,14 @@ class CacheManager:
             self._note(slot)
         return True
 
+    def look_ahead(self, slots: np.ndarray, ends: np.ndarray) -> None:
+        """Blocks for what a draft graph writes behind the last tokens of these slots, which have those of the step; as
+        far as there are enough. Where there are not, drafts see less and are worse."""
+        ends = np.minimum(ends + self._lookahead, self._max_len)
+        late = ends > self.reach[slots]
+        if np.count_nonzero(late) and not self.extend_each(slots[late], ends[late]):
+            self.extend_all(slots[late], ends[late])
+
     def extend(self, slot: int, start: int, end: int, copies: list[tuple[int, int]]) -> bool:
         """Give back what the token at ``start`` and later ones do not see, and allocate up to ``end``; append the
         copies (from, to) to make first. False when blocks are missing."""
@@ -242,7 +250,8 @@ class CacheManager:
         if not self.caching:
             return
         slot, size = state.slot, self.block_size
-        stored, end = int(self._stored[slot]), num_computed_tokens // size * size
+        known = min(num_computed_tokens, state.num_tokens - self._ahead)
+        stored, end = int(self._stored[slot]), known // size * size
         if end > stored:
             self._digest(state, end)
             for group in self.groups:

@@ -259,7 +259,7 @@ class EngineCore:
                 drafts = list(proposer.propose(request.id, request.prompt, state.output, most))
                 if any(not 0 <= token < self._executor.vocab for token in drafts):
                     raise ConfigError(
-                        f"draft_proposer: {type(proposer).__name__} proposed {drafts}, not all are tokens"
+                        f"draft_proposer: {type(proposer).__name__} proposed {drafts}; not all of these are tokens"
                     )
                 self._scheduler.propose(state, drafts[:most])
 

@@ -205,6 +205,8 @@ class Scheduler:
                 rows[i] = self._rows_of(requests[i], int(slots[i]), int(counts[i]))
                 requests[i].scored = max(requests[i].scored, int(min(ends[i], t.num_prompt_tokens[slots[i]] - 1)))
         fed = starts >= known
+        if self._layout.lookahead:
+            self.cache.look_ahead(slots, ends)
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
         saves = []

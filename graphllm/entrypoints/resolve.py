@@ -11,6 +11,7 @@ from graphllm.config.compilation import Quantization
 from graphllm.config.fields import MOST, section, whole
 from graphllm.config.setting import assemble
 from graphllm.machine import detect_target, gpu_memory, usable_cores
+from graphllm.weights.checkpoint import DRAFT
 
 _LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
 
@@ -32,18 +33,23 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     many = (1024 if gpu_memory() >= _LARGE_GPU else 256) if cuda else 64
     max_num_seqs = min(many, max_num_batched_tokens) if args.max_num_seqs is None else args.max_num_seqs
     positions = "max_position_embeddings" if "max_position_embeddings" in text else "n_positions"
+    drafts = args.num_speculative_tokens
+    if not drafts and (drafter := section(model_config, DRAFT)):
+        # What the draft model was made for; MLP speculators call it n_predict, Medusa has a head for each.
+        said = ("num_speculative_tokens", "n_predict", "medusa_num_heads", "num_heads", "num_nextn_predict_layers")
+        drafts = next((whole(drafter, name) for name in said if drafter.get(name)), 0)
     automatic: dict[str, Any] = {
         "target": target,
         "dtype": "bfloat16" if cuda and stored == "float32" else stored,
         "buckets": default_buckets(
-            target, max_num_seqs, max_num_batched_tokens, args.num_speculative_tokens, args.dynamic_speculative_tokens
+            target, max_num_seqs, max_num_batched_tokens, drafts, args.dynamic_speculative_tokens
         ),
         "max_model_len": whole(text, positions, 2048, le=MOST),
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "tune": cuda,
     }
-    said = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
+    chosen = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
             if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
     if args.quantization is not None:
         from graphllm.weights.schemes import check_method, is_own_method, online_encoding  # imports torch
@@ -52,10 +58,11 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
             online_encoding(args.quantization, target.device)
         else:
             check_method(model_config, args.quantization)
-            said["quantization"] = None
-    if said["kv_cache_dtype"] == said.get("dtype", automatic["dtype"]):
-        said["kv_cache_dtype"] = "auto"
-    config: CompileConfig = assemble(CompileConfig, automatic | said | {"target": target})
+            chosen["quantization"] = None
+    if chosen["kv_cache_dtype"] == chosen.get("dtype", automatic["dtype"]):
+        chosen["kv_cache_dtype"] = "auto"
+    made = automatic | chosen | {"target": target, "num_speculative_tokens": drafts}
+    config: CompileConfig = assemble(CompileConfig, made)
     check(config)
     return config
 

@@ -24,6 +24,7 @@ from graphllm.weights.checkpoint import (
 
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizer, chat template
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+_FURTHER = "mtp_layers."  # in the names of tensors that only draft
 _ENDINGS = ("ForCausalLM", "LMHeadModel")  # of architectures that generate text
 
 
@@ -55,14 +56,40 @@ def find_source(args: EngineArgs) -> Source:
     hub = Hub.of(args.download_dir, args.hf_token)
     wanted = model_files(args.load_format)
     model = None if args.model is None else hub.find("model", args.model, args.revision, wanted)
-    draft = None
-    if args.speculative_model is not None:
-        draft = hub.find("speculative_model", args.speculative_model, None, wanted).folder
+    draft = _draft_folder(args, hub, model.folder if model else None)
     config = None
     if args.hf_config_path is not None:
         config = hub.find("hf_config_path", args.hf_config_path, None, _CONFIG).folder
-    source = open_source(model.folder if model else None, args.load_format, draft, config, args.hf_overrides)
+    source = open_source(
+        model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method
+    )
     return replace(source, name=model.name, commit=model.commit) if model else source
+
+
+def _draft_folder(args: EngineArgs, hub: Hub, model: Path | None) -> Path | None:
+    """The folder of what drafts: what is named, the model's own for layers of its checkpoint, or one that comes with
+    the embedded model. Raises ConfigError when there is none."""
+    method, named = args.speculative_method, args.speculative_model
+    if named is not None:
+        wanted = model_files(args.load_format) if method in (None, "draft_model") else _HEAD
+        return hub.find("speculative_model", named, None, wanted).folder
+    if method is None:
+        return None
+    from graphllm.embedded import DRAFTS, MODEL_DIR
+
+    if method == "mtp":
+        return model or MODEL_DIR
+    if model is not None and model.resolve() != MODEL_DIR:
+        raise ConfigError(
+            f"speculative_method is {method}: what drafts is a checkpoint of its own; give its folder or hub name as "
+            "speculative_model, in a speculative_config as model"
+        )
+    if method not in DRAFTS:
+        raise ConfigError(
+            f"speculative_method is {method}: with the embedded model come {', '.join(DRAFTS)}; use one of them, or "
+            "give speculative_model"
+        )
+    return DRAFTS[method]
 
 
 def find_tokenizer(args: EngineArgs, source: Source) -> Path:
@@ -97,11 +124,13 @@ def open_source(
     draft: str | Path | None = None,
     config_folder: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
+    method: str | None = None,
 ) -> Source:
     """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
     be random numbers. draft: the folder of a draft model, which joins it: its config.json as the field "draft", its
     tensors with "draft:" before their names. config_folder: whose config.json is read in place of the folder's.
-    overrides: fields in place of those of config.json.
+    overrides: fields in place of those of config.json. method: how the draft model drafts, where its config.json
+    leaves that open.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
@@ -121,8 +150,48 @@ def open_source(
     if draft is None:
         return Source(folder, config, *open_tensors(folder, load_format), name=name)
     tensors = open_tensors(folder, load_format, draft)
-    drafter = _with_architecture(_read_config(Path(draft)))
+    drafter = dict(config) if Path(draft) == folder else _read_config(Path(draft))
+    start = draft_name("")
+    names = [name.removeprefix(start) for name in (tensors[0].tensors if tensors[0] else ()) if name.startswith(start)]
+    method = method or _method_of(drafter, names)
+    if method is None:
+        drafter = _with_architecture(drafter)
+    else:
+        drafter["method"] = method
+    if method in (None, "draft_model"):
+        _check_vocabulary(folder, Path(draft))
+    elif names:  # what it has beside its layers decides what it shares with the model
+        drafter["tensors"] = sorted(name for name in names if "layer" not in name)
     return Source(folder, {**config, DRAFT: drafter}, *tensors, name=name, draft=Path(draft))
+
+
+def _method_of(config: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """How a draft model drafts whose config.json looks like any model's."""
+    if "fc.weight" in names:
+        return "eagle3" if any(name.startswith(("midlayer.", "d2t")) for name in names) else "eagle"
+    kind = config.get("model_type")
+    return kind if kind in ("medusa", "mlp_speculator") else None
+
+
+def _check_vocabulary(folder: Path, draft: Path) -> None:
+    """Raises ConfigError for a draft model whose tokens are other ones than the model's."""
+    files = [path / "tokenizer.json" for path in (folder, draft)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
+    own, other = (_vocabulary(file) for file in files)
+    if wrong := [token for token, number in other.items() if own.get(token, number) != number]:
+        raise ConfigError(
+            f"speculative_model: its token {wrong[0]!r:.40} is number {other[wrong[0]]}, the model's is "
+            f"{own[wrong[0]]}; use a draft model with the same tokenizer"
+        )
+
+
+def _vocabulary(file: Path) -> dict[str, int]:
+    """Numbers of tokens, as far as the tokenizer lists them."""
+    content = read_json(file) or {}
+    model = content.get("model")
+    listed = model.get("vocab") if isinstance(model, dict) else None
+    return listed if isinstance(listed, dict) else {}
 
 
 def open_tensors(
@@ -130,6 +199,10 @@ def open_tensors(
 ) -> tuple[Checkpoint | None, WeightError | None]:
     """The headers of a folder's tensors, or why there are none; neither for load_format "dummy". draft: the folder of
     a model that joins it. Raises ConfigError for damaged ones."""
+    if draft is not None and Path(draft) == folder:  # further layers of the model's own checkpoint
+        own, absent = open_tensors(folder, load_format)
+        layers = {n: t for n, t in (own.tensors if own else {}).items() if _FURTHER in n}
+        return _joined((own, absent), (own and replace(own, tensors=layers), absent))
     if draft is not None:
         return _joined(open_tensors(folder, load_format), open_tensors(Path(draft), load_format))
     if load_format == "dummy":
@@ -207,6 +280,16 @@ def model_files(load_format: str) -> Wanted:
     return Wanted(complete, of)
 
 
+def _head_files() -> Wanted:
+    """A draft head: its config and weights; its tokenizer is the model's."""
+
+    def complete(folder: Path) -> bool:
+        files = weight_files(folder)
+        return _CONFIG.complete(folder) and bool(files) and all((folder / file).is_file() for file in files)
+
+    return Wanted(complete, lambda names: _texts(names) + pick_weights([n for n in names if "/" not in n], "auto"))
+
+
 def _texts(names: Sequence[str]) -> list[str]:
     return [
         name
@@ -222,3 +305,4 @@ def _has(*patterns: str) -> Wanted:
 
 
 _CONFIG, _TOKENIZER, _GENERATION_CONFIG = _has("config.json"), _has(*_TOKENIZERS), _has("generation_config.json")
+_HEAD = _head_files()

@@ -50,10 +50,22 @@ class ForwardContext(NamedTuple):
 
 
 class Hidden(NamedTuple):
-    """The hidden state that a draft graph reads: that behind a layer of the main graph, of so many numbers."""
+    """The hidden states that a draft graph reads: those behind layers of the main graph (-1: the last one), side by
+    side, each of so many numbers. normed: behind the main graph's last norm, too. width: of the draft graph's own x,
+    which it reads in further runs."""
 
-    layer: int
+    layers: tuple[int, ...]
     size: int
+    normed: bool
+    width: int
+
+
+class Drafts(NamedTuple):
+    """What the head of a draft graph may make: logits [S, V] of several drafts, one behind the other; ids [V]: the
+    tokens that they are of, where the graph has a vocabulary of its own."""
+
+    logits: tuple[Tensor, ...]
+    ids: Tensor | None = None
 
 
 class ModelConfig(Protocol):
@@ -67,8 +79,12 @@ def _no_specs(*_: Any) -> tuple[Any, ...]:
     return ()
 
 
-def _nothing_hidden(c: Any) -> Hidden:
-    raise ValueError("a draft graph must say which hidden state it reads")
+def _no_weights(c: Any) -> dict[str, Weight]:
+    return {}
+
+
+def _nothing_hidden(c: Any, layers: int) -> Hidden | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -79,10 +95,15 @@ class Graph:
     differ in their parameters only. *_weights: the parameters of each unit as data. states: those of a layer, by its
     type; block states of one layer have one retention. embed(c, w, ctx) -> (x_TD, shared). layer(c, layer_type, w,
     x_TD, ctx) -> x_TD. head(c, w, x_TD, ctx) -> what the task makes: logits [R, V] for "generate", a vector for each
-    sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. A graph of the task "draft"
-    guesses next tokens of another family: embed finds the main graph's or its own `Hidden` state of each token as
-    ctx.inputs.hidden, head makes logits of the rows logits_indices [S]. inputs: beside those of every graph, each with
-    a provider. buckets: the sizes it is compiled for, None for the config's. hidden: of a draft graph.
+    sampled row [R, D] for "pool", nothing for "encode", whose layers or head write states. inputs: beside those of
+    every graph, each with a provider. buckets: the sizes it is compiled for, None for the config's. norm(c, w, x): of
+    head's, what comes before the matrix of the vocabulary; draft graphs read it.
+
+    A graph of the task "draft" guesses next tokens of another family; docs/adding-a-model.md shows one. hidden(c,
+    layers): what it reads of the main graph, which has so many layers; None: only tokens. project(c, w, hidden_TD):
+    makes of those the hidden states [T, D] that embed finds as ctx.inputs.hidden; those that x is behind the layers
+    are what embed finds in further runs. head: logits [S, V] of the rows logits_indices, or `Drafts`. drafts_at_once:
+    how many one run makes where no further run follows, 0 where runs follow and each makes one.
     """
 
     layer_types: Callable[[Any], tuple[str, ...]]
@@ -95,7 +116,11 @@ class Graph:
     states: Callable[[Any, str], tuple[StateSpec, ...]] = _no_specs
     inputs: Callable[[Any], tuple[InputSpec, ...]] = _no_specs
     buckets: Callable[[Any], tuple[Bucket, ...] | None] = lambda c: None
-    hidden: Callable[[Any], Hidden] = _nothing_hidden
+    norm: Callable[[Any, SimpleNamespace, Tensor], Tensor] | None = None
+    hidden: Callable[[Any, int], Hidden | None] = _nothing_hidden
+    project_weights: Callable[[Any], dict[str, Weight]] = _no_weights
+    project: Callable[[Any, SimpleNamespace, Tensor], Tensor] | None = None
+    drafts_at_once: Callable[[Any], int] = lambda c: 0
     task: Task = "generate"
     name: str = ""
 
@@ -112,7 +137,8 @@ class Model:
     architectures: names in ``config.json`` that it serves. config: builds the family's frozen Config from that file's
     dict. graphs: the first one is the main one, without a name. states: those that belong to no layer; every graph may
     read and write them. shardable: the fields of Config that a tensor-parallel rank has a share of; empty where that is
-    not supported.
+    not supported. method: of a family of draft graphs, what users call it. part_of: the architectures in whose
+    checkpoints it is found; empty for one that has its own.
     """
 
     architectures: tuple[str, ...]
@@ -120,6 +146,8 @@ class Model:
     graphs: tuple[Graph, ...]
     states: Callable[[Any], tuple[StateSpec, ...]] = _no_specs
     shardable: tuple[str, ...] = ()
+    method: str = ""
+    part_of: tuple[str, ...] = ()
 
     def local(self, c: Any, degree: int) -> Any:
         """The Config of one of ``degree`` tensor-parallel ranks: its shares of heads and feed-forward width. Raises

@@ -26,6 +26,8 @@ class CacheLayout(NamedTuple):
     recurrent: there are slot states that must be rebuilt or restored from one of ``num_snapshots`` copies. item_tokens:
     rows of item states. max_adapters: entries of adapter states beside the neutral one. query_lens: tokens a sequence
     that verification steps may have, none without. history: tokens of a sequence that its slot remembers.
+    lookahead: positions behind a step's tokens that a draft graph writes. next_seen: what it keeps of a token depends
+    on the one behind it, too.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -36,6 +38,8 @@ class CacheLayout(NamedTuple):
     max_adapters: int = 0
     query_lens: tuple[int, ...] = ()
     history: int = 0
+    lookahead: int = 0
+    next_seen: bool = False
 
     @property
     def stateless(self) -> bool:

@@ -26,15 +26,29 @@ class DraftRuns(NamedTuple):
             self.graph.jobs[index] = job
 
 
-def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int) -> DraftRuns:
+class DraftShape(NamedTuple):
+    """one_row_more: the first run has the step's tokens and one more of each sequence. at_once: drafts of a run that
+    none follows, 0 where each run makes one."""
+
+    one_row_more: bool
+    at_once: int
+
+
+def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int, shape: DraftShape) -> DraftRuns:
     """Stage the runs that draft ``count`` tokens for each sequence of a step."""
     given, n = step.arrays, np.arange(step.sequences + 1, dtype=np.int32)
     kept = {name: given[name] for name, spec in graph.inputs.items() if name in given and spec.shape[0] == "S"}
     one_each = StepInput(
         step.sequences, step.sequences, step.sequences, 1, {**kept, "query_start_loc": n, "sequence_ids": n[:-1]}
     )
+    first = step
+    if shape.one_row_more:
+        starts = given["query_start_loc"] + n
+        rows = {"query_start_loc": starts, "sequence_ids": np.repeat(n[:-1], np.diff(starts))}
+        query_len = step.query_len + 1 if step.query_len else 0
+        first = StepInput(step.tokens + step.sequences, step.sequences, step.sequences, query_len, {**kept, **rows})
     staged = []
-    for program, batch, times in (("first", step, 1), ("next", one_each, count - 1)):
+    for program, batch, times in (("first", first, 1), ("next", one_each, 0 if shape.at_once else count - 1)):
         if times:
             size, index = graph.pick(batch), graph.next_buffer()
             graph.staging.fill(index, batch, size.symbols)

@@ -21,7 +21,7 @@ from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.cpu_cache_memory import CacheMemory
-from graphllm.runtime.drafting import DraftRuns, prepare_drafts
+from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.padding import Size
@@ -114,7 +114,10 @@ class Executor:
             program["entries"]["adapter"] - 1,
             tuple(sorted({b["query_len"] for b in compiled["buckets"]} - {1})),
             next((t.shape[1] for name, t in self.states.tensors.items() if name == "state.history"), 0),
+            program["drafts"]["lookahead"],
+            program["drafts"]["next_seen"],
         )
+        self._drafts = DraftShape(program["drafts"]["one_row_more"], program["drafts"]["at_once"])
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
         )
@@ -168,7 +171,7 @@ class Executor:
         whole = len(bound.parts) == 1
         copied = graph.host_results(program)
         if self._drafter is not None:
-            handle.drafts = prepare_drafts(self._drafter, step, self.layout.query_lens[-1] - 1)
+            handle.drafts = prepare_drafts(self._drafter, step, self.layout.query_lens[-1] - 1, self._drafts)
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
 

@@ -29,6 +29,7 @@ from graphllm.weights.tensor_info import TensorInfo as TensorInfo
 from graphllm.weights.tensor_info import WeightError as WeightError
 
 DRAFT = "draft"  # of a draft model that joins another: its config's field, its graph, and before its tensors' names
+MAIN = "main:"  # before the name of a parameter of the model that a draft model is tied to
 _SINGLE = "model.safetensors"
 _INDEX = f"{_SINGLE}.index.json"
 _BIN = "pytorch_model.bin"

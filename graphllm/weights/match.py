@@ -16,9 +16,11 @@ from graphllm.weights.expr import ANY, Encode, Expr, Read, parts_of, walk
 from graphllm.weights.plan import WeightPlan
 from graphllm.weights.simplify import Region, at_rank, region_of, simplify
 
-# Left in checkpoints by older transformers versions; constants that are computed, not parameters.
+# Left in checkpoints by older transformers versions; constants that are computed, not parameters. In those of draft
+# models, which tokens they draft, as "d2t" says as well. And layers that draft, which nothing reads without drafts.
 _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
+    r"|(^|:)t2d$|^model\.mtp_layers\."
 )
 _TIED = "lm_head.weight"  # saved by some although it is tied
 

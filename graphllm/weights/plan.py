@@ -142,8 +142,8 @@ class WeightPlan:
 def make_plan(model: Model, config: Any, dtype: str) -> WeightPlan:
     """The plan of a model's parameters with ``dtype`` for those that do not fix their own.
 
-    Names: "embed.<n>", "layers.<i>.<n>", "head.<n>", behind the prefix of a further graph. Raises ValueError, naming
-    the parameter, for a `Weight` that contradicts itself: that is a mistake in the model file.
+    Names: "embed.<n>", "layers.<i>.<n>", "head.<n>", "project.<n>", behind the prefix of a further graph. Raises
+    ValueError, naming the parameter, for a `Weight` that contradicts itself: that is a mistake in the model file.
     """
     entries: list[Entry] = []
     for graph in model.graphs:
@@ -155,6 +155,7 @@ def make_plan(model: Model, config: Any, dtype: str) -> WeightPlan:
                 by_type[layer_type] = graph.layer_weights(config, layer_type)
             entries += [_entry(f"{prefix}layers.{i}.{n}", w, dtype, i) for n, w in by_type[layer_type].items()]
         entries += [_entry(f"{prefix}head.{n}", w, dtype, None) for n, w in graph.head_weights(config).items()]
+        entries += [_entry(f"{prefix}project.{n}", w, dtype, None) for n, w in graph.project_weights(config).items()]
     _check_ties({e.name: e for e in entries})
     return WeightPlan(tuple(entries))
 

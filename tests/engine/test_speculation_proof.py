@@ -193,4 +193,4 @@ def test_mixed_requests(
             assert got.tokens == alone[id].tokens[: len(got.tokens)]
         else:
             assert (got.tokens, got.finish_reason) == (alone[id].tokens, alone[id].finish_reason), id
-    assert sum(stats.accepted_tokens) > 300
+    assert sum(stats.accepted_tokens) > 100

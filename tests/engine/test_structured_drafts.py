@@ -21,7 +21,7 @@ from graphllm.entrypoints.source import open_source
 
 ROWS = '[{"name": "plum", "count": 3}, {"name": "pear", "count": 3}, {"name": "fig", "count": 3}, '
 LIST: dict[str, Any] = {
-    "type": "array", "minItems": 5, "maxItems": 7,
+    "type": "array", "minItems": 3, "maxItems": 4,
     "items": {
         "type": "object", "properties": {"name": {"type": "string", "maxLength": 5}, "count": {"type": "integer"}},
         "required": ["name", "count"], "additionalProperties": False,
@@ -71,7 +71,7 @@ def _requests() -> list[EngineRequest]:
     for i, more in enumerate(asked):
         text = f"Repeat this: {ROWS * 2} plum, pear, plum, pear, fig"
         prompt = tokenizer.encode_chat([{"role": "user", "content": text}])
-        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 120, **more})
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 70, **more})
         ends = [] if params.ignore_eos else stops
         found.append(request(str(i), prompt, params, stop_ids=ends))
     start, end = (tokenizer.encode(t)[0] for t in "([")
@@ -84,13 +84,13 @@ def _requests() -> list[EngineRequest]:
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_grammars_with_drafts(cores: dict[str, EngineCore], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in one batch, then each alone."""
+    """All in one batch, then some in smaller ones."""
     core, wanted = cores[where], _requests()
     monkeypatch.setattr(core._scheduler.acceptance, "best", lambda sequences, lengths, share=1.0: lengths[-1])
     alone = finish(cores["plain"], wanted)
     tokenizer = Tokenizer.from_folder(MODEL_DIR)
     won = []
-    for some in (wanted, *([w] for w in wanted)):
+    for some in (wanted, wanted[3:4], wanted[6:]):
         before = sum(core.stats().accepted_tokens)
         for id, got in finish(core, some).items():
             plain = alone[id]
@@ -99,5 +99,5 @@ def test_grammars_with_drafts(cores: dict[str, EngineCore], where: str, monkeypa
             assert (got.finish_reason, got.stop_reason) == (plain.finish_reason, plain.stop_reason)
             assert [x.token for x in got.logprobs] == [x.token for x in plain.logprobs]
         won.append(sum(core.stats().accepted_tokens) - before)
-    assert won[0] > 100
-    assert sum(w > 0 for w in won) >= 7, won
+    assert won[0] > 60
+    assert min(won) > 0, won

@@ -19,8 +19,11 @@ from graphllm.compile.pipeline import compile_model
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.acceptance import Acceptance
+from graphllm.engine.batch import SamplingTable
+from graphllm.engine.constraints import Constraints
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import EngineRequest
+from graphllm.engine.request import EngineRequest, ThinkingBudget
+from graphllm.engine.request_table import RequestState
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.staging import StepInput
@@ -250,6 +253,41 @@ def test_lossy_acceptance(
         assert (further / of > 0.95).all()
     else:
         assert (abs(further / of - 0.7) < 5 * np.sqrt(0.21 / of) + 0.02).all(), further / of
+
+
+def _allowed(masks: np.ndarray, token: int) -> list[bool]:
+    return [bool(row[token >> 5] >> (token & 31) & 1) for row in masks]
+
+
+def test_masks_behind_drafts() -> None:
+    """Each position has the mask of the output before it, drafts included; behind a draft that may not come, none."""
+    table, thinking = SamplingTable(2, 64, 0), ThinkingBudget(tokens=2, start=60, end=61, begun=True)
+    params = SamplingParams(min_tokens=3, stop_token_ids=(9,), allowed_token_ids=tuple(range(40)))
+    wire = request("a", [1, 2], params, bad_words=[[5, 6], [8, 5, 7]])
+    state = RequestState(wire, (0, 0))
+    state.slot, state.output = 1, [8]
+    table.admit(state, always_masked=True)
+    constraints = Constraints(table)
+    masks = np.full((4, table.words), -1, dtype=np.int32)
+    constraints.write(state, masks, [5, 4, 5])
+    assert _allowed(masks, 6) == [True, False, True, False]
+    assert _allowed(masks, 7) == [True, False, True, True]
+    assert _allowed(masks, 9) == [False, False, True, True]
+    assert _allowed(masks, 41) == [False] * 4
+    masks[:] = -1
+    constraints.write(state, masks, [5, 6, 4])
+    assert _allowed(masks, 41) == [False, False, True, True]  # nothing is known behind 5, 6
+    masks[:] = -1
+    constraints.write(state, masks, [-1, 3, 3])
+    assert _allowed(masks, 41) == [False, True, True, True]
+
+    forced = RequestState(request("b", [1], SamplingParams(), thinking=thinking), (0, 0))
+    forced.slot, forced.output = 0, [8]
+    table.admit(forced, always_masked=True)
+    masks[:] = -1
+    constraints.write(forced, masks, [3, 61, 4])
+    assert _allowed(masks, 30) == [True, False, True, True]
+    assert _allowed(masks, 61) == [True, True, True, True]
 
 
 def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:

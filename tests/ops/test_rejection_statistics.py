@@ -15,7 +15,6 @@ from graphllm.ops.process_logits import process_logits
 from graphllm.ops.process_logits.cpu import cpu_process_logits
 from graphllm.ops.rejection_sample import draft_seed, rejection_sample
 from graphllm.ops.rejection_sample.cpu import cpu_rejection_sample
-from graphllm.ops.rejection_sample.triton_rejection_sample import triton_rejection_sample
 from graphllm.ops.sample import sample
 from graphllm.ops.sample.cpu import cpu_sample
 
@@ -73,17 +72,6 @@ def test_the_distribution_is_the_targets(sampler: str, filters: Filters) -> None
 def test_drafts_near_and_far(spread: float) -> None:
     logits = made_logits(Filters())
     _check("cpu", logits, distribution(logits, Filters()), _other(5, spread), Filters(), DRAWS)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the suite of a GPU machine compares it with the reference")
-def test_the_triton_kernel() -> None:
-    """A few draws only, for the interpreter; the op's cases compare it with the reference, exactly."""
-    SAMPLERS["triton"] = triton_rejection_sample
-    try:
-        logits = made_logits(Filters(top_k=7))
-        _check("triton", logits, distribution(logits, Filters(top_k=7)), _other(11, 0.8), Filters(top_k=7), 200)
-    finally:
-        del SAMPLERS["triton"]
 
 
 @pytest.mark.parametrize("place", [0, 3])

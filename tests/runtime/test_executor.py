@@ -167,7 +167,7 @@ def test_pick(executors: tuple[Executor, Executor]) -> None:
 def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
     """An artifact whose arena was planned by another version must not be written beyond its end."""
     manifest = artifact.verify(compiled_artifact)
-    manifest["memory"]["arena"] -= 256
+    manifest["memory"]["arena"] //= 2
     plan = WeightPlan.from_json((compiled_artifact / "weights.json").read_text())
     source = open_source(checkpoint).checkpoint
     assert source is not None

@@ -377,7 +377,7 @@ def test_draft_head(backend: str, tmp_path: Path) -> None:
 
 def test_draft_models_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
     """They are refused before anything is compiled, with the field."""
-    strange = Strange(["window"], tmp_path / "model")
+    strange, recurrent = Strange(["window"], tmp_path / "model"), Strange(["recurrent"], tmp_path / "recurrent")
     _draft_model(tmp_path / "draft")
     wrong: list[tuple[Path, Path, dict[str, Any], str]] = [
         (
@@ -386,7 +386,7 @@ def test_draft_models_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
             {"num_speculative_tokens": 0},
             "num_speculative_tokens is 0: say how many",
         ),
-        (strange.folder, strange.folder, {}, "architecture, StrangeForCausalLM, is none that drafts"),
+        (strange.folder, recurrent.folder, {}, "architecture, StrangeForCausalLM, is none that drafts"),
         (checkpoint, tmp_path / "draft", {}, "the draft model has a vocabulary of 97 tokens, the model one of 311"),
         (
             strange.folder,

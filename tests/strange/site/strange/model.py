@@ -179,7 +179,7 @@ register_model(
                 layer=_layer,
                 head=decoder.head,
                 states=_states,
-                hidden=lambda c: Hidden(layer=1, size=D),
+                hidden=lambda c, layers: Hidden((1,), D, False, D),
             ),
         ),
     )

@@ -1,0 +1,92 @@
+"""EAGLE heads of Llama's kind: one layer over the model's last hidden state and the embedding of the next token.
+
+As in the checkpoints yuhuili/EAGLE-*. The embedding and the head are the model's, which training leaves alone. Source:
+Li et al. 2024, EAGLE: Speculative Sampling Requires Rethinking Feature Uncertainty.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from graphllm.config.fields import strings, switch
+from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
+from graphllm.ir.model import Hidden
+from graphllm.model_defs import llama
+from graphllm.model_defs.common import HF, named_too
+from graphllm.ops.embedding import embedding
+from graphllm.ops.linear import linear
+from graphllm.weights.checkpoint import MAIN
+
+_FIRST = "first"  # the layer without a norm before its attention
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    fc_bias: bool = False
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of a head's ``config.json``, whose field "tensors" names those that there are, where they are known.
+    Raises ConfigError for settings that are not supported."""
+    c = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
+    types = (_FIRST, *c.layer_types[1:])
+    fields = {f.name: getattr(c, f.name) for f in dataclasses.fields(c)}
+    qkv = c.qkv_bias or switch(hf, "qkv_bias", False)
+    return Config(**{**fields, "layer_types": types, "qkv_bias": qkv}, fc_bias="fc.bias" in strings(hf, "tensors"))
+
+
+def embed_weights(c: Config) -> dict[str, Weight]:
+    bias = {"fc_bias": Weight((c.D,), ("fc.bias",))} if c.fc_bias else {}
+    return {
+        "tokens": Weight((c.V, c.D), tie=f"{MAIN}embed.tokens"),
+        "fc": Weight((c.D, 2 * c.D), ("fc.weight",)),
+        "inv_freq": c.rope.weight(),
+        **bias,
+    }
+
+
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
+    weights = named_too(llama.layer_weights(c, layer_type), llama.LAYER, "layers.{layer}.")
+    if layer_type == _FIRST:
+        del weights["attn_norm"]
+    return weights
+
+
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    joint_T2D = torch.cat([embedding(ctx.inputs.token_ids, w.tokens), ctx.inputs.hidden], -1)
+    return linear(joint_T2D, w.fc, getattr(w, "fc_bias", None)), angles
+
+
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    if layer_type != _FIRST:
+        return llama.layer(c, layer_type, w, x_TD, ctx)
+    return llama.feed_forward(c, w, x_TD + llama.attend(c, "full", w, x_TD, ctx))
+
+
+register_model(
+    Model(
+        architectures=("EagleLlamaForCausalLM",),
+        config=from_hf,
+        method="eagle",
+        graphs=(
+            Graph(
+                task="draft",
+                layer_types=lambda c: c.layer_types,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=lambda c: {"lm_head": Weight((c.V, c.D), tie=f"{MAIN}head.lm_head")},
+                embed=embed,
+                layer=layer,
+                head=lambda c, w, x_TD, ctx: linear(select_rows(x_TD, ctx.inputs.logits_indices), w.lm_head),
+                states=llama.states,
+                hidden=lambda c, layers: Hidden((-1,), c.D, normed=True, width=c.D),
+            ),
+        ),
+    )
+)

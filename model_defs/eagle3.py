@@ -1,0 +1,140 @@
+"""EAGLE-3 heads of Llama's kind: one layer over hidden states of three layers of the model and the next token.
+
+As in the checkpoints yuhuili/EAGLE3-* and of SpecForge: the layer's tensors are "midlayer.*", its attention reads the
+normalized embedding beside the normalized hidden state, and it drafts tokens of a vocabulary of its own. Source: Li et
+al. 2025, EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from graphllm.config import ConfigError
+from graphllm.config.fields import section, strings, switch, whole
+from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
+from graphllm.ir.model import Drafts, Hidden
+from graphllm.model_defs import llama
+from graphllm.model_defs.common import HF, named_too
+from graphllm.ops.embedding import embedding
+from graphllm.ops.linear import linear
+from graphllm.ops.rms_norm import rms_norm
+from graphllm.weights.checkpoint import MAIN
+from graphllm.weights.expr import Read
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    """draft_vocab: tokens that it drafts. target_width: of the model. hidden_layers: of the model, counted from 1,
+    whose hidden states it reads; empty for the usual three."""
+
+    draft_vocab: int = 0
+    target_width: int = 0
+    hidden_layers: tuple[int, ...] = ()
+    norm_before_residual: bool = False
+    own_embedding: bool = False
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of a head's ``config.json``, whose field "tensors" names those that there are, where they are known.
+    Raises ConfigError for settings that are not supported."""
+    c = llama.from_hf({**hf, "architectures": ["LlamaForCausalLM"]})
+    if len(c.layer_types) != 1:
+        raise ConfigError(f"config.json: num_hidden_layers is {len(c.layer_types)}; EAGLE-3 heads have one layer")
+    layers = hf.get("eagle_aux_hidden_state_layer_ids")
+    layers = section(hf, "eagle_config").get("eagle_aux_hidden_state_layer_ids") if layers is None else layers
+    if layers is not None and not (isinstance(layers, list) and layers and all(type(i) is int for i in layers)):
+        raise ConfigError(f"config.json: eagle_aux_hidden_state_layer_ids is {layers!r:.80}; give a list of layers")
+    return Config(
+        **{f.name: getattr(c, f.name) for f in dataclasses.fields(c)},
+        draft_vocab=whole(hf, "draft_vocab_size", c.V, c.V),
+        target_width=whole(hf, "target_hidden_size", c.D, c.D),
+        hidden_layers=tuple(layers or ()),
+        norm_before_residual=switch(hf, "norm_before_residual", False),
+        own_embedding="embed_tokens.weight" in strings(hf, "tensors"),
+    )
+
+
+def hidden(c: Config, layers: int) -> Hidden:
+    """Usually behind the second layer, one in the middle and the third last one."""
+    counted = c.hidden_layers or tuple(min(max(i, 1), layers) for i in (2, layers // 2, layers - 3))
+    return Hidden(tuple(i - 1 for i in counted), c.target_width, normed=False, width=c.D)
+
+
+def _parts(c: Config) -> int:
+    return len(c.hidden_layers) or 3
+
+
+def embed_weights(c: Config) -> dict[str, Weight]:
+    own = Weight((c.V, c.D), ("embed_tokens.weight",))
+    shared = Weight((c.V, c.D), tie=f"{MAIN}embed.tokens")
+    return {"tokens": own if c.own_embedding else shared, "inv_freq": c.rope.weight()}
+
+
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
+    twice = dataclasses.replace(c, D=2 * c.D)
+    weights = llama.layer_weights(c, layer_type) | {"qkv": llama.layer_weights(twice, layer_type)["qkv"]}
+    weights["hidden_norm"] = Weight((c.D,), (llama.LAYER + "hidden_norm.weight",))
+    return named_too(weights, llama.LAYER, "midlayer.", "layers.{layer}.")
+
+
+def head_weights(c: Config) -> dict[str, Weight]:
+    offsets = {}
+    if c.draft_vocab != c.V:
+        offsets["d2t"] = Weight((c.draft_vocab,), expr=Read(("d2t",), (c.draft_vocab,), "int64"), dtype="float32")
+    return {
+        "norm": Weight((c.D,), ("norm.weight",)),
+        "lm_head": Weight((c.draft_vocab, c.D), ("lm_head.weight",)),
+        **offsets,
+    }
+
+
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    return ctx.inputs.hidden, (*angles, embedding(ctx.inputs.token_ids, w.tokens))
+
+
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    *angles, tokens_TD = ctx.shared
+    h_TD = rms_norm(x_TD, w.hidden_norm, c.eps)
+    joint_T2D = torch.cat([rms_norm(tokens_TD, w.attn_norm, c.eps), h_TD], -1)
+    added_TD = llama.attend(c, layer_type, w, joint_T2D, ctx._replace(shared=tuple(angles)))
+    return llama.feed_forward(c, w, (h_TD if c.norm_before_residual else x_TD) + added_TD)
+
+
+def head(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Any:
+    logits_SV = linear(llama.norm(c, w, select_rows(x_TD, ctx.inputs.logits_indices)), w.lm_head)
+    if c.draft_vocab == c.V:
+        return logits_SV
+    ids_V = torch.arange(c.draft_vocab, device=x_TD.device) + w.d2t.round().to(torch.int64)
+    return Drafts((logits_SV,), ids_V)
+
+
+register_model(
+    Model(
+        architectures=("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
+        config=from_hf,
+        method="eagle3",
+        graphs=(
+            Graph(
+                task="draft",
+                layer_types=lambda c: c.layer_types,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=head_weights,
+                embed=embed,
+                layer=layer,
+                head=head,
+                states=llama.states,
+                hidden=hidden,
+                project_weights=lambda c: {"fc": Weight((c.D, _parts(c) * c.target_width), ("fc.weight",))},
+                project=lambda c, w, hidden_TD: linear(hidden_TD, w.fc),
+            ),
+        ),
+    )
+)
