@@ -24,6 +24,12 @@ if TYPE_CHECKING:
         MoveDirectionality,
     )
     from graphllm.engine.outputs import CompletionOutput, RequestOutput
+    from graphllm.engine.pooling_outputs import (
+        EmbeddingOutput,
+        EmbeddingRequestOutput,
+        PoolingOutput,
+        PoolingRequestOutput,
+    )
     from graphllm.engine.processor import Prompt as PromptType
     from graphllm.engine.processor import TextPrompt, TokensPrompt
     from graphllm.entrypoints.async_llm import AsyncLLM
@@ -44,6 +50,8 @@ __all__ = [
     "BeamSearchParams",
     "CompletionOutput",
     "Counter",
+    "EmbeddingOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "FlexibleArgumentParser",
     "Gauge",
@@ -53,7 +61,9 @@ __all__ = [
     "LogitsProcessor",
     "Metric",
     "MoveDirectionality",
+    "PoolingOutput",
     "PoolingParams",
+    "PoolingRequestOutput",
     "PromptType",
     "RepetitionDetectionParams",
     "RequestOutput",
@@ -82,6 +92,9 @@ _PLACES = {
     "CompletionOutput": "engine.outputs",
     "RequestOutput": "engine.outputs",
     "PoolingParams": "config.pooling",
+    **dict.fromkeys(
+        ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput"), "engine.pooling_outputs"
+    ),
     "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",
     "PromptType": "engine.processor:Prompt",
     "TextPrompt": "engine.processor",

@@ -28,7 +28,8 @@ Names of vLLM's package and of its modules, imported from `graphllm`: `LLM`, `Sa
 `PromptType`, `BeamSearchParams`, `StructuredOutputsParams`, `RepetitionDetectionParams`, `RequestOutputKind`,
 `LogitsProcessor`, `BatchUpdate`, `FlexibleArgumentParser` and more. `EngineArgs.create_engine_config()` gives a
 `VllmConfig` to read, of which `LLMEngine.from_vllm_config` and `AsyncLLM.from_vllm_config` make engines.
-`PoolingParams` can be made; whoever uses them is told that the model generates text.
+`PoolingParams` can be made, and are for `LLM.embed` and `LLM.encode` of models that give vectors; others say
+that they generate text.
 [Ten scripts](examples/vllm) show them at work.
 
 ### Keywords of LLM and EngineArgs, flags of serve

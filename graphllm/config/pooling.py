@@ -1,5 +1,5 @@
-"""`PoolingParams`, with vLLM's fields: so that scripts can be imported. Models here generate text, so that every use is
-refused."""
+"""`PoolingParams`, with vLLM's fields. `graphllm.engine.pooling_outputs` says which of them models that give vectors
+take; those that generate text refuse all."""
 
 from __future__ import annotations
 

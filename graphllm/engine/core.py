@@ -139,6 +139,7 @@ class EngineCore:
             max_logprobs=executor.vocab if executor.max_logprobs == -1 else executor.max_logprobs,
             max_logit_bias=executor.max_logit_bias,
             device=executor.device.type,
+            task=executor.task,
         )
 
     @property

@@ -116,6 +116,8 @@ class Processor:
         if not isinstance(params, SamplingParams):
             why = NO_POOLING if isinstance(params, PoolingParams) else "give SamplingParams"
             raise ConfigError(f"params is {params!r:.80}: {why}")
+        if self._info.task != "generate":
+            raise ConfigError("the model gives vectors and generates no text; use embed or encode")
         text, ids, salt = self._prompt(prompt, params)
         limit = self._limit(len(ids), params)
         self._check_counts(params)
@@ -149,6 +151,22 @@ class Processor:
             for i, name in enumerate(names)
         ]
         return ParsedRequest(request_id, text, ids, params, requests, eos)
+
+    def make_pooling(self, prompt: Prompt, params: PoolingParams, request_id: str) -> EngineRequest:
+        """Check a request for a vector, whose prompt is as in `make`. Raises ConfigError naming field, value and
+        remedy."""
+        if self._info.task != "pool":
+            raise ConfigError(f"not supported; {NO_POOLING}")
+        _, ids, salt = self._prompt(prompt, SamplingParams(max_tokens=1))
+        if len(ids) > self._info.capacity:
+            raise ConfigError(
+                f"prompt has {len(ids)} tokens: the cache holds {self._info.capacity}; shorten it, or raise "
+                "--kv-cache-memory-bytes"
+            )
+        return EngineRequest(
+            id=request_id, prompt=ids, params=SamplingParams(), stop_ids=[], limit=0, seed=0, cache_salt=salt,
+            arrival=time.monotonic(),
+        )  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True, truncated: bool = False) -> Iterator[list[int] | None]:
         """The token ids of a prompt, as `encode_at_most` gives them for the context. truncated: it will be."""

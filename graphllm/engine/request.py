@@ -152,6 +152,7 @@ class CoreInfo(msgspec.Struct, frozen=True):
     """What the front must know of a core to check requests.
 
     max_model_len: tokens of prompt and output together. capacity: tokens of the longest sequence that the cache holds.
+    task: "generate", or "pool" for a model that gives vectors.
     """
 
     max_model_len: int
@@ -164,6 +165,7 @@ class CoreInfo(msgspec.Struct, frozen=True):
     max_logprobs: int
     max_logit_bias: int
     device: str
+    task: str = "generate"
 
 
 class Distribution(msgspec.Struct):

@@ -17,8 +17,16 @@ from graphllm.config.pooling import NO_POOLING, PoolingParams
 from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
+from graphllm.engine.pooling_outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingOutput,
+    PoolingRequestOutput,
+    check_pooling,
+    vector,
+)
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Prompt
-from graphllm.engine.request import Core
+from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.llm_engine import LLMEngine, load_engine, refuse
 from graphllm.entrypoints.metrics_reader import Metric
@@ -158,6 +166,61 @@ class LLM:
                 search.advance([_position(next(found)) for _ in wanted])
         return [BeamSearchOutput(search.best(tokenizer)) for search in searches]
 
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: Show = True,
+        lora_request: None = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The vector of every prompt, in their order, as ``outputs.data`` [D]; of a model that gives vectors.
+
+        prompts, use_tqdm: as for `generate`. pooling_params: for all of them or one each. pooling_task: "embed".
+        Raises ConfigError before anything runs when one of them cannot run.
+        """
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        if self._core.info.task != "pool":
+            raise ConfigError(f"encode: not supported; {NO_POOLING}")
+        if pooling_task not in (None, "embed"):
+            raise ConfigError(f"pooling_task is {pooling_task!r:.80}: the model gives embeddings; use 'embed'")
+        listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
+        each = _each("pooling_params", pooling_params or PoolingParams(), PoolingParams, len(listed))
+        requests = []
+        for i, (prompt, params) in enumerate(zip(listed, each, strict=True)):
+            try:
+                check_pooling(params)
+                requests.append(self._processor.make_pooling(prompt, params, str(self._count)))
+            except ConfigError as mistake:
+                raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
+            self._count += 1
+        show = _bars(use_tqdm)
+        with show(total=len(requests), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
+            found = _run_pooling(self._core, requests, (lambda: bar.update(1)) if bar is not None else (lambda: None))
+        return [
+            PoolingRequestOutput(r.id, PoolingOutput(vector(f.pooled, params)), r.prompt, f.cached, True)
+            for r, f, params in zip(requests, found, each, strict=True)
+        ]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Show = True,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        lora_request: None = None,
+        tokenization_kwargs: None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """`encode`, with each vector as ``outputs.embedding``, a list of floats."""
+        found = self.encode(prompts, pooling_params, use_tqdm, lora_request, "embed", tokenization_kwargs)
+        return [
+            EmbeddingRequestOutput(
+                o.request_id, EmbeddingOutput(o.outputs.data.tolist()), o.prompt_token_ids, o.num_cached_tokens, True
+            )
+            for o in found
+        ]
+
     def get_tokenizer(self) -> Tokenizer:
         """Raises ConfigError where there is none."""
         return self.llm_engine.get_tokenizer()
@@ -265,6 +328,30 @@ def run_to_completion(
     return [finished[request.request_id] for request in parsed]
 
 
+def _run_pooling(core: Core, requests: Sequence[EngineRequest], done: Callable[[], None]) -> list[EngineCoreOutput]:
+    """Run requests for vectors to their end, in their order; like `run_to_completion` nothing stays behind."""
+    finished: dict[str, EngineCoreOutput] = {}
+    with _Interrupts() as interrupts:
+        try:
+            for request in requests:
+                core.add(request)
+            while core.unfinished:
+                interrupts.check()
+                for output in core.step():
+                    if output.finish_reason is not None:
+                        finished[output.id] = output
+                        done()
+        except BaseException as reason:
+            core.abort([request.id for request in requests])
+            while core.unfinished and isinstance(reason, (KeyboardInterrupt, ConfigError)):  # else the core is broken
+                core.step()
+            raise
+    for output in finished.values():
+        if not output.pooled:
+            raise RuntimeError(f"request {output.id} ended with {output.finish_reason}: {output.error}")
+    return [finished[request.id] for request in requests]
+
+
 class _Interrupts:
     """Holds Ctrl-C back until `check`, because the middle of a step is no place to stop at; a second one goes
     through."""
@@ -336,7 +423,7 @@ def _up_to_the_end_of(chat: Sequence[Message], text: str) -> str:
 _SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"
 _WORKERS = "there are no worker processes; use the engine's settings"
 _MISSING = {
-    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), NO_POOLING),
+    **dict.fromkeys(("classify", "reward", "score"), NO_POOLING),
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("collective_rpc", "apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "run the script under py-spy or nsys, or see `graphllm bench`"),

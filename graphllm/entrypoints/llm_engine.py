@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
@@ -16,6 +17,7 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
 from graphllm.entrypoints.model import resolve_model
+from graphllm.entrypoints.sentence_transformers import check_last_token
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
@@ -174,6 +176,12 @@ def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None 
     tracing = Tracing(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
     resolved = resolve_model(args)
     core = load_core(resolved.config, processors=resolved.processors)
+    if core.info.task == "pool":
+        try:
+            check_last_token(Path(resolved.config.model.model))
+        except ConfigError:
+            core.close()
+            raise
     grammar = core.grammars if resolved.tokenizer else None
     loggers = stat_loggers(args, factories)
     return LLMEngine(core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers, tracing)

@@ -278,7 +278,7 @@ def test_close(core: StubCore, tokenizer: Tokenizer) -> None:
     assert core.closed
 
 
-@pytest.mark.parametrize("name", ["encode", "embed", "classify", "score"])
+@pytest.mark.parametrize("name", ["encode", "classify", "reward", "score"])
 def test_pooling_is_reserved(llm: LLM, name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: not supported; the model generates text; use generate or chat"):
         getattr(llm, name)("a", pooling_task="x")

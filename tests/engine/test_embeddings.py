@@ -1,0 +1,84 @@
+"""Embeddings of bare decoders beside transformers, through `LLM`: ragged prompts, chunked prefill, dimensions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from graphllm import LLM, PoolingParams, SamplingParams
+from graphllm.config import ConfigError
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+}  # fmt: skip
+ARCHITECTURES = {
+    "llama": (transformers.LlamaConfig, transformers.LlamaModel, {}),
+    "mistral": (transformers.MistralConfig, transformers.MistralModel, {"sliding_window": 24, "head_dim": 8}),
+    "qwen2": (transformers.Qwen2Config, transformers.Qwen2Model, {}),
+    "qwen3": (transformers.Qwen3Config, transformers.Qwen3Model, {"head_dim": 16}),
+}
+
+
+def _make(name: str, folder: Path) -> transformers.PreTrainedModel:
+    config, kind, more = ARCHITECTURES[name]
+    torch.manual_seed(3)
+    model = kind(config(**SIZES, **more)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def _open(folder: Path) -> LLM:
+    return LLM(
+        folder, skip_tokenizer_init=True, backend="eager", target="cpu", dtype="float32", max_num_seqs=4,
+        max_model_len=128, max_num_batched_tokens=16,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_beside_transformers(name: str, tmp_path: Path, cache: Path) -> None:
+    """Prompts of 1 to 100 tokens, most longer than a step's 16, twice, so that the prefix cache serves the second."""
+    model = _make(name, tmp_path / "model")
+    lengths = (1, 2, 15, 16, 17, 40, 100)
+    prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in lengths]
+    with torch.no_grad():
+        states = [model(torch.tensor([p])).last_hidden_state[0, -1] for p in prompts]
+    with _open(tmp_path / "model") as llm:
+        for _ in range(2):
+            found = llm.embed(prompts, use_tqdm=False)
+            assert [o.prompt_token_ids for o in found] == prompts
+            for output, state in zip(found, states, strict=True):
+                vector = torch.tensor(output.outputs.embedding)
+                assert abs(vector.norm().item() - 1) < 1e-5
+                assert torch.cosine_similarity(vector, state, dim=0) > 1 - 1e-5
+        assert found[-1].num_cached_tokens > 0
+        params = [PoolingParams(normalize=False), PoolingParams(dimensions=8)]
+        raw, short = (o.outputs.data for o in llm.encode(prompts[:2], params, use_tqdm=False))
+        torch.testing.assert_close(raw, states[0], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(short, torch.nn.functional.normalize(states[1][:8], dim=0), rtol=1e-4, atol=1e-4)
+
+
+def test_refusals(tmp_path: Path, cache: Path) -> None:
+    folder = tmp_path / "model"
+    _make("llama", folder)
+    with _open(folder) as llm:
+        with pytest.raises(ConfigError, match="the model gives vectors and generates no text; use embed"):
+            llm.generate([1, 2], SamplingParams(max_tokens=1))
+        with pytest.raises(ConfigError, match=r"prompts\[0\]: dimensions is 0: give at least 1"):
+            llm.embed([1], pooling_params=PoolingParams(dimensions=0))
+        with pytest.raises(ConfigError, match="dimensions is 33: the model gives 32"):
+            llm.embed([1], pooling_params=PoolingParams(dimensions=33), use_tqdm=False)
+        with pytest.raises(ConfigError, match="pooling_task is 'classify': the model gives embeddings"):
+            llm.encode([1], pooling_task="classify")
+        with pytest.raises(ConfigError, match="prompt has 128 tokens"):
+            llm.embed([1] * 128)
+        assert len(llm.embed([1] * 127, use_tqdm=False)[0].outputs.embedding) == 32
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    with pytest.raises(ConfigError, match="pooling_mode_mean_tokens is not supported"):
+        _open(folder)
