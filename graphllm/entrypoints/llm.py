@@ -178,7 +178,8 @@ class LLM:
         """The vector of every prompt, in their order, as ``outputs.data`` [D]; of a model that gives vectors.
 
         prompts, use_tqdm: as for `generate`. pooling_params: for all of them or one each. pooling_task: "embed".
-        Raises ConfigError before anything runs when one of them cannot run.
+        Raises ConfigError before anything runs when one of them cannot run, and afterwards for more dimensions than
+        vectors have.
         """
         refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         if self._core.info.task != "pool":
