@@ -24,6 +24,7 @@ from graphllm.config.engine import (
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
+from graphllm.config.lora import LoRAConfig
 from graphllm.config.speculation import SpeculationConfig
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Quantization",
     "SchedulerConfig",
     "Setting",
+    "LoRAConfig",
     "SpeculationConfig",
     "Target",
     "check",
