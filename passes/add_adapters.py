@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.fx import Node
 
@@ -67,7 +69,7 @@ def _add(
     )
     ids = _input(unit, f"step.{_IDS.name}", TensorSpec.contiguous(_IDS.dtype, *_IDS.shape))
     with unit.graph.inserting_after(node):
-        arguments = {
+        arguments: dict[str, Any] = {
             "y_TO": node, "x_TI": x_TI, "a_LRI": a_LRI, "b_LrO": b_LrO, "adapter_ids_T": ids, "widths": list(widths)
         }  # fmt: skip
         made = unit.graph.call_function(add_lora.overload, kwargs=arguments)

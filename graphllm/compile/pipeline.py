@@ -351,8 +351,13 @@ def values_read(graph: TracedGraph) -> set[str]:
 
 def adapted_linears(added: Iterable[tuple[Unit, PassReport]], plan: WeightPlan) -> list[AdaptedLinear]:
     """The layers that have tables of adapters, with what they are made of by a plan in which nothing is encoded yet."""
-    tables = [(unit, *state.name.rsplit(".", 1)) for unit, report in added for state in report.states]
-    entries = [entry for unit, weight, kind in tables if kind == "lora_a" for entry in unit.entries(weight)]
+    weights = [
+        (unit, state.name.removesuffix(".lora_a"))
+        for unit, report in added
+        for state in report.states
+        if state.name.endswith(".lora_a")
+    ]
+    entries = [entry for unit, weight in weights for entry in unit.entries(weight)]
     return [found for entry in entries if (found := adapted_linear(plan, entry)) is not None]
 
 

@@ -23,8 +23,8 @@ from graphllm.config.engine import (
 )
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
-from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.lora import LoRAConfig
+from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.speculation import SpeculationConfig
 
 __all__ = [
@@ -37,13 +37,13 @@ __all__ = [
     "EngineConfig",
     "Env",
     "FilesConfig",
+    "LoRAConfig",
     "LoadConfig",
     "LogConfig",
     "ModelConfig",
     "Quantization",
     "SchedulerConfig",
     "Setting",
-    "LoRAConfig",
     "SpeculationConfig",
     "Target",
     "check",

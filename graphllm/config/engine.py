@@ -230,4 +230,4 @@ class CoreConfig:
     log: LogConfig = LogConfig()
     tokenizer: str | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
-    lora: LoRAConfig = LoRAConfig()
+    lora: LoRAConfig = field(default_factory=LoRAConfig)

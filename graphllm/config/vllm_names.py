@@ -152,7 +152,9 @@ _MEANINGS = {
 
 _ONE_DEVICE = "an engine runs on one device; leave it out, and start one engine for each device"
 _TEXT = "models here read text only; leave it out"
-_LORA = "adapters change linear layers of the text model, in its dtype; leave it out, or merge the adapter (graphllm merge)"
+_LORA = (
+    "adapters change linear layers of the text model, in its dtype; leave it out, or merge the adapter (graphllm merge)"
+)
 _NO_POOLING = "the API here is for models that generate text; leave it out"
 _CACHE = "the cache lies on the device, all of it in kv_cache_dtype, in kv_cache_memory_bytes; leave it out"
 _WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"

@@ -499,6 +499,8 @@ class EngineCore:
         stats.drafts, stats.draft_tokens, stats.accepted_tokens = (
             drafted.drafts, drafted.draft_tokens, drafted.by_position.tolist()
         )  # fmt: skip
+        stats.max_adapters = scheduler.adapters.count if self.info.adapted else 0
+        stats.adapters_running, stats.adapters_waiting = scheduler.adapter_names()
         return copy.deepcopy(stats)
 
     def reset_prefix_cache(self) -> bool:

@@ -231,7 +231,8 @@ class CoreStats(msgspec.Struct):
     found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
     the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
     buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
-    drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place.
+    drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place. max_adapters: that have tables at a
+    time. adapters_running, adapters_waiting: names of those that requests with and without a slot have.
     """
 
     started: float = 0.0
@@ -254,6 +255,9 @@ class CoreStats(msgspec.Struct):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: list[int] = []
+    max_adapters: int = 0
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

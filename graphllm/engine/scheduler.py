@@ -25,7 +25,6 @@ from graphllm.engine.retention import NEVER
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheLayout
 
-
 _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
 
 
@@ -72,6 +71,14 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests without one."""
         return len(self._by_id) - len(self.requests.running)
+
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """Of the adapters that requests with and without a slot have."""
+        if not self.adapters.count:
+            return [], []
+        found = {(s.slot >= 0, s.request.adapter.name) for s in self._by_id.values() if s.request.adapter is not None}
+        running, waiting = (sorted(name for has_slot, name in found if has_slot == slot) for slot in (True, False))
+        return running, waiting
 
     @property
     def unfinished(self) -> int:
@@ -358,7 +365,13 @@ class Scheduler:
     def _admit(self, entries: list[tuple[np.ndarray, np.ndarray]], budget: int, rows: int) -> None:
         held_back: list[RequestState] = []
         self.adapters.begin()
-        while len(held_back) < _MOST_HELD_BACK and self._waiting and self.requests.has_free_slot and budget > 0 and rows > 0:
+        while (
+            len(held_back) < _MOST_HELD_BACK
+            and self._waiting
+            and self.requests.has_free_slot
+            and budget > 0
+            and rows > 0
+        ):
             state = heapq.heappop(self._waiting)
             if state.finish_reason is not None:
                 continue

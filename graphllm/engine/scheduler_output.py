@@ -49,7 +49,7 @@ class SchedulerOutput(NamedTuple):
 
     To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
     snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
-    admitted: requests new in their slot. adapters: entries of tables to write before the step, with the digest of whose.
+    admitted: requests new in their slot. adapters (entry, digest): tables to write before the step.
     """
 
     requests: list[RequestState]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from graphllm.artifact import read_manifest
 from graphllm.config import ConfigError
 from graphllm.engine.request import Adapter, CoreInfo
+from graphllm.weights.adapted import linear_from
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,25 @@ class AdapterFiles:
         """One for each of so many prompts."""
         listed = list(given) if isinstance(given, Sequence) else [given] * count
         if len(listed) != count:
-            raise ConfigError(f"lora_request has {len(listed)} entries and there are {count} prompts: give one for each")
+            raise ConfigError(
+                f"lora_request has {len(listed)} entries and there are {count} prompts: give one for each"
+            )
         return [self.requested(request) for request in listed]
+
+
+def check_adapters(artifact: Path, given: Sequence[tuple[str, str]]) -> None:
+    """Raise ConfigError for adapters (name, folder) that an engine with this artifact cannot serve."""
+    if not given:
+        return
+    from graphllm.weights.adapters import read_adapter
+
+    linears = [linear_from(plain) for plain in json.loads((artifact / "program.json").read_text())["adapted"]]
+    rank = read_manifest(artifact)["factors"]["compile"]["max_lora_rank"]
+    for name, folder in given:
+        try:
+            read_adapter(Path(folder), linears, rank, "float32")
+        except ConfigError as mistake:
+            raise ConfigError(f"adapter {name!r}: {mistake}") from mistake
 
 
 def _signature(folder: Path) -> list[Any]:
@@ -78,5 +98,7 @@ def _signature(folder: Path) -> list[Any]:
     try:
         found = [(entry.name, entry.stat()) for entry in os.scandir(folder) if entry.is_file()]
     except OSError as problem:
-        raise ConfigError(f"lora_path is {str(folder)!r}: {problem.strerror}; give the folder of an adapter") from problem
+        raise ConfigError(
+            f"lora_path is {str(folder)!r}: {problem.strerror}; give the folder of an adapter"
+        ) from problem
     return sorted((name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in found)

@@ -93,8 +93,8 @@ class LLM:
         prompts: text, token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of these.
         sampling_params: for all of them or one each, None for `get_default_sampling_params`. use_tqdm: show progress in
         a terminal; or what makes a progress bar, such as tqdm's class. lora_request: the adapter of all of them, or one
-        each. priority: one each, lower goes first, with scheduling_policy="priority". Raises ConfigError before anything runs when one of them cannot run. What goes
-        wrong later is in the output: finish_reason "error".
+        each. priority: one each, lower goes first, with scheduling_policy="priority". Raises ConfigError before
+        anything runs when one of them cannot run. What goes wrong later is in the output: finish_reason "error".
         """
         refuse(tokenization_kwargs=tokenization_kwargs)
         listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))

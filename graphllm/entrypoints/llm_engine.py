@@ -27,8 +27,8 @@ from graphllm.entrypoints.vllm_config import VllmConfig
 class LLMEngine:
     """Takes requests, and gives what they have got after each `step`; for one thread at a time. Close it in the end.
 
-    core, tokenizer, defaults, processor, outputs, adapters: its parts, which `LLM` drives too. loggers: told of its figures about
-    every ten seconds while it steps. tracing: gets a span of each request.
+    core, tokenizer, defaults, processor, outputs, adapters: its parts, which `LLM` drives too. loggers: told of its
+    figures about every ten seconds while it steps. tracing: gets a span of each request.
     """
 
     def __init__(

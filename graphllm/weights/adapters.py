@@ -1,8 +1,8 @@
-"""LoRA adapters as PEFT writes them: ``adapter_config.json`` and ``adapter_model.safetensors`` become the tables that the
-op `add_lora` reads.
+"""LoRA adapters as PEFT writes them: ``adapter_config.json`` and ``adapter_model.safetensors`` become the tables that
+the op `add_lora` reads.
 
-A module's change is scale * B @ A, with A [r, inputs] and B [outputs, r]; the scale is alpha / r, or alpha / sqrt(r) with
-rsLoRA.
+A module's change is scale * B @ A, with A [r, inputs] and B [outputs, r]; the scale is alpha / r, or alpha / sqrt(r)
+with rsLoRA.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def _pair(folder: Path, config: Mapping[str, Any], module: str, a: TensorInfo, b
         )
     said = _of_module(config, "rank_pattern", module, config.get("r"))
     if said != rank:
-        raise ConfigError(f"{folder / CONFIG}: r of {module} is {said}, its tensors have {rank}; save the adapter again")
+        raise ConfigError(
+            f"{folder / CONFIG}: r of {module} is {said}, its tensors have {rank}; save the adapter again"
+        )
     alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha", 8))
     if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
         raise ConfigError(f"{folder / CONFIG}: lora_alpha is {alpha!r:.80}: give a number")

@@ -283,7 +283,11 @@ def test_programs_without_adapters(tmp_path: Path) -> None:
     tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT, (), tables)
     _check(core, [(request("c", prompt, GREEDY, limit=COUNT, adapter=Adapter("a", "", "other")), tokens)])
     for id, values, told in (
-        ("x", {"layers.7.table": np.ones(8)}, "has a table 'layers.7.table'; the model's are layers.0.table, layers.1."),
+        (
+            "x",
+            {"layers.7.table": np.ones(8)},
+            "has a table 'layers.7.table'; the model's are layers.0.table, layers.1.",
+        ),
         ("x", {"layers.0.table": np.ones(33)}, r"has shape \(33,\); there is room for \(32,\)"),
     ):
         with pytest.raises(ConfigError, match=told):
