@@ -153,6 +153,13 @@ def serve_command(
         list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
     ] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(help="An adapter as name=path, which requests give as their model; may be repeated."),
+    ] = None,
+    lora_dir: Annotated[
+        str | None, typer.Option(help="Requests may load and unload adapters of this folder (/v1/load_lora_adapter).")
+    ] = None,
     admin_api_key: Annotated[
         list[str] | None, typer.Option(help="For /server_info, /reset_prefix_cache and the like; may be repeated.")
     ] = None,
@@ -233,6 +240,7 @@ def serve_command(
     try:
         from graphllm.cli import serve as told
         from graphllm.server.access import Access
+        from graphllm.server.adapters import parse_modules
         from graphllm.server.chat.call import Rules
         from graphllm.server.operations.engine_view import SupervisorOptions
         from graphllm.server.operations.logs import LogOptions, start_log
@@ -275,6 +283,8 @@ def serve_command(
             ca_certs=ssl_ca_certs,
             cert_reqs=ssl_cert_reqs,
             traces=args.otlp_traces_endpoint,
+            adapters=parse_modules(lora_modules or (), served_model_name or ()),
+            lora_dir=told.lora_dir(lora_dir),
             fronts=told.front_count(api_server_count),
             log=log,
             started=told.started_at(),
