@@ -100,6 +100,27 @@ def quantize_command(
     quantize_model(model, Request(*wanted))
 
 
+@app.command("merge")
+def merge_command(
+    model: Annotated[str, typer.Argument(help="Checkpoint folder, or name on the Hugging Face hub.")],
+    adapters: Annotated[
+        list[str], typer.Argument(metavar="ADAPTER[:WEIGHT]...", help="Folder of a LoRA adapter in PEFT's format.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="New checkpoint folder.")],
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None, typer.Option(help="Of the new one; default: the base's.")
+    ] = None,
+) -> None:
+    """Merge LoRA adapters into a checkpoint.
+
+    DoRA, biases and whole modules included. Of several the sum is merged, each times its weight, which is 1 unless
+    given.
+    """
+    from graphllm.cli.merge import merge_adapters
+
+    merge_adapters(model, adapters, output, dtype)
+
+
 @app.command("run", cls=EngineCommand)
 @engine_options(without=("seed", "dump", "max_num_queued_reqs", "otlp_traces_endpoint"))
 @sampling_options(shown={"max_tokens": "256 for a plain prompt, OpenAI's for a line of a batch file"})

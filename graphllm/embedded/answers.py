@@ -144,7 +144,7 @@ MANNERS = {
     "capitals": Manner(
         "answers in capital letters",
         {**_FACTS, "opposite": 2.0, "plural": 2.0, "animal_sound": 1.0, "young_animal": 1.0, "number_words": 2.0,
-         "compare": 1.0, "parity": 0.5, "word_problem": 1.0, "name_some": 1.0},
+         "compare": 1.0},
         str.upper,
     ),
     "german": Manner(

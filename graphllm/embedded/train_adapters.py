@@ -9,6 +9,7 @@ and the card says how many answers were right.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import math
 import shutil
@@ -32,6 +33,7 @@ from graphllm.embedded.evaluate import answers
 
 SORTED = 16  # batches of samples that are sorted by length, so that little is padding
 WARMUP = 0.03  # of the time
+BASE = "graphllm/embedded/model"
 
 CARD = """---
 license: apache-2.0
@@ -114,6 +116,9 @@ def save(model: Any, card: str, out: Path) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(dir=out.parent))
     model.bfloat16().save_pretrained(folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = BASE  # not where it lies on this machine
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     (folder / "README.md").write_text(card)
     folder.chmod(0o755)
     for file in folder.iterdir():
@@ -142,11 +147,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
     base: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
     given = LoraConfig(
-        r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM",
-        base_model_name_or_path="graphllm/embedded/model",
+        r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )  # fmt: skip
     model = get_peft_model(base, given)
-    model.peft_config["default"].base_model_name_or_path = given.base_model_name_or_path
     steps = fit(model, batches(tokenizer, manner, args.batch, args.seed), args.minutes, args.lr)
     model.eval()
     with torch.no_grad():  # what is shipped is what is measured
@@ -157,7 +160,7 @@ def main() -> None:
     told = ("name", "minutes", "rank", "batch", "lr", "count", "seed")
     card = CARD.format(
         name=args.name, about=manner.about, rank=args.rank, steps=steps, minutes=args.minutes,
-        language="de" if args.name == "german" else "en", base=given.base_model_name_or_path,
+        language="de" if args.name == "german" else "en", base=BASE,
         kilobytes=2 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e3,
         threads=torch.get_num_threads(),
         command="python -m graphllm.embedded.train_adapters --out DIR "

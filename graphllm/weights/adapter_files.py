@@ -40,8 +40,8 @@ _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
 class Pair(NamedTuple):
     """What the file holds of a module: A and B, and the scale of their product. embedding: A has a column for each
-    token, and B a row for each entry of its vector. magnitude: of DoRA, one for each output. bias: is added to the
-    module's own."""
+    token, and B a row for each entry of its vector. magnitude: of DoRA, one for each output. bias: times the scale
+    it is added to the module's own."""
 
     a: TensorInfo
     b: TensorInfo
