@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphllm.weights.expr import Concat, Decode, Expr, Permute, Read, Slice
-from graphllm.weights.plan import WeightPlan
+
+if TYPE_CHECKING:  # plan imports torch
+    from graphllm.weights.plan import WeightPlan
 
 
 class AdapterPart(NamedTuple):

@@ -12,10 +12,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import read_json
@@ -23,6 +20,9 @@ from graphllm.weights.adapted import AdaptedLinear
 from graphllm.weights.checkpoint import read_header
 from graphllm.weights.dtypes import BY_TAG
 from graphllm.weights.tensor_info import TensorInfo
+
+if TYPE_CHECKING:  # a folder is looked at without it
+    from torch import Tensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _MERGE = "merge it into the checkpoint with `graphllm merge`"
@@ -50,6 +50,8 @@ def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, 
     Raises ConfigError, naming file, tensor or field, value and remedy, for what is broken or does not fit, all but
     numbers that are not finite before anything is read.
     """
+    import torch
+
     pairs = open_adapter(folder)
     places = _places(folder, pairs, linears)
     for module, pair in pairs.items():
@@ -201,6 +203,8 @@ def _check_shapes(folder: Path, module: str, pair: Pair, linear: AdaptedLinear, 
 
 def _read(folder: Path, module: str, info: TensorInfo) -> Tensor:
     """A tensor of the file, in float32."""
+    import torch
+
     with info.file.open("rb") as file:
         file.seek(info.offset)
         data = bytearray(file.read(info.nbytes))
