@@ -78,7 +78,8 @@ def _add(
     adapter_ids = _input(unit, f"step.{ids.name}", TensorSpec.contiguous(ids.dtype, *ids.shape))
     with unit.graph.inserting_after(node):
         arguments: dict[str, Any] = {
-            "y_TO": node, "x_TI": x_TI, "a_LRI": a_LRI, "b_LrO": b_LrO, "adapter_ids_T": adapter_ids, "widths": list(widths)
+            "y_TO": node, "x_TI": x_TI, "a_LRI": a_LRI, "b_LrO": b_LrO, "adapter_ids_T": adapter_ids,
+            "widths": list(widths),
         }  # fmt: skip
         made = unit.graph.call_function(add_lora.overload, kwargs=arguments)
     with unit.shapes.mode, torch.no_grad():

@@ -23,7 +23,8 @@ _ELSEWHERE = ("block_table",)  # filled with the inputs of every graph
 
 class StepRequests(NamedTuple):
     """The n requests of a step, in order. slots, starts, counts, rows [n] int32: the slot of each, the position of its
-    first token in the step, how many there are, and how many of its rows are sampled from or scored. positions [T] int32: of every token in its sequence. table: by slot."""
+    first token in the step, how many there are, and how many of its rows are sampled from or scored. positions
+    [T] int32: of every token in its sequence. table: by slot."""
 
     requests: list[RequestState]
     slots: np.ndarray

@@ -1,45 +1,21 @@
-"""LoRA adapters as PEFT writes them: ``adapter_config.json`` and ``adapter_model.safetensors`` become the tables that
-the op `add_lora` reads.
-
-A module's change is scale * B @ A, with A [r, inputs] and B [outputs, r]; the scale is alpha / r, or alpha / sqrt(r)
-with rsLoRA.
-"""
+"""Adapters for serving: their matrices become the tables that the op `add_lora` reads."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import read_json
 from graphllm.weights.adapted import AdaptedLinear
-from graphllm.weights.checkpoint import read_header
-from graphllm.weights.dtypes import BY_TAG
-from graphllm.weights.tensor_info import TensorInfo
+from graphllm.weights.adapter_files import CONFIG, MERGE, Adapter, Pair, open_adapter, read_tensor
+from graphllm.weights.adapter_files import adapter_digest as adapter_digest
+from graphllm.weights.dtypes import ITEMSIZE
 
 if TYPE_CHECKING:  # a folder is looked at without it
     from torch import Tensor
 
-CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_MERGE = "merge it into the checkpoint with `graphllm merge`"
-_PLAIN = ("F64", "F32", "F16", "BF16")
-_NAME = re.compile(r"(?:base_model\.model\.)?(?P<module>.+)\.lora_(?P<which>[AB])(?:\.default)?\.weight")
-
-
-class Pair(NamedTuple):
-    """A module's A and B in the file, and the scale of their product."""
-
-    a: TensorInfo
-    b: TensorInfo
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
+_Places = Mapping[str, list[tuple[AdaptedLinear, int]]]
 
 
 def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, dtype: str) -> dict[str, Tensor]:
@@ -52,21 +28,17 @@ def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, 
     """
     import torch
 
-    pairs = open_adapter(folder)
-    places = _places(folder, pairs, linears)
-    for module, pair in pairs.items():
-        if pair.rank > max_rank:
-            raise ConfigError(
-                f"{folder / TENSORS}: {module} has rank {pair.rank}, the engine's tables hold {max_rank}; start with "
-                f"--max-lora-rank {pair.rank}"
-            )
-        for linear, part in places[module]:
-            _check_shapes(folder, module, pair, linear, part)
+    adapter, places = _fitting(folder, linears, max_rank)
     kind = getattr(torch, dtype)
     tables: dict[str, Tensor] = {}
-    for module, pair in pairs.items():
-        a, b = (_read(folder, module, info) for info in (pair.a, pair.b))
-        b *= pair.scale
+    for module, pair in adapter.pairs.items():
+        a, b = (read_tensor(info, f"{module}.{which}") for info, which in ((pair.a, "lora_A"), (pair.b, "lora_B")))
+        a, b = a.to(kind), (b * pair.scale).to(kind)
+        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+            raise ConfigError(
+                f"{adapter.file}: {module} has numbers beyond {dtype}, in which the engine computes; start with "
+                "--dtype bfloat16"
+            )
         for linear, part in places[module]:
             n, outputs = len(linear.parts), sum(linear.widths)
             whole_a = tables.setdefault(f"{linear.name}.lora_a", torch.zeros(n * max_rank, linear.inputs, dtype=kind))
@@ -78,139 +50,67 @@ def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, 
     return tables
 
 
-def adapter_digest(folder: Path) -> str:
-    """SHA-256 of an adapter's files. Raises ConfigError where one is missing."""
-    whole = hashlib.sha256()
-    for name in (CONFIG, TENSORS):
-        try:
-            with (folder / name).open("rb") as file:
-                whole.update(hashlib.file_digest(file, "sha256").digest())
-        except OSError as problem:
-            raise ConfigError(_missing(folder, name)) from problem
-    return whole.hexdigest()
+def adapter_bytes(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, dtype: str) -> int:
+    """Bytes of the tables that `read_adapter` would make, from the header alone. Raises ConfigError as it does."""
+    _, places = _fitting(folder, linears, max_rank)
+    changed = {linear.name: linear for found in places.values() for linear, _ in found}.values()
+    entries = sum(len(one.parts) * one.inputs + sum(one.widths) for one in changed)
+    return entries * max_rank * ITEMSIZE[dtype]
 
 
-def open_adapter(folder: Path) -> dict[str, Pair]:
-    """The modules that an adapter changes, by their names in the checkpoint. Raises ConfigError for files that are
-    missing or broken, and for kinds of adapters that cannot be added while serving."""
-    if not (folder / CONFIG).is_file():
-        raise ConfigError(_missing(folder, CONFIG))
-    config = read_json(folder / CONFIG) or {}
-    _check_config(folder, config)
-    if not (folder / TENSORS).is_file():
-        raise ConfigError(_missing(folder, TENSORS))
-    found: dict[str, dict[str, TensorInfo]] = {}
-    for name, info in read_header(folder / TENSORS).items():
-        matched = _NAME.fullmatch(name)
-        if matched is None:
-            raise ConfigError(f"{folder / TENSORS}: {name} {_why(name)}")
-        if info.dtype not in _PLAIN or len(info.shape) != 2:
+def _fitting(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int) -> tuple[Adapter, _Places]:
+    """An adapter that can be served, and by module the parts of linears that it changes."""
+    adapter = open_adapter(folder)
+    _check_served(adapter)
+    places = _places(adapter, linears)
+    for module, pair in adapter.pairs.items():
+        if pair.rank > max_rank:
             raise ConfigError(
-                f"{folder / TENSORS}: {name} is {info.dtype} {list(info.shape)}; adapters are matrices in "
-                "float32, float16 or bfloat16"
+                f"{adapter.file}: {module} has rank {pair.rank}, the engine's tables hold {max_rank}; start with "
+                f"--max-lora-rank {pair.rank}"
             )
-        found.setdefault(matched["module"], {})[matched["which"]] = info
-    if not found:
-        raise ConfigError(f"{folder / TENSORS}: there is no tensor in it; save the adapter again")
-    pairs = {}
-    for module, both in found.items():
-        if len(both) != 2:
-            missing = "lora_B" if "A" in both else "lora_A"
-            raise ConfigError(f"{folder / TENSORS}: {module} has no {missing}; save the adapter again")
-        pairs[module] = _pair(folder, config, module, both["A"], both["B"])
-    return pairs
+        _check_shapes(adapter, module, pair, places[module])
+    return adapter, places
 
 
-def _pair(folder: Path, config: Mapping[str, Any], module: str, a: TensorInfo, b: TensorInfo) -> Pair:
-    rank = a.shape[0]
-    if not rank or b.shape[1] != rank:
-        raise ConfigError(
-            f"{folder / TENSORS}: {module} has lora_A {list(a.shape)} and lora_B {list(b.shape)}; the first dimension "
-            "of one is the second of the other"
-        )
-    said = _of_module(config, "rank_pattern", module, config.get("r"))
-    if said != rank:
-        raise ConfigError(
-            f"{folder / CONFIG}: r of {module} is {said}, its tensors have {rank}; save the adapter again"
-        )
-    alpha = _of_module(config, "alpha_pattern", module, config.get("lora_alpha", 8))
-    if not isinstance(alpha, (int, float)) or not math.isfinite(alpha):
-        raise ConfigError(f"{folder / CONFIG}: lora_alpha is {alpha!r:.80}: give a number")
-    return Pair(a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
-
-
-def _of_module(config: Mapping[str, Any], field: str, module: str, default: Any) -> Any:
-    """What a pattern says of a module: its keys are regular expressions of the ends of names."""
-    patterns = config.get(field) or {}
-    return next((v for key, v in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), default)
-
-
-def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
-    kind = config.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise ConfigError(f"{folder / CONFIG}: peft_type is {kind!r:.80}; only LORA adapters are served")
+def _check_served(adapter: Adapter) -> None:
     for field, neutral in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None)):
-        value = config.get(field)
+        value = adapter.config.get(field)
         if value not in (neutral, None, [], ""):
-            raise ConfigError(f"{folder / CONFIG}: {field} is {value!r:.80}, which cannot be served; {_MERGE}")
-
-
-def _why(name: str) -> str:
-    if "lora_magnitude_vector" in name:
-        return f"is of DoRA, which cannot be served; {_MERGE}"
-    if "lora_embedding" in name:
-        return f"is of an embedding, which cannot be served; {_MERGE}"
-    return f"is no lora_A or lora_B of a linear layer, and cannot be served; {_MERGE}"
-
-
-def _missing(folder: Path, name: str) -> str:
-    if name == TENSORS and (folder / "adapter_model.bin").exists():
-        return (
-            f"{folder}: the adapter is in adapter_model.bin, which can run code when it is read; save it again with "
-            "safe_serialization=True"
+            raise ConfigError(f"{adapter.folder / CONFIG}: {field} is {value!r:.80}, which cannot be served; {MERGE}")
+    for module, pair in adapter.pairs.items():
+        kinds = (("lora_embedding_A", pair.embedding), ("lora_magnitude_vector", pair.magnitude), ("a bias", pair.bias))
+        if found := [kind for kind, there in kinds if there]:
+            raise ConfigError(f"{adapter.file}: {module} has {found[0]}, which cannot be served; {MERGE}")
+    # PEFT saves an adapter's head with the head itself, which training leaves as it is.
+    copies = {f"{module}.weight": (pair.b.shape[0], pair.a.shape[1]) for module, pair in adapter.pairs.items()}
+    if more := [name for name, info in adapter.saved.items() if copies.get(name) != info.shape]:
+        raise ConfigError(
+            f"{adapter.file}: {min(more)} is no lora_A or lora_B of a linear layer, and cannot be served; {MERGE}"
         )
-    return f"{folder / name} is not there; give the folder of a LoRA adapter in PEFT's format"
 
 
-def _places(
-    folder: Path, pairs: Mapping[str, Pair], linears: Sequence[AdaptedLinear]
-) -> dict[str, list[tuple[AdaptedLinear, int]]]:
-    """By module, the parts of linears that it changes."""
+def _places(adapter: Adapter, linears: Sequence[AdaptedLinear]) -> _Places:
     known: dict[str, list[tuple[AdaptedLinear, int]]] = {}
     for linear in linears:
         for number, part in enumerate(linear.parts):
             for module in part.modules:
                 known.setdefault(module, []).append((linear, number))
-    if strange := [module for module in pairs if module not in known]:
+    if strange := [module for module in adapter.pairs if module not in known]:
         there = sorted({module.rpartition(".")[2] for module in known})
         raise ConfigError(
-            f"{folder / TENSORS}: {strange[0]} is none of the linear layers that adapters may change here "
-            f"({', '.join(there)}); give an adapter for this model, widen --lora-target-modules, or {_MERGE}"
+            f"{adapter.file}: {strange[0]} is none of the linear layers that adapters may change here "
+            f"({', '.join(there)}); give an adapter for this model, widen --lora-target-modules, or {MERGE}"
         )
-    return {module: known[module] for module in pairs}
+    return {module: known[module] for module in adapter.pairs}
 
 
-def _check_shapes(folder: Path, module: str, pair: Pair, linear: AdaptedLinear, number: int) -> None:
-    part, outputs, inputs = linear.parts[number], pair.b.shape[0], pair.a.shape[1]
-    fits = part.stop <= outputs if part.stop else outputs == linear.widths[number]
-    if inputs != linear.inputs or not fits:
-        wanted = f"{linear.inputs} inputs and {part.stop or linear.widths[number]} outputs"
-        raise ConfigError(
-            f"{folder / TENSORS}: {module} has {inputs} inputs and {outputs} outputs, the model's has {wanted}; give "
-            "an adapter for this model"
-        )
-
-
-def _read(folder: Path, module: str, info: TensorInfo) -> Tensor:
-    """A tensor of the file, in float32."""
-    import torch
-
-    with info.file.open("rb") as file:
-        file.seek(info.offset)
-        data = bytearray(file.read(info.nbytes))
-    if len(data) != info.nbytes:
-        raise ConfigError(f"{info.file}: it ends within {module}; copy it again")
-    values = torch.frombuffer(data, dtype=getattr(torch, BY_TAG[info.dtype].name)).view(info.shape).float()
-    if not torch.isfinite(values).all():
-        raise ConfigError(f"{info.file}: {module} has numbers that are not finite; save the adapter again")
-    return values
+def _check_shapes(adapter: Adapter, module: str, pair: Pair, places: list[tuple[AdaptedLinear, int]]) -> None:
+    outputs, inputs = pair.b.shape[0], pair.a.shape[1]
+    wanted = max(linear.parts[number].stop or linear.widths[number] for linear, number in places)
+    for linear, _ in places:
+        if inputs != linear.inputs or outputs != wanted:
+            raise ConfigError(
+                f"{adapter.file}: {module} has {inputs} inputs and {outputs} outputs, the model's has {linear.inputs} "
+                f"inputs and {wanted} outputs; give an adapter for this model"
+            )
