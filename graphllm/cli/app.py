@@ -139,6 +139,10 @@ def run_command(
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema: a file, or text.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder of an adapter; or name=folder, for lines whose model is that name; may be repeated."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
     """Generate text offline.
@@ -155,7 +159,8 @@ def run_command(
     schema = read_schema(json_schema) if json_schema is not None else None
     if json_schema or regex:
         sampling["structured_outputs"] = {"json": schema, "regex": regex}
-    raise typer.Exit(run(replace(args, model=model), Inputs(file, prompt or [], raw, system, output), sampling, quiet))
+    inputs = Inputs(file, prompt or [], raw, system, output)
+    raise typer.Exit(run(replace(args, model=model), inputs, sampling, quiet, lora or ()))
 
 
 class _ServeCommand(EngineCommand):

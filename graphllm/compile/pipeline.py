@@ -352,7 +352,7 @@ def values_read(graph: TracedGraph) -> set[str]:
 def adapted_linears(added: Iterable[tuple[Unit, PassReport]], plan: WeightPlan) -> list[AdaptedLinear]:
     """The layers that have tables of adapters, with what they are made of by a plan in which nothing is encoded yet."""
     weights = [
-        (unit, state.name.removesuffix(".lora_a"))
+        (unit, state.name.removesuffix(".lora_a").removeprefix(f"{unit.name}."))
         for unit, report in added
         for state in report.states
         if state.name.endswith(".lora_a")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from graphllm.weights.expr import Concat, Decode, Expr, Permute, Read, Slice
-from graphllm.weights.plan import WeightPlan
+
+if TYPE_CHECKING:  # plan imports torch
+    from graphllm.weights.plan import WeightPlan
 
 
 class AdapterPart(NamedTuple):
@@ -35,6 +37,8 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     expr, shape = plan.expr_of(name), plan[name].shape
     if len(shape) != 2:
         return None
+    if plan[name].tie:  # PEFT knows it by a name of its own, though its numbers are those of another
+        return AdaptedLinear(name, shape[1], (shape[0],), (AdapterPart((name.rpartition(".")[2],), 0, 0),))
     matrices = expr.parts if isinstance(expr, Concat) and expr.dim == 0 else (expr,)
     parts = [_part(matrix) for matrix in matrices]
     if any(part is None for part in parts):

@@ -12,16 +12,16 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.config.fields import number, read_json, section, switch, whole
 from graphllm.weights.checkpoint import read_header
 from graphllm.weights.dtypes import BY_TAG, PLAIN
 from graphllm.weights.tensor_info import TensorInfo
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 MERGE = "merge it into the checkpoint with `graphllm merge`"
@@ -122,6 +122,8 @@ def adapter_digest(folder: Path) -> str:
 def read_tensor(info: TensorInfo, what: str) -> Tensor:
     """A tensor of an adapter, in float32. Raises ConfigError naming ``what`` where numbers are missing or not
     finite."""
+    import torch
+
     try:
         with info.file.open("rb") as file:
             file.seek(info.offset)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from graphllm.config import ConfigError
 from graphllm.weights.adapted import AdaptedLinear
 from graphllm.weights.adapter_files import CONFIG, MERGE, Adapter, Pair, open_adapter, read_tensor
 from graphllm.weights.adapter_files import adapter_digest as adapter_digest
 from graphllm.weights.dtypes import ITEMSIZE
+
+if TYPE_CHECKING:  # a folder is looked at without it
+    from torch import Tensor
 
 _Places = Mapping[str, list[tuple[AdaptedLinear, int]]]
 
@@ -25,6 +26,8 @@ def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, 
     Raises ConfigError, naming file, tensor or field, value and remedy, for what is broken or does not fit, all but
     numbers that are not finite before anything is read.
     """
+    import torch
+
     adapter, places = _fitting(folder, linears, max_rank)
     kind = getattr(torch, dtype)
     tables: dict[str, Tensor] = {}
@@ -79,10 +82,11 @@ def _check_served(adapter: Adapter) -> None:
         kinds = (("lora_embedding_A", pair.embedding), ("lora_magnitude_vector", pair.magnitude), ("a bias", pair.bias))
         if found := [kind for kind, there in kinds if there]:
             raise ConfigError(f"{adapter.file}: {module} has {found[0]}, which cannot be served; {MERGE}")
-    if adapter.saved:
+    # PEFT saves an adapter's head with the head itself, which training leaves as it is.
+    copies = {f"{module}.weight": (pair.b.shape[0], pair.a.shape[1]) for module, pair in adapter.pairs.items()}
+    if more := [name for name, info in adapter.saved.items() if copies.get(name) != info.shape]:
         raise ConfigError(
-            f"{adapter.file}: {min(adapter.saved)} is no lora_A or lora_B of a linear layer, and cannot be served; "
-            f"{MERGE}"
+            f"{adapter.file}: {min(more)} is no lora_A or lora_B of a linear layer, and cannot be served; {MERGE}"
         )
 
 

@@ -44,8 +44,15 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=COUNT, logprobs=20, prompt_l
 class Family:
     """A checkpoint in a folder with adapters beside it, and what PEFT's model says."""
 
-    def __init__(self, name: str, folder: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        changes: dict[str, Any] | None = None,
+        adapters: dict[str, tuple[dict[str, Any], list[str]]] | None = None,
+    ) -> None:
         kind, config, some = FAMILIES[name]
+        config = config | (changes or {})
         torch.manual_seed(sum(map(ord, name)))
         whole = getattr(transformers, f"{kind}Config")(**config)
         base = transformers.AutoModelForCausalLM.from_config(whole).float().eval()
@@ -54,8 +61,8 @@ class Family:
         every = {"Phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], "GPT2": ["c_attn", "c_proj", "c_fc"]}
         linear = every.get(kind, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
         self.model: Any = None
-        for adapter, options in ADAPTERS.items():
-            chosen = some if adapter == "some" else linear
+        adapters = adapters or {n: (o, some if n == "some" else linear) for n, o in ADAPTERS.items()}
+        for adapter, (options, chosen) in adapters.items():
             given = peft.LoraConfig(target_modules=chosen, fan_in_fan_out=kind == "GPT2", **options)
             if self.model is None:
                 self.model = peft.get_peft_model(base, given, adapter_name=adapter).eval()
@@ -65,7 +72,7 @@ class Family:
             if "lora_" in parameter:
                 torch.nn.init.normal_(values, std=0.2)
         self.model.save_pretrained(folder / "adapters")
-        self.adapters = {n: LoRARequest(n, i + 1, str(folder / "adapters" / n)) for i, n in enumerate(ADAPTERS)}
+        self.adapters = {n: LoRARequest(n, i + 1, str(folder / "adapters" / n)) for i, n in enumerate(adapters)}
 
     def logprobs(self, tokens: Sequence[int], adapter: str | None) -> torch.Tensor:
         """[T, V]: log-probabilities behind each token."""
@@ -156,6 +163,19 @@ def test_compiled(qwen2: Family) -> None:
     with _open(qwen2, backend="inductor") as llm:
         qwen2.check(llm.generate(_ids(_prompts(len(adapters))), GREEDY, lora_request=requests), adapters)
         qwen2.check(llm.generate(_ids(_prompts(3)), GREEDY), [None] * 3)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_head(tied: bool, tmp_path: Path) -> None:
+    """Of sampled rows and of scored ones, tied to the embedding or not."""
+    options = {"r": 3, "lora_alpha": 5}
+    family = Family("qwen2", tmp_path, {"tie_word_embeddings": tied}, {"head": (options, ["lm_head", "up_proj"])})
+    adapters = [None, "head"] * 3
+    requests = [a and family.adapters[a] for a in adapters]
+    with _open(family, lora_target_modules=("lm_head", "up_proj")) as llm:
+        family.check(llm.generate(_ids(_prompts(6)), GREEDY, lora_request=requests), adapters)
+        with pytest.raises(ConfigError, match=r"proj is none of the linear layers .* \(gate_proj, lm_head, up_proj\)"):
+            llm.generate(_ids(_prompts(1)), GREEDY, lora_request=Family("qwen2", tmp_path / "all").adapters["all"])
 
 
 def test_over_quantized_weights(tmp_path: Path) -> None:
