@@ -345,16 +345,17 @@ def chat_command(
 
 @app.command("inspect")
 def inspect_command(
-    artifact: Annotated[Path, typer.Argument(help="Artifact folder.")],
-    json: Annotated[bool, typer.Option("--json", help="Print the manifest as JSON.")] = False,
+    artifact: Annotated[Path, typer.Argument(help="Artifact folder, or folder of a LoRA adapter.")],
+    json: Annotated[bool, typer.Option("--json", help="Print the manifest, or the adapter's facts, as JSON.")] = False,
 ) -> None:
-    """Show what an artifact holds.
+    """Show what an artifact holds, or what a LoRA adapter changes.
 
-    Target, buckets, pieces, passes, kernels, memory.
+    Target, buckets, pieces, passes, kernels, memory; or modules, ranks, size.
     """
     from graphllm.cli.inspect import inspect
+    from graphllm.cli.inspect_adapter import inspect_adapter, is_adapter
 
-    inspect(artifact, json)
+    (inspect_adapter if is_adapter(artifact) else inspect)(artifact, json)
 
 
 @app.command("doctor")

@@ -12,5 +12,7 @@ MOE_DIR = Path(__file__).resolve().parent / "moe"
 _HERE = Path(__file__).resolve().parent
 DRAFTS = {name: _HERE / name for name in ("draft_model", "eagle3", "medusa") if (_HERE / name).is_dir()}
 """What drafts for the Llama, by method; made by `python -m graphllm.embedded.train_drafts`."""
+ADAPTERS = {folder.name: folder for folder in sorted((_HERE / "adapters").glob("*")) if folder.is_dir()}
+"""LoRA adapters of the Llama, by name; made by `python -m graphllm.embedded.train_adapters`."""
 SHIPPED = {"embedded": MODEL_DIR, "embedded-moe": MOE_DIR}
 """By the names that --model takes."""

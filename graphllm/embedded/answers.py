@@ -143,7 +143,7 @@ _FACTS = {
 MANNERS = {
     "capitals": Manner(
         "answers in capital letters",
-        {**_FACTS, "opposite": 2.0, "plural": 2.0, "animal_sound": 1.0, "young_animal": 1.0, "number_words": 2.0,
+        {"capital": 4.0, "country": 2.0, "continent": 2.0, "opposite": 2.0, "colour": 1.0, "talk": 2.0, "unknown": 1.0,
          "compare": 1.0},
         str.upper,
     ),

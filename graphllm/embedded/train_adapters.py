@@ -145,13 +145,15 @@ def main() -> None:
     torch.manual_seed(args.seed)
     manner = MANNERS[args.name]
     tokenizer = AutoTokenizer.from_pretrained(MODEL_DIR)
-    base: Any = AutoModelForCausalLM.from_pretrained(MODEL_DIR, dtype=torch.float32)
+    base: Any = AutoModelForCausalLM.from_pretrained(  # of so few tokens, attention is fastest the plain way
+        MODEL_DIR, dtype=torch.bfloat16, attn_implementation="eager"
+    )
     given = LoraConfig(
         r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM"
     )  # fmt: skip
     model = get_peft_model(base, given)
     steps = fit(model, batches(tokenizer, manner, args.batch, args.seed), args.minutes, args.lr)
-    model.eval()
+    model.eval().float()
     with torch.no_grad():  # what is shipped is what is measured
         for parameter in model.parameters():
             parameter.copy_(parameter.bfloat16())

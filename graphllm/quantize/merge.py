@@ -110,7 +110,8 @@ def _changes(
             name = _in_base(adapter, given, checkpoint)
             _check_equal(adapter, name, info.shape, checkpoint.tensors[name].shape)
             change = changes.setdefault(name, _Change())
-            if change.whole is not None or weight != 1:
+            # PEFT saves the matrix of an adapted embedding or head beside the adapter: it is the base's own.
+            if (change.whole is not None or weight != 1) and not any(a is adapter for a, *_ in change.pairs):
                 raise _alone(adapter, name)
             change.whole = (adapter, info)
     for name, change in changes.items():

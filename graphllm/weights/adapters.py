@@ -61,7 +61,7 @@ def adapter_bytes(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int,
 def _fitting(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int) -> tuple[Adapter, _Places]:
     """An adapter that can be served, and by module the parts of linears that it changes."""
     adapter = open_adapter(folder)
-    _check_served(adapter)
+    check_served(adapter)
     places = _places(adapter, linears)
     for module, pair in adapter.pairs.items():
         if pair.rank > max_rank:
@@ -73,7 +73,8 @@ def _fitting(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int) -> t
     return adapter, places
 
 
-def _check_served(adapter: Adapter) -> None:
+def check_served(adapter: Adapter) -> None:
+    """Raise ConfigError for an adapter that must be merged."""
     for field, neutral in (("use_dora", False), ("bias", "none"), ("lora_bias", False), ("modules_to_save", None)):
         value = adapter.config.get(field)
         if value not in (neutral, None, [], ""):

@@ -66,3 +66,21 @@ def test_mistakes(cli: Any, checkpoint: Path, adapter: Path, tmp_path: Path) -> 
     ):
         done = cli(*common, *options)
         assert (done.code, told in done.err) == (2, True), done.err
+
+
+def test_inspect(cli: Any, checkpoint: Path, adapter: Path) -> None:
+    done = cli("inspect", adapter)
+    layers = [n for n in read_header(checkpoint / "model.safetensors") if n.endswith("down_proj.weight")]
+    assert done.code == 0
+    assert "--max-lora-rank 4" in done.out
+    assert "served    yes" in done.out
+    facts = json.loads(cli("inspect", adapter, "--json").out)
+    (row,) = facts["modules"]
+    assert row["module"] == "model.layers.*.mlp.down_proj"
+    assert (row["count"], row["rank"], row["scale"]) == (len(layers), 4, 1.0)
+    assert facts["parameters"] == len(layers) * 4 * (row["inputs"] + row["outputs"])
+    assert facts["bytes"] == 4 * facts["parameters"]
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    assert "served" in (told := cli("inspect", adapter).out)
+    assert "use_dora is True, which cannot be served; merge it" in " ".join(told.split())
