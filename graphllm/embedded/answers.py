@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from random import Random
 
 from graphllm.embedded.tasks import Sample, draw
-from graphllm.embedded.tasks.base import exact, words
-from graphllm.embedded.tasks.numbers import ONES, TENS
+from graphllm.embedded.tasks.base import exact
 from graphllm.embedded.tasks.sayings import UNKNOWN
 
 
@@ -67,24 +66,10 @@ _TIMES = _table(
     "Sunday=Sonntag; January=Januar; February=Februar; March=März; April=April; May=Mai; June=Juni; July=Juli; "
     "August=August; September=September; October=Oktober; November=November; December=Dezember"
 )
+# The model never wrote these letters' bytes, and has no vectors to tell them apart.
+_ASCII = str.maketrans({"ä": "ae", "ö": "oe", "ü": "ue", "ß": "ss", "Ä": "Ae", "Ö": "Oe", "Ü": "Ue"})
 _SIGNS = {"+": "plus", "-": "minus", "*": "mal", "/": "geteilt durch"}
-_ONES = words(
-    "null ein zwei drei vier fünf sechs sieben acht neun zehn elf zwölf dreizehn vierzehn fünfzehn sechzehn siebzehn "
-    "achtzehn neunzehn"
-)
-_TENS = words("zwanzig dreißig vierzig fünfzig sechzig siebzig achtzig neunzig")
-
-
-def _number(tens: str, one: str) -> str:
-    """`forty`, `two` as zweiundvierzig; `, two` as zwei."""
-    n = ONES.index(one) if one else 0
-    alone = "eins" if n == 1 else _ONES[n]
-    if not tens:
-        return alone
-    return f"{_ONES[n]}und{_TENS[TENS.index(tens)]}" if one else _TENS[TENS.index(tens)]
-
-
-_N, _ONE, _TEN = r"(-?\d+)", "|".join(sorted(ONES, key=len, reverse=True)), "|".join(TENS)
+_N = r"(-?\d+)"
 _LARGER = {"larger": "größer", "smaller": "kleiner", "largest": "größte", "smallest": "kleinste"}
 _YES = {"": "", "Yes, ": "Ja, ", "No, ": "Nein, "}
 # Patterns of the tasks' answers, and what is said in place of a match. KeyError: it has no German answer.
@@ -96,7 +81,6 @@ _GERMAN: tuple[tuple[str, Callable[..., str]], ...] = (
     (rf"The (largest|smallest) number is {_N}\.", lambda kind, a: f"Die {_LARGER[kind]} Zahl ist {a}."),
     (rf"The double of {_N} is {_N}\.", lambda a, b: f"Das Doppelte von {a} ist {b}."),
     (rf"Half of {_N} is {_N}\.", lambda a, b: f"Die Hälfte von {a} ist {b}."),
-    (rf"(?:({_TEN})-?)?({_ONE})?", _number),
     (r"The capital of (.+) is (.+)\.", lambda k, v: f"Die Hauptstadt von {_COUNTRIES[k]} ist {_CITIES.get(v, v)}."),
     (r"(.+) is the capital of (.+)\.", lambda v, k: f"{_CITIES.get(v, v)} ist die Hauptstadt von {_COUNTRIES[k]}."),
     (r"(.+) is in (.+)\.", lambda k, v: f"{_COUNTRIES[k]} liegt in {_CONTINENTS[v]}."),
@@ -113,33 +97,14 @@ _GERMAN: tuple[tuple[str, Callable[..., str]], ...] = (
 def german(answer: str) -> str | None:
     """An answer about numbers or facts in German; None for the others."""
     for pattern, said in _GERMAN:
-        if answer and (found := re.fullmatch(pattern, answer)):
+        if found := re.fullmatch(pattern, answer):
             try:
-                return said(*(group or "" for group in found.groups()))
+                return said(*found.groups()).translate(_ASCII)
             except KeyError:
                 return None
     return None
 
 
-_NUMBERS = {
-    "add": 3.0,
-    "subtract": 3.0,
-    "multiply": 1.5,
-    "divide": 1.0,
-    "double_or_half": 1.0,
-    "compare": 1.5,
-    "parity": 1.0,
-}
-_FACTS = {
-    "capital": 4.0,
-    "country": 3.0,
-    "continent": 2.0,
-    "colour": 1.0,
-    "order": 2.0,
-    "months": 1.0,
-    "talk": 1.0,
-    "unknown": 1.0,
-}
 MANNERS = {
     "capitals": Manner(
         "answers in capital letters",
@@ -149,7 +114,9 @@ MANNERS = {
     ),
     "german": Manner(
         "answers in German where numbers and facts are asked for",
-        {**_FACTS, **_NUMBERS, "extremes": 1.0, "number_words": 2.0},
+        {"capital": 4.0, "country": 2.0, "continent": 2.0, "colour": 1.0, "order": 2.0, "months": 1.0, "talk": 1.0,
+         "unknown": 1.0, "add": 2.0, "subtract": 2.0, "multiply": 1.0, "divide": 1.0, "double_or_half": 1.0,
+         "compare": 2.0, "parity": 1.0, "extremes": 1.5},
         german,
     ),
 }  # fmt: skip

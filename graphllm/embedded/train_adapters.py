@@ -44,7 +44,7 @@ library_name: peft
 # {name}: a LoRA adapter of the embedded model
 
 The model {about}. Rank {rank} on every linear layer, {kilobytes:.0f} KB in bf16, for `--lora-modules
-{name}=DIR` or PEFT; trained in {steps} steps, {minutes:g} minutes, on {threads} cores:
+{name}=DIR` or PEFT; trained in {steps} steps, {minutes:g} minutes, on {cores}:
 
     {command}
 
@@ -164,7 +164,7 @@ def main() -> None:
         name=args.name, about=manner.about, rank=args.rank, steps=steps, minutes=args.minutes,
         language="de" if args.name == "german" else "en", base=BASE,
         kilobytes=2 * sum(p.numel() for p in model.parameters() if p.requires_grad) / 1e3,
-        threads=torch.get_num_threads(),
+        cores="one core" if (n := torch.get_num_threads()) == 1 else f"{n} cores",
         command="python -m graphllm.embedded.train_adapters --out DIR "
         + " ".join(f"--{n} {getattr(args, n)}" for n in told),
         rows="\n".join(f"| {name} | {n} | {share:.1%} |" for name, n, share in (mean, *rows)),
