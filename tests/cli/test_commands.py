@@ -21,7 +21,7 @@ SMALL = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-nu
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("run", "compile", "serve", "chat", "op", "bench")), ["--version"]],
+    [["--help"], *([name, "--help"] for name in ("run", "compile", "serve", "chat", "merge", "op", "bench")), ["--version"]],
 )
 def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
     script = (
@@ -49,7 +49,7 @@ def _commands() -> dict[str, Any]:
 
 def test_every_command_and_option_says_what_it_is_for() -> None:
     leaves = _commands()
-    assert {"compile", "run", "serve", "chat", "inspect", "op list", "op test", "bench serve"} <= leaves.keys()
+    assert {"compile", "run", "serve", "chat", "inspect", "merge", "op list", "op test", "bench serve"} <= leaves.keys()
     for name, leaf in leaves.items():
         assert leaf.help, name
         for parameter in leaf.params:
