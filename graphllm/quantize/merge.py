@@ -18,7 +18,7 @@ from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.dtypes import BY_TAG, PLAIN
 from graphllm.weights.tensor_info import TensorInfo
 
-_ENTRIES = 1 << 24  # of a matrix that are computed together
+_ENTRIES = 1 << 22  # of a matrix that are computed together
 _HEADS = ("lm_head", "embed_out")
 _EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings")
 

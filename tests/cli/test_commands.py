@@ -21,7 +21,11 @@ SMALL = ("--backend", "eager", "--target", "cpu", "--max-num-seqs", 2, "--max-nu
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], *([name, "--help"] for name in ("run", "compile", "serve", "chat", "merge", "op", "bench")), ["--version"]],
+    [
+        ["--help"],
+        *([name, "--help"] for name in ("run", "compile", "serve", "chat", "merge", "op", "bench")),
+        ["--version"],
+    ],
 )
 def test_help_and_version_import_no_torch(arguments: list[str]) -> None:
     script = (

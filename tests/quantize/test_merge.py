@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -160,6 +162,34 @@ def test_files_of_a_sharded_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     found = _merge(tmp_path / "sharded", tmp_path / "out", adapter)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 2
     torch.testing.assert_close(found, _by_peft(base, adapter), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
+    """A base of 400 MB in two files takes less than half as much."""
+    base, adapter, count = tmp_path / "base", tmp_path / "adapter", 24
+    base.mkdir()
+    adapter.mkdir()
+    (base / "config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text(json.dumps({"r": 8, "lora_alpha": 8}))
+    names = [f"model.layers.{i}.mlp.up_proj" for i in range(count)]
+    files = {f"{n}.weight": f"{i % 2}.safetensors" for i, n in enumerate(names)}
+    for file in set(files.values()):
+        save_file({n: torch.zeros(2048, 2048) for n, f in files.items() if f == file}, base / file)
+    (base / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    save_file({f"{n}.lora_{x}.weight": torch.ones((8, 2048) if x == "A" else (2048, 8)) for n in names for x in "AB"},
+              adapter / "adapter_model.safetensors")  # fmt: skip
+    script = (
+        "import resource, sys, torch\nfrom pathlib import Path\nfrom graphllm.quantize.merge import merge\n"
+        "from graphllm.weights.checkpoint import Checkpoint\nbase, adapter, out = map(Path, sys.argv[1:])\n"
+        "most = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nbefore = most()\n"
+        "merge(base, Checkpoint.open(base), [(adapter, 1.0)], out)\nprint(1024 * (most() - before))"
+    )
+    command = [sys.executable, "-c", script, base, adapter, tmp_path / "out"]
+    grown = int(subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout)
+    assert grown < 180e6 < sum(f.stat().st_size for f in base.glob("*.safetensors")) / 2
+    made = load_file(min((tmp_path / "out").glob("*.safetensors")))
+    assert all(torch.equal(t, torch.full((2048, 2048), 8.0)) for t in made.values())
 
 
 def test_command(tmp_path: Path, cli: Any) -> None:
