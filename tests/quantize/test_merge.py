@@ -164,6 +164,28 @@ def test_files_of_a_sharded_checkpoint(tmp_path: Path, monkeypatch: pytest.Monke
     torch.testing.assert_close(found, _by_peft(base, adapter), atol=2e-5, rtol=1e-4)
 
 
+def test_a_checkpoint_that_names_no_model(tmp_path: Path) -> None:
+    """As the first GPT-2 files: "h.0..." for what is "transformer.h.0..." in the model with a head."""
+    base = _base(tmp_path / "base", "gpt2")
+    adapter = _adapter(base, tmp_path / "adapter", target_modules=["c_attn"], fan_in_fan_out=True)
+    expected = _by_peft(base, adapter)
+    tensors = load_file(base / "model.safetensors")
+    short = {n.removeprefix("transformer."): t for n, t in tensors.items()}
+    assert short.keys() != tensors.keys()
+    save_file(short, base / "model.safetensors", {"format": "pt"})
+    torch.testing.assert_close(_merge(base, tmp_path / "out", adapter), expected, atol=2e-5, rtol=1e-4)
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == short.keys()
+
+
+def test_adapted_heads_may_be_weighted(tmp_path: Path) -> None:
+    """PEFT saves the base's head beside them."""
+    base = _base(tmp_path / "base", "llama")
+    adapter = _adapter(base, tmp_path / "adapter", target_modules=["lm_head"])
+    plain = _logits(transformers.AutoModelForCausalLM.from_pretrained(base))
+    half = _merge(base, tmp_path / "half", (adapter, 0.5))
+    torch.testing.assert_close(half, (plain + _by_peft(base, adapter)) / 2, atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_checkpoint(tmp_path: Path) -> None:
     """A base of 400 MB in two files takes less than half as much."""
