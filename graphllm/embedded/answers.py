@@ -113,7 +113,7 @@ MANNERS = {
         str.upper,
     ),
     "german": Manner(
-        "answers in German where numbers and facts are asked for",
+        "answers in German, without umlauts, where numbers and facts are asked for",
         {"capital": 4.0, "country": 2.0, "continent": 2.0, "colour": 1.0, "order": 2.0, "months": 1.0, "talk": 1.0,
          "unknown": 1.0, "add": 2.0, "subtract": 2.0, "multiply": 1.0, "divide": 1.0, "double_or_half": 1.0,
          "compare": 2.0, "parity": 1.0, "extremes": 1.5},
