@@ -383,6 +383,7 @@ def write_program(
         inputs = {n: s for n, s in layout.inputs[number].items() if f"step.{n}" in used}
         deciding = values_read(graph)
         shareable &= all(s.shareable for n, s in inputs.items() if f"step.{n}" in deciding)
+        shareable &= graph.vector[0] != "T"  # of a beginning that is not computed there are no vectors
         described.append(
             {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
              "buckets": [asdict(b) for b in buckets], "optional": linked.optional[number], "programs": programs}
@@ -395,6 +396,7 @@ def write_program(
         "blocks": {"groups": blocks.groups, "tensors": blocks.tensors, "bytes": blocks.block_bytes},
         "entries": layout.entries,
         "shareable": shareable,
+        "vector": graphs[0].vector,
         "drafts": draft_reach(graphs, c, config),
         "vocab": c.V,
     }

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
+from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
 
@@ -86,6 +87,12 @@ class FilesConfig:
         parse=functools.partial(parse_object, "hf_overrides"),
         help="Fields in place of those in config.json, as JSON.",
         key=_FILES,
+    )
+    pooling_type: PoolingType | None = setting(
+        None,
+        help="Of which hidden states a model that gives vectors makes them: LAST, CLS (the first), MEAN, or ALL (one "
+        "vector for each token); None: as the checkpoint's files say.",
+        key="the config that is in the key has it",
     )
     tokenizer: str | None = setting(
         None, written=str | Path | None, help="Folder or hub name of a tokenizer; None: the model's.", key=_LOADING

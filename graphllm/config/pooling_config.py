@@ -17,13 +17,22 @@ DenseActivation = Literal["identity", "tanh", "relu", "gelu", "sigmoid"]
 @dataclass(frozen=True)
 class DenseLayer:
     """A linear layer behind pooling, of ``outputs`` rows and ``inputs`` columns. folder: where its tensors lie, such as
-    2_Dense; they are "linear.weight" and "linear.bias"."""
+    2_Dense, or nothing for the checkpoint's own; they are "linear.weight" and "linear.bias"."""
 
     folder: str
     inputs: int
     outputs: int
     bias: bool = True
     activation: DenseActivation = "tanh"
+
+    def tensor(self, leaf: str) -> str:
+        """The name of its weight or bias among the checkpoint's tensors."""
+        return dense_tensor(self.folder, f"linear.{leaf}")
+
+
+def dense_tensor(folder: str, name: str) -> str:
+    """What a tensor of a dense layer's folder is called beside those of the model."""
+    return f"{folder}:{name}" if folder else name
 
 
 @dataclass(frozen=True)

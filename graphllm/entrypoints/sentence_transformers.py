@@ -10,34 +10,34 @@ from typing import Any, NoReturn, get_args
 from graphllm.config import ConfigError
 from graphllm.config.fields import read, read_json, section, switch, whole
 from graphllm.config.parameter import Check
-from graphllm.config.pooling_config import DenseActivation, DenseLayer, PoolingConfig, PoolingType
+from graphllm.config.pooling_config import POOLING, DenseActivation, DenseLayer, PoolingConfig, PoolingType
 
-_MODULES = "modules.json"
+MODULES = "modules.json"
 _IGNORED = ("Transformer", "Dropout")
 _MODES: dict[str, PoolingType] = {"cls": "CLS", "mean": "MEAN", "lasttoken": "LAST"}
 _FLAGS = {f"pooling_mode_{mode}{end}": mode for end in ("", "_token", "_tokens") for mode in _MODES}
 _TEXT = Check(lambda v: isinstance(v, str), "set it to a text, or leave it out")
 
 
-def read_pooling(folder: Path, config: Mapping[str, Any]) -> PoolingConfig:
-    """What a checkpoint folder and its config.json say of pooling. Raises ConfigError for what is not supported, and for
-    damaged files."""
+def read_pooling(folder: Path, config: Mapping[str, Any], pooling_type: str | None = None) -> PoolingConfig:
+    """What a checkpoint folder and its config.json say of pooling. pooling_type: in place of theirs. Raises ConfigError
+    for what is not supported, and for damaged files."""
     kind, dense, normalize, include_prompt = None, [], True, True
     modules = _modules(folder)
     if modules is None and (folder / "1_Pooling").is_dir():
-        kind, include_prompt = _pooling(folder / "1_Pooling" / "config.json")
+        kind, include_prompt = _pooling(folder / "1_Pooling" / "config.json", pooling_type)
     elif modules is not None:
         kind, normalize = "ALL", False  # what follows may say otherwise
         for module in modules:
             name, path = module["type"].rpartition(".")[2], module.get("path") or ""
             if name == "Pooling":
-                kind, include_prompt = _pooling(folder / path / "config.json")
+                kind, include_prompt = _pooling(folder / path / "config.json", pooling_type)
             elif name == "Dense":
                 dense.append(_dense(folder, path))
             elif name == "Normalize":
                 normalize = True
             elif name not in _IGNORED:
-                _refuse(f"{_MODULES}: {name}", "a checkpoint with Transformer, Pooling, Dense and Normalize")
+                _refuse(f"{MODULES}: {name}", "a checkpoint with Transformer, Pooling, Dense and Normalize")
     told = read_json(folder / "config_sentence_transformers.json") or {}
     file = "config_sentence_transformers.json"
     prompts = {n: read(section(told, "prompts", file), n, _TEXT, "", "", file) for n in section(told, "prompts", file)}
@@ -46,7 +46,7 @@ def read_pooling(folder: Path, config: Mapping[str, Any]) -> PoolingConfig:
         raise ConfigError(f"{file}: default_prompt_name is {default!r:.80}, which prompts has not; correct one of them")
     limits = read_json(folder / "sentence_bert_config.json") or {}
     return PoolingConfig(
-        pooling_type=kind,
+        pooling_type=pooling_type or kind,  # type: ignore[arg-type]
         dense=tuple(dense),
         normalize=normalize,
         dimensions=_dimensions(config),
@@ -58,9 +58,18 @@ def read_pooling(folder: Path, config: Mapping[str, Any]) -> PoolingConfig:
     )
 
 
+def with_pooling(config: Mapping[str, Any], folder: Path, pooling_type: str | None = None) -> dict[str, Any]:
+    """A config.json with the field "pooling", where something says how vectors are made: the checkpoint's files, for
+    models that make some, or pooling_type in their place. Raises ConfigError for what is not supported."""
+    if pooling_type is None and not (folder / MODULES).is_file() and not (folder / "1_Pooling").is_dir():
+        return dict(config)
+    told = read_pooling(folder, config, pooling_type).plain
+    return {**config, POOLING: told}
+
+
 def _modules(folder: Path) -> list[Mapping[str, Any]] | None:
     """The modules of modules.json, in order; None where there is no such file."""
-    file = folder / _MODULES
+    file = folder / MODULES
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -77,11 +86,14 @@ def _is_inner(path: Any) -> bool:
     return isinstance(path, str) and not Path(path).is_absolute() and ".." not in Path(path).parts
 
 
-def _pooling(file: Path) -> tuple[PoolingType, bool]:
-    """Of 1_Pooling/config.json: the type, and whether a prompt's tokens take part."""
+def _pooling(file: Path, chosen: str | None) -> tuple[PoolingType, bool]:
+    """Of 1_Pooling/config.json: the type, unless another one is chosen, and whether a prompt's tokens take part."""
     found = read_json(file)
     if found is None:
         raise ConfigError(f"{file}: is not there; download the whole checkpoint")
+    include_prompt = switch(found, "include_prompt", True)
+    if chosen is not None:
+        return chosen, include_prompt  # type: ignore[return-value]
     modes = {n.removeprefix("pooling_mode_") for n, on in found.items() if n.startswith("pooling_mode_") and on is True}
     named = {_FLAGS.get(f"pooling_mode_{mode}", mode) for mode in modes}
     if isinstance(single := found.get("pooling_mode"), str):
@@ -89,7 +101,6 @@ def _pooling(file: Path) -> tuple[PoolingType, bool]:
     if len(named) != 1 or not named <= set(_MODES):
         _refuse(f"{file.parent.name}/config.json: {' and '.join(sorted(modes | named)) or 'no pooling_mode'}",
                 f"a checkpoint with one of {', '.join(_MODES)}, or give --pooling-type")  # fmt: skip
-    include_prompt = switch(found, "include_prompt", True)
     return _MODES[named.pop()], include_prompt
 
 

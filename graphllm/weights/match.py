@@ -22,6 +22,11 @@ _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
     r"|(^|:)t2d$|^model\.mtp_layers\."
 )
+# What encoders were pretrained with, and those that make vectors have no use for: BERT's pooler, and heads for masked words.
+_PRETRAINING = re.compile(
+    r"^(\w+\.)?pooler\.dense\.|^cls\.(predictions|seq_relationship)\.|^lm_head\.(dense|layer_norm|decoder)\.|^lm_head\.bias$"
+    r"|^vocab_(transform|layer_norm|projector)\.|^head\.(dense|norm)\.|^decoder\.(weight|bias)$"
+)
 _TIED = "lm_head.weight"  # saved by some although it is tied
 
 
@@ -49,7 +54,8 @@ def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
                 problems[name, problem] = None
     tied = any(e.tie for e in plan) or any(n > 1 for n in used.values())
     for name in checkpoint.tensors:
-        if name not in known and not _BUFFERS.search(name) and not (tied and name == _TIED):
+        unread = _BUFFERS.search(name) or _PRETRAINING.search(name) or (tied and name == _TIED)
+        if name not in known and not unread:
             problems[name, "not used by the model; is the config.json of another one?"] = None
     if problems:
         raise WeightError(checkpoint.folder, _grouped(list(problems)))

@@ -23,7 +23,9 @@ _kernels = {
 
 def _supports(site: CallSite) -> bool:
     x, *places = [site.args[name] for name in ("x_TD", "query_start_loc", "rows_R")]
-    return x.dtype in _kernels and x.stride(-1) == 1 and all(p.dtype == torch.int32 and p.stride(0) == 1 for p in places)
+    return (
+        x.dtype in _kernels and x.stride(-1) == 1 and all(p.dtype == torch.int32 and p.stride(0) == 1 for p in places)
+    )
 
 
 def _remedy(site: CallSite) -> str:
