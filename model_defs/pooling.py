@@ -1,4 +1,5 @@
-"""How families make vectors of hidden states: a sequence's last one, first one, mean or all of them, then dense layers."""
+"""How families make vectors of hidden states: of a sequence the last one, the first, their mean or all, then dense
+layers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`PoolingConfig`: how a checkpoint makes vectors of its hidden states, as sentence-transformers' files say it. Plain data:
-`graphllm.entrypoints.sentence_transformers` reads it, model families and the front go by it."""
+"""`PoolingConfig`: how a checkpoint makes vectors of its hidden states, as sentence-transformers' files say it. Plain
+data: `graphllm.entrypoints.sentence_transformers` reads it, model families and the front go by it."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class PoolingConfig:
 
 
 def pooling_of(hf: Mapping[str, Any], default: PoolingType) -> tuple[PoolingType, tuple[DenseLayer, ...]]:
-    """What a model's config has of `PoolingConfig.plain`: where it leaves the type open, ``default``. Raises ConfigError
-    for a type that there is not."""
+    """What a model's config has of `PoolingConfig.plain`: where it leaves the type open, ``default``. Raises
+    ConfigError for a type that there is not."""
     found = hf.get(POOLING) or {}
     kind = found.get("pooling_type") or default
     if kind not in get_args(PoolingType):

@@ -123,8 +123,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
     cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
     planned, with the first update that a step made; 0 in the others. pooled: float32 numbers, of a model that gives a
-    vector, or one for each token of the prompt. draft_tokens, accepted_tokens: of all its drafts that were verified, and of those that became part of its
-    output, with its last update.
+    vector, or one for each token of the prompt. draft_tokens, accepted_tokens: of all its drafts that were verified,
+    and of those that became part of its output, with its last update.
     """
 
     id: str
@@ -154,8 +154,8 @@ class CoreInfo(msgspec.Struct, frozen=True):
     """What the front must know of a core to check requests.
 
     max_model_len: tokens of prompt and output together. capacity: tokens of the longest sequence that the cache holds.
-    task: "generate", or "pool" for a model that gives vectors. vector_size: numbers of such a vector. vectors: whether a
-    "sequence" gives one, or each "token".
+    task: "generate", or "pool" for a model that gives vectors. vector_size: numbers of such a vector. vectors: whether
+    a "sequence" gives one, or each "token".
     """
 
     max_model_len: int

@@ -22,7 +22,7 @@ _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
     r"|(^|:)t2d$|^model\.mtp_layers\."
 )
-# What encoders were pretrained with, and those that make vectors have no use for: BERT's pooler, and heads for masked words.
+# What encoders were pretrained with, and models that make vectors have no use for: BERT's pooler, heads for words.
 _PRETRAINING = re.compile(
     r"^(\w+\.)?pooler\.dense\.|^cls\.(predictions|seq_relationship)\.|^lm_head\.(dense|layer_norm|decoder)\.|^lm_head\.bias$"
     r"|^vocab_(transform|layer_norm|projector)\.|^head\.(dense|norm)\.|^decoder\.(weight|bias)$"

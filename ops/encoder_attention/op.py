@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from einops import repeat
 from torch import Tensor
@@ -35,7 +37,7 @@ def encoder_attention(
     out_THE = torch.zeros_like(q_THE, memory_format=torch.contiguous_format)
     accumulate = torch.float64 if q_THE.dtype == torch.float64 else torch.float32
     starts = query_start_loc.tolist()
-    for a, b in zip(starts, starts[1:], strict=False):
+    for a, b in itertools.pairwise(starts):
         if a == b:
             continue
         keys, values = (repeat(x[a:b].to(accumulate), "t k e -> t (k g) e", g=H // K) for x in (k_TKE, v_TKE))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,7 +29,7 @@ def _case(
         starts = [0]
         for n in lengths:
             starts.append(starts[-1] + n)
-        ends = [b - 1 - min(back, b - 1 - a) for a, b in zip(starts, starts[1:], strict=False) if b > a]
+        ends = [b - 1 - min(back, b - 1 - a) for a, b in itertools.pairwise(starts) if b > a]
         rows = ends + [T - 1] * pad
         return {
             "x_TD": make.normal(T, D) + 0.5,

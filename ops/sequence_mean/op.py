@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -17,8 +19,8 @@ def sequence_mean(x_TD: Tensor, query_start_loc: Tensor, rows_R: Tensor) -> Tens
     """For each r the mean of the rows of x from the beginning of the sequence that row rows_R[r] belongs to, up to it.
 
     x_TD [T, D], rows contiguous; query_start_loc [S+1] int32: sequence s owns rows
-    query_start_loc[s]:query_start_loc[s+1], possibly none; rows_R [R] int32. Returns [R, D] float32 (float64 for float64
-    inputs), in which sums are made, too; it is unspecified for rows at or after query_start_loc[S].
+    query_start_loc[s]:query_start_loc[s+1], possibly none; rows_R [R] int32. Returns [R, D] float32 (float64 for
+    float64 inputs), in which sums are made, too; unspecified for rows at or after query_start_loc[S].
     Source: Reimers & Gurevych 2019, Sentence-BERT (mean pooling).
     """
     out_RD = torch.zeros(
@@ -26,7 +28,7 @@ def sequence_mean(x_TD: Tensor, query_start_loc: Tensor, rows_R: Tensor) -> Tens
     )
     starts = query_start_loc.tolist()
     for r, row in enumerate(rows_R.tolist()):
-        first = max((a for a, b in zip(starts, starts[1:], strict=False) if a <= row < b), default=row)
+        first = max((a for a, b in itertools.pairwise(starts) if a <= row < b), default=row)
         out_RD[r] = x_TD[first : row + 1].to(out_RD.dtype).mean(0)
     return out_RD
 

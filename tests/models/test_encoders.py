@@ -1,5 +1,5 @@
-"""Encoders against transformers on tiny random checkpoints: vectors, vectors of tokens and classes of ragged batches, in
-float32. The eager backend runs all of them, the compiled one a few."""
+"""Encoders against transformers on tiny random checkpoints: vectors, vectors of tokens and classes of ragged batches,
+in float32. The eager backend runs all of them, the compiled one a few."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm import artifact
 from graphllm.compile.pipeline import compile_model, find_model
-from graphllm.config import ConfigError, EngineArgs
+from graphllm.config import EngineArgs
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
