@@ -87,6 +87,17 @@ class FilesConfig:
         help="Fields in place of those in config.json, as JSON.",
         key=_FILES,
     )
+    runner: Literal["auto", "generate", "pooling"] = setting(
+        "auto",
+        help="What the model is for: text, or vectors of its hidden states. auto: vectors where it has no language head "
+        "or comes with modules.json of sentence-transformers.",
+        key="the config.json that is in the key has it",
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = setting(
+        "auto",
+        help="The head that a model with a language head gets for runner pooling: none (embed), or a classifier's.",
+        key="the config.json that is in the key has it",
+    )
     tokenizer: str | None = setting(
         None, written=str | Path | None, help="Folder or hub name of a tokenizer; None: the model's.", key=_LOADING
     )

@@ -79,6 +79,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter_id: entry of the adapters' tables, 0 for none. adapter: what tells its adapter from others in every process,
     such as a hash of its weights; the prefix cache goes by it. items: encoded inputs. thinking: how long it may think;
     structured outputs hold from its end on.
+    second: number of the first token of the second text of a pair, 0 where there is none or the model makes no difference.
     """
 
     id: str
@@ -96,6 +97,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: str = ""
     items: list[Item] = []
     thinking: ThinkingBudget | None = None
+    second: int = 0
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
@@ -152,7 +154,8 @@ class CoreInfo(msgspec.Struct, frozen=True):
     """What the front must know of a core to check requests.
 
     max_model_len: tokens of prompt and output together. capacity: tokens of the longest sequence that the cache holds.
-    task: "generate", or "pool" for a model that gives vectors.
+    task: "generate", or "pool" for a model that gives vectors. vector_size: numbers of one, 0 where there are none.
+    vectors: "sequence", or "token" where there is one for each token.
     """
 
     max_model_len: int
@@ -166,6 +169,8 @@ class CoreInfo(msgspec.Struct, frozen=True):
     max_logit_bias: int
     device: str
     task: str = "generate"
+    vector_size: int = 0
+    vectors: str = "sequence"
 
 
 class Distribution(msgspec.Struct):

@@ -15,12 +15,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.pooling import PoolingParams, Vectors
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.limited_process import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
+from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
+from graphllm.engine.pooling_outputs import PoolingRequestOutput, pooling_output
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.remote import RemoteCore
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
@@ -39,6 +44,7 @@ _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
 # Tokens and log-probabilities, of some 200 bytes each, that wait for their readers together; when there are more,
 # those end who have taken nothing for so many seconds, who have most first.
 UNREAD, _UNREAD_SECONDS = 1 << 18, 5.0
+_VECTORS = Vectors()
 
 
 class EngineUnhealthyError(RuntimeError):
@@ -65,14 +71,18 @@ class AsyncLLM:
         loggers: Sequence[StatLogger] = (),
         unread: int = UNREAD,
         tracing: Tracing | None = None,
+        vectors: Vectors = _VECTORS,
     ) -> None:
         """client: not started yet. grammar: makes the checker once the core's vocabulary is known. loggers: told of
         the core's figures every ten seconds. unread: tokens and log-probabilities that may wait for their readers.
-        tracing: gets a span of each request. The others: as for `Processor`."""
+        tracing: gets a span of each request. vectors: as for `Pooling`. The others: as for `Processor`."""
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
         self._most_unread, self._tracing = unread, tracing
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
+        self._vectors = vectors
+        self._pooling: Pooling | None = None
+        self._pooled: dict[str, asyncio.Future[EngineCoreOutput]] = {}  # requests for vectors, by the core's names
         # More than can wait for the check of a large grammar, so that others never do.
         self._parsers = concurrent.futures.ThreadPoolExecutor(2 * MAX_WAITING, "graphllm-parse")
         self._starting: asyncio.Task[None] | None = None
@@ -136,12 +146,12 @@ class AsyncLLM:
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
         if loggers is None:
             loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
-        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing)
+        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing, vectors=resolved.vectors)
 
     @classmethod
     def beside(cls, core: RemoteCore, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
         """One more front of an engine that another one has started. seed: another one than its."""
-        return cls(core, resolved.tokenizer, _grammar(resolved), seed, unread=unread)
+        return cls(core, resolved.tokenizer, _grammar(resolved), seed, unread=unread, vectors=resolved.vectors)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
@@ -153,6 +163,7 @@ class AsyncLLM:
         info = (await self._client.start()).info
         grammar = self._grammar(info) if self._grammar else None
         self._processor = Processor(self._tokenizer, info, grammar, self._seed)
+        self._pooling = Pooling(self._processor, self._tokenizer, info, self._vectors)
         self._receiver = asyncio.create_task(self._receive())
         if self._loggers:
             self._teller = asyncio.create_task(self._tell())
@@ -210,6 +221,65 @@ class AsyncLLM:
             if (left := self._streams.pop(name, None)) is not None:
                 left.drop()
             self._abort_core(self._outputs.abort([name]))
+
+    async def encode(
+        self,
+        prompt: Prompt | Pair,
+        pooling_params: PoolingParams,
+        request_id: str,
+        lora_request: None = None,
+        trace_headers: Mapping[str, str] | None = None,
+        priority: int = 0,
+        tokenization_kwargs: None = None,
+    ) -> AsyncGenerator[PoolingRequestOutput, None]:
+        """The vector of a prompt, as ``outputs.data``, of a model that gives some; one output. Leaving early aborts it.
+        trace_headers: change nothing. Raises as `generate`."""
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        if request_id in self._names:
+            raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
+        self._names[request_id] = f"{request_id}-{next(self._numbers)}"
+        try:
+            if not isinstance(prompt, Pair):
+                prompt = (await self.pooling()).instructed(prompt, None, pooling_params)
+            asked, found, output = await self.vector(prompt, pooling_params, priority=priority)
+            made = pooling_output(asked, found, output.cached)
+            made.request_id = request_id
+            yield made
+        finally:
+            del self._names[request_id]
+
+    async def pooling(self) -> Pooling:
+        """What makes requests for vectors, once the core is loaded."""
+        if self._pooling is None:
+            await self.start()
+        assert self._pooling is not None
+        return self._pooling
+
+    async def vector(
+        self, prompt: Prompt | Pair, params: PoolingParams, **options: Any
+    ) -> tuple[PoolingRequest, np.ndarray, EngineCoreOutput]:
+        """A prompt's vector, with the request and the core's output. options: of `Pooling.make`. Raises as `generate`,
+        and RuntimeError for what the core could not finish."""
+        pooling = await self.pooling()
+        name = f"pooled-{next(self._numbers)}"
+        make = functools.partial(pooling.make, params=params, request_id=name, **options)
+        if not isinstance(prompt, Pair):
+            asked = make(await self.tokenized(prompt))
+        elif max(map(len, map(str, prompt))) > _LONG:
+            asked = await asyncio.get_running_loop().run_in_executor(self._long_texts, functools.partial(make, prompt))
+        else:
+            asked = make(prompt)
+        if self._cause is not None:
+            raise EngineDeadError(self._cause)
+        future = self._pooled[name] = asyncio.get_running_loop().create_future()
+        try:
+            self._client.add([asked.request])
+            output = await future
+        finally:
+            del self._pooled[name]
+            if not future.done() or future.cancelled():
+                self._abort_core([name])
+        return asked, pooling.result(asked, output), output
 
     async def _parse(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int, cache_salt: str | None
@@ -271,7 +341,7 @@ class AsyncLLM:
     @property
     def unfinished(self) -> int:
         """Requests whose streams are open."""
-        return len(self._names)
+        return len(self._names) + len(self._pooled)
 
     @property
     def is_running(self) -> bool:
@@ -296,9 +366,15 @@ class AsyncLLM:
 
     def fail_requests(self, error: Exception) -> int:
         """End all streams with this error, for a core that does not answer; how many. It is told to abort them."""
+        self._fail(error)
+        return len(self._streams) + len(self._pooled)
+
+    def _fail(self, error: Exception) -> None:
         for stream in self._streams.values():
             stream.fail(error)
-        return len(self._streams)
+        for future in self._pooled.values():
+            if not future.done():
+                future.set_exception(error)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError for a core that is gone, EngineUnhealthyError for one that is silent or stuck."""
@@ -362,10 +438,13 @@ class AsyncLLM:
             await self._client.close()
         cause = self.health().cause
         assert cause is not None
-        for stream in self._streams.values():
-            stream.fail(EngineDeadError(cause))
+        self._fail(EngineDeadError(cause))
 
     def _deliver(self, updates: Sequence[EngineCoreOutput]) -> None:
+        for update in updates if self._pooled else ():
+            future = self._pooled.get(update.id)
+            if future is not None and update.finish_reason is not None and not future.done():
+                future.set_result(update)
         self._give_out(self._outputs.process(updates))
 
     def _give_out(self, processed: Processed) -> None:
@@ -399,6 +478,8 @@ class AsyncLLM:
         for stream in self._streams.values():
             if stream.parsed.requests[0].id == news.ids[0]:
                 stream.fail(error)
+        if (future := self._pooled.get(news.ids[0])) is not None and not future.done():
+            future.set_exception(error)
 
 
 def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:

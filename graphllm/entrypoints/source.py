@@ -12,6 +12,7 @@ from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.fields import is_folder, read_json
 from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
 from graphllm.entrypoints.hub import Hub, Wanted
+from graphllm.entrypoints.runner import with_runner
 from graphllm.weights.checkpoint import (
     DRAFT,
     Checkpoint,
@@ -61,8 +62,9 @@ def find_source(args: EngineArgs) -> Source:
     if args.hf_config_path is not None:
         config = hub.find("hf_config_path", args.hf_config_path, None, _CONFIG).folder
     source = open_source(
-        model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method
-    )
+        model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method,
+        args.runner, args.convert,
+    )  # fmt: skip
     return replace(source, name=model.name, commit=model.commit) if model else source
 
 
@@ -125,12 +127,14 @@ def open_source(
     config_folder: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     method: str | None = None,
+    runner: str = "auto",
+    convert: str = "auto",
 ) -> Source:
     """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
     be random numbers. draft: the folder of a draft model, which joins it: its config.json as the field "draft", its
     tensors with "draft:" before their names. config_folder: whose config.json is read in place of the folder's.
     overrides: fields in place of those of config.json. method: how the draft model drafts, where its config.json
-    leaves that open.
+    leaves that open. runner, convert: see `with_runner`.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
@@ -146,6 +150,7 @@ def open_source(
             "safetensors)"
         )
     config = _with_architecture(_overridden(_read_config(config_folder or folder), overrides or {}))
+    config = with_runner(config, folder, runner, convert)
     name = folder.resolve().name
     if draft is None:
         return Source(folder, config, *open_tensors(folder, load_format), name=name)
@@ -295,6 +300,7 @@ def _texts(names: Sequence[str]) -> list[str]:
         name
         for name in names
         if fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
+        or fnmatch.fnmatchcase(name, "[0-9]*_*/config.json")  # sentence-transformers' modules
         or ("/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEXTS))
     ]
 
