@@ -41,8 +41,8 @@ class Config:
 
 @dataclass(frozen=True)
 class _Head:
-    """What follows the last norm. config: of a config.json and the decoder's. weights: of ``c`` and the width. run: from
-    normalized rows [R, D] to vectors."""
+    """What follows the last norm. config: of a config.json and the decoder's. weights: of ``c`` and the width. run:
+    from normalized rows [R, D] to vectors."""
 
     config: Callable[[HF, Any], Config]
     weights: Callable[[Config, int], dict[str, Weight]]

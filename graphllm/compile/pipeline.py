@@ -31,9 +31,8 @@ from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
-from graphllm.ir.model import Model
+from graphllm.ir.model import Model, derived_model
 from graphllm.ir.op import op_of
-from graphllm.ir.model import derived_model
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.ir.specs import plain
 from graphllm.machine import compiler_version

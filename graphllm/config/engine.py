@@ -89,8 +89,8 @@ class FilesConfig:
     )
     runner: Literal["auto", "generate", "pooling"] = setting(
         "auto",
-        help="What the model is for: text, or vectors of its hidden states. auto: vectors where it has no language head "
-        "or comes with modules.json of sentence-transformers.",
+        help="What the model is for: text, or vectors of its hidden states. auto: vectors where it has no language "
+        "head, or comes with modules.json of sentence-transformers.",
         key="the config.json that is in the key has it",
     )
     convert: Literal["auto", "none", "embed", "classify"] = setting(

@@ -1,10 +1,10 @@
-"""`PoolingParams`, with vLLM's fields, and `Vectors`: what a model's vectors are, and what is made of them where a request
-does not say."""
+"""`PoolingParams`, with vLLM's fields, and `Vectors`: what a model's vectors are, and what is made of them where a
+request does not say."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from graphllm.config.pooling_config import PoolingConfig
@@ -62,7 +62,7 @@ class Vectors:
     kind: Literal["embed", "classify"] = "embed"
     activation: Activation = "normalize"
     labels: tuple[str, ...] = ()
-    checkpoint: PoolingConfig = PoolingConfig()
+    checkpoint: PoolingConfig = field(default_factory=PoolingConfig)
 
 
 def vectors_of(hf: Mapping[str, Any], checkpoint: PoolingConfig) -> Vectors:

@@ -128,8 +128,11 @@ def _structured_outputs(value: Any) -> Mapping[str, Any]:
 _TASKS: Mapping[Any, Mapping[str, Any]] = {
     "auto": {},
     "generate": {"runner": "generate"},
-    **dict.fromkeys(("embed", "embedding", "reward"), {"runner": "pooling"}),
-    **dict.fromkeys(("classify", "score"), {"runner": "pooling", "convert": "classify"}),
+    "embed": {"runner": "pooling"},
+    "embedding": {"runner": "pooling"},
+    "reward": {"runner": "pooling"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling", "convert": "classify"},
 }
 _POOLER = {"pooling_type": "pooling_type", "seq_pooling_type": "pooling_type"}
 _PER_REQUEST = ("normalize", "dimensions", "use_activation", "activation", "softmax", "step_tag_id")
@@ -159,9 +162,7 @@ def _renamed(setting: str) -> ForeignName:
 
 _MEANINGS = {
     "task": ForeignName(means=_task, remedy="`runner` and `convert`"),
-    **dict.fromkeys(
-        ("pooler_config", "override_pooler_config"), ForeignName(means=_pooler, remedy="`pooling_type`")
-    ),
+    **dict.fromkeys(("pooler_config", "override_pooler_config"), ForeignName(means=_pooler, remedy="`pooling_type`")),
     "enforce_eager": ForeignName(means=_eager, switch=True, remedy="`backend`: True is `eager`, False the default"),
     "device": _renamed("target")._replace(remedy="`target`"),
     "device_memory_utilization": _renamed("gpu_memory_utilization")._replace(remedy="`gpu_memory_utilization`"),

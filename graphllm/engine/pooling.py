@@ -1,5 +1,5 @@
-"""From a prompt and `PoolingParams` to a request for a vector, and from the core's numbers to what was asked for. Scores
-of pairs are made of such requests. numpy only: servers import it."""
+"""From a prompt and `PoolingParams` to a request for a vector, and from the core's numbers to what was asked for.
+Scores of pairs are made of such requests. numpy only: servers import it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.config.pooling import NO_POOLING, PoolingParams, Vectors
-from graphllm.config.sampling import SamplingParams
 from graphllm.engine.processor import Processor, Prompt, Truncation
 from graphllm.engine.request import CoreInfo, EngineCoreOutput, EngineRequest
 from graphllm.engine.text import Tokenizer
@@ -87,8 +86,8 @@ class Pooling:
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> PoolingRequest:
-        """Check a request. prompt: as `instructed` gives it, or two texts. task: None for that of the parameters. Raises
-        ConfigError naming field, value and remedy."""
+        """Check a request. prompt: as `instructed` gives it, or two texts. task: None for that of the parameters.
+        Raises ConfigError naming field, value and remedy."""
         if not isinstance(params, PoolingParams):
             raise ConfigError(f"pooling_params is {params!r:.80}: give PoolingParams")
         meant = self.task(task if task is not None else params.task)
@@ -101,7 +100,7 @@ class Pooling:
         return PoolingRequest(msgspec.structs.replace(request, second=second) if second else request, params, meant)
 
     def result(self, asked: PoolingRequest, output: EngineCoreOutput) -> np.ndarray:
-        """float32 [D], or [tokens, D] of a model with a vector for each token: what the core gave, as it was asked for.
+        """float32 [D], or [tokens, D] of a model with a vector for each token: what the core gave, as was asked for.
         Raises RuntimeError for a request that did not end as it should."""
         if not output.pooled:
             raise RuntimeError(f"request {output.id} ended with {output.finish_reason}: {output.error}")
@@ -124,7 +123,9 @@ class Pooling:
             if not embeds:
                 raise ConfigError(f"dimensions is {wanted!r:.80}: the model gives classes; leave it out")
             if type(wanted) is not int or wanted < 1:
-                raise ConfigError(f"dimensions is {wanted!r:.80}: give at least 1, or None for all that the model gives")
+                raise ConfigError(
+                    f"dimensions is {wanted!r:.80}: give at least 1, or None for all that the model gives"
+                )
             if size and wanted > size:
                 raise ConfigError(f"dimensions is {wanted}: the model gives {size}; give no more")
             if (trained := self.vectors.checkpoint.dimensions) and wanted not in trained:
@@ -137,7 +138,9 @@ class Pooling:
             told = "gives embeddings; leave it out" if embeds else f"has {size} classes; give some of their numbers"
             raise ConfigError(f"returned_token_ids is {classes!r:.80}: the model {told}")
         if (most := params.truncate_prompt_tokens) is not None and (type(most) is not int or most < 1) and most != -1:
-            raise ConfigError(f"truncate_prompt_tokens is {most!r:.80}: give at least 1, or -1 for what the model takes")
+            raise ConfigError(
+                f"truncate_prompt_tokens is {most!r:.80}: give at least 1, or -1 for what the model takes"
+            )
 
     def instructed(self, prompt: Prompt, name: str | None, params: PoolingParams) -> Prompt:
         """A prompt as the core is to see it: a text behind the checkpoint's prompt of that name, and cut where the
@@ -177,9 +180,9 @@ class Pooling:
 
     # --- scores of pairs
 
-    def scoring(self, first: Sequence[Prompt], second: Sequence[Prompt], fields: tuple[str, str]) -> Scoring:
-        """Scores of texts against others: 1-1, 1-N, or N-N by place. fields: what the caller's two arguments are called.
-        Raises ConfigError for other numbers, and for a model of several classes."""
+    def scoring(self, first: Sequence[Any], second: Sequence[Any], fields: tuple[str, str]) -> Scoring:
+        """Scores of texts against others: 1-1, 1-N, or N-N by place. fields: what the caller's two arguments are
+        called. Raises ConfigError for other numbers, and for a model of several classes."""
         self.task("score")
         if not first or not second:
             raise ConfigError(f"{fields[0] if not first else fields[1]} is empty: give at least one text")
@@ -190,10 +193,11 @@ class Pooling:
         if self.vectors.kind == "classify":
             if self._info.vector_size > 1:
                 raise ConfigError(
-                    f"{fields[0]}: the model has {self._info.vector_size} classes, and a score is one number; use classify"
+                    f"{fields[0]}: the model has {self._info.vector_size} classes, and a score is one number; use "
+                    "classify"
                 )
             repeated = list(first) * (len(second) // len(first))
-            pairs: list[Any] = [Pair(*pair) for pair in zip(repeated, second, strict=True)]
+            pairs: list[Any] = [Pair(a, b) for a, b in zip(repeated, second, strict=True)]
             return Scoring(pairs, lambda found: [float(vector.reshape(-1)[0]) for vector in found])
         compare = max_sim if self.tokenwise else cosine
         count = len(first)

@@ -199,7 +199,9 @@ class Processor:
             *_, ids = self.encode(text, fields.get("add_special_tokens", True), "truncation" in fields)
         if "truncation" in fields:
             around = self._around() if text is not None and fields.get("add_special_tokens", True) else (0, 0)
-            ids = fields["truncation"].cut(ids, self._info.max_model_len - (params.max_tokens or 1) * self._output, around)
+            ids = fields["truncation"].cut(
+                ids, self._info.max_model_len - (params.max_tokens or 1) * self._output, around
+            )
         return text, self._checked(ids), str(fields.get("cache_salt") or "")
 
     def _checked(self, ids: Any) -> list[int]:

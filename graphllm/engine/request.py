@@ -79,7 +79,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter_id: entry of the adapters' tables, 0 for none. adapter: what tells its adapter from others in every process,
     such as a hash of its weights; the prefix cache goes by it. items: encoded inputs. thinking: how long it may think;
     structured outputs hold from its end on.
-    second: number of the first token of the second text of a pair, 0 where there is none or the model makes no difference.
+    second: of two texts for a cross-encoder, the place of the first token of the second one; 0 where there is one text.
     """
 
     id: str

@@ -15,23 +15,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.pooling import PoolingParams, Vectors
+from graphllm.config.pooling import Vectors
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.limited_process import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
-from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
-from graphllm.engine.pooling_outputs import PoolingRequestOutput, pooling_output
+from graphllm.engine.pooling import Pooling
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.remote import RemoteCore
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
+from graphllm.entrypoints.async_pooling import PooledRequests, PoolingAsyncMixin
 from graphllm.entrypoints.llm_engine import refuse
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
@@ -59,7 +57,7 @@ class SlowReaderError(RuntimeError):
     """Nobody took a stream's outputs, and there is no room for more."""
 
 
-class AsyncLLM:
+class AsyncLLM(PoolingAsyncMixin):
     """Serves one core to one event loop. The core starts with `start`, or with the first request."""
 
     def __init__(
@@ -82,7 +80,7 @@ class AsyncLLM:
         self._processor: Processor | None = None
         self._vectors = vectors
         self._pooling: Pooling | None = None
-        self._pooled: dict[str, asyncio.Future[EngineCoreOutput]] = {}  # requests for vectors, by the core's names
+        self._pooled = PooledRequests()
         # More than can wait for the check of a large grammar, so that others never do.
         self._parsers = concurrent.futures.ThreadPoolExecutor(2 * MAX_WAITING, "graphllm-parse")
         self._starting: asyncio.Task[None] | None = None
@@ -146,7 +144,9 @@ class AsyncLLM:
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
         if loggers is None:
             loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
-        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing, vectors=resolved.vectors)
+        return cls(
+            client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing, vectors=resolved.vectors
+        )
 
     @classmethod
     def beside(cls, core: RemoteCore, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
@@ -222,65 +222,6 @@ class AsyncLLM:
                 left.drop()
             self._abort_core(self._outputs.abort([name]))
 
-    async def encode(
-        self,
-        prompt: Prompt | Pair,
-        pooling_params: PoolingParams,
-        request_id: str,
-        lora_request: None = None,
-        trace_headers: Mapping[str, str] | None = None,
-        priority: int = 0,
-        tokenization_kwargs: None = None,
-    ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The vector of a prompt, as ``outputs.data``, of a model that gives some; one output. Leaving early aborts it.
-        trace_headers: change nothing. Raises as `generate`."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        if request_id in self._names:
-            raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
-        self._names[request_id] = f"{request_id}-{next(self._numbers)}"
-        try:
-            if not isinstance(prompt, Pair):
-                prompt = (await self.pooling()).instructed(prompt, None, pooling_params)
-            asked, found, output = await self.vector(prompt, pooling_params, priority=priority)
-            made = pooling_output(asked, found, output.cached)
-            made.request_id = request_id
-            yield made
-        finally:
-            del self._names[request_id]
-
-    async def pooling(self) -> Pooling:
-        """What makes requests for vectors, once the core is loaded."""
-        if self._pooling is None:
-            await self.start()
-        assert self._pooling is not None
-        return self._pooling
-
-    async def vector(
-        self, prompt: Prompt | Pair, params: PoolingParams, **options: Any
-    ) -> tuple[PoolingRequest, np.ndarray, EngineCoreOutput]:
-        """A prompt's vector, with the request and the core's output. options: of `Pooling.make`. Raises as `generate`,
-        and RuntimeError for what the core could not finish."""
-        pooling = await self.pooling()
-        name = f"pooled-{next(self._numbers)}"
-        make = functools.partial(pooling.make, params=params, request_id=name, **options)
-        if not isinstance(prompt, Pair):
-            asked = make(await self.tokenized(prompt))
-        elif max(map(len, map(str, prompt))) > _LONG:
-            asked = await asyncio.get_running_loop().run_in_executor(self._long_texts, functools.partial(make, prompt))
-        else:
-            asked = make(prompt)
-        if self._cause is not None:
-            raise EngineDeadError(self._cause)
-        future = self._pooled[name] = asyncio.get_running_loop().create_future()
-        try:
-            self._client.add([asked.request])
-            output = await future
-        finally:
-            del self._pooled[name]
-            if not future.done() or future.cancelled():
-                self._abort_core([name])
-        return asked, pooling.result(asked, output), output
-
     async def _parse(
         self, prompt: Prompt, params: SamplingParams, name: str, priority: int, cache_salt: str | None
     ) -> ParsedRequest:
@@ -304,7 +245,7 @@ class AsyncLLM:
         steps = self._processor.encode(text, fields.get("add_special_tokens", True), "truncation" in fields)
         return {**fields, "prompt_token_ids": await self._in_turns(text, steps)}
 
-    async def encode(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
+    async def token_ids(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
         """Token ids of any text. Raises ConfigError for one with far more than ``limit``."""
         if self._tokenizer is None:
             raise ConfigError("tokenizer: there is none; leave out skip_tokenizer_init, or work with token ids")
@@ -320,8 +261,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams end with finish_reason "abort". Ids that are not running are ignored."""
         ids = [request_id] if isinstance(request_id, str) else request_id
-        streams = [self._streams.get(self._names.get(id, "")) for id in ids]
-        self._abort_core([r.id for stream in streams if stream is not None for r in stream.parsed.requests])
+        names = [self._names[id] for id in ids if id in self._names]
+        streams = [self._streams[name] for name in names if name in self._streams]
+        pooled = [name for name in names if name in self._pooled]
+        self._abort_core([r.id for stream in streams for r in stream.parsed.requests] + pooled)
 
     def finish(self, request_id: str, index: int) -> None:
         """End one completion of a running request as a stop string does: its text is all there is. Of a request whose
@@ -372,9 +315,7 @@ class AsyncLLM:
     def _fail(self, error: Exception) -> None:
         for stream in self._streams.values():
             stream.fail(error)
-        for future in self._pooled.values():
-            if not future.done():
-                future.set_exception(error)
+        self._pooled.fail(error)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError for a core that is gone, EngineUnhealthyError for one that is silent or stuck."""
@@ -441,10 +382,7 @@ class AsyncLLM:
         self._fail(EngineDeadError(cause))
 
     def _deliver(self, updates: Sequence[EngineCoreOutput]) -> None:
-        for update in updates if self._pooled else ():
-            future = self._pooled.get(update.id)
-            if future is not None and update.finish_reason is not None and not future.done():
-                future.set_result(update)
+        self._pooled.take(updates)
         self._give_out(self._outputs.process(updates))
 
     def _give_out(self, processed: Processed) -> None:
@@ -478,8 +416,7 @@ class AsyncLLM:
         for stream in self._streams.values():
             if stream.parsed.requests[0].id == news.ids[0]:
                 stream.fail(error)
-        if (future := self._pooled.get(news.ids[0])) is not None and not future.done():
-            future.set_exception(error)
+        self._pooled.fail(error, news.ids)
 
 
 def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:

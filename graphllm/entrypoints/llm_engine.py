@@ -22,15 +22,14 @@ from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFac
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
 
-
 _VECTORS = Vectors()
 
 
 class LLMEngine:
     """Takes requests, and gives what they have got after each `step`; for one thread at a time. Close it in the end.
 
-    core, tokenizer, defaults, processor, outputs, pooling: its parts, which `LLM` drives too. loggers: told of its figures about
-    every ten seconds while it steps. tracing: gets a span of each request.
+    core, tokenizer, defaults, processor, outputs, pooling: its parts, which `LLM` drives too. loggers: told of its
+    figures about every ten seconds while it steps. tracing: gets a span of each request.
     """
 
     def __init__(
@@ -183,7 +182,9 @@ def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None 
     core = load_core(resolved.config, processors=resolved.processors)
     grammar = core.grammars if resolved.tokenizer else None
     loggers = stat_loggers(args, factories)
-    return LLMEngine(core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers, tracing, resolved.vectors)
+    return LLMEngine(
+        core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers, tracing, resolved.vectors
+    )
 
 
 _REMEDIES = {

@@ -82,7 +82,9 @@ def resolve_model(
         "draft_proposer": proposer if isinstance(proposer, str | None) else name_of("draft_proposer", proposer),
         "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
     }
-    return ResolvedModel(assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions, source.name, vectors)
+    return ResolvedModel(
+        assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions, source.name, vectors
+    )
 
 
 def checkpoint_defaults(args: EngineArgs, source: Source, base: SamplingParams | None = None) -> SamplingParams:

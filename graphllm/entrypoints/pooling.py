@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
@@ -172,8 +172,8 @@ class PoolingOfflineMixin:
 
 
 def run_pooling(core: Core, requests: Sequence[PoolingRequest], done: Callable[[], None]) -> list[EngineCoreOutput]:
-    """Run requests for vectors to their end, in their order. Nothing of them stays behind: with Ctrl-C, or when the core
-    refuses one, all are aborted and the exception goes on."""
+    """Run requests for vectors to their end, in their order. Nothing of them stays behind: with Ctrl-C, or when the
+    core refuses one, all are aborted and the exception goes on."""
     finished: dict[str, EngineCoreOutput] = {}
     with Interrupts() as interrupts:
         try:

@@ -75,7 +75,9 @@ def test_sentence_transformers_folder_is_an_embedder(tmp_path: Path, cache: Path
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((MODEL_DIR / name).read_bytes())
     types = ("Transformer", "Pooling", "Normalize")
-    modules = [{"type": f"sentence_transformers.models.{t}", "path": f"{i}_{t}" if i else ""} for i, t in enumerate(types)]
+    modules = [
+        {"type": f"sentence_transformers.models.{t}", "path": f"{i}_{t}" if i else ""} for i, t in enumerate(types)
+    ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
@@ -97,10 +99,15 @@ def test_sentence_transformers_folder_is_an_embedder(tmp_path: Path, cache: Path
 
 CLASSIFIERS = {
     "llama": (transformers.LlamaConfig, transformers.LlamaForSequenceClassification, {"num_labels": 3}),
-    "mistral": (transformers.MistralConfig, transformers.MistralForSequenceClassification, {"num_labels": 2, "sliding_window": 24}),
+    "mistral": (
+        transformers.MistralConfig, transformers.MistralForSequenceClassification,
+        {"num_labels": 2, "sliding_window": 24},
+    ),
     "qwen2": (transformers.Qwen2Config, transformers.Qwen2ForSequenceClassification, {"num_labels": 1}),
     "qwen3": (transformers.Qwen3Config, transformers.Qwen3ForSequenceClassification, {"num_labels": 4, "head_dim": 16}),
-    "gemma2": (transformers.Gemma2Config, transformers.Gemma2ForSequenceClassification, {"num_labels": 3, "head_dim": 8}),
+    "gemma2": (
+        transformers.Gemma2Config, transformers.Gemma2ForSequenceClassification, {"num_labels": 3, "head_dim": 8},
+    ),
     "gpt2": (transformers.GPT2Config, transformers.GPT2ForSequenceClassification, {"num_labels": 3}),
 }  # fmt: skip
 
@@ -136,7 +143,9 @@ def test_reward_model(tmp_path: Path, cache: Path) -> None:
     tensors |= {f"score.{n}": t.detach() for n, t in score.state_dict().items()}
     save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
     path = tmp_path / "m" / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"architectures": ["Qwen2ForRewardModel"], "num_labels": 1}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"architectures": ["Qwen2ForRewardModel"], "num_labels": 1})
+    )
     with torch.no_grad():
         expected = [score(body(torch.tensor([p])).last_hidden_state[0, -1]) for p in PROMPTS]
     with _open(tmp_path / "m") as llm:

@@ -97,7 +97,9 @@ class CohereEmbedBody(Object):
 
     model: str | None = None
     texts: Items[str] = Field(min_length=1)
-    input_type: str | None = Field(None, description="search_query is the checkpoint's prompt query, if it has one, ...")
+    input_type: str | None = Field(
+        None, description="search_query is the checkpoint's prompt query, if it has one, ..."
+    )
     embedding_types: Items[Literal["float", "base64", "binary", "ubinary"]] | None = None
     output_dimension: _Count | None = None
     truncate: Literal["NONE", "START", "END"] | None = Field(None, description="What is cut off a text too long.")

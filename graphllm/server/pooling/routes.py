@@ -20,8 +20,10 @@ from graphllm.server.pooling.running import Found, find_vectors, instructed, poo
 from graphllm.server.pooling.writing import base64_of, bits, numbers
 from graphllm.server.service import Service
 
-_PARAMS = ("truncate_prompt_tokens", "use_activation", "normalize", "activation", "softmax", "dimensions", "step_tag_id",
-           "returned_token_ids")  # fmt: skip
+_PARAMS = (
+    "truncate_prompt_tokens", "use_activation", "normalize", "activation", "softmax", "dimensions", "step_tag_id",
+    "returned_token_ids",
+)  # fmt: skip
 _PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 _PROMPTS_OF = {"search_query": "query", "search_document": "document"}  # Cohere's input_type, sentence-transformers'
 
@@ -174,7 +176,9 @@ async def _prompts(service: Service, record: Record, given: Mapping[str, Any]) -
         found = [found]
     if not found:
         raise ConfigError("input is []: give at least one text")
-    return [{"prompt": p, "add_special_tokens": special} if isinstance(p, str) else {"prompt_token_ids": p} for p in found]
+    return [
+        {"prompt": p, "add_special_tokens": special} if isinstance(p, str) else {"prompt_token_ids": p} for p in found
+    ]
 
 
 async def _scores(

@@ -47,15 +47,15 @@ async def find_vectors(
     priority: int = 0,
     cache_salt: str | None = None,
 ) -> Found:
-    """Run a request for each prompt. Raises ConfigError for one that cannot run, QueueFullError when the first ones have
-    no room, GoneError when the client leaves."""
+    """Run a request for each prompt. Raises ConfigError for one that cannot run, QueueFullError when the first ones
+    have no room, GoneError when the client leaves."""
     record, engine = record_of(request.scope), service.supervisor.engine
     if len(prompts) > MOST:
         raise ConfigError(f"input has {len(prompts)} entries: give at most {MOST}")
     if priority and service.supervisor.opened.config.scheduler.scheduling_policy != "priority":  # type: ignore[union-attr]
         raise ConfigError(f"priority is {priority}: start with --scheduling-policy priority, or leave it out")
     running = asyncio.Semaphore(service.info.max_num_seqs)
-    options = {"task": task, "priority": priority, "cache_salt": cache_salt}
+    options: dict[str, Any] = {"task": task, "priority": priority, "cache_salt": cache_salt}
     begun = False
 
     async def one(prompt: Any) -> tuple[np.ndarray, int, int]:

@@ -19,7 +19,7 @@ def base64_of(vector: np.ndarray, dtype: Any = "<f4") -> str:
 
 
 def bits(vector: np.ndarray, signed: bool = False) -> list[int]:
-    """One bit for each number, 1 where it is above 0, eight in a byte, the first one highest. signed: bytes less 128, as
-    Cohere's "binary" has them."""
+    """One bit for each number, 1 where it is above 0, eight in a byte, the first one highest. signed: bytes less 128,
+    as Cohere's "binary" has them."""
     packed = np.packbits(vector > 0)
     return (packed.astype(np.int16) - 128 if signed else packed).tolist()

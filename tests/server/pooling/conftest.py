@@ -19,7 +19,18 @@ SIZES: dict[str, Any] = {
     "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "head_dim": 8,
     "pad_token_id": 0,
 }  # fmt: skip
-OPTIONS = ("--backend", "eager", "--target", "cpu", "--dtype", "float32", "--max-model-len", "128", "--max-num-seqs", "8")
+OPTIONS = (
+    "--backend",
+    "eager",
+    "--target",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "128",
+    "--max-num-seqs",
+    "8",
+)
 
 
 def make(kind: Any, folder: Path, **config: Any) -> Any:

@@ -4,6 +4,7 @@ send them."""
 from __future__ import annotations
 
 import base64
+import itertools
 import re
 from functools import cache
 from pathlib import Path
@@ -118,7 +119,12 @@ def test_scores_of_embeddings(embedder: Served, embedder_folder: Path) -> None:
 
 
 def test_cohere_embed(embedder: Served, embedder_folder: Path) -> None:
-    body = {"model": "small", "texts": TEXTS, "input_type": "search_query", "embedding_types": ["float", "ubinary", "binary"]}
+    body = {
+        "model": "small",
+        "texts": TEXTS,
+        "input_type": "search_query",
+        "embedding_types": ["float", "ubinary", "binary"],
+    }
     status, answer, _ = embedder.post("/v2/embed", body)
     assert (status, answer["response_type"], answer["texts"]) == (200, "embeddings_by_type", TEXTS), answer
     for i, text in enumerate(TEXTS):
@@ -162,7 +168,7 @@ def test_classify_and_score(reranker: Served, reranker_folder: Path) -> None:
         _close(data["probs"], expected.numpy())
         assert (data["num_classes"], data["label"]) == (1, "LABEL_0")
     _, answer, _ = reranker.post("/score", {"text_1": TEXTS[:2], "text_2": TEXTS[1:]})
-    expected_scores = [_pair(reranker_folder, *pair) for pair in zip(TEXTS[:2], TEXTS[1:], strict=True)]
+    expected_scores = [_pair(reranker_folder, *pair) for pair in itertools.pairwise(TEXTS)]
     assert [d["score"] for d in answer["data"]] == pytest.approx(expected_scores, abs=1e-5)
 
 
