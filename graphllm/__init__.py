@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     )
     from graphllm.engine.outputs import CompletionOutput, RequestOutput
     from graphllm.engine.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from graphllm.engine.processor import Prompt as PromptType
     from graphllm.engine.processor import TextPrompt, TokensPrompt
@@ -48,6 +52,8 @@ __all__ = [
     "AsyncLLMEngine",
     "BatchUpdate",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Counter",
     "EmbeddingOutput",
@@ -69,6 +75,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -93,7 +101,11 @@ _PLACES = {
     "RequestOutput": "engine.outputs",
     "PoolingParams": "config.pooling",
     **dict.fromkeys(
-        ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput"), "engine.pooling_outputs"
+        [
+            *("ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"),
+            *("PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+        ],
+        "engine.pooling_outputs",
     ),
     "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",
     "PromptType": "engine.processor:Prompt",

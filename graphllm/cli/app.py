@@ -45,7 +45,9 @@ app.add_typer(bench_app, name="bench")
 _MODEL = "Checkpoint folder, or name on the Hugging Face hub; without it, the embedded model."
 ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL)]
-_FILES = ("revision", "download_dir", "hf_token", "hf_config_path", "hf_overrides")  # that a compilation depends on
+_FILES = (  # that a compilation depends on
+    "revision", "download_dir", "hf_token", "hf_config_path", "hf_overrides", "runner", "convert",
+)  # fmt: skip
 _CHAT_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 

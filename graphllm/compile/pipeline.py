@@ -31,7 +31,7 @@ from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
-from graphllm.ir.model import Model
+from graphllm.ir.model import Model, derived_model
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.ir.specs import plain
@@ -113,8 +113,8 @@ def _drafter(model_config: Mapping[str, Any], drafts: Mapping[str, Any]) -> Mode
 
 def _family(model_config: Mapping[str, Any]) -> Model:
     names, known = strings(model_config, "architectures"), load_models()
-    if names and names[0] in known:
-        return known[names[0]]
+    if names and (model := known.get(names[0]) or derived_model(names[0])) is not None:
+        return model
     if "auto_map" in model_config:
         raise ConfigError(
             f"config.json: auto_map says that {(names or [model_config.get('model_type')])[0]} is code of the "

@@ -92,7 +92,18 @@ class FilesConfig:
         None,
         help="Of which hidden states a model that gives vectors makes them: LAST, CLS (the first), MEAN, or ALL (one "
         "vector for each token); None: as the checkpoint's files say.",
-        key="the config that is in the key has it",
+        key="the config.json that is in the key has it",
+    )
+    runner: Literal["auto", "generate", "pooling"] = setting(
+        "auto",
+        help="What the model is for: text, or vectors of its hidden states. auto: vectors where it has no language "
+        "head, or comes with modules.json of sentence-transformers.",
+        key="the config.json that is in the key has it",
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = setting(
+        "auto",
+        help="The head that a model with a language head gets for runner pooling: none (embed), or a classifier's.",
+        key="the config.json that is in the key has it",
     )
     tokenizer: str | None = setting(
         None, written=str | Path | None, help="Folder or hub name of a tokenizer; None: the model's.", key=_LOADING

@@ -14,6 +14,7 @@ from graphllm.config.pooling_config import dense_tensor
 from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
 from graphllm.entrypoints.hub import Hub, Wanted
 from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
+from graphllm.entrypoints.runner import with_runner
 from graphllm.weights.checkpoint import (
     DRAFT,
     Checkpoint,
@@ -66,6 +67,7 @@ def find_source(args: EngineArgs) -> Source:
     source = open_source(
         model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method,
         args.pooling_type,
+        args.runner, args.convert,
     )  # fmt: skip
     return replace(source, name=model.name, commit=model.commit) if model else source
 
@@ -130,13 +132,15 @@ def open_source(
     overrides: Mapping[str, Any] | None = None,
     method: str | None = None,
     pooling_type: str | None = None,
+    runner: str = "auto",
+    convert: str = "auto",
 ) -> Source:
     """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
     be random numbers. draft: the folder of a draft model, which joins it: its config.json as the field "draft", its
     tensors with "draft:" before their names. config_folder: whose config.json is read in place of the folder's.
     overrides: fields in place of those of config.json. method: how the draft model drafts, where its config.json
     leaves that open. pooling_type: in place of what the checkpoint says. How vectors are made becomes the field
-    "pooling".
+    "pooling". runner, convert: see `with_runner`.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
@@ -153,6 +157,7 @@ def open_source(
         )
     config = _with_architecture(_overridden(_read_config(config_folder or folder), overrides or {}))
     config = with_pooling(config, folder, pooling_type)
+    config = with_runner(config, folder, runner, convert)
     name = folder.resolve().name
     if draft is None:
         return Source(folder, config, *open_tensors(folder, load_format), name=name)
@@ -315,6 +320,7 @@ def _texts(names: Sequence[str]) -> list[str]:
         name
         for name in names
         if fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
+        or fnmatch.fnmatchcase(name, "[0-9]*_*/config.json")  # sentence-transformers' modules
         or ("/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEXTS))
     ]
 

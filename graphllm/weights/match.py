@@ -27,7 +27,7 @@ _PRETRAINING = re.compile(
     r"^(\w+\.)?pooler\.dense\.|^cls\.(predictions|seq_relationship)\.|^lm_head\.(dense|layer_norm|decoder)\.|^lm_head\.bias$"
     r"|^vocab_(transform|layer_norm|projector)\.|^head\.(dense|norm)\.|^decoder\.(weight|bias)$"
 )
-_TIED = "lm_head.weight"  # saved by some although it is tied
+_TIED = "lm_head.weight"  # saved by some although it is tied; and not read where vectors are wanted
 
 
 def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
@@ -52,7 +52,7 @@ def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
                 continue
             for problem in _misfits(read, regions.get(read, []), checkpoint.tensors[name]):
                 problems[name, problem] = None
-    tied = any(e.tie for e in plan) or any(n > 1 for n in used.values())
+    tied = any(e.tie for e in plan) or any(n > 1 for n in used.values()) or all(e.name != "head.lm_head" for e in plan)
     for name in checkpoint.tensors:
         unread = _BUFFERS.search(name) or _PRETRAINING.search(name) or (tied and name == _TIED)
         if name not in known and not unread:
