@@ -13,8 +13,8 @@ from graphllm.config.fields import is_folder, read_json
 from graphllm.config.pooling_config import dense_tensor
 from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
 from graphllm.entrypoints.hub import Hub, Wanted
-from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
 from graphllm.entrypoints.runner import with_runner
+from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
 from graphllm.weights.checkpoint import (
     DRAFT,
     Checkpoint,
@@ -66,8 +66,7 @@ def find_source(args: EngineArgs) -> Source:
         config = hub.find("hf_config_path", args.hf_config_path, None, _CONFIG).folder
     source = open_source(
         model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method,
-        args.pooling_type,
-        args.runner, args.convert,
+        args.pooling_type, args.runner, args.convert,
     )  # fmt: skip
     return replace(source, name=model.name, commit=model.commit) if model else source
 
