@@ -13,7 +13,7 @@ from graphllm.cli.bench.app import bench_app
 from graphllm.cli.endings import endings
 from graphllm.cli.options import engine_options, sampling_options
 from graphllm.cli.vllm_flags import EngineCommand
-from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
+from graphllm.config import CompileConfig, ConfigError, EngineArgs, definitions, parse_bytes
 from graphllm.server.frontend_names import FRONTEND_NAMES
 from graphllm.version import __version__
 
@@ -120,9 +120,17 @@ def run_command(
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema: a file, or text.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
+    task: Annotated[
+        Literal["generate", "embed", "classify", "score"],
+        typer.Option(help="Text, or vectors, classes or scores of pairs, of a model that gives them."),
+    ] = "generate",
+    dimensions: Annotated[int | None, typer.Option(help="Keep so many numbers of an embedding.")] = None,
+    truncate: Annotated[
+        int | None, typer.Option(help="With --task: keep so many tokens of a text; -1: what fits.")
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
-    """Generate text offline.
+    """Generate text offline, or make vectors of texts with --task.
 
     A checkpoint's generation_config.json comes before the defaults of sampling options, a line's own fields before all.
     Exit status: 0 every request has an answer, 1 some have none or results cannot be written, 2 a mistake in the
@@ -133,6 +141,17 @@ def run_command(
 
     if output == Path("-"):
         output = Path("/dev/stdout")
+    if task != "generate":
+        from graphllm.cli.vectors import run_vectors
+        from graphllm.config.pooling import PoolingParams
+
+        if given := [
+            name for name, value in {**sampling, "system": system, "regex": regex}.items() if value is not None
+        ]:
+            raise ConfigError(f"{given[0]}: not with --task {task}; leave it out")
+        args = replace(args, model=model, runner="pooling" if args.runner == "auto" else args.runner)
+        params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
+        raise typer.Exit(run_vectors(args, task, Inputs(file, prompt or [], True, None, output), params, quiet))
     schema = read_schema(json_schema) if json_schema is not None else None
     if json_schema or regex:
         sampling["structured_outputs"] = {"json": schema, "regex": regex}
