@@ -140,8 +140,8 @@ def digest_of(item: Item, settings: str) -> str:
 
 class Items:
     """All that is to run, in order; may be gone through several times. A file is read anew each time, a line at once;
-    what can be read only once, such as stdin, is kept. read: makes the item of a line of JSON. Raises ConfigError naming file and line for a line that cannot
-    be used, also when two have the same id."""
+    what can be read only once, such as stdin, is kept. read: makes the item of a line of JSON. Raises ConfigError
+    naming file and line for a line that cannot be used, also when two have the same id."""
 
     def __init__(self, inputs: Inputs, read: Callable[[str, str, Inputs], Item] | None = None) -> None:
         self._inputs, self._kept = inputs, None

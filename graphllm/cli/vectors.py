@@ -18,9 +18,9 @@ from graphllm.cli.endings import CommandError, signals_as_interrupts, stopped_st
 from graphllm.cli.results import JsonlSink
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.pooling import PoolingParams
+from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
 
 if TYPE_CHECKING:
-    from graphllm.engine.pooling import Pooling, PoolingRequest
     from graphllm.engine.request import Core
 
 Task = Literal["embed", "classify", "score"]
@@ -59,7 +59,7 @@ def run_vectors(args: EngineArgs, task: Task, inputs: Inputs, params: PoolingPar
         with signals_as_interrupts():
             try:
                 if len(finished) < len(wanted):
-                    left = (item for place, item in enumerate(items) if place not in finished)
+                    left = (item for n, item in enumerate(items) if n not in finished and isinstance(item, PlainItem))
                     refused = _run(args, task, left, params, sink, quiet)
             finally:
                 if sink:
@@ -80,7 +80,6 @@ def _run(
 ) -> int:
     """Load the model and run what is left; how many could not run."""
     from graphllm.cli.run import tell
-    from graphllm.engine.pooling import Pooling
     from graphllm.engine.processor import Processor
     from graphllm.entrypoints.core import load_core
     from graphllm.entrypoints.model import resolve_model
@@ -126,8 +125,9 @@ def _rows(
                 scoring = (
                     pooling.scoring([item.prompt], [item.fields["second"]], _PAIRS[0]) if task == "score" else None
                 )
-                for prompt in scoring.prompts if scoring else [item.prompt]:
-                    text = prompt if isinstance(prompt, tuple) else pooling.instructed(prompt, None, params)
+                prompts: list[Any] = scoring.prompts if scoring else [item.prompt]
+                for prompt in prompts:
+                    text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, None, params)
                     made.append(pooling.make(text, params, f"{next(numbers)}", task=task))
                 for asked in made:
                     core.add(asked.request)
@@ -138,9 +138,9 @@ def _rows(
         if core.unfinished:
             found |= {o.id: o for o in core.step() if o.finish_reason is not None}
         while open_items and all(asked.id in found for asked in open_items[0][2]):
-            id, scoring, made, mistake = open_items.popleft()
-            if mistake:
-                yield id, {"error": mistake}
+            id, scoring, made, refusal = open_items.popleft()
+            if refusal:
+                yield id, {"error": refusal}
                 continue
             vectors = [pooling.result(asked, found.pop(asked.id)) for asked in made]
             yield id, _row(pooling, task, scoring, vectors, sum(len(asked.request.prompt) for asked in made))
@@ -164,14 +164,16 @@ def _read(line: str, where: str, task: Task) -> PlainItem:
         json.dumps(row, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as damage:
         raise ConfigError(f"{where}: not valid JSON ({damage})") from damage
-    names = next((p for p in (_PAIRS if task == "score" else [(n,) for n in _TEXTS]) if _has(row, p)), None)
+    choices: list[tuple[str, ...]] = [*_PAIRS] if task == "score" else [(name,) for name in _TEXTS]
+    names = next((choice for choice in choices if _has(row, choice)), None)
     if names is None:
         wanted = "text_1 and text_2" if task == "score" else "text"
         raise ConfigError(f"{where}: give an object with {wanted}, as texts")
     if unknown := [name for name in row if name not in _FIELDS]:
         raise ConfigError(f"{where}: {unknown[0]:.80} is no field of a text; leave it out")
     id = str(row.get("id", row.get("custom_id", where.rsplit(":", 1)[-1])))
-    return PlainItem(id, row[names[0]], None, None, {"second": row[names[1]]} if task == "score" else {})
+    first, *second = (row[name] for name in names)
+    return PlainItem(id, first, None, None, {"second": second[0]} if second else {})
 
 
 def _has(row: object, names: tuple[str, ...]) -> bool:
