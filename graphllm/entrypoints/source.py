@@ -13,8 +13,8 @@ from graphllm.config.fields import is_folder, read_json
 from graphllm.config.pooling_config import dense_tensor
 from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
 from graphllm.entrypoints.hub import Hub, Wanted
-from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
 from graphllm.entrypoints.runner import with_runner
+from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
 from graphllm.weights.checkpoint import (
     DRAFT,
     Checkpoint,
@@ -28,6 +28,7 @@ from graphllm.weights.checkpoint import (
 
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizer, chat template
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+_DENSE = "[0-9]*_Dense/"  # of sentence-transformers: what lies behind pooling
 _FURTHER = "mtp_layers."  # in the names of tensors that only draft
 _ENDINGS = ("ForCausalLM", "LMHeadModel")  # of architectures that generate text
 
@@ -297,10 +298,20 @@ def model_files(load_format: str) -> Wanted:
     def complete(folder: Path) -> bool:
         files = weight_files(folder, load_format)
         weights = load_format == "dummy" or (files and all((folder / file).is_file() for file in files))
-        return bool(_CONFIG.complete(folder) and _TOKENIZER.complete(folder) and weights)
+        dense = all(weight_files(file.parent, load_format) for file in folder.glob(_DENSE + "config.json"))
+        whole = load_format == "dummy" or dense
+        return bool(_CONFIG.complete(folder) and _TOKENIZER.complete(folder) and weights and whole)
 
     def of(names: Sequence[str]) -> list[str]:
-        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format)
+        folders = sorted(
+            {n.rpartition("/")[0] for n in names if fnmatch.fnmatchcase(n, _DENSE + "*") and n.count("/") == 1}
+        )
+        dense = [
+            f"{folder}/{name}"
+            for folder in folders
+            for name in pick_weights([n.rpartition("/")[2] for n in names if n.startswith(f"{folder}/")], load_format)
+        ]
+        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format) + dense
 
     return Wanted(complete, of)
 
