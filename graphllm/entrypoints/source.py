@@ -239,7 +239,7 @@ def open_tensors(
 
 def _dense_tensors(folder: Path, load_format: str) -> dict[str, TensorInfo]:
     """Those of the dense layers behind pooling, which lie in folders of their own."""
-    found = {}
+    found: dict[str, TensorInfo] = {}
     for layer in read_pooling(folder, {}).dense if (folder / MODULES).is_file() else ():
         tensors, absent = open_tensors(folder / layer.folder, load_format)
         if absent is not None:
