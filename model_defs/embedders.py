@@ -2,7 +2,7 @@
 sequence classifiers, reward models, and rerankers that compare the logits of two tokens.
 
 Any family with a graph that has ``norm`` serves, under the names that transformers gives such models: ``QwenModel``
-beside ``QwenForCausalLM``, and so on. A vector is made of the last token's hidden state.
+beside ``QwenForCausalLM``, and so on. A vector is made of the last token's hidden state, or of each token's.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
-from graphllm.config.pooling_config import pooling_of
-from graphllm.ir import ForwardContext, Graph, Model, Weight, all_models, register_derivation, select_rows
+from graphllm.config.pooling_config import PoolingType
+from graphllm.ir import ForwardContext, Graph, Model, Weight, all_models, register_derivation
 from graphllm.model_defs.common import HF, only
+from graphllm.model_defs.pooling import Pooling
 from graphllm.ops.linear import linear
 
 _CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -28,12 +29,14 @@ _MOST_LABELS = 1 << 16
 
 @dataclass(frozen=True)
 class Config:
-    """decoder: the family's own. labels: numbers of a vector, 0 for the hidden state. tokens: the rows of the
-    vocabulary's matrix that a classifier is made of; difference: its one number is the second's less the first's."""
+    """decoder: the family's own. pooling: which rows there are vectors of. labels: numbers of a vector, 0 for the hidden
+    state. tokens: the rows of the vocabulary's matrix that a classifier is made of; difference: its one number is the
+    second's less the first's."""
 
     decoder: Any
     V: int
     max_len: int
+    pooling: Pooling
     labels: int = 0
     tokens: tuple[int, ...] = ()
     difference: bool = False
@@ -41,25 +44,22 @@ class Config:
 
 @dataclass(frozen=True)
 class _Head:
-    """What follows the last norm. config: of a config.json and the decoder's. weights: of ``c`` and the width. run:
-    from normalized rows [R, D] to vectors."""
+    """What follows the last norm. config: of a config.json and a plain Config. weights: of ``c`` and the width. run:
+    from normalized rows [R, D] to vectors. pooling: where the checkpoint does not say."""
 
-    config: Callable[[HF, Any], Config]
+    config: Callable[[HF, Config], Config]
     weights: Callable[[Config, int], dict[str, Weight]]
     run: Callable[[Config, SimpleNamespace, Tensor], Tensor]
+    pooling: PoolingType = "LAST"
 
 
-def _plain(hf: HF, decoder: Any) -> Config:
-    return Config(decoder, decoder.V, decoder.max_len)
-
-
-def _classifier(hf: HF, decoder: Any) -> Config:
+def _classifier(hf: HF, plain: Config) -> Config:
     """A classifier's. It may be made of a language model: the field ``classifier_token_ids`` has the tokens."""
-    c = replace(_plain(hf, decoder), labels=labels_of(hf))
+    c = replace(plain, labels=labels_of(hf))
     if not (tokens := tuple(hf.get("classifier_token_ids") or ())):
         return c
-    if any(not 0 <= i < decoder.V for i in tokens):
-        raise ConfigError(f"config.json: classifier_token_ids is {tokens}: the vocabulary has {decoder.V} tokens")
+    if any(not 0 <= i < c.V for i in tokens):
+        raise ConfigError(f"config.json: classifier_token_ids is {tokens}: the vocabulary has {c.V} tokens")
     if not hf.get("is_original_qwen3_reranker"):
         return replace(c, labels=len(tokens), tokens=tokens)
     if len(tokens) != 2:
@@ -107,15 +107,20 @@ def _reward(c: Config, w: SimpleNamespace, x_RD: Tensor) -> Tensor:
     return linear(torch.relu(linear(x_RD.float(), w.weight0, w.bias0)), w.weight2, w.bias2)
 
 
-def _rewarder(hf: HF, decoder: Any) -> Config:
-    labels = labels_of({"num_labels": 1, **hf})
-    return replace(_plain(hf, decoder), labels=labels)
+def _rewarder(hf: HF, plain: Config) -> Config:
+    return replace(plain, labels=labels_of({"num_labels": 1, **hf}))
+
+
+def _judge(hf: HF, plain: Config) -> Config:
+    return replace(plain, labels=labels_of({"num_labels": 2, **hf}))
 
 
 _HEADS = {  # by the end of the name, of which the first that fits counts
     "ForSequenceClassification": _Head(_classifier, _score_weights, _score),
     "ForRewardModel": _Head(_rewarder, _reward_weights, _reward),
-    "Model": _Head(_plain, lambda c, width: {}, lambda c, w, x_RD: x_RD),
+    "ForProcessRewardModel": _Head(_judge, _reward_weights, _reward, "ALL"),
+    "ForTokenClassification": _Head(_classifier, _score_weights, _score, "ALL"),
+    "Model": _Head(lambda hf, plain: plain, lambda c, width: c.pooling.weights(), lambda c, w, x_RD: x_RD),
 }
 
 
@@ -137,14 +142,15 @@ def _with_head(model: Model, causal: str, architecture: str, head: _Head) -> Mod
     assert norm is not None
 
     def config(hf: HF) -> Config:
-        kind, dense = pooling_of(hf, "LAST")
-        if kind != "LAST" or dense:
+        pooling = Pooling.from_hf(hf, head.pooling)
+        if pooling.kind not in ("LAST", "ALL"):
             raise ConfigError(
-                f"pooling_type is {kind}{' with dense layers' if dense else ''}: {architecture} gives a vector of its "
-                "last token; use LAST"
+                f"pooling_type is {pooling.kind}: {architecture} computes prompts in parts, of which it gives the last "
+                "token's vector or all; use LAST or ALL"
             )
         only(hf, "is_causal", True)
-        return head.config(hf, model.config({**hf, "architectures": [causal]}))
+        decoder = model.config({**hf, "architectures": [causal]})
+        return head.config(hf, Config(decoder, decoder.V, decoder.max_len, pooling))
 
     def head_weights(c: Config) -> dict[str, Weight]:
         own, tokens = main.head_weights(c.decoder), main.embed_weights(c.decoder)["tokens"]
@@ -159,7 +165,7 @@ def _with_head(model: Model, causal: str, architecture: str, head: _Head) -> Mod
         return _either_name(norms | rows) | head.weights(c, tokens.shape[1])
 
     def run(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-        return head.run(c, w, norm(c.decoder, w, select_rows(x_TD, ctx.inputs.logits_indices)))
+        return head.run(c, w, c.pooling(w, x_TD, ctx, lambda x: norm(c.decoder, w, x)))
 
     return Model(
         architectures=(architecture,),

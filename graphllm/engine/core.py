@@ -161,7 +161,9 @@ class EngineCore:
         if self._executor.task == "pool":
             if request.limit:
                 raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
-            request = msgspec.structs.replace(request, params=SamplingParams())
+            # The cache has no vectors of tokens that it holds.
+            whole = SamplingParams(skip_reading_prefix_cache=True if self.info.vectors == "token" else None)
+            request = msgspec.structs.replace(request, params=whole)
         if request.items:
             check_items(request, *self._executor.item_input)
         for processor in self._processors:

@@ -110,11 +110,10 @@ class Pooling:
             found = found.reshape(len(asked.request.prompt), -1)
             if params.step_tag_id is not None:
                 found = found[np.array(asked.request.prompt) == params.step_tag_id]
-        if params.returned_token_ids is not None:
-            found = found[..., params.returned_token_ids]
         if params.dimensions is not None:
             found = found[..., : params.dimensions]
-        return activated(found, self.vectors.activation) if params.activates else found.copy()
+        found = activated(found, self.vectors.activation) if params.activates else found.copy()
+        return found if params.returned_token_ids is None else found[..., params.returned_token_ids]
 
     def _check(self, params: PoolingParams, task: str) -> None:
         size = self._info.vector_size
@@ -183,7 +182,7 @@ class Pooling:
     def scoring(self, first: Sequence[Any], second: Sequence[Any], fields: tuple[str, str]) -> Scoring:
         """Scores of texts against others: 1-1, 1-N, or N-N by place. fields: what the caller's two arguments are
         called. Raises ConfigError for other numbers, and for a model of several classes."""
-        self.task("score")
+        self.task("score", "score")
         if not first or not second:
             raise ConfigError(f"{fields[0] if not first else fields[1]} is empty: give at least one text")
         if len(first) not in (1, len(second)):

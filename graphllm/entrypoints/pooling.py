@@ -52,8 +52,8 @@ class PoolingOfflineMixin:
         for each token. pooling_task: None for the model's own. prompt_name: which of the checkpoint's own prompts
         stands before each text."""
         refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        many = listed(prompts)
-        found = self._vectors(many, pooling_params, use_tqdm, pooling_task, "pooling_task", prompt_name)
+        field = "encode" if pooling_task is None or not self._pooling.tasks else "pooling_task"
+        found = self._vectors(listed(prompts), pooling_params, use_tqdm, pooling_task, field, prompt_name)
         return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
 
     def embed(
@@ -102,8 +102,10 @@ class PoolingOfflineMixin:
     ) -> list[PoolingRequestOutput]:
         """The numbers of a reward model as ``outputs.data``, as it gives them unless pooling_params say otherwise."""
         raw = pooling_params if pooling_params is not None else PoolingParams(use_activation=False)
+        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
         task = "token_classify" if self._pooling.tokenwise else "classify"
-        return self.encode(prompts, raw, use_tqdm, lora_request, task, tokenization_kwargs)
+        found = self._vectors(listed(prompts), raw, use_tqdm, task, "reward")
+        return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
 
     def score(
         self,
@@ -153,13 +155,13 @@ class PoolingOfflineMixin:
     ) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
         """Run a request for each prompt."""
         pooling = self._pooling
-        meant = pooling.task(task, field) if task is not None else None
+        meant = pooling.task(task, field)
         requests = []
         params = each("pooling_params", given if given is not None else PoolingParams(), PoolingParams, len(prompts))
         for i, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
             try:
                 text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, prompt_name, how)
-                made = pooling.make(text, how, str(self._count), task=meant)
+                made = pooling.make(text, how, str(self._count), task=meant if task is not None else how.task)
             except ConfigError as mistake:
                 raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
             requests.append(made)

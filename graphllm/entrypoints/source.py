@@ -67,8 +67,7 @@ def find_source(args: EngineArgs) -> Source:
         config = hub.find("hf_config_path", args.hf_config_path, None, _CONFIG).folder
     source = open_source(
         model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method,
-        args.pooling_type,
-        args.runner, args.convert,
+        args.pooling_type, args.runner, args.convert,
     )  # fmt: skip
     return replace(source, name=model.name, commit=model.commit) if model else source
 

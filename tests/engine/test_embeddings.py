@@ -80,5 +80,5 @@ def test_refusals(tmp_path: Path, cache: Path) -> None:
         assert len(llm.embed([1] * 128, use_tqdm=False)[0].outputs.embedding) == 32
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    with pytest.raises(ConfigError, match="pooling_type is MEAN: LlamaModel gives a vector of its last token"):
+    with pytest.raises(ConfigError, match="pooling_type is MEAN: LlamaModel computes prompts in parts"):
         _open(folder)

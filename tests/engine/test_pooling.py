@@ -133,24 +133,47 @@ def test_classifiers(name: str, tmp_path: Path, cache: Path) -> None:
             llm.classify(PROMPTS, pooling_params=PoolingParams(dimensions=1))
 
 
-def test_reward_model(tmp_path: Path, cache: Path) -> None:
-    """Qwen2ForRewardModel as it is published: two layers over the last hidden state."""
+def _reward_model(name: str, classes: int, folder: Path) -> tuple[Any, Any]:
+    """As they are published: two layers over the hidden states."""
     torch.manual_seed(4)
     body = transformers.Qwen2Model(transformers.Qwen2Config(**SIZES)).eval()
-    body.save_pretrained(tmp_path / "m")
-    score = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, 1))
-    tensors = {f"model.{n}": t for n, t in load_file(tmp_path / "m" / "model.safetensors").items()}
+    body.save_pretrained(folder)
+    score = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.ReLU(), torch.nn.Linear(32, classes))
+    tensors = {f"model.{n}": t for n, t in load_file(folder / "model.safetensors").items()}
     tensors |= {f"score.{n}": t.detach() for n, t in score.state_dict().items()}
-    save_file(tensors, tmp_path / "m" / "model.safetensors", {"format": "pt"})
-    path = tmp_path / "m" / "config.json"
-    path.write_text(
-        json.dumps(json.loads(path.read_text()) | {"architectures": ["Qwen2ForRewardModel"], "num_labels": 1})
-    )
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    path = folder / "config.json"
+    config = {"architectures": [name], "num_labels": classes}
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return body, score
+
+
+def test_reward_model(tmp_path: Path, cache: Path) -> None:
+    body, score = _reward_model("Qwen2ForRewardModel", 1, tmp_path / "m")
     with torch.no_grad():
         expected = [score(body(torch.tensor([p])).last_hidden_state[0, -1]) for p in PROMPTS]
     with _open(tmp_path / "m") as llm:
         for output, reward in zip(llm.reward(PROMPTS, use_tqdm=False), expected, strict=True):
             torch.testing.assert_close(output.outputs.data, reward, rtol=1e-4, atol=1e-4)
+
+
+def test_process_reward_model(tmp_path: Path, cache: Path) -> None:
+    """A vector for each token, in chunks, twice, as the prefix cache has none; and those of steps alone."""
+    body, score = _reward_model("Qwen2ForProcessRewardModel", 2, tmp_path / "m")
+    with torch.no_grad():
+        expected = [score(body(torch.tensor([p])).last_hidden_state[0]) for p in PROMPTS]
+    with _open(tmp_path / "m") as llm:
+        for _ in range(2):
+            for output, logits in zip(llm.encode(PROMPTS, use_tqdm=False), expected, strict=True):
+                torch.testing.assert_close(output.outputs.data, logits.softmax(-1), rtol=1e-4, atol=1e-5)
+        tag = PROMPTS[-1][20]
+        params = PoolingParams(step_tag_id=tag, returned_token_ids=[1])
+        (found,) = llm.reward([PROMPTS[-1]], pooling_params=params, use_tqdm=False)
+        places = [i for i, token in enumerate(PROMPTS[-1]) if token == tag]
+        assert len(places) > 0
+        torch.testing.assert_close(found.outputs.data, expected[-1].softmax(-1)[places][:, 1:], rtol=1e-4, atol=1e-5)
+        with pytest.raises(ConfigError, match="returned_token_ids is .2.: the model has 2 classes"):
+            llm.encode([[1]], PoolingParams(returned_token_ids=[2]))
 
 
 @pytest.mark.parametrize("tied", [True, False])
