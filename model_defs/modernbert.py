@@ -97,7 +97,10 @@ def _layer_types(hf: HF, L: int) -> tuple[str, ...]:
 def _rope(hf: HF, E: int, layer_type: str) -> Rope:
     name, older, theta = _THETA[layer_type]
     theta = number(hf, older, theta, theta, gt=0)
-    return Rope.from_hf(hf, E, name, theta) if hf.get("rope_parameters") else Rope.from_hf({"rope_theta": theta}, E)
+    limits = {"max_position_embeddings": whole(hf, "max_position_embeddings", 8192, le=MOST)}
+    if hf.get("rope_parameters"):
+        return Rope.from_hf({**hf, **limits}, E, name, theta)
+    return Rope.from_hf({"rope_theta": theta, **limits}, E)
 
 
 def _named(name: str) -> tuple[tuple[str, ...]]:

@@ -58,6 +58,8 @@ def from_hf(hf: HF) -> Config:
     E = head_width(D, H, *names)
     theta = number(hf, "rotary_emb_base", 1000.0, gt=0)
     most = ("max_trained_positions" if "max_trained_positions" in hf else "n_positions") if authors else ""
+    max_len = whole(hf, most or "max_position_embeddings", 2048, le=MOST)
+    plain = {"rope_theta": theta, "max_position_embeddings": max_len}
     return Config(
         D=D,
         H=H,
@@ -65,11 +67,11 @@ def from_hf(hf: HF) -> Config:
         F=whole(hf, "n_inner" if authors else "intermediate_size", 3072, 4 * D),
         V=whole(hf, "vocab_size", 30528),
         L=whole(hf, "n_layer" if authors else "num_hidden_layers", 12, le=MOST_LAYERS),
-        max_len=whole(hf, most or "max_position_embeddings", 2048, le=MOST),
+        max_len=max_len,
         types=whole(hf, "type_vocab_size", 2, ge=0),
         eps=number(hf, "layer_norm_epsilon" if authors else "layer_norm_eps", 1e-12, ge=0, le=1),
         scale=E**-0.5,
-        rope=Rope.from_hf({"rope_theta": theta} if authors else hf, E, theta=theta),
+        rope=Rope.from_hf(plain if authors else {"max_position_embeddings": max_len, **hf}, E, theta=theta),
         pooling=Pooling.from_hf(hf, "MEAN"),
     )
 

@@ -216,7 +216,7 @@ class _Tracer:
             names,
         )
         pooled = output_specs(head)[0] if graph.task == "pool" else None
-        made = sampling.OUTPUTS if graph.task == "generate" else ()
+        made: tuple[OutputSpec, ...] = sampling.OUTPUTS if graph.task == "generate" else ()
         if pooled is not None:
             made = (OutputSpec("pooled", pooled.shape, pooled.dtype, host=True),)
         values = carried | resolved | dict(zip(head.outputs, output_specs(head), strict=True))

@@ -28,6 +28,7 @@ from graphllm.weights.checkpoint import (
 
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizer, chat template
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+_DENSE = "[0-9]*_Dense/"  # of sentence-transformers: what lies behind pooling
 _FURTHER = "mtp_layers."  # in the names of tensors that only draft
 _ENDINGS = ("ForCausalLM", "LMHeadModel")  # of architectures that generate text
 
@@ -237,7 +238,7 @@ def open_tensors(
 
 def _dense_tensors(folder: Path, load_format: str) -> dict[str, TensorInfo]:
     """Those of the dense layers behind pooling, which lie in folders of their own."""
-    found = {}
+    found: dict[str, TensorInfo] = {}
     for layer in read_pooling(folder, {}).dense if (folder / MODULES).is_file() else ():
         tensors, absent = open_tensors(folder / layer.folder, load_format)
         if absent is not None:
@@ -296,10 +297,20 @@ def model_files(load_format: str) -> Wanted:
     def complete(folder: Path) -> bool:
         files = weight_files(folder, load_format)
         weights = load_format == "dummy" or (files and all((folder / file).is_file() for file in files))
-        return bool(_CONFIG.complete(folder) and _TOKENIZER.complete(folder) and weights)
+        dense = all(weight_files(file.parent, load_format) for file in folder.glob(_DENSE + "config.json"))
+        whole = load_format == "dummy" or dense
+        return bool(_CONFIG.complete(folder) and _TOKENIZER.complete(folder) and weights and whole)
 
     def of(names: Sequence[str]) -> list[str]:
-        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format)
+        folders = sorted(
+            {n.rpartition("/")[0] for n in names if fnmatch.fnmatchcase(n, _DENSE + "*") and n.count("/") == 1}
+        )
+        dense = [
+            f"{folder}/{name}"
+            for folder in folders
+            for name in pick_weights([n.rpartition("/")[2] for n in names if n.startswith(f"{folder}/")], load_format)
+        ]
+        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format) + dense
 
     return Wanted(complete, of)
 

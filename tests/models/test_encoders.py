@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm import artifact
 from graphllm.compile.pipeline import compile_model, find_model
-from graphllm.config import EngineArgs
+from graphllm.config import ConfigError, EngineArgs
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
@@ -159,10 +159,14 @@ def test_beside_transformers(arch: Arch, tmp_path: Path) -> None:
     executor.close()
 
 
-COMPILED = [a for a in ARCHS if a.name in ("bert_mean", "modernbert_classes_mean")]
+COMPILED = [
+    pytest.param(a, marks=[] if a.name == "bert_mean" else [pytest.mark.slow], id=a.name)
+    for a in ARCHS
+    if a.name in ("bert_mean", "modernbert_classes_mean", "nomic_bert", "distilbert_classes")
+]
 
 
-@pytest.mark.parametrize("arch", COMPILED, ids=lambda a: a.name)
+@pytest.mark.parametrize("arch", COMPILED)
 def test_compiled(arch: Arch, tmp_path: Path) -> None:
     model = make(arch, tmp_path)
     executor = opened(tmp_path, "inductor")
@@ -227,3 +231,36 @@ def test_colbert(tmp_path: Path) -> None:
     for found, prompt in zip(run(executor, prompts), prompts, strict=True):
         check(found, expected(model, "ALL", prompt) @ projection.T)
     executor.close()
+
+
+def test_other_forms_of_the_files(tmp_path: Path) -> None:
+    """Nomic-BERT with the config.json of its authors, an older one of ModernBERT, and a BERT of the old days, whose
+    norms have gamma and beta."""
+    arch = next(a for a in ARCHS if a.name == "nomic_bert")
+    model = make(arch, tmp_path / "nomic")
+    theirs = {
+        "architectures": ["NomicBertModel"], "model_type": "nomic_bert", "n_embd": D, "n_head": 4, "n_inner": 96,
+        "n_layer": 3, "n_positions": 8192, "max_trained_positions": 512, "vocab_size": V, "type_vocab_size": 2,
+        "layer_norm_epsilon": 1e-12, "activation_function": "swiglu", "rotary_emb_base": 1000, "qkv_proj_bias": False,
+        "rotary_emb_fraction": 1.0, "prenorm": False, "causal": False,
+    }  # fmt: skip
+    (tmp_path / "nomic" / "config.json").write_text(json.dumps(theirs))
+    old = make(Arch("bert_old", "Bert", SIZES), tmp_path / "bert")
+    tensors = load_file(tmp_path / "bert" / "model.safetensors")
+    for ending, before in (("weight", "gamma"), ("bias", "beta")):
+        tensors = {n.replace(f"LayerNorm.{ending}", f"LayerNorm.{before}"): t for n, t in tensors.items()}
+    save_file({f"bert.{n}": t for n, t in tensors.items()}, tmp_path / "bert" / "model.safetensors")
+    modern = make(Arch("modern", "ModernBert", MODERN), tmp_path / "modern")
+    config = json.loads((tmp_path / "modern" / "config.json").read_text())
+    del config["rope_parameters"], config["layer_types"]
+    older = {"global_rope_theta": 160000.0, "local_rope_theta": 10000.0, "global_attn_every_n_layers": 3}
+    (tmp_path / "modern" / "config.json").write_text(json.dumps(config | older))
+    for folder, made, pooling in (("nomic", model, "MEAN"), ("bert", old, "CLS"), ("modern", modern, "CLS")):
+        executor = opened(tmp_path / folder, "eager")
+        prompts = prompts_of((33, 2))
+        for found, prompt in zip(run(executor, prompts), prompts, strict=True):
+            check(found, expected(made, pooling, prompt))
+        executor.close()
+    (tmp_path / "nomic" / "config.json").write_text(json.dumps(theirs | {"prenorm": True}))
+    with pytest.raises(ConfigError, match="prenorm is True, which is not supported"):
+        opened(tmp_path / "nomic", "eager")
