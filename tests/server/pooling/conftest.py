@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import transformers
 from live import Served
 
 from graphllm.embedded import MODEL_DIR
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 SIZES: dict[str, Any] = {
     "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from live import Served
-from test_pooling_routes import TEXTS, _embedding, _pair
+from vectors import TEXTS, embedding_of, score_of
 
 pytestmark = pytest.mark.slow
 
@@ -18,13 +18,13 @@ def test_cohere_embed(embedder: Served, embedder_folder: Path) -> None:
     client = cohere.ClientV2(api_key="none", base_url=embedder.url)
     found = client.embed(model="small", texts=TEXTS, input_type="search_document", embedding_types=["float"])
     for vector, text in zip(found.embeddings.float_, TEXTS, strict=True):
-        np.testing.assert_allclose(vector, _embedding(embedder_folder, text), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(vector, embedding_of(embedder_folder, text), rtol=1e-4, atol=1e-5)
 
 
 def test_cohere_rerank(reranker: Served, reranker_folder: Path) -> None:
     cohere = pytest.importorskip("cohere")
     documents = [*TEXTS[1:], "Cats like fish."]
-    expected = [_pair(reranker_folder, TEXTS[0], d) for d in documents]
+    expected = [score_of(reranker_folder, TEXTS[0], d) for d in documents]
     order = sorted(range(3), key=lambda i: -expected[i])
     for client in (cohere.ClientV2, cohere.Client):
         made = client(api_key="none", base_url=reranker.url)
@@ -39,6 +39,6 @@ def test_langchain(embedder: Served, embedder_folder: Path) -> None:
         model="small", base_url=f"{embedder.url}/v1", api_key="none", check_embedding_ctx_length=False
     )
     for vector, text in zip(client.embed_documents(TEXTS), TEXTS, strict=True):
-        np.testing.assert_allclose(vector, _embedding(embedder_folder, text), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(vector, embedding_of(embedder_folder, text), rtol=1e-4, atol=1e-5)
     query = client.embed_query(TEXTS[0])
-    np.testing.assert_allclose(query, _embedding(embedder_folder, TEXTS[0]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(query, embedding_of(embedder_folder, TEXTS[0]), rtol=1e-4, atol=1e-5)

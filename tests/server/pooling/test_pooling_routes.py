@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import itertools
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,22 +14,8 @@ import openai
 import pytest
 import torch
 from live import Served
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
-
-TEXTS = ["A cat sleeps on the sofa.", "hello", "The sun is a star, and it is far away from here."]
-
-
-@cache
-def _read(folder: Path, kind: Any) -> tuple[Any, Any]:
-    return AutoTokenizer.from_pretrained(folder), kind.from_pretrained(folder, dtype=torch.float32).eval()
-
-
-def _embedding(folder: Path, text: str | list[int], dimensions: int | None = None) -> np.ndarray:
-    tokenizer, model = _read(folder, AutoModel)
-    ids = tokenizer(text).input_ids if isinstance(text, str) else text
-    with torch.no_grad():
-        state = model(torch.tensor([ids])).last_hidden_state[0, -1][:dimensions]
-    return torch.nn.functional.normalize(state, dim=0).numpy()
+from transformers import AutoModel, AutoModelForSequenceClassification
+from vectors import TEXTS, embedding_of, read, score_of
 
 
 def _close(found: Any, expected: np.ndarray) -> None:
@@ -45,21 +30,21 @@ def client(embedder: Served) -> openai.OpenAI:
 def test_openai_client(client: openai.OpenAI, embedder: Served, embedder_folder: Path) -> None:
     """The client asks for base64 by itself."""
     made = client.embeddings.create(model="small", input=TEXTS)
-    tokenizer, _ = _read(embedder_folder, AutoModel)
+    tokenizer, _ = read(embedder_folder, AutoModel)
     assert [d.index for d in made.data] == [0, 1, 2]
     assert made.usage.prompt_tokens == made.usage.total_tokens == sum(len(tokenizer(t).input_ids) for t in TEXTS)
     for data, text in zip(made.data, TEXTS, strict=True):
-        _close(data.embedding, _embedding(embedder_folder, text))
+        _close(data.embedding, embedding_of(embedder_folder, text))
     plain = client.embeddings.create(model="small", input=TEXTS[0], encoding_format="float", user="u")
-    _close(plain.data[0].embedding, _embedding(embedder_folder, TEXTS[0]))
+    _close(plain.data[0].embedding, embedding_of(embedder_folder, TEXTS[0]))
     short = client.embeddings.create(model="small", input=[[5, 6, 7], [8]], dimensions=16)
     for data, ids in zip(short.data, ([5, 6, 7], [8]), strict=True):
-        _close(data.embedding, _embedding(embedder_folder, ids, 16))
+        _close(data.embedding, embedding_of(embedder_folder, ids, 16))
     assert [m.id for m in client.models.list()] == ["small"]
 
 
 def test_embedding_fields(embedder: Served, embedder_folder: Path) -> None:
-    tokenizer, _ = _read(embedder_folder, AutoModel)
+    tokenizer, _ = read(embedder_folder, AutoModel)
 
     def ask(**fields: Any) -> Any:
         status, body, _ = embedder.post("/v1/embeddings", {"input": TEXTS[2], **fields})
@@ -67,17 +52,17 @@ def test_embedding_fields(embedder: Served, embedder_folder: Path) -> None:
         return body["data"][0]["embedding"]
 
     ids = tokenizer(TEXTS[2]).input_ids
-    _close(ask(truncate_prompt_tokens=4), _embedding(embedder_folder, ids[:4]))
-    _close(ask(prompt_name="query"), _embedding(embedder_folder, "Find what answers this: " + TEXTS[2]))
+    _close(ask(truncate_prompt_tokens=4), embedding_of(embedder_folder, ids[:4]))
+    _close(ask(prompt_name="query"), embedding_of(embedder_folder, "Find what answers this: " + TEXTS[2]))
     text = ask(encoding_format="base64", embed_dtype="float16", endianness="big")
     halves = np.frombuffer(base64.b64decode(text), ">f2").astype(np.float32)
-    np.testing.assert_allclose(halves, _embedding(embedder_folder, ids), atol=1e-3)
+    np.testing.assert_allclose(halves, embedding_of(embedder_folder, ids), atol=1e-3)
     raw = np.array(ask(normalize=False))
     assert abs(np.linalg.norm(raw) - 1) > 1e-3
-    _close(raw / np.linalg.norm(raw), _embedding(embedder_folder, ids))
+    _close(raw / np.linalg.norm(raw), embedding_of(embedder_folder, ids))
     status, body, _ = embedder.post("/pooling", {"input": TEXTS[:2]})
     assert (status, body["object"], body["data"][0]["object"]) == (200, "list", "pooling")
-    _close(body["data"][1]["data"], _embedding(embedder_folder, TEXTS[1]))
+    _close(body["data"][1]["data"], embedding_of(embedder_folder, TEXTS[1]))
 
 
 WRONG = [
@@ -109,7 +94,7 @@ def test_mistakes(embedder: Served, path: str, body: Any, status: int, message: 
 
 
 def test_scores_of_embeddings(embedder: Served, embedder_folder: Path) -> None:
-    vectors = [_embedding(embedder_folder, text) for text in TEXTS]
+    vectors = [embedding_of(embedder_folder, text) for text in TEXTS]
     expected = [float(vectors[0] @ v) for v in vectors[1:]]
     body = {"text_1": TEXTS[0], "text_2": TEXTS[1:]}
     for path, sent in (("/score", body), ("/v1/score", {"queries": [TEXTS[0]], "documents": TEXTS[1:]})):
@@ -128,24 +113,17 @@ def test_cohere_embed(embedder: Served, embedder_folder: Path) -> None:
     status, answer, _ = embedder.post("/v2/embed", body)
     assert (status, answer["response_type"], answer["texts"]) == (200, "embeddings_by_type", TEXTS), answer
     for i, text in enumerate(TEXTS):
-        expected = _embedding(embedder_folder, "Find what answers this: " + text)
+        expected = embedding_of(embedder_folder, "Find what answers this: " + text)
         _close(answer["embeddings"]["float"][i], expected)
         packed = np.packbits(expected > 0)
         assert answer["embeddings"]["ubinary"][i] == packed.tolist()
         assert answer["embeddings"]["binary"][i] == (packed.astype(int) - 128).tolist()
 
 
-def _pair(folder: Path, first: str, second: str) -> float:
-    tokenizer, model = _read(folder, AutoModelForSequenceClassification)
-    with torch.no_grad():
-        logit = model(torch.tensor([tokenizer(first).input_ids + tokenizer(second).input_ids])).logits[0, 0]
-    return logit.sigmoid().item()
-
-
 @pytest.mark.parametrize("path", ["/rerank", "/v1/rerank", "/v2/rerank"])
 def test_rerank(reranker: Served, reranker_folder: Path, path: str) -> None:
     documents = [*TEXTS[1:], "Cats like fish."]
-    expected = [_pair(reranker_folder, TEXTS[0], d) for d in documents]
+    expected = [score_of(reranker_folder, TEXTS[0], d) for d in documents]
     order = sorted(range(3), key=lambda i: -expected[i])
     status, answer, _ = reranker.post(path, {"model": "small", "query": TEXTS[0], "documents": documents})
     assert (status, [r["index"] for r in answer["results"]]) == (200, order), answer
@@ -159,7 +137,7 @@ def test_rerank(reranker: Served, reranker_folder: Path, path: str) -> None:
 
 
 def test_classify_and_score(reranker: Served, reranker_folder: Path) -> None:
-    tokenizer, model = _read(reranker_folder, AutoModelForSequenceClassification)
+    tokenizer, model = read(reranker_folder, AutoModelForSequenceClassification)
     status, answer, _ = reranker.post("/classify", {"input": TEXTS})
     assert status == 200, answer
     for data, text in zip(answer["data"], TEXTS, strict=True):
@@ -168,7 +146,7 @@ def test_classify_and_score(reranker: Served, reranker_folder: Path) -> None:
         _close(data["probs"], expected.numpy())
         assert (data["num_classes"], data["label"]) == (1, "LABEL_0")
     _, answer, _ = reranker.post("/score", {"text_1": TEXTS[:2], "text_2": TEXTS[1:]})
-    expected_scores = [_pair(reranker_folder, *pair) for pair in itertools.pairwise(TEXTS)]
+    expected_scores = [score_of(reranker_folder, *pair) for pair in itertools.pairwise(TEXTS)]
     assert [d["score"] for d in answer["data"]] == pytest.approx(expected_scores, abs=1e-5)
 
 
