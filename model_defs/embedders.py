@@ -29,9 +29,9 @@ _MOST_LABELS = 1 << 16
 
 @dataclass(frozen=True)
 class Config:
-    """decoder: the family's own. pooling: which rows there are vectors of. labels: numbers of a vector, 0 for the hidden
-    state. tokens: the rows of the vocabulary's matrix that a classifier is made of; difference: its one number is the
-    second's less the first's."""
+    """decoder: the family's own. pooling: which rows there are vectors of. labels: numbers of a vector, 0 for the
+    hidden state. tokens: the rows of the vocabulary's matrix that a classifier is made of; difference: its one number
+    is the second's less the first's."""
 
     decoder: Any
     V: int

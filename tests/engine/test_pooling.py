@@ -172,7 +172,7 @@ def test_process_reward_model(tmp_path: Path, cache: Path) -> None:
         places = [i for i, token in enumerate(PROMPTS[-1]) if token == tag]
         assert len(places) > 0
         torch.testing.assert_close(found.outputs.data, expected[-1].softmax(-1)[places][:, 1:], rtol=1e-4, atol=1e-5)
-        with pytest.raises(ConfigError, match="returned_token_ids is .2.: the model has 2 classes"):
+        with pytest.raises(ConfigError, match=r"returned_token_ids is .2.: the model has 2 classes"):
             llm.encode([[1]], PoolingParams(returned_token_ids=[2]))
 
 
