@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
+from graphllm.config.lora import LoRAConfig
 from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
@@ -229,6 +230,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     speculation: SpeculationConfig
+    lora: LoRAConfig
     log: LogConfig
 
 
@@ -246,3 +248,4 @@ class CoreConfig:
     log: LogConfig = LogConfig()
     tokenizer: str | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)

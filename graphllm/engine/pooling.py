@@ -12,7 +12,7 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.config.pooling import NO_POOLING, PoolingParams, Vectors
 from graphllm.engine.processor import Processor, Prompt, Truncation
-from graphllm.engine.request import CoreInfo, EngineCoreOutput, EngineRequest
+from graphllm.engine.request import Adapter, CoreInfo, EngineCoreOutput, EngineRequest
 from graphllm.engine.text import Tokenizer
 
 _OLDER = {"embedding": "embed", "reward": "classify", "encode": None, "auto": None, "": None}
@@ -85,6 +85,7 @@ class Pooling:
         task: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: Adapter | None = None,
     ) -> PoolingRequest:
         """Check a request. prompt: as `instructed` gives it, or two texts. task: None for that of the parameters.
         Raises ConfigError naming field, value and remedy."""
@@ -96,7 +97,7 @@ class Pooling:
         if isinstance(prompt, Pair):
             ids, second = self._pair(prompt, params)
             prompt = {"prompt_token_ids": ids}
-        request = self._processor.make_pooling(prompt, request_id, priority, cache_salt)
+        request = self._processor.make_pooling(prompt, request_id, priority, cache_salt, adapter)
         return PoolingRequest(msgspec.structs.replace(request, second=second) if second else request, params, meant)
 
     def result(self, asked: PoolingRequest, output: EngineCoreOutput) -> np.ndarray:

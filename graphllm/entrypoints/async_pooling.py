@@ -19,7 +19,8 @@ from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
 from graphllm.engine.pooling_outputs import PoolingRequestOutput, pooling_output
 from graphllm.engine.processor import Prompt
 from graphllm.engine.remote import RemoteCore
-from graphllm.engine.request import EngineCoreOutput, EngineRequest
+from graphllm.engine.request import Adapter, EngineCoreOutput, EngineRequest
+from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import refuse
 
 _LONG = 4096  # characters of a pair above which it is tokenized in a thread
@@ -79,6 +80,10 @@ class PoolingAsyncMixin:
         """Wait until the core is loaded."""
         raise NotImplementedError
 
+    async def open_adapter(self, request: LoRARequest) -> Adapter:
+        """The adapter of a request, read and checked."""
+        raise NotImplementedError
+
     async def tokenized(self, prompt: Prompt) -> Prompt:
         """A prompt with its token ids, if it takes a while to tokenize."""
         raise NotImplementedError
@@ -88,21 +93,22 @@ class PoolingAsyncMixin:
         prompt: Prompt | Pair,
         pooling_params: PoolingParams,
         request_id: str,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
         tokenization_kwargs: None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
         """The vector of a prompt, as ``outputs.data``, of a model that gives some; one output. Leaving early aborts it.
         trace_headers: change nothing. Raises as `AsyncLLM.generate`, and RuntimeError for one that was aborted."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        adapter = None if lora_request is None else await self.open_adapter(lora_request)
         if request_id in self._names:
             raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
         self._names[request_id] = name = f"{request_id}-{next(self._numbers)}"
         try:
             if not isinstance(prompt, Pair):
                 prompt = (await self.pooling()).instructed(prompt, None, pooling_params)
-            asked, found, output = await self.vector(prompt, pooling_params, name, priority=priority)
+            asked, found, output = await self.vector(prompt, pooling_params, name, priority=priority, adapter=adapter)
             made = pooling_output(asked, found, output.cached)
             made.request_id = request_id
             yield made

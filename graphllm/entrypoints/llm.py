@@ -15,8 +15,9 @@ from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, Sampli
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Prompt
-from graphllm.engine.request import Core
+from graphllm.engine.request import Adapter, Core
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import LLMEngine, load_engine, refuse
 from graphllm.entrypoints.metrics_reader import Metric
 from graphllm.entrypoints.offline import Bars, Interrupts, Show, bars, each, listed
@@ -71,7 +72,7 @@ class LLM(PoolingOfflineMixin):
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Show = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
@@ -79,24 +80,25 @@ class LLM(PoolingOfflineMixin):
 
         prompts: text, token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of these.
         sampling_params: for all of them or one each, None for `get_default_sampling_params`. use_tqdm: show progress in
-        a terminal; or what makes a progress bar, such as tqdm's class. priority: one each, lower goes first, with
-        scheduling_policy="priority". Raises ConfigError before anything runs when one of them cannot run. What goes
-        wrong later is in the output: finish_reason "error".
+        a terminal; or what makes a progress bar, such as tqdm's class. lora_request: the adapter of all of them, or one
+        each. priority: one each, lower goes first, with scheduling_policy="priority". Raises ConfigError before
+        anything runs when one of them cannot run. What goes wrong later is in the output: finish_reason "error".
         """
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         many = listed(prompts)
         given = sampling_params if sampling_params is not None else self._defaults
         params = each("sampling_params", given, SamplingParams, len(many))
         priorities = each("priority", priority if priority is not None else 0, int, len(many))
         final = {id(p): _final(p) for p in params}  # mostly the same object for all
-        return self._run(many, [final[id(p)] for p in params], priorities, bars(use_tqdm))
+        adapters = self.llm_engine.adapters.each(lora_request, len(many))
+        return self._run(many, [final[id(p)] for p in params], priorities, bars(use_tqdm), adapters)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Show = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
@@ -134,22 +136,23 @@ class LLM(PoolingOfflineMixin):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: Show = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest sequences that beam search finds for each prompt. use_tqdm, concurrency_limit: change nothing;
         all prompts run beside each other, as far as a step has room."""
-        refuse(lora_request=lora_request)
+        adapter = self.llm_engine.adapters.requested(lora_request)
         info, tokenizer = self._core.info, self._tokenizer
         step = step_params(params, info.max_logprobs)
         many = listed(prompts)
         eos = tokenizer.stop_ids if tokenizer else frozenset[int]()
-        parsed = self._parse(many, [step] * len(many), [0] * len(many))
+        parsed = self._parse(many, [step] * len(many), [0] * len(many), [adapter] * len(many))
         searches = [BeamSearch(p.prompt_token_ids, params, eos, info.max_model_len) for p in parsed]
         while live := [(search, wanted) for search in searches if (wanted := search.prompts())]:
             beams = [beam for _, wanted in live for beam in wanted]
-            found = iter(self._run(beams, [step] * len(beams), [0] * len(beams), None))
+            count = len(beams)
+            found = iter(self._run(beams, [step] * count, [0] * count, None, [adapter] * count))
             for search, wanted in live:
                 search.advance([_position(next(found)) for _ in wanted])
         return [BeamSearchOutput(search.best(tokenizer)) for search in searches]
@@ -178,21 +181,31 @@ class LLM(PoolingOfflineMixin):
             return functools.partial(_not_here, name)
 
     def _parse(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int],
+        adapters: Sequence[Adapter | None],
     ) -> list[ParsedRequest]:
         parsed = []
-        for i, (prompt, how, first) in enumerate(zip(prompts, params, priority, strict=True)):
+        for i, (prompt, how, first, adapter) in enumerate(zip(prompts, params, priority, adapters, strict=True)):
             try:
-                parsed.append(self._processor.make(prompt, how, str(self._count), priority=first))
+                made = self._processor.make(prompt, how, str(self._count), priority=first, adapter=adapter)
+                parsed.append(made)
             except ConfigError as mistake:
                 raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
             self._count += 1
         return parsed
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int], show: Bars | None
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int],
+        show: Bars | None,
+        adapters: Sequence[Adapter | None],
     ) -> list[RequestOutput]:
-        parsed = self._parse(prompts, params, priority)
+        parsed = self._parse(prompts, params, priority, adapters)
         with show(total=len(parsed), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda output: bar.update(1)) if bar is not None else (lambda output: None)
             outputs = run_to_completion(self._core, self._outputs, parsed, done)

@@ -24,16 +24,18 @@ from graphllm.engine.pooling_outputs import (
 )
 from graphllm.engine.processor import Prompt
 from graphllm.engine.request import Core, EngineCoreOutput
+from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import LLMEngine, refuse
 from graphllm.entrypoints.offline import Interrupts, Show, bars, each, listed
 
 Params = PoolingParams | Sequence[PoolingParams]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 
 class PoolingOfflineMixin:
     """What `LLM` has of vLLM's class beside generating text. prompts, use_tqdm: as for `LLM.generate`. pooling_params:
-    for all prompts or one each. Every method raises ConfigError before anything runs when one of them cannot run, and
-    RuntimeError for what the engine could not finish."""
+    for all prompts or one each, as lora_request. Every method raises ConfigError before anything runs when one of them
+    cannot run, and RuntimeError for what the engine could not finish."""
 
     llm_engine: LLMEngine
     _count: int
@@ -43,7 +45,7 @@ class PoolingOfflineMixin:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: Params | None = None,
         use_tqdm: Show = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         pooling_task: str | None = None,
         tokenization_kwargs: None = None,
         prompt_name: str | None = None,
@@ -51,9 +53,9 @@ class PoolingOfflineMixin:
         """The vector of every prompt, in their order, as ``outputs.data`` [D], or [tokens, D] where the model gives one
         for each token. pooling_task: None for the model's own. prompt_name: which of the checkpoint's own prompts
         stands before each text."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         field = "encode" if pooling_task is None or not self._pooling.tasks else "pooling_task"
-        found = self._vectors(listed(prompts), pooling_params, use_tqdm, pooling_task, field, prompt_name)
+        found = self._vectors(listed(prompts), pooling_params, use_tqdm, pooling_task, field, prompt_name, lora_request)
         return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
 
     def embed(
@@ -62,13 +64,13 @@ class PoolingOfflineMixin:
         *,
         use_tqdm: Show = True,
         pooling_params: Params | None = None,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         tokenization_kwargs: None = None,
         prompt_name: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of every prompt as ``outputs.embedding``, a list of floats."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "embed", "embed", prompt_name)
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "embed", "embed", prompt_name, lora_request)
         return [
             EmbeddingRequestOutput(a.id, EmbeddingOutput(vector.tolist()), a.request.prompt, output.cached, True)
             for a, vector, output in found
@@ -80,12 +82,12 @@ class PoolingOfflineMixin:
         *,
         use_tqdm: Show = True,
         pooling_params: Params | None = None,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         tokenization_kwargs: None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probabilities of the classes of every prompt as ``outputs.probs``."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
-        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "classify", "classify")
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "classify", "classify", None, lora_request)
         return [
             ClassificationRequestOutput(a.id, ClassificationOutput(v.tolist()), a.request.prompt, o.cached, True)
             for a, v, o in found
@@ -97,14 +99,14 @@ class PoolingOfflineMixin:
         *,
         pooling_params: Params | None = None,
         use_tqdm: Show = True,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         tokenization_kwargs: None = None,
     ) -> list[PoolingRequestOutput]:
         """The numbers of a reward model as ``outputs.data``, as it gives them unless pooling_params say otherwise."""
         raw = pooling_params if pooling_params is not None else PoolingParams(use_activation=False)
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         task = "token_classify" if self._pooling.tokenwise else "classify"
-        found = self._vectors(listed(prompts), raw, use_tqdm, task, "reward")
+        found = self._vectors(listed(prompts), raw, use_tqdm, task, "reward", None, lora_request)
         return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
 
     def score(
@@ -114,7 +116,7 @@ class PoolingOfflineMixin:
         *,
         use_tqdm: Show = True,
         pooling_params: PoolingParams | None = None,
-        lora_request: None = None,
+        lora_request: Adapters = None,
         tokenization_kwargs: None = None,
         chat_template: None = None,
     ) -> list[ScoringRequestOutput]:
@@ -122,12 +124,13 @@ class PoolingOfflineMixin:
         the same length by place. A classifier with one class reads both texts at once; of an embedder it is the cosine
         of two embeddings, of one with vectors for each token the sum over data_1's of the best product with one of
         data_2's."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
+        refuse(tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
         pooling = self._pooling
         first, second = listed(data_1), listed(data_2)
         scoring = pooling.scoring(first, second, ("data_1", "data_2"))
         params = pooling_params or PoolingParams()
-        found = self._vectors(scoring.prompts, replace(params, task=None), use_tqdm, "score", "score")
+        params = replace(params, task=None)
+        found = self._vectors(scoring.prompts, params, use_tqdm, "score", "score", None, lora_request)
         scores = scoring.scores([vector for _, vector, _ in found])
         together = [[asked] for asked, _, _ in found]
         if not isinstance(scoring.prompts[0], Pair):
@@ -152,16 +155,19 @@ class PoolingOfflineMixin:
         task: str | None,
         field: str,
         prompt_name: str | None = None,
+        lora_request: Adapters = None,
     ) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
         """Run a request for each prompt."""
         pooling = self._pooling
         meant = pooling.task(task, field)
         requests = []
         params = each("pooling_params", given if given is not None else PoolingParams(), PoolingParams, len(prompts))
-        for i, (prompt, how) in enumerate(zip(prompts, params, strict=True)):
+        adapters = self.llm_engine.adapters.each(lora_request, len(prompts))
+        for i, (prompt, how, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
             try:
                 text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, prompt_name, how)
-                made = pooling.make(text, how, str(self._count), task=meant if task is not None else how.task)
+                asked_for = meant if task is not None else how.task
+                made = pooling.make(text, how, str(self._count), task=asked_for, adapter=adapter)
             except ConfigError as mistake:
                 raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
             requests.append(made)

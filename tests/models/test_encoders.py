@@ -264,3 +264,22 @@ def test_other_forms_of_the_files(tmp_path: Path) -> None:
     (tmp_path / "nomic" / "config.json").write_text(json.dumps(theirs | {"prenorm": True}))
     with pytest.raises(ConfigError, match="prenorm is True, which is not supported"):
         opened(tmp_path / "nomic", "eager")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["bert_mean", "modernbert_cls"])
+def test_compiled_in_bfloat16(name: str, tmp_path: Path) -> None:
+    """As close as 8 bits of a number let it be: transformers itself, in bfloat16, is as far from its own float32."""
+    arch = next(a for a in ARCHS if a.name == name)
+    model = make(arch, tmp_path)
+    executor = opened(tmp_path, "inductor", dtype="bfloat16")
+    prompts = prompts_of()
+    exact = [expected(model, arch.pooling, p) for p in prompts]
+    rounded = [expected(model.bfloat16(), arch.pooling, p).float() for p in prompts]
+    found = run(executor, prompts)
+    executor.close()
+    ours, theirs = (
+        sum(1 - torch.cosine_similarity(v, e, dim=0).item() for v, e in zip(vectors, exact, strict=True))
+        for vectors in (found, rounded)
+    )
+    assert ours < 1.5 * theirs + 1e-4

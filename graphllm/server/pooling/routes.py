@@ -35,7 +35,7 @@ def pooling_routes(service: Service) -> APIRouter:
     @router.post("/v1/embeddings", tags=["OpenAI"], responses=answers(protocol.EmbeddingList))
     async def embeddings(body: protocol.EmbeddingBody, request: Request) -> Response:
         """The embedding of each text."""
-        given = _given(service, request, protocol.EmbeddingBody)
+        given = await _given(service, request, protocol.EmbeddingBody)
         pooling = await pooling_of(service)
         task = pooling.task("embed", "/v1/embeddings")
         found = await _run(service, request, given, task)
@@ -46,7 +46,7 @@ def pooling_routes(service: Service) -> APIRouter:
     @router.post("/pooling", responses=answers(protocol.PoolingList))
     async def pool(body: protocol.PoolingBody, request: Request) -> Response:
         """What the model gives for each text: its embedding, its classes, or a vector for each token."""
-        given = _given(service, request, protocol.PoolingBody)
+        given = await _given(service, request, protocol.PoolingBody)
         pooling = await pooling_of(service)
         task = pooling.task(given.pop("task", None))
         found = await _run(service, request, given, task)
@@ -57,7 +57,7 @@ def pooling_routes(service: Service) -> APIRouter:
     @router.post("/classify", responses=answers(protocol.ClassesList))
     async def classify(body: protocol.ClassifyBody, request: Request) -> Response:
         """The probabilities of the classes of each text."""
-        given = _given(service, request, protocol.ClassifyBody)
+        given = await _given(service, request, protocol.ClassifyBody)
         pooling = await pooling_of(service)
         task = pooling.task("classify", "/classify")
         found = await _run(service, request, given, task)
@@ -71,7 +71,7 @@ def pooling_routes(service: Service) -> APIRouter:
 
     async def score(body: protocol.ScoreBody, request: Request) -> Response:
         """How well texts go together."""
-        given = _given(service, request, protocol.ScoreBody)
+        given = await _given(service, request, protocol.ScoreBody)
         names = next((pair for pair in _PAIRS if all(name in given for name in pair)), None)
         if names is None:
             raise ConfigError("text_1 is missing: give text_1 and text_2, or queries and documents")
@@ -82,7 +82,7 @@ def pooling_routes(service: Service) -> APIRouter:
 
     async def rerank(body: protocol.RerankBody, request: Request) -> Response:
         """Documents by how well they answer a query, best first."""
-        given = _given(service, request, protocol.RerankBody)
+        given = await _given(service, request, protocol.RerankBody)
         documents = [_text(document, i) for i, document in enumerate(given.pop("documents"))]
         query, top, shown = given.pop("query"), given.pop("top_n", 0), given.pop("return_documents", True)
         if (most := given.pop("max_tokens_per_doc", None)) is not None:
@@ -109,7 +109,7 @@ def pooling_routes(service: Service) -> APIRouter:
     @router.post("/v2/embed", tags=["Cohere"], responses=answers(protocol.CohereEmbeddings))
     async def cohere_embed(body: protocol.CohereEmbedBody, request: Request) -> Response:
         """The embedding of each text, in one or several forms."""
-        given = _given(service, request, protocol.CohereEmbedBody)
+        given = await _given(service, request, protocol.CohereEmbedBody)
         pooling = await pooling_of(service)
         task = pooling.task("embed", "/v2/embed")
         texts, kinds = given["texts"], given.get("embedding_types") or ["float"]
@@ -135,13 +135,15 @@ def pooling_routes(service: Service) -> APIRouter:
     return router
 
 
-def _given(service: Service, request: Request, kind: type[protocol.Object]) -> dict[str, Any]:
+async def _given(service: Service, request: Request, kind: type[protocol.Object]) -> dict[str, Any]:
     """The fields of a body that say something. Raises ConfigError for one that there is not."""
     record = record_of(request.scope)
     given = judged(record.body, kind.model_fields, service.rules.strict)
     if unknown := next((name for name in given if name not in kind.model_fields), None):
         raise ConfigError(f"{unknown:.80} is {given[unknown]!r:.80}: not supported; leave it out")
-    service.check_model(given.pop("model", None))
+    name = given.pop("model", None)
+    if await service.adapter(name) is not None:
+        raise ConfigError(f"model is {name!r:.80}: vectors here are the model's own; give {service.names[0]!r:.80}")
     if (name := given.pop("request_id", None)) and not record.named:
         record.id = name
     return given
