@@ -149,9 +149,8 @@ def run_command(
         from graphllm.cli.vectors import run_vectors
         from graphllm.config.pooling import PoolingParams
 
-        if given := [
-            name for name, value in {**sampling, "system": system, "regex": regex}.items() if value is not None
-        ]:
+        others = {**sampling, "system": system, "regex": regex, "json_schema": json_schema, "lora": lora}
+        if given := [name for name, value in others.items() if value is not None]:
             raise ConfigError(f"{given[0]}: not with --task {task}; leave it out")
         args = replace(args, model=model, runner="pooling" if args.runner == "auto" else args.runner)
         params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
