@@ -25,10 +25,14 @@ if TYPE_CHECKING:
     )
     from graphllm.engine.outputs import CompletionOutput, RequestOutput
     from graphllm.engine.pooling_outputs import (
+        ClassificationOutput,
+        ClassificationRequestOutput,
         EmbeddingOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
+        ScoringOutput,
+        ScoringRequestOutput,
     )
     from graphllm.engine.processor import Prompt as PromptType
     from graphllm.engine.processor import TextPrompt, TokensPrompt
@@ -49,6 +53,8 @@ __all__ = [
     "AsyncLLMEngine",
     "BatchUpdate",
     "BeamSearchParams",
+    "ClassificationOutput",
+    "ClassificationRequestOutput",
     "CompletionOutput",
     "Counter",
     "EmbeddingOutput",
@@ -71,6 +77,8 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringOutput",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -96,7 +104,11 @@ _PLACES = {
     "RequestOutput": "engine.outputs",
     "PoolingParams": "config.pooling",
     **dict.fromkeys(
-        ("EmbeddingOutput", "EmbeddingRequestOutput", "PoolingOutput", "PoolingRequestOutput"), "engine.pooling_outputs"
+        [
+            *("ClassificationOutput", "ClassificationRequestOutput", "EmbeddingOutput", "EmbeddingRequestOutput"),
+            *("PoolingOutput", "PoolingRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
+        ],
+        "engine.pooling_outputs",
     ),
     "GuidedDecodingParams": "config.sampling:StructuredOutputsParams",
     "PromptType": "engine.processor:Prompt",

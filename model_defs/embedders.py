@@ -1,52 +1,203 @@
-"""Decoders without a language head, for embeddings: E5-Mistral, Qwen2 and Qwen3 embedders, and bare Llamas. The vector
-of a prompt is the normalized last hidden state of its last token."""
+"""Models that give vectors, made of the families that generate text: the same decoder with another head. Embedders,
+sequence classifiers, reward models, and rerankers that compare the logits of two tokens.
+
+Any family with a graph that has ``norm`` serves, under the names that transformers gives such models: ``QwenModel``
+beside ``QwenForCausalLM``, and so on. A vector is made of the last token's hidden state, or of each token's.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model, select_rows
-from graphllm.model_defs import llama
-from graphllm.model_defs.common import HF
-from graphllm.ops.rms_norm import rms_norm
+from graphllm.config import ConfigError
+from graphllm.config.pooling_config import PoolingType
+from graphllm.ir import ForwardContext, Graph, Model, Weight, all_models, register_derivation
+from graphllm.model_defs.common import HF, only
+from graphllm.model_defs.pooling import Pooling
+from graphllm.ops.linear import linear
+
+_CAUSAL = ("ForCausalLM", "LMHeadModel")
+_STARTS = ("model.", "transformer.")  # of names that a model without a head saves without them
+_MOST_LABELS = 1 << 16
 
 
-def from_hf(hf: HF) -> llama.Config:
-    """The config of the decoder. Raises ConfigError for settings that are not supported."""
-    return llama.from_hf({**hf, "architectures": [hf["architectures"][0].removesuffix("Model") + "ForCausalLM"]})
+@dataclass(frozen=True)
+class Config:
+    """decoder: the family's own. pooling: which rows there are vectors of. labels: numbers of a vector, 0 for the
+    hidden state. tokens: the rows of the vocabulary's matrix that a classifier is made of; difference: its one number
+    is the second's less the first's."""
+
+    decoder: Any
+    V: int
+    max_len: int
+    pooling: Pooling
+    labels: int = 0
+    tokens: tuple[int, ...] = ()
+    difference: bool = False
 
 
-def bare(weights: dict[str, Weight]) -> dict[str, Weight]:
-    """The same weights under the names that a decoder without a head saves them by."""
-    return {
-        name: replace(w, sources=tuple(s.removeprefix("model.") for s in w.sources if isinstance(s, str)))
-        for name, w in weights.items()
-    }
+@dataclass(frozen=True)
+class _Head:
+    """What follows the last norm. config: of a config.json and a plain Config. weights: of ``c`` and the width. run:
+    from normalized rows [R, D] to vectors. pooling: where the checkpoint does not say."""
+
+    config: Callable[[HF, Config], Config]
+    weights: Callable[[Config, int], dict[str, Weight]]
+    run: Callable[[Config, SimpleNamespace, Tensor], Tensor]
+    pooling: PoolingType = "LAST"
 
 
-def head(c: llama.Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
-    return rms_norm(select_rows(x_TD, ctx.inputs.logits_indices), w.norm, c.eps)
+def _classifier(hf: HF, plain: Config) -> Config:
+    """A classifier's. It may be made of a language model: the field ``classifier_token_ids`` has the tokens."""
+    c = replace(plain, labels=labels_of(hf))
+    if not (tokens := tuple(hf.get("classifier_token_ids") or ())):
+        return c
+    if any(not 0 <= i < c.V for i in tokens):
+        raise ConfigError(f"config.json: classifier_token_ids is {tokens}: the vocabulary has {c.V} tokens")
+    if not hf.get("is_original_qwen3_reranker"):
+        return replace(c, labels=len(tokens), tokens=tokens)
+    if len(tokens) != 2:
+        raise ConfigError(f"config.json: classifier_token_ids is {tokens}: give two, the one for no first")
+    return replace(c, labels=1, tokens=tokens, difference=True)
 
 
-register_model(
-    Model(
-        architectures=("LlamaModel", "MistralModel", "Qwen2Model", "Qwen3Model"),
-        config=from_hf,
+def labels_of(hf: HF) -> int:
+    """How many classes a config.json has; two where it does not say, as in transformers."""
+    named = hf.get("id2label")
+    count = hf.get("num_labels", len(named) if isinstance(named, dict) else 2)
+    if type(count) is not int or not 1 <= count <= _MOST_LABELS:
+        raise ConfigError(f"config.json: num_labels is {count!r:.80}; set it to a whole number from 1 on")
+    return count
+
+
+def _score_weights(c: Config, width: int) -> dict[str, Weight]:
+    """In float32, as their few numbers are what is wanted."""
+    if c.tokens:
+        return {}  # rows of the vocabulary's matrix, which the family names
+    return {"score": Weight((c.labels, width), ("score.weight",), dtype="float32", exact=True)}
+
+
+def _score(c: Config, w: SimpleNamespace, x_RD: Tensor) -> Tensor:
+    if not c.tokens:
+        return linear(x_RD.float(), w.score)
+    rows = torch.cat([getattr(w, f"token{i}") for i in range(len(c.tokens))])
+    if c.difference:
+        rows = rows[1:] - rows[:1]
+    return linear(x_RD.float(), rows)
+
+
+def _reward_weights(c: Config, width: int) -> dict[str, Weight]:
+    def one(number: int, rows: int) -> dict[str, Weight]:
+        name = f"score.{number}"
+        return {
+            f"weight{number}": Weight((rows, width), (f"{name}.weight",), dtype="float32", exact=True),
+            f"bias{number}": Weight((rows,), (f"{name}.bias",), dtype="float32", exact=True),
+        }
+
+    return one(0, width) | one(2, c.labels)
+
+
+def _reward(c: Config, w: SimpleNamespace, x_RD: Tensor) -> Tensor:
+    return linear(torch.relu(linear(x_RD.float(), w.weight0, w.bias0)), w.weight2, w.bias2)
+
+
+def _rewarder(hf: HF, plain: Config) -> Config:
+    return replace(plain, labels=labels_of({"num_labels": 1, **hf}))
+
+
+def _judge(hf: HF, plain: Config) -> Config:
+    return replace(plain, labels=labels_of({"num_labels": 2, **hf}))
+
+
+_HEADS = {  # by the end of the name, of which the first that fits counts
+    "ForSequenceClassification": _Head(_classifier, _score_weights, _score),
+    "ForRewardModel": _Head(_rewarder, _reward_weights, _reward),
+    "ForProcessRewardModel": _Head(_judge, _reward_weights, _reward, "ALL"),
+    "ForTokenClassification": _Head(_classifier, _score_weights, _score, "ALL"),
+    "Model": _Head(lambda hf, plain: plain, lambda c, width: c.pooling.weights(), lambda c, w, x_RD: x_RD),
+}
+
+
+def derived(architecture: str) -> Model | None:
+    """The family of a name such as Qwen3Model; None where none generates text under the beginning of it."""
+    for ending, head in _HEADS.items():
+        if architecture.endswith(ending):
+            start, known = architecture.removesuffix(ending), all_models()
+            names = [s + causal for s in dict.fromkeys((start, start.removesuffix("Text"))) for causal in _CAUSAL]
+            name = next((n for n in names if n in known and known[n].graphs[0].norm is not None), None)
+            return None if name is None else _with_head(known[name], name, architecture, head)
+    return None
+
+
+def _with_head(model: Model, causal: str, architecture: str, head: _Head) -> Model:
+    """A family whose decoder is that of ``model``."""
+    main = model.graphs[0]
+    norm = main.norm
+    assert norm is not None
+
+    def config(hf: HF) -> Config:
+        pooling = Pooling.from_hf(hf, head.pooling)
+        if pooling.kind not in ("LAST", "ALL"):
+            raise ConfigError(
+                f"pooling_type is {pooling.kind}: {architecture} computes prompts in parts, of which it gives the last "
+                "token's vector or all; use LAST or ALL"
+            )
+        only(hf, "is_causal", True)
+        decoder = model.config({**hf, "architectures": [causal]})
+        return head.config(hf, Config(decoder, decoder.V, decoder.max_len, pooling))
+
+    def head_weights(c: Config) -> dict[str, Weight]:
+        own, tokens = main.head_weights(c.decoder), main.embed_weights(c.decoder)["tokens"]
+        norms = {name: w for name, w in own.items() if w.shard != "vocab"}
+        matrix = next((w for w in own.values() if w.shard == "vocab" and not w.tie), tokens)
+        rows = {
+            f"token{i}": replace(
+                matrix, shape=(1, matrix.shape[1]), slice_rows=(id, id + 1), shard=None, dtype="float32", exact=True
+            )
+            for i, id in enumerate(c.tokens)
+        }
+        return _either_name(norms | rows) | head.weights(c, tokens.shape[1])
+
+    def run(c: Config, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+        return head.run(c, w, c.pooling(w, x_TD, ctx, lambda x: norm(c.decoder, w, x)))
+
+    return Model(
+        architectures=(architecture,),
+        config=config,
         graphs=(
             Graph(
                 task="pool",
-                layer_types=lambda c: c.layer_types,
-                embed_weights=lambda c: bare(llama.embed_weights(c)),
-                layer_weights=lambda c, layer_type: bare(llama.layer_weights(c, layer_type)),
-                head_weights=lambda c: bare({"norm": llama.head_weights(c)["norm"]}),
-                embed=llama.embed,
-                layer=llama.layer,
-                head=head,
-                states=llama.states,
+                layer_types=lambda c: main.layer_types(c.decoder),
+                embed_weights=lambda c: _either_name(main.embed_weights(c.decoder)),
+                layer_weights=lambda c, layer_type: _either_name(main.layer_weights(c.decoder, layer_type)),
+                head_weights=head_weights,
+                embed=lambda c, w, ctx: main.embed(c.decoder, w, ctx),
+                layer=lambda c, layer_type, w, x_TD, ctx: main.layer(c.decoder, layer_type, w, x_TD, ctx),
+                head=run,
+                states=lambda c, layer_type: main.states(c.decoder, layer_type),
+                inputs=lambda c: main.inputs(c.decoder),
+                buckets=lambda c: main.buckets(c.decoder),
             ),
         ),
+        states=lambda c: model.states(c.decoder),
     )
-)
+
+
+def _either_name(weights: dict[str, Weight]) -> dict[str, Weight]:
+    """The same weights, also under the names that a decoder without a head saves them by."""
+
+    def names(source: str | tuple[str, ...]) -> tuple[str, ...]:
+        given = (source,) if isinstance(source, str) else source
+        bare = tuple(name.removeprefix(start) for name in given for start in _STARTS if name.startswith(start))
+        return tuple(dict.fromkeys((*given, *bare)))
+
+    return {name: replace(w, sources=tuple(map(names, w.sources))) for name, w in weights.items()}
+
+
+register_derivation(derived)

@@ -163,6 +163,18 @@ def test_bin_files_only_where_there_is_nothing_else(checkpoint: Path, hub: HubSe
     assert not any(found("tiny/small", load_format="dummy").glob("*.bin"))
 
 
+def test_modules_of_sentence_transformers(checkpoint: Path, hub: HubServer) -> None:
+    """Dense layers behind pooling lie in folders of their own, and a download without them is not complete."""
+    modules = {"1_Pooling/config.json": b"{}", "2_Dense/config.json": b"{}", "2_Dense/model.safetensors": b"x"}
+    hub.models["tiny/dense"] = {**files_of(checkpoint), **modules, "onnx/model.onnx": b"x", "2_Dense/a/b.bin": b"x"}
+    place = Hub.of(None, None)
+    folder = place.find("model", "tiny/dense", None, model_files("auto")).folder
+    assert {n for n in modules if (folder / n).is_file()} == set(modules)
+    assert not (folder / "2_Dense" / "a").exists()
+    (folder / "2_Dense" / "model.safetensors").unlink()
+    assert (place.find("model", "tiny/dense", None, model_files("auto")).folder / "2_Dense/model.safetensors").is_file()
+
+
 def test_what_a_download_says(checkpoint: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.models |= {
         "tiny/gated": GATED,

@@ -13,7 +13,7 @@ from graphllm.cli.bench.app import bench_app
 from graphllm.cli.endings import endings
 from graphllm.cli.options import engine_options, sampling_options
 from graphllm.cli.vllm_flags import EngineCommand
-from graphllm.config import CompileConfig, EngineArgs, definitions, parse_bytes
+from graphllm.config import CompileConfig, ConfigError, EngineArgs, definitions, parse_bytes
 from graphllm.server.frontend_names import FRONTEND_NAMES
 from graphllm.version import __version__
 
@@ -45,7 +45,9 @@ app.add_typer(bench_app, name="bench")
 _MODEL = "Checkpoint folder, or name on the Hugging Face hub; without it, the embedded model."
 ModelArgument = Annotated[str | None, typer.Argument(help=_MODEL)]
 ModelOption = Annotated[str | None, typer.Option("--model", "-m", help=_MODEL)]
-_FILES = ("revision", "download_dir", "hf_token", "hf_config_path", "hf_overrides")  # that a compilation depends on
+_FILES = (  # that a compilation depends on
+    "revision", "download_dir", "hf_token", "hf_config_path", "hf_overrides", "runner", "convert",
+)  # fmt: skip
 _CHAT_OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", "stop")
 
 
@@ -139,13 +141,21 @@ def run_command(
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema: a file, or text.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
+    task: Annotated[
+        Literal["generate", "embed", "classify", "score"],
+        typer.Option(help="Text, or vectors, classes or scores of pairs, of a model that gives them."),
+    ] = "generate",
+    dimensions: Annotated[int | None, typer.Option(help="Keep so many numbers of an embedding.")] = None,
+    truncate: Annotated[
+        int | None, typer.Option(help="With --task: keep so many tokens of a text; -1: what fits.")
+    ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(help="Folder of an adapter; or name=folder, for lines whose model is that name; may be repeated."),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
-    """Generate text offline.
+    """Generate text offline, or make vectors of texts with --task.
 
     A checkpoint's generation_config.json comes before the defaults of sampling options, a line's own fields before all.
     Exit status: 0 every request has an answer, 1 some have none or results cannot be written, 2 a mistake in the
@@ -156,6 +166,16 @@ def run_command(
 
     if output == Path("-"):
         output = Path("/dev/stdout")
+    if task != "generate":
+        from graphllm.cli.vectors import run_vectors
+        from graphllm.config.pooling import PoolingParams
+
+        others = {**sampling, "system": system, "regex": regex, "json_schema": json_schema, "lora": lora}
+        if given := [name for name, value in others.items() if value is not None]:
+            raise ConfigError(f"{given[0]}: not with --task {task}; leave it out")
+        args = replace(args, model=model, runner="pooling" if args.runner == "auto" else args.runner)
+        params = PoolingParams(dimensions=dimensions, truncate_prompt_tokens=truncate)
+        raise typer.Exit(run_vectors(args, task, Inputs(file, prompt or [], True, None, output), params, quiet))
     schema = read_schema(json_schema) if json_schema is not None else None
     if json_schema or regex:
         sampling["structured_outputs"] = {"json": schema, "regex": regex}

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -143,11 +143,12 @@ def digest_of(item: Item, settings: str) -> str:
 
 class Items:
     """All that is to run, in order; may be gone through several times. A file is read anew each time, a line at once;
-    what can be read only once, such as stdin, is kept. Raises ConfigError naming file and line for a line that cannot
-    be used, also when two have the same id."""
+    what can be read only once, such as stdin, is kept. read: makes the item of a line of JSON. Raises ConfigError
+    naming file and line for a line that cannot be used, also when two have the same id."""
 
-    def __init__(self, inputs: Inputs) -> None:
+    def __init__(self, inputs: Inputs, read: Callable[[str, str, Inputs], Item] | None = None) -> None:
         self._inputs, self._kept = inputs, None
+        self._read = read or _json_item
         if inputs.file is not None and (inputs.file == "-" or not Path(inputs.file).is_file()):
             self._kept = _read(inputs.file)
 
@@ -166,7 +167,7 @@ class Items:
                 as_json = line.lstrip().startswith("{")
             where = f"{name}:{number}"
             item = (
-                _json_item(line, where, self._inputs) if as_json else _text_item(f"line-{number}", line, self._inputs)
+                self._read(line, where, self._inputs) if as_json else _text_item(f"line-{number}", line, self._inputs)
             )
             if item.id in seen:
                 raise ConfigError(f"{where}: id {item.id!r} appears twice; ids must be unique")

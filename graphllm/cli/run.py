@@ -56,7 +56,7 @@ def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bo
     adapters = parse_lora(lora)
     if adapters and not args.enable_lora:
         raise ConfigError(f"lora is {lora[0]!r:.80}: adapters run with --enable-lora; give it too")
-    settings = "" if inputs.output is None else _settings(args, sampling, open_end, adapters)
+    settings = "" if inputs.output is None else settings_of(args, sampling, open_end, adapters)
     wanted = [(item.id, digest_of(item, settings)) for item in items]
     if not wanted:
         raise ConfigError("no prompts: give --prompt, a file, or - to read stdin")
@@ -65,9 +65,9 @@ def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bo
     sink = JsonlSink(inputs.output, wanted, inputs.file) if inputs.output else None
     finished = sink.finished if sink else set()
     if finished and not quiet:
-        _tell(f"{len(finished)} of {len(wanted)} are already in {inputs.output}; skipped")
+        tell(f"{len(finished)} of {len(wanted)} are already in {inputs.output}; skipped")
     if sink and sink.moved:
-        _tell(f"{sink.moved} results of lines that are no longer in the input were moved to {sink.moved_to}")
+        tell(f"{sink.moved} results of lines that are no longer in the input were moved to {sink.moved_to}")
 
     def left() -> Iterator[Item]:
         for place, (item, expected) in enumerate(itertools.zip_longest(items, wanted)):
@@ -146,8 +146,11 @@ def parse_lora(given: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _settings(
-    args: EngineArgs, sampling: Mapping[str, Any], open_end: SamplingParams, adapters: Mapping[str, str]
+def settings_of(
+    args: EngineArgs,
+    sampling: Mapping[str, Any] = {},
+    open_end: SamplingParams | None = None,
+    adapters: Mapping[str, str] = {},
 ) -> str:
     """What answers follow from beside the items, as JSON: the weights, the other files of the model, how it is
     computed, and sampling parameters that items leave open."""
@@ -396,11 +399,11 @@ def _progress(total: int, hidden: bool) -> Iterator[Any]:
 def _print_summary(summary: Summary, phases: Mapping[str, float]) -> None:
     s = summary
     cached = f" ({s.cached_tokens} from the prefix cache)" if s.cached_tokens else ""
-    _tell(
+    tell(
         f"{s.requests} requests, {s.prompt_tokens} prompt{cached} and {s.output_tokens} output tokens in "
         f"{s.ended - s.begun:.2f} s: {s.rate:.1f} tokens/s"
     )
-    _tell("start-up, s: " + ", ".join(f"{name} {s:.2f}" for name, s in phases.items()))
+    tell("start-up, s: " + ", ".join(f"{name} {s:.2f}" for name, s in phases.items()))
 
 
 def _print_failures(summary: Summary, total: int, output: Path) -> None:
@@ -409,8 +412,9 @@ def _print_failures(summary: Summary, total: int, output: Path) -> None:
         parts.append(f"{summary.refused} could not run")
     if summary.failed:
         parts.append(f"the engine failed with {summary.failed}, run again to repeat those")
-    _tell(f"of {total} requests {'; '.join(parts)}: see their errors in {output}")
+    tell(f"of {total} requests {'; '.join(parts)}: see their errors in {output}")
 
 
-def _tell(text: str) -> None:
+def tell(text: str) -> None:
+    """A line for people, on stderr."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)

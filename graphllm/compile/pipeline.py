@@ -31,7 +31,7 @@ from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
 from graphllm.ir.kernels import sources_in
-from graphllm.ir.model import Model
+from graphllm.ir.model import Model, derived_model
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
 from graphllm.ir.specs import plain
@@ -115,8 +115,8 @@ def _drafter(model_config: Mapping[str, Any], drafts: Mapping[str, Any]) -> Mode
 
 def _family(model_config: Mapping[str, Any]) -> Model:
     names, known = strings(model_config, "architectures"), load_models()
-    if names and names[0] in known:
-        return known[names[0]]
+    if names and (model := known.get(names[0]) or derived_model(names[0])) is not None:
+        return model
     if "auto_map" in model_config:
         raise ConfigError(
             f"config.json: auto_map says that {(names or [model_config.get('model_type')])[0]} is code of the "
@@ -403,6 +403,7 @@ def write_program(
         inputs = {n: s for n, s in layout.inputs[number].items() if f"step.{n}" in used}
         deciding = values_read(graph)
         shareable &= all(s.shareable for n, s in inputs.items() if f"step.{n}" in deciding)
+        shareable &= graph.vector[0] != "T"  # of a beginning that is not computed there are no vectors
         described.append(
             {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
              "buckets": [asdict(b) for b in buckets], "optional": linked.optional[number], "programs": programs}
@@ -415,6 +416,7 @@ def write_program(
         "blocks": {"groups": blocks.groups, "tensors": blocks.tensors, "bytes": blocks.block_bytes},
         "entries": layout.entries,
         "shareable": shareable,
+        "vector": graphs[0].vector,
         "drafts": draft_reach(graphs, c, config),
         "adapted": adapted,
         "vocab": c.V,

@@ -58,13 +58,14 @@ class Program(NamedTuple):
 
 class TracedGraph(NamedTuple):
     """A graph's units by their short names ("embed", "layer.<type>", "head" ...) and its programs. behind: units that
-    follow a layer, by its index, in order."""
+    follow a layer, by its index, in order. vector: of the task "pool", see `StepExecutor`."""
 
     graph: Graph
     units: dict[str, Unit]
     programs: dict[str, Program]
     layer_types: tuple[str, ...]
     behind: dict[int, list[str]]
+    vector: tuple[str, int] = ("R", 0)
 
 
 def base_inputs(config: CompileConfig, groups: Sequence[Any]) -> dict[str, InputSpec]:
@@ -224,8 +225,6 @@ class _Tracer:
             for layer, keep in drafting.keep_hidden(hidden):
                 behind[layer].append(keep.name)
                 self.trace(keep.name, carried, keep.run, keep.outputs)
-        results = {"generate": sampling.OUTPUTS, "pool": (OutputSpec("pooled", ("R", "D"), "model", host=True),)}
-        made = results.get(graph.task, ())
         counted = () if counting is None else (counting.output,)
         names = {"generate": ("logits",), "draft": ("drafted",), "pool": ("pooled",)}.get(graph.task, ())
         most = self._config.num_speculative_tokens
@@ -235,6 +234,10 @@ class _Tracer:
             lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v)), graph.task, most),
             names,
         )
+        pooled = output_specs(head)[0] if graph.task == "pool" else None
+        made: tuple[OutputSpec, ...] = sampling.OUTPUTS if graph.task == "generate" else ()
+        if pooled is not None:
+            made = (OutputSpec("pooled", pooled.shape, pooled.dtype, host=True),)
         values = carried | resolved | dict(zip(head.outputs, output_specs(head), strict=True))
         for stage in dict.fromkeys(stage for _, after in around.values() for stage in after):
             unit = self.trace(stage.name, values, stage.run, stage.outputs)
@@ -249,7 +252,8 @@ class _Tracer:
                 {s.name: s.part for s in after if s.part},
                 (*(o for o in made if o.name in made_here), *counted),
             )
-        return TracedGraph(graph, self.units, programs, layer_types, behind)
+        traced = TracedGraph(graph, self.units, programs, layer_types, behind)
+        return traced if pooled is None else traced._replace(vector=_vector(graph, pooled))
 
     def stages(self, drafted: bool, hidden: Hidden | None) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
         """By program, what comes before the graph's own units and behind them. drafted: a draft graph follows."""
@@ -362,6 +366,16 @@ def output_specs(unit: Unit) -> list[TensorSpec]:
 
 def _input(spec: InputSpec) -> TensorSpec:
     return TensorSpec.contiguous(spec.dtype, *spec.shape)
+
+
+def _vector(graph: Graph, pooled: TensorSpec) -> tuple[str, int]:
+    """What there is a vector for each of, and its numbers. Raises GraphError for a head that gives none."""
+    symbol, *rest = pooled.shape
+    if symbol not in ("R", "T") or len(rest) != 1 or not isinstance(rest[0], int):
+        raise GraphError(
+            f"the head of {graph.name or 'the model'} gives {pooled}; the task pool takes [R, D] or [T, D]"
+        )
+    return str(symbol), rest[0]
 
 
 def _flat(result: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
 from graphllm.config.lora import LoRAConfig
+from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
 
@@ -87,6 +88,23 @@ class FilesConfig:
         parse=functools.partial(parse_object, "hf_overrides"),
         help="Fields in place of those in config.json, as JSON.",
         key=_FILES,
+    )
+    pooling_type: PoolingType | None = setting(
+        None,
+        help="Of which hidden states a model that gives vectors makes them: LAST, CLS (the first), MEAN, or ALL (one "
+        "vector for each token); None: as the checkpoint's files say.",
+        key="the config.json that is in the key has it",
+    )
+    runner: Literal["auto", "generate", "pooling"] = setting(
+        "auto",
+        help="What the model is for: text, or vectors of its hidden states. auto: vectors where it has no language "
+        "head, or comes with modules.json of sentence-transformers.",
+        key="the config.json that is in the key has it",
+    )
+    convert: Literal["auto", "none", "embed", "classify"] = setting(
+        "auto",
+        help="The head that a model with a language head gets for runner pooling: none (embed), or a classifier's.",
+        key="the config.json that is in the key has it",
     )
     tokenizer: str | None = setting(
         None, written=str | Path | None, help="Folder or hub name of a tokenizer; None: the model's.", key=_LOADING

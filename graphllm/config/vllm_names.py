@@ -125,11 +125,44 @@ def _structured_outputs(value: Any) -> Mapping[str, Any]:
     return {"structured_outputs_backend": value["backend"]} if value.get("backend") is not None else {}
 
 
+_TASKS: Mapping[Any, Mapping[str, Any]] = {
+    "auto": {},
+    "generate": {"runner": "generate"},
+    "embed": {"runner": "pooling"},
+    "embedding": {"runner": "pooling"},
+    "reward": {"runner": "pooling"},
+    "classify": {"runner": "pooling", "convert": "classify"},
+    "score": {"runner": "pooling", "convert": "classify"},
+}
+_POOLER = {"pooling_type": "pooling_type", "seq_pooling_type": "pooling_type"}
+_PER_REQUEST = ("normalize", "dimensions", "use_activation", "activation", "softmax", "step_tag_id")
+
+
+def _task(value: Any) -> Mapping[str, Any]:
+    """vLLM's older word for runner and convert."""
+    if not isinstance(value, str) or value not in _TASKS:
+        raise ConfigError(f"task is {value!r:.80}: give one of {', '.join(_TASKS)}")
+    return _TASKS[value]
+
+
+def _pooler(value: Any) -> Mapping[str, Any]:
+    """vLLM's pooler_config."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"pooler_config is {value!r:.80}: give an object with pooling_type")
+    for name, given in value.items():
+        if name not in _POOLER and given is not None:
+            how = "give it in PoolingParams" if name in _PER_REQUEST else "leave it out"
+            raise ConfigError(f"pooler_config.{name} is {given!r:.80}: not supported here; {how}")
+    return {_POOLER[name]: given for name, given in value.items() if given is not None}
+
+
 def _renamed(setting: str) -> ForeignName:
     return ForeignName(means=lambda value: {setting: value})
 
 
 _MEANINGS = {
+    "task": ForeignName(means=_task, remedy="`runner` and `convert`"),
+    **dict.fromkeys(("pooler_config", "override_pooler_config"), ForeignName(means=_pooler, remedy="`pooling_type`")),
     "enforce_eager": ForeignName(means=_eager, switch=True, remedy="`backend`: True is `eager`, False the default"),
     "device": _renamed("target")._replace(remedy="`target`"),
     "device_memory_utilization": _renamed("gpu_memory_utilization")._replace(remedy="`gpu_memory_utilization`"),
@@ -155,7 +188,6 @@ _TEXT = "models here read text only; leave it out"
 _LORA = (
     "adapters change linear layers of the text model, in its dtype; leave it out, or merge the adapter (graphllm merge)"
 )
-_NO_POOLING = "the API here is for models that generate text; leave it out"
 _CACHE = "the cache lies on the device, all of it in kv_cache_dtype, in kv_cache_memory_bytes; leave it out"
 _WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"
 _WATERMARK = "answers carry no watermark; leave it out"
@@ -224,8 +256,6 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         enable_shm_tensor_arena=False,
     ),
     # Kinds of models and of answers.
-    **fixed(_NO_POOLING, runner=("auto", "generate"), convert=("auto", "none"), task=("auto", "generate"),
-             pooler_config=({},), override_pooler_config=({},)),
     **fixed(
         _LORA, enable_lora_bias=False, enable_tower_connector_lora=False, enable_mixed_moe_lora_format=False,
         enable_moe_shared_loras=False, lora_dtype="auto",

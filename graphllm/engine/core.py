@@ -25,6 +25,7 @@ from graphllm.engine.constraints import ConstraintError, Constraints
 from graphllm.engine.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.options import LogitsProcessor, Row, imported
+from graphllm.engine.pooled_vectors import PooledVectors
 from graphllm.engine.proposers import find_proposer
 from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
@@ -125,6 +126,7 @@ class EngineCore:
         self._constraints = Constraints(self._table)
         self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
+        self._vectors = PooledVectors(executor.vector[0] == "T")
         self._ended = time.monotonic()  # the last step
         self._expert_tokens: np.ndarray | None = None
         self._stats = CoreStats(
@@ -144,6 +146,8 @@ class EngineCore:
             max_logit_bias=executor.max_logit_bias,
             device=executor.device.type,
             task=executor.task,
+            vector_size=executor.vector[1],
+            vectors="token" if executor.vector[0] == "T" else "sequence",
             adapted=list(executor.adapted),
             max_lora_rank=executor.max_lora_rank,
         )
@@ -163,7 +167,9 @@ class EngineCore:
         if self._executor.task == "pool":
             if request.limit:
                 raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
-            request = msgspec.structs.replace(request, params=SamplingParams())
+            # The cache has no vectors of tokens that it holds.
+            whole = SamplingParams(skip_reading_prefix_cache=True if self.info.vectors == "token" else None)
+            request = msgspec.structs.replace(request, params=whole)
         if request.items:
             check_items(request, *self._executor.item_input)
         for processor in self._processors:
@@ -209,6 +215,7 @@ class EngineCore:
             self._proposer.end(id, output)
         self._constraints.forget(id)
         self._scored.pop(id, None)
+        self._vectors.forget(id)
 
     def _count_end(self, reason: str | None) -> None:
         self._stats.finished[str(reason)] = self._stats.finished.get(str(reason), 0) + 1
@@ -406,16 +413,15 @@ class EngineCore:
         kept = result.outputs["kept"] if step.output.verified else None
         self._device_drafts = result.outputs.get("drafts", self._device_drafts)
         pooled = result.outputs.get("pooled")
-        tokens = result.tokens if pooled is None else np.zeros(len(pooled), dtype=np.int32)  # never given
+        rows = int(step.output.rows.sum())
+        tokens = result.tokens if pooled is None else np.zeros(rows, dtype=np.int32)  # never given
         committed = self._scheduler.commit(step.output, tokens, kept)
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)
         ]
         if pooled is not None:
-            ends = dict(zip((s.request.id for s in step.output.requests), np.cumsum(step.output.rows), strict=True))
-            for output in news:
-                output.pooled = pooled[ends[output.id] - 1].astype(np.float32).tobytes()
+            self._vectors.give(step.output, pooled, news)
         for i in range(len(news)) if step.batch.full else committed.events:
             self._complete(news[i], committed.requests[i], scores)
         self._stats.generated_tokens += sum(map(len, committed.tokens))

@@ -1,4 +1,4 @@
-"""What a user gets for a prompt of a model that gives vectors: vLLM's classes, made from the core's numbers."""
+"""What a user gets for a prompt of a model that gives vectors: vLLM's classes."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from graphllm.config import ConfigError
-from graphllm.config.pooling import PoolingParams
-
 if TYPE_CHECKING:
     import torch
+
+    from graphllm.engine.pooling import PoolingRequest
 
 
 @dataclass(slots=True)
 class PoolingOutput:
-    """data: a float32 tensor [D]."""
+    """data: a float32 tensor [D], or [tokens, D]."""
 
     data: torch.Tensor
 
@@ -34,8 +33,27 @@ class EmbeddingOutput:
 
 
 @dataclass(slots=True)
+class ClassificationOutput:
+    """probs: one for each class."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """How many there are."""
+        return len(self.probs)
+
+
+@dataclass(slots=True)
+class ScoringOutput:
+    """score: how well two texts go together."""
+
+    score: float
+
+
+@dataclass(slots=True)
 class PoolingRequestOutput:
-    """The vector of one prompt. outputs: a `PoolingOutput`, or the `EmbeddingOutput` of an `EmbeddingRequestOutput`."""
+    """The vector of one prompt. outputs: a `PoolingOutput`, or what the class of the request's output says."""
 
     request_id: str
     outputs: Any
@@ -46,28 +64,22 @@ class PoolingRequestOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput(PoolingRequestOutput):
-    """The embedding of one prompt."""
+    """The embedding of one prompt, an `EmbeddingOutput`."""
 
 
-def check_pooling(params: PoolingParams) -> None:
-    """Raise ConfigError for what an embedding cannot be made into."""
-    if params.dimensions is not None and params.dimensions < 1:
-        raise ConfigError(f"dimensions is {params.dimensions}: give at least 1, or None for all that the model gives")
-    if params.task not in (None, "embed"):
-        raise ConfigError(f"task is {params.task!r:.80}: the model gives embeddings; use 'embed'")
-    for name in ("truncate_prompt_tokens", "softmax", "step_tag_id", "returned_token_ids", "extra_kwargs"):
-        if (value := getattr(params, name)) is not None:
-            raise ConfigError(f"{name} is {value!r:.80}: not supported for embeddings; leave it out")
+@dataclass(slots=True)
+class ClassificationRequestOutput(PoolingRequestOutput):
+    """The classes of one prompt, a `ClassificationOutput`."""
 
 
-def vector(pooled: bytes, params: PoolingParams) -> torch.Tensor:
-    """float32 [dimensions]: the first numbers of what the model gave, of length 1 unless the parameters say not. Raises
-    ConfigError when it gave fewer."""
+@dataclass(slots=True)
+class ScoringRequestOutput(PoolingRequestOutput):
+    """The score of a pair, a `ScoringOutput`. prompt_token_ids: of both texts."""
+
+
+def pooling_output(asked: PoolingRequest, found: np.ndarray, cached: int) -> PoolingRequestOutput:
+    """The output of a request whose vector was found."""
     import torch  # here, because those who only generate need none of it
 
-    found = torch.from_numpy(np.frombuffer(pooled, np.float32).copy())
-    if params.dimensions is not None and params.dimensions > len(found):
-        raise ConfigError(f"dimensions is {params.dimensions}: the model gives {len(found)}; give no more")
-    found = found[: params.dimensions]
-    switches = (params.normalize, params.use_activation, params.activation)
-    return found if False in switches else torch.nn.functional.normalize(found, dim=0)
+    data = PoolingOutput(torch.from_numpy(np.ascontiguousarray(found)))
+    return PoolingRequestOutput(asked.id, data, asked.request.prompt, cached, True)

@@ -94,6 +94,7 @@ class Processor:
     ) -> None:
         self._tokenizer, self._info, self._grammar = tokenizer, info, grammar
         self._random: random.Random = random.Random(seed) if seed is not None else secrets.SystemRandom()
+        self._output = 0 if info.task == "pool" else 1  # tokens of it that a prompt leaves room for
         # Of a vocabulary that is larger than the model's, the rest never comes.
         self._eos = frozenset(i for i in tokenizer.stop_ids if i < info.vocab) if tokenizer else frozenset[int]()
 
@@ -118,7 +119,7 @@ class Processor:
             why = NO_POOLING if isinstance(params, PoolingParams) else "give SamplingParams"
             raise ConfigError(f"params is {params!r:.80}: {why}")
         if self._info.task != "generate":
-            raise ConfigError("the model gives vectors and generates no text; use embed or encode")
+            raise ConfigError("the model gives vectors and generates no text; use embed, classify, score or encode")
         text, ids, salt = self._prompt(prompt, params)
         limit = self._limit(len(ids), params)
         self._check_counts(params)
@@ -155,12 +156,10 @@ class Processor:
         return ParsedRequest(request_id, text, ids, params, requests, eos)
 
     def make_pooling(
-        self, prompt: Prompt, params: PoolingParams, request_id: str, adapter: Adapter | None = None
+        self, prompt: Prompt, request_id: str, priority: int, cache_salt: str | None, adapter: Adapter | None = None
     ) -> EngineRequest:
         """Check a request for a vector, whose prompt is as in `make`. Raises ConfigError naming field, value and
         remedy."""
-        if self._info.task != "pool":
-            raise ConfigError(f"not supported; {NO_POOLING}")
         _, ids, salt = self._prompt(prompt, SamplingParams(max_tokens=1))
         if len(ids) > self._info.capacity:
             raise ConfigError(
@@ -168,8 +167,8 @@ class Processor:
                 "--kv-cache-memory-bytes"
             )
         return EngineRequest(
-            id=request_id, prompt=ids, params=SamplingParams(), stop_ids=[], limit=0, seed=0, cache_salt=salt,
-            arrival=time.monotonic(), adapter=adapter,
+            id=request_id, prompt=ids, params=SamplingParams(), stop_ids=[], limit=0, seed=0, priority=priority,
+            cache_salt=cache_salt or salt, arrival=time.monotonic(), adapter=adapter,
         )  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True, truncated: bool = False) -> Iterator[list[int] | None]:
@@ -177,7 +176,7 @@ class Processor:
         if self._tokenizer is None:
             raise ConfigError("prompt is text and there is no tokenizer; give prompt_token_ids")
         most = self._info.max_model_len
-        limit = max(2 * most, _TRUNCATED) if truncated else most - 1
+        limit = max(2 * most, _TRUNCATED) if truncated else most - self._output
         return encode_at_most(self._tokenizer, text, limit, add_special_tokens)
 
     def _around(self) -> tuple[int, int]:
@@ -204,7 +203,9 @@ class Processor:
             *_, ids = self.encode(text, fields.get("add_special_tokens", True), "truncation" in fields)
         if "truncation" in fields:
             around = self._around() if text is not None and fields.get("add_special_tokens", True) else (0, 0)
-            ids = fields["truncation"].cut(ids, self._info.max_model_len - (params.max_tokens or 1), around)
+            ids = fields["truncation"].cut(
+                ids, self._info.max_model_len - (params.max_tokens or 1) * self._output, around
+            )
         return text, self._checked(ids), str(fields.get("cache_salt") or "")
 
     def _checked(self, ids: Any) -> list[int]:
@@ -212,10 +213,11 @@ class Processor:
             raise ConfigError(f"prompt is {ids!r:.80}: give text or a list of token ids")
         if not ids:
             raise ConfigError("prompt is empty: give at least one token")
-        if len(ids) >= self._info.max_model_len:
+        if len(ids) + self._output > self._info.max_model_len:
+            output = " with at least one of output" if self._output else ""
             raise ConfigError(
-                f"prompt has {len(ids)} tokens: the context holds {self._info.max_model_len} with at least one of "
-                "output; shorten it, or compile with a larger --max-model-len"
+                f"prompt has {len(ids)} tokens: the context holds {self._info.max_model_len}{output}; shorten it, or "
+                "compile with a larger --max-model-len"
             )
         if not all(type(i) is int for i in ids):
             raise ConfigError(f"prompt is {ids!r:.80}: give text or a list of token ids")

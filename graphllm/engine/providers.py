@@ -120,10 +120,21 @@ def _item_length(spec: InputSpec, step: StepRequests) -> np.ndarray:
     return step.table.seen_length[step.slots]
 
 
+def _token_types(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
+    """[T]: 1 in the second of two texts."""
+    seconds = [state.request.second for state in step.requests]
+    if not any(seconds):
+        return None
+    first = np.repeat([second or len(s.request.prompt) for second, s in zip(seconds, step.requests, strict=True)],
+                      step.counts)  # fmt: skip
+    return (step.positions >= first).astype(np.int32)
+
+
 _OWN: Mapping[str, Provider] = {
     "adapter_ids": _adapter_ids,
     "item_rows": _item_rows,
     "item_start": _item_start,
     "item_length": _item_length,
     "next_tokens": _next_tokens,
+    "token_types": _token_types,
 }

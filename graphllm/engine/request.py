@@ -86,7 +86,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt computed and no token. seed: of its random draws. priority: lower goes first. cache_salt: only requests with
     the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
     for none). bad_words: token sequences that must not appear. arrival: seconds, `time.monotonic` of the machine.
-    items: encoded inputs. thinking: how long it may think; structured outputs hold from its end on.
+    items: encoded inputs. thinking: how long it may think; structured outputs hold from its end on. second: of two
+    texts for a cross-encoder, the place of the first token of the second one; 0 where there is one text.
     """
 
     id: str
@@ -103,6 +104,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     adapter: Adapter | None = None
     items: list[Item] = []
     thinking: ThinkingBudget | None = None
+    second: int = 0
 
 
 class PositionLogprobs(msgspec.Struct, array_like=True):
@@ -128,8 +130,8 @@ class EngineCoreOutput(msgspec.Struct, omit_defaults=True):
     one entry for each new token, when asked for. prompt_logprobs: one entry for each prompt token but the first, once.
     cached: prompt tokens that the prefix cache held. scheduled: seconds of `time.monotonic` at which its first step was
     planned, with the first update that a step made; 0 in the others. pooled: float32 numbers, of a model that gives a
-    vector. draft_tokens, accepted_tokens: of all its drafts that were verified, and of those that became part of its
-    output, with its last update.
+    vector, or one for each token of the prompt. draft_tokens, accepted_tokens: of all its drafts that were verified,
+    and of those that became part of its output, with its last update.
     """
 
     id: str
@@ -159,8 +161,9 @@ class CoreInfo(msgspec.Struct, frozen=True):
     """What the front must know of a core to check requests.
 
     max_model_len: tokens of prompt and output together. capacity: tokens of the longest sequence that the cache holds.
-    task: "generate", or "pool" for a model that gives vectors. adapted: layers that adapters may change, none where
-    there are no tables for any, and max_lora_rank: the rank that these hold.
+    task: "generate", or "pool" for a model that gives vectors. vector_size: numbers of such a vector. vectors: whether
+    a "sequence" gives one, or each "token". adapted: layers that adapters may change, none where there are no tables
+    for any, and max_lora_rank: the rank that these hold.
     """
 
     max_model_len: int
@@ -174,6 +177,8 @@ class CoreInfo(msgspec.Struct, frozen=True):
     max_logit_bias: int
     device: str
     task: str = "generate"
+    vector_size: int = 0
+    vectors: str = "sequence"
     adapted: list[AdaptedLinear] = []
     max_lora_rank: int = 0
 

@@ -34,6 +34,7 @@ class Handle(Protocol):
 class StepExecutor(DeviceStates, Protocol):
     """task: of the main graph. inputs: by name, those that providers fill among them. item_input: what an encoder reads
     of an item, None without one, and for how many tokens at most. max_rows: sampled rows of a step.
+    vector: of the task "pool", the symbol that there is a vector for each of, "R" or "T", and its numbers.
     shareable: cached states of a prefix are valid behind any continuation. device_drafts: every sequence that has
     sampled a token has drafts in slot states. kernels_done: how many have run, as far as can be told; any thread may
     ask. device: its ``type`` is "cpu" or "cuda". adapted: layers with tables for adapters of max_lora_rank."""
@@ -60,6 +61,8 @@ class StepExecutor(DeviceStates, Protocol):
     def max_logprobs(self) -> int: ...
     @property
     def max_logit_bias(self) -> int: ...
+    @property
+    def vector(self) -> tuple[str, int]: ...
     @property
     def shareable(self) -> bool: ...
     @property

@@ -114,6 +114,21 @@ class Tokenizer:
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> tuple[list[int], int]:
+        """Token ids of two texts as one, and the number of the second one's first token, 0 where the tokenizer's
+        post-processor does not tell them apart. most: cut the longer one until there are no more."""
+        one, other = (self._backend.encode(text, add_special_tokens=False) for text in (first, second))
+        both = self._backend.post_process(one, other, add_special_tokens=True)
+        if most is not None and len(both.ids) > most:
+            room = max(0, most - (len(both.ids) - len(one.ids) - len(other.ids)))
+            shorter = min(len(one.ids), len(other.ids), room // 2)
+            keep = (shorter, room - shorter) if len(one.ids) <= len(other.ids) else (room - shorter, shorter)
+            for encoding, count in zip((one, other), keep, strict=True):
+                encoding.truncate(count)
+            both = self._backend.post_process(one, other, add_special_tokens=True)
+        types = both.type_ids
+        return both.ids, types.index(1) if 1 in types else 0
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of complete output; for output as it comes use `detokenizer`."""
         if len(ids) > _LONG:

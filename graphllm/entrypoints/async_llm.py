@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, cast
 
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.pooling import Vectors
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
 from graphllm.engine.limited_process import MAX_WAITING
 from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
+from graphllm.engine.pooling import Pooling
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.remote import RemoteCore
 from graphllm.engine.request import Adapter, CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
@@ -28,6 +30,7 @@ from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
+from graphllm.entrypoints.async_pooling import PooledRequests, PoolingAsyncMixin
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
@@ -39,6 +42,7 @@ _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
 # Tokens and log-probabilities, of some 200 bytes each, that wait for their readers together; when there are more,
 # those end who have taken nothing for so many seconds, who have most first.
 UNREAD, _UNREAD_SECONDS = 1 << 18, 5.0
+_VECTORS = Vectors()
 
 
 class EngineUnhealthyError(RuntimeError):
@@ -53,7 +57,7 @@ class SlowReaderError(RuntimeError):
     """Nobody took a stream's outputs, and there is no room for more."""
 
 
-class AsyncLLM:
+class AsyncLLM(PoolingAsyncMixin):
     """Serves one core to one event loop. The core starts with `start`, or with the first request."""
 
     def __init__(
@@ -65,14 +69,18 @@ class AsyncLLM:
         loggers: Sequence[StatLogger] = (),
         unread: int = UNREAD,
         tracing: Tracing | None = None,
+        vectors: Vectors = _VECTORS,
     ) -> None:
         """client: not started yet. grammar: makes the checker once the core's vocabulary is known. loggers: told of
         the core's figures every ten seconds. unread: tokens and log-probabilities that may wait for their readers.
-        tracing: gets a span of each request. The others: as for `Processor`."""
+        tracing: gets a span of each request. vectors: as for `Pooling`. The others: as for `Processor`."""
         self._client, self._tokenizer, self._grammar, self._seed = client, tokenizer, grammar, seed
         self._most_unread, self._tracing = unread, tracing
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
+        self._vectors = vectors
+        self._pooling: Pooling | None = None
+        self._pooled = PooledRequests()
         self._adapters: AdapterFiles | None = None
         # More than can wait for the check of a large grammar, so that others never do.
         self._parsers = concurrent.futures.ThreadPoolExecutor(2 * MAX_WAITING, "graphllm-parse")
@@ -137,12 +145,14 @@ class AsyncLLM:
         client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
         if loggers is None:
             loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
-        return cls(client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing)
+        return cls(
+            client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing, vectors=resolved.vectors
+        )
 
     @classmethod
     def beside(cls, core: RemoteCore, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
         """One more front of an engine that another one has started. seed: another one than its."""
-        return cls(core, resolved.tokenizer, _grammar(resolved), seed, unread=unread)
+        return cls(core, resolved.tokenizer, _grammar(resolved), seed, unread=unread, vectors=resolved.vectors)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
@@ -154,6 +164,7 @@ class AsyncLLM:
         info = (await self._client.start()).info
         grammar = self._grammar(info) if self._grammar else None
         self._processor = Processor(self._tokenizer, info, grammar, self._seed)
+        self._pooling = Pooling(self._processor, self._tokenizer, info, self._vectors)
         self._adapters = AdapterFiles(info)
         self._receiver = asyncio.create_task(self._receive())
         if self._loggers:
@@ -254,7 +265,7 @@ class AsyncLLM:
         steps = self._processor.encode(text, fields.get("add_special_tokens", True), "truncation" in fields)
         return {**fields, "prompt_token_ids": await self._in_turns(text, steps)}
 
-    async def encode(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
+    async def token_ids(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]:
         """Token ids of any text. Raises ConfigError for one with far more than ``limit``."""
         if self._tokenizer is None:
             raise ConfigError("tokenizer: there is none; leave out skip_tokenizer_init, or work with token ids")
@@ -270,8 +281,10 @@ class AsyncLLM:
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests; their streams end with finish_reason "abort". Ids that are not running are ignored."""
         ids = [request_id] if isinstance(request_id, str) else request_id
-        streams = [self._streams.get(self._names.get(id, "")) for id in ids]
-        self._abort_core([r.id for stream in streams if stream is not None for r in stream.parsed.requests])
+        names = [self._names[id] for id in ids if id in self._names]
+        streams = [self._streams[name] for name in names if name in self._streams]
+        pooled = [name for name in names if name in self._pooled]
+        self._abort_core([r.id for stream in streams for r in stream.parsed.requests] + pooled)
 
     def finish(self, request_id: str, index: int) -> None:
         """End one completion of a running request as a stop string does: its text is all there is. Of a request whose
@@ -291,7 +304,7 @@ class AsyncLLM:
     @property
     def unfinished(self) -> int:
         """Requests whose streams are open."""
-        return len(self._names)
+        return len(self._names) + len(self._pooled)
 
     @property
     def is_running(self) -> bool:
@@ -316,9 +329,13 @@ class AsyncLLM:
 
     def fail_requests(self, error: Exception) -> int:
         """End all streams with this error, for a core that does not answer; how many. It is told to abort them."""
+        self._fail(error)
+        return len(self._streams) + len(self._pooled)
+
+    def _fail(self, error: Exception) -> None:
         for stream in self._streams.values():
             stream.fail(error)
-        return len(self._streams)
+        self._pooled.fail(error)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError for a core that is gone, EngineUnhealthyError for one that is silent or stuck."""
@@ -382,10 +399,10 @@ class AsyncLLM:
             await self._client.close()
         cause = self.health().cause
         assert cause is not None
-        for stream in self._streams.values():
-            stream.fail(EngineDeadError(cause))
+        self._fail(EngineDeadError(cause))
 
     def _deliver(self, updates: Sequence[EngineCoreOutput]) -> None:
+        self._pooled.take(updates)
         self._give_out(self._outputs.process(updates))
 
     def _give_out(self, processed: Processed) -> None:
@@ -419,6 +436,7 @@ class AsyncLLM:
         for stream in self._streams.values():
             if stream.parsed.requests[0].id == news.ids[0]:
                 stream.fail(error)
+        self._pooled.fail(error, news.ids)
 
 
 def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:

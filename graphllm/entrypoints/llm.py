@@ -1,45 +1,33 @@
-"""LLM: offline inference in this process. Prompts in, finished outputs back, in their order."""
+"""LLM: offline inference in this process. Prompts in, finished outputs back, in their order. Methods for vectors are in
+`graphllm.entrypoints.pooling`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-import signal
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.pooling import NO_POOLING, PoolingParams
 from graphllm.config.sampling import BeamSearchParams, RequestOutputKind, SamplingParams
 from graphllm.engine.beam import BeamSearch, BeamSearchOutput, step_params
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
-from graphllm.engine.pooling_outputs import (
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    PoolingOutput,
-    PoolingRequestOutput,
-    check_pooling,
-    vector,
-)
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Prompt
-from graphllm.engine.request import Adapter, Core, EngineCoreOutput, EngineRequest
+from graphllm.engine.request import Adapter, Core
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import LLMEngine, load_engine, refuse
 from graphllm.entrypoints.metrics_reader import Metric
+from graphllm.entrypoints.offline import Bars, Interrupts, Show, bars, each, listed
+from graphllm.entrypoints.pooling import PoolingOfflineMixin
 
-_T = TypeVar("_T")
 Message = Mapping[str, Any]
 Done = Callable[[RequestOutput], None]
-Bars = Callable[..., Any]  # makes a context manager with ``update``, as tqdm's class does
-Show = bool | Bars
 
 
-class LLM:
+class LLM(PoolingOfflineMixin):
     """A model ready to generate, in this process; for one thread at a time. Close it, or use it in ``with``.
 
     model: a checkpoint folder, or a name of the Hugging Face hub; None for the embedded model. options: the fields of
@@ -97,13 +85,13 @@ class LLM:
         anything runs when one of them cannot run. What goes wrong later is in the output: finish_reason "error".
         """
         refuse(tokenization_kwargs=tokenization_kwargs)
-        listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
+        many = listed(prompts)
         given = sampling_params if sampling_params is not None else self._defaults
-        each = _each("sampling_params", given, SamplingParams, len(listed))
-        priorities = _each("priority", priority if priority is not None else 0, int, len(listed))
-        final = {id(p): _final(p) for p in each}  # mostly the same object for all
-        adapters = self.llm_engine.adapters.each(lora_request, len(listed))
-        return self._run(listed, [final[id(p)] for p in each], priorities, _bars(use_tqdm), adapters)
+        params = each("sampling_params", given, SamplingParams, len(many))
+        priorities = each("priority", priority if priority is not None else 0, int, len(many))
+        final = {id(p): _final(p) for p in params}  # mostly the same object for all
+        adapters = self.llm_engine.adapters.each(lora_request, len(many))
+        return self._run(many, [final[id(p)] for p in params], priorities, bars(use_tqdm), adapters)
 
     def chat(
         self,
@@ -157,9 +145,9 @@ class LLM:
         adapter = self.llm_engine.adapters.requested(lora_request)
         info, tokenizer = self._core.info, self._tokenizer
         step = step_params(params, info.max_logprobs)
-        listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
+        many = listed(prompts)
         eos = tokenizer.stop_ids if tokenizer else frozenset[int]()
-        parsed = self._parse(listed, [step] * len(listed), [0] * len(listed), [adapter] * len(listed))
+        parsed = self._parse(many, [step] * len(many), [0] * len(many), [adapter] * len(many))
         searches = [BeamSearch(p.prompt_token_ids, params, eos, info.max_model_len) for p in parsed]
         while live := [(search, wanted) for search in searches if (wanted := search.prompts())]:
             beams = [beam for _, wanted in live for beam in wanted]
@@ -168,63 +156,6 @@ class LLM:
             for search, wanted in live:
                 search.advance([_position(next(found)) for _ in wanted])
         return [BeamSearchOutput(search.best(tokenizer)) for search in searches]
-
-    def encode(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        use_tqdm: Show = True,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        pooling_task: str | None = None,
-        tokenization_kwargs: None = None,
-    ) -> list[PoolingRequestOutput]:
-        """The vector of every prompt, in their order, as ``outputs.data`` [D]; of a model that gives vectors.
-
-        prompts, use_tqdm: as for `generate`. pooling_params: for all of them or one each. pooling_task: "embed".
-        Raises ConfigError before anything runs when one of them cannot run, and afterwards for more dimensions than
-        vectors have.
-        """
-        refuse(tokenization_kwargs=tokenization_kwargs)
-        if self._core.info.task != "pool":
-            raise ConfigError(f"encode: not supported; {NO_POOLING}")
-        if pooling_task not in (None, "embed"):
-            raise ConfigError(f"pooling_task is {pooling_task!r:.80}: the model gives embeddings; use 'embed'")
-        listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
-        each = _each("pooling_params", pooling_params or PoolingParams(), PoolingParams, len(listed))
-        adapters = self.llm_engine.adapters.each(lora_request, len(listed))
-        requests = []
-        for i, (prompt, params, adapter) in enumerate(zip(listed, each, adapters, strict=True)):
-            try:
-                check_pooling(params)
-                requests.append(self._processor.make_pooling(prompt, params, str(self._count), adapter))
-            except ConfigError as mistake:
-                raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
-            self._count += 1
-        show = _bars(use_tqdm)
-        with show(total=len(requests), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
-            found = _run_pooling(self._core, requests, (lambda: bar.update(1)) if bar is not None else (lambda: None))
-        return [
-            PoolingRequestOutput(r.id, PoolingOutput(vector(f.pooled, params)), r.prompt, f.cached, True)
-            for r, f, params in zip(requests, found, each, strict=True)
-        ]
-
-    def embed(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        *,
-        use_tqdm: Show = True,
-        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
-        tokenization_kwargs: None = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """`encode`, with each vector as ``outputs.embedding``, a list of floats."""
-        found = self.encode(prompts, pooling_params, use_tqdm, lora_request, "embed", tokenization_kwargs)
-        return [
-            EmbeddingRequestOutput(
-                o.request_id, EmbeddingOutput(o.outputs.data.tolist()), o.prompt_token_ids, o.num_cached_tokens, True
-            )
-            for o in found
-        ]
 
     def get_tokenizer(self) -> Tokenizer:
         """Raises ConfigError where there is none."""
@@ -283,45 +214,13 @@ class LLM:
         return outputs
 
 
-class _Bar:
-    """Progress in a terminal, nothing elsewhere."""
-
-    def __init__(self, total: int, desc: str) -> None:
-        from rich.console import Console
-        from rich.progress import Progress
-
-        console = Console(stderr=True)
-        self._view = Progress(console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._view.add_task(desc, total=total)
-
-    def __enter__(self) -> _Bar:
-        self._view.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._view.stop()
-
-    def update(self, count: int) -> None:
-        """So many more are done."""
-        self._view.advance(self._task, count)
-
-
-def _bars(show: Show) -> Bars | None:
-    """What makes a progress bar; None for none."""
-    if callable(show):
-        return show
-    if not isinstance(show, bool):
-        raise ConfigError(f"use_tqdm is {show!r:.80}: give True, False or what makes a progress bar, such as tqdm.tqdm")
-    return _Bar if show else None
-
-
 def run_to_completion(
     core: Core, outputs: OutputProcessor, parsed: Sequence[ParsedRequest], done: Done = lambda output: None
 ) -> list[RequestOutput]:
     """Run requests to their end, in their order. done: told each as it ends. Nothing of them stays behind: with
     Ctrl-C, or when the core refuses one, all are aborted and the exception goes on."""
     finished: dict[str, RequestOutput] = {}
-    with _Interrupts() as interrupts:
+    with Interrupts() as interrupts:
         try:
             for request in parsed:
                 outputs.add(request)
@@ -341,76 +240,6 @@ def run_to_completion(
                 core.step()
             raise
     return [finished[request.request_id] for request in parsed]
-
-
-def _run_pooling(core: Core, requests: Sequence[EngineRequest], done: Callable[[], None]) -> list[EngineCoreOutput]:
-    """Run requests for vectors to their end, in their order; like `run_to_completion` nothing stays behind."""
-    finished: dict[str, EngineCoreOutput] = {}
-    with _Interrupts() as interrupts:
-        try:
-            for request in requests:
-                core.add(request)
-            while core.unfinished:
-                interrupts.check()
-                for output in core.step():
-                    if output.finish_reason is not None:
-                        finished[output.id] = output
-                        done()
-        except BaseException as reason:
-            core.abort([request.id for request in requests])
-            while core.unfinished and isinstance(reason, (KeyboardInterrupt, ConfigError)):  # else the core is broken
-                core.step()
-            raise
-    for output in finished.values():
-        if not output.pooled:
-            raise RuntimeError(f"request {output.id} ended with {output.finish_reason}: {output.error}")
-    return [finished[request.id] for request in requests]
-
-
-class _Interrupts:
-    """Holds Ctrl-C back until `check`, because the middle of a step is no place to stop at; a second one goes
-    through."""
-
-    def __enter__(self) -> _Interrupts:
-        self._pressed = False
-        handler = signal.getsignal(signal.SIGINT)
-        main = threading.current_thread() is threading.main_thread()
-        self._ours = main and handler is signal.default_int_handler
-        if self._ours:
-            signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: BaseException | TracebackType | None) -> None:
-        if self._ours:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        if kind is None:
-            self.check()
-
-    def _note(self, *_: object) -> None:
-        if self._pressed:
-            raise KeyboardInterrupt
-        self._pressed = True
-
-    def check(self) -> None:
-        """Raise KeyboardInterrupt if there was one."""
-        if self._pressed:
-            raise KeyboardInterrupt
-
-
-def _is_one(prompts: Any) -> bool:
-    """Of what `generate` takes: a prompt, not a list of them."""
-    return isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and isinstance(prompts[0], int))
-
-
-def _each(name: str, given: _T | Sequence[_T], kind: type[_T], count: int) -> list[_T]:
-    """One for each prompt."""
-    if not isinstance(given, (kind, Sequence)):
-        why = NO_POOLING if isinstance(given, PoolingParams) else f"give {kind.__name__}, or a list of them"
-        raise ConfigError(f"{name} is {given!r:.80}: {why}")
-    listed = [given] * count if isinstance(given, kind) else list(cast(Sequence[_T], given))
-    if len(listed) != count:
-        raise ConfigError(f"{name} has {len(listed)} entries and there are {count} prompts: give one for each")
-    return listed
 
 
 def _final(params: SamplingParams) -> SamplingParams:
@@ -438,7 +267,6 @@ def _up_to_the_end_of(chat: Sequence[Message], text: str) -> str:
 _SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"
 _WORKERS = "there are no worker processes; use the engine's settings"
 _MISSING = {
-    **dict.fromkeys(("classify", "reward", "score"), NO_POOLING),
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("collective_rpc", "apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "run the script under py-spy or nsys, or see `graphllm bench`"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.pooling import Vectors
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
+from graphllm.engine.pooling import Pooling
 from graphllm.engine.processor import GrammarChecker, Processor, Prompt
 from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
@@ -18,17 +19,18 @@ from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
 from graphllm.entrypoints.model import resolve_model
-from graphllm.entrypoints.sentence_transformers import check_last_token
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
+
+_VECTORS = Vectors()
 
 
 class LLMEngine:
     """Takes requests, and gives what they have got after each `step`; for one thread at a time. Close it in the end.
 
-    core, tokenizer, defaults, processor, outputs, adapters: its parts, which `LLM` drives too. loggers: told of its
-    figures about every ten seconds while it steps. tracing: gets a span of each request.
+    core, tokenizer, defaults, processor, outputs, pooling, adapters: its parts, which `LLM` drives too. loggers: told
+    of its figures about every ten seconds while it steps. tracing: gets a span of each request.
     """
 
     def __init__(
@@ -40,11 +42,13 @@ class LLMEngine:
         seed: int | None = 0,
         loggers: Sequence[StatLogger] = (),
         tracing: Tracing | None = None,
+        vectors: Vectors = _VECTORS,
     ) -> None:
         self.core, self.tokenizer = core, tokenizer
         self.defaults = defaults or SamplingParams()
         self.processor = Processor(tokenizer, core.info, grammar, seed)
         self.outputs = OutputProcessor(tokenizer)
+        self.pooling = Pooling(self.processor, tokenizer, core.info, vectors)
         self.adapters = AdapterFiles(core.info)
         self.metrics = MetricsReader()
         self._loggers, self._logged = loggers, time.monotonic()
@@ -179,19 +183,16 @@ def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None 
     tracing = Tracing(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
     resolved = resolve_model(args)
     core = load_core(resolved.config, processors=resolved.processors)
-    if core.info.task == "pool":
-        try:
-            check_last_token(Path(resolved.config.model.model))
-        except ConfigError:
-            core.close()
-            raise
     grammar = core.grammars if resolved.tokenizer else None
     loggers = stat_loggers(args, factories)
-    return LLMEngine(core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers, tracing)
+    return LLMEngine(
+        core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers, tracing, resolved.vectors
+    )
 
 
 _REMEDIES = {
     "tokenization_kwargs": 'leave it out; {"prompt": TEXT, "add_special_tokens": False} is text that has them',
+    "chat_template": "pairs of texts go in as they are; put its words into the texts",
     "mm_processor_kwargs": "models here read text only; leave it out",
 }
 

@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
 from graphllm.config.fields import read_json
+from graphllm.config.pooling import Vectors, vectors_of
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
 from graphllm.engine.options import LogitsProcessor, name_of
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
+from graphllm.entrypoints.sentence_transformers import read_pooling
 from graphllm.entrypoints.source import Source, find_generation_config, find_source, find_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -20,13 +22,15 @@ _log = logging.getLogger(__name__)
 
 class ResolvedModel(NamedTuple):
     """A model with its artifact, ready for `load_core`. defaults: sampling parameters of requests that name none.
-    processors: logits processors that are objects. name: of the model, for people."""
+    processors: logits processors that are objects. name: of the model, for people.
+    vectors: what they are, of a model that gives some."""
 
     config: CoreConfig
     tokenizer: Tokenizer | None
     defaults: SamplingParams
     processors: list[LogitsProcessor]
     name: str
+    vectors: Vectors = Vectors()
 
 
 def log_progress() -> Progress:
@@ -57,6 +61,7 @@ def resolve_model(
         raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling or {}, checkpoint_defaults(args, source, base))
+    vectors = vectors_of(source.config, read_pooling(source.folder, source.config))
     tokenizer = folder = None
     if not args.skip_tokenizer_init:
         folder = find_tokenizer(args, source)
@@ -77,7 +82,9 @@ def resolve_model(
         "draft_proposer": proposer if isinstance(proposer, str | None) else name_of("draft_proposer", proposer),
         "stop_ids": tuple(sorted(tokenizer.stop_ids)) if tokenizer else (),
     }
-    return ResolvedModel(assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions, source.name)
+    return ResolvedModel(
+        assemble(CoreConfig, vars(args) | resolved), tokenizer, defaults, functions, source.name, vectors
+    )
 
 
 def checkpoint_defaults(args: EngineArgs, source: Source, base: SamplingParams | None = None) -> SamplingParams:

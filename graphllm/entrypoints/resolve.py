@@ -32,7 +32,11 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     )
     many = (1024 if gpu_memory() >= _LARGE_GPU else 256) if cuda else 64
     max_num_seqs = min(many, max_num_batched_tokens) if args.max_num_seqs is None else args.max_num_seqs
-    positions = "max_position_embeddings" if "max_position_embeddings" in text else "n_positions"
+    counts = ("max_trained_positions", "max_position_embeddings", "n_positions")
+    positions = next((name for name in counts if text.get(name) is not None), counts[-1])
+    # The first rows of RoBERTa's table are for padding, which has no position.
+    behind_padding = str(text.get("model_type")).endswith(("roberta", "camembert"))
+    unused = whole(text, "pad_token_id", 1, 1, ge=0) + 1 if behind_padding else 0
     drafts = args.num_speculative_tokens
     if not drafts and (drafter := section(model_config, DRAFT)):
         # What the draft model was made for; MLP speculators call it n_predict, Medusa has a head for each.
@@ -44,7 +48,7 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
         "buckets": default_buckets(
             target, max_num_seqs, max_num_batched_tokens, drafts, args.dynamic_speculative_tokens
         ),
-        "max_model_len": whole(text, positions, 2048, le=MOST),
+        "max_model_len": whole(text, positions, 2048, le=MOST) - unused,
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "tune": cuda,

@@ -10,11 +10,15 @@ from typing import Any
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.fields import is_folder, read_json
+from graphllm.config.pooling_config import dense_tensor
 from graphllm.entrypoints.conversion import safetensors_of, tokenizer_folder
 from graphllm.entrypoints.hub import Hub, Wanted
+from graphllm.entrypoints.runner import with_runner
+from graphllm.entrypoints.sentence_transformers import MODULES, read_pooling, with_pooling
 from graphllm.weights.checkpoint import (
     DRAFT,
     Checkpoint,
+    TensorInfo,
     WeightError,
     draft_name,
     fingerprint,
@@ -24,6 +28,7 @@ from graphllm.weights.checkpoint import (
 
 _TEXTS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken")  # configs, tokenizer, chat template
 _TOKENIZERS = ("tokenizer.json", "*.model", "*.tiktoken", "vocab.json", "vocab.txt")
+_DENSE = "[0-9]*_Dense/"  # of sentence-transformers: what lies behind pooling
 _FURTHER = "mtp_layers."  # in the names of tensors that only draft
 _ENDINGS = ("ForCausalLM", "LMHeadModel")  # of architectures that generate text
 
@@ -61,8 +66,9 @@ def find_source(args: EngineArgs) -> Source:
     if args.hf_config_path is not None:
         config = hub.find("hf_config_path", args.hf_config_path, None, _CONFIG).folder
     source = open_source(
-        model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method
-    )
+        model.folder if model else None, args.load_format, draft, config, args.hf_overrides, args.speculative_method,
+        args.pooling_type, args.runner, args.convert,
+    )  # fmt: skip
     return replace(source, name=model.name, commit=model.commit) if model else source
 
 
@@ -125,12 +131,16 @@ def open_source(
     config_folder: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
     method: str | None = None,
+    pooling_type: str | None = None,
+    runner: str = "auto",
+    convert: str = "auto",
 ) -> Source:
     """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
     be random numbers. draft: the folder of a draft model, which joins it: its config.json as the field "draft", its
     tensors with "draft:" before their names. config_folder: whose config.json is read in place of the folder's.
     overrides: fields in place of those of config.json. method: how the draft model drafts, where its config.json
-    leaves that open.
+    leaves that open. pooling_type: in place of what the checkpoint says. How vectors are made becomes the field
+    "pooling". runner, convert: see `with_runner`.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
@@ -146,6 +156,8 @@ def open_source(
             "safetensors)"
         )
     config = _with_architecture(_overridden(_read_config(config_folder or folder), overrides or {}))
+    config = with_pooling(config, folder, pooling_type)
+    config = with_runner(config, folder, runner, convert)
     name = folder.resolve().name
     if draft is None:
         return Source(folder, config, *open_tensors(folder, load_format), name=name)
@@ -213,13 +225,26 @@ def open_tensors(
             raise WeightError(
                 folder, [f"its index names {file!r:.200}, which is not there; download it" for file in missing]
             )
-        return replace(Checkpoint.open(safetensors_of(folder, files)), folder=folder), None
+        converted = Checkpoint.open(safetensors_of(folder, files))
+        return Checkpoint(folder, {**converted.tensors, **_dense_tensors(folder, load_format)}), None
     try:
-        return Checkpoint.open(folder), None
+        own = Checkpoint.open(folder)
     except WeightError as absent:
         if files:
             raise
         return None, absent
+    return replace(own, tensors={**own.tensors, **_dense_tensors(folder, load_format)}), None
+
+
+def _dense_tensors(folder: Path, load_format: str) -> dict[str, TensorInfo]:
+    """Those of the dense layers behind pooling, which lie in folders of their own."""
+    found: dict[str, TensorInfo] = {}
+    for layer in read_pooling(folder, {}).dense if (folder / MODULES).is_file() else ():
+        tensors, absent = open_tensors(folder / layer.folder, load_format)
+        if absent is not None:
+            raise absent
+        found |= {dense_tensor(layer.folder, n): t for n, t in (tensors.tensors if tensors else {}).items()}
+    return found
 
 
 def _joined(
@@ -272,10 +297,20 @@ def model_files(load_format: str) -> Wanted:
     def complete(folder: Path) -> bool:
         files = weight_files(folder, load_format)
         weights = load_format == "dummy" or (files and all((folder / file).is_file() for file in files))
-        return bool(_CONFIG.complete(folder) and _TOKENIZER.complete(folder) and weights)
+        dense = all(weight_files(file.parent, load_format) for file in folder.glob(_DENSE + "config.json"))
+        whole = load_format == "dummy" or dense
+        return bool(_CONFIG.complete(folder) and _TOKENIZER.complete(folder) and weights and whole)
 
     def of(names: Sequence[str]) -> list[str]:
-        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format)
+        folders = sorted(
+            {n.rpartition("/")[0] for n in names if fnmatch.fnmatchcase(n, _DENSE + "*") and n.count("/") == 1}
+        )
+        dense = [
+            f"{folder}/{name}"
+            for folder in folders
+            for name in pick_weights([n.rpartition("/")[2] for n in names if n.startswith(f"{folder}/")], load_format)
+        ]
+        return _texts(names) + pick_weights([n for n in names if "/" not in n], load_format) + dense
 
     return Wanted(complete, of)
 
@@ -295,6 +330,7 @@ def _texts(names: Sequence[str]) -> list[str]:
         name
         for name in names
         if fnmatch.fnmatchcase(name, "additional_chat_templates/*.jinja")
+        or fnmatch.fnmatchcase(name, "[0-9]*_*/config.json")  # sentence-transformers' modules
         or ("/" not in name and any(fnmatch.fnmatchcase(name, pattern) for pattern in _TEXTS))
     ]
 

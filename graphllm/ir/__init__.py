@@ -2,13 +2,22 @@
 
 from graphllm.ir.externs import Extern
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
-from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Model, register_model, select_rows
+from graphllm.ir.model import (
+    AttentionMetadata,
+    ForwardContext,
+    Graph,
+    Model,
+    all_models,
+    register_derivation,
+    register_model,
+    select_rows,
+)
 from graphllm.ir.op import CallSite, Cost, Impl, Op, nbytes, op
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 __all__ = [
     "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "Graph", "Impl", "InputSpec",
-    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "launch_triton", "nbytes", "op", "register_model",
-    "select_rows", "zeroed",
+    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "launch_triton", "nbytes", "op",
+    "register_derivation", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 _models: dict[str, Model] = {}
+_derivations: list[Callable[[str], Model | None]] = []
 Task = Literal["generate", "pool", "encode", "draft"]
 
 
@@ -174,6 +175,17 @@ def register_model(model: Model) -> Model:
             raise ValueError(f"architecture {name!r} is already registered")
         _models[name] = model
     return model
+
+
+def register_derivation(derive: Callable[[str], Model | None]) -> None:
+    """Have architectures that no family has registered made of those that are there. derive: the family of a name, None
+    for one that it does not know."""
+    _derivations.append(derive)
+
+
+def derived_model(architecture: str) -> Model | None:
+    """The family that a derivation makes for a name; None where none does."""
+    return next((model for derive in _derivations if (model := derive(architecture)) is not None), None)
 
 
 def all_models() -> dict[str, Model]:

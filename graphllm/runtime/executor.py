@@ -105,6 +105,8 @@ class Executor:
         self.max_logprobs, self.max_logit_bias = compiled["max_logprobs"], compiled["max_logit_bias"]
         program = json.loads((folder / "program.json").read_text())
         self.vocab, self.shareable = program["vocab"], program["shareable"]
+        symbol, size = program["vector"]
+        self.vector = str(symbol), int(size)
         self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache)
         self.layout = CacheLayout(
             self.states.groups,

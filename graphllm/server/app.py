@@ -24,6 +24,7 @@ from graphllm.server.operations.admin import admin_routes
 from graphllm.server.operations.middleware import Middleware
 from graphllm.server.operations.probes import probe_routes
 from graphllm.server.page.routes import page_routes
+from graphllm.server.pooling.routes import pooling_routes
 from graphllm.server.responses.routes import responses_routes
 from graphllm.server.service import Service
 from graphllm.version import __version__
@@ -41,7 +42,7 @@ def create_app(service: Service, access: Access, lora_dir: str | None = None) ->
         # For /docs, which then asks for the key and sends it.
         dependencies=[Depends(HTTPBearer(auto_error=False))] if access.keys else [],
     )
-    for routes in (openai_routes, responses_routes, anthropic_routes, admin_routes):
+    for routes in (openai_routes, responses_routes, anthropic_routes, pooling_routes, admin_routes):
         app.include_router(routes(service))
     app.include_router(probe_routes(service.supervisor, service.shared.overview))
     app.include_router(page_routes())

@@ -220,7 +220,7 @@ class Service:
     async def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text that need not fit the context, for those who ask how long it is."""
         limit = max(2 * self.info.max_model_len, self.limits.counted)
-        return await self.supervisor.engine.encode(text, limit, add_special_tokens)
+        return await self.supervisor.engine.token_ids(text, limit, add_special_tokens)
 
     def count(self, text: str) -> int:
         """Tokens of a text."""

@@ -22,7 +22,12 @@ _BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(bias|masked_bias)|position_ids)$"
     r"|(^|:)t2d$|^model\.mtp_layers\."
 )
-_TIED = "lm_head.weight"  # saved by some although it is tied
+# What encoders were pretrained with, and models that make vectors have no use for: BERT's pooler, heads for words.
+_PRETRAINING = re.compile(
+    r"^(\w+\.)?pooler\.dense\.|^cls\.(predictions|seq_relationship)\.|^lm_head\.(dense|layer_norm|decoder)\.|^lm_head\.bias$"
+    r"|^vocab_(transform|layer_norm|projector)\.|^head\.(dense|norm)\.|^decoder\.(weight|bias)$"
+)
+_TIED = "lm_head.weight"  # saved by some although it is tied; and not read where vectors are wanted
 
 
 def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
@@ -47,9 +52,10 @@ def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
                 continue
             for problem in _misfits(read, regions.get(read, []), checkpoint.tensors[name]):
                 problems[name, problem] = None
-    tied = any(e.tie for e in plan) or any(n > 1 for n in used.values())
+    tied = any(e.tie for e in plan) or any(n > 1 for n in used.values()) or all(e.name != "head.lm_head" for e in plan)
     for name in checkpoint.tensors:
-        if name not in known and not _BUFFERS.search(name) and not (tied and name == _TIED):
+        unread = _BUFFERS.search(name) or _PRETRAINING.search(name) or (tied and name == _TIED)
+        if name not in known and not unread:
             problems[name, "not used by the model; is the config.json of another one?"] = None
     if problems:
         raise WeightError(checkpoint.folder, _grouped(list(problems)))

@@ -42,7 +42,7 @@ class Batch {
     first_ = first.get<i64>(a.S + 1);
     first_[0] = 0;
     for (; decode() || rows >= kMinRows; rows /= 2) {
-      block_ = decode() ? 1 : std::min(std::max(i64(1), rows / group_), most_);
+      block_ = decode() ? 1 : std::max(i64(1), std::min(rows / group_, most_));
       for (i64 s = 0; s < a.S; s++) first_[s + 1] = first_[s] + (decode() ? units(s) : a.K * ceil_div(queries(s), block_));
       if (decode() || first_[a.S] >= 4 * threads_) break;
     }
@@ -54,7 +54,7 @@ class Batch {
 
   // Called by every thread of the team.
   void run() {
-    if (!decode()) {
+    if (!decode() && a_.table) {
       write(share(a_.starts[a_.S]));
 #pragma omp barrier
     }
@@ -76,7 +76,7 @@ class Batch {
   using Math = typename Arithmetic<T>::ManyRows;
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
-  bool decode() const { return most_ <= 1; }
+  bool decode() const { return most_ <= 1 && a_.table; }
   i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in a block of the cache
 
   // Where the context of a token at `position` begins: at a multiple of 16, so that 16 tokens never straddle two blocks of
@@ -97,7 +97,7 @@ class Batch {
   Item at(i64 number) const {
     const i64 s = sequence(number), n = queries(s), start = ((first_[s + 1] - 1 - number) / a_.K) * block_;
     Item item{s, number % a_.K, 1, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
-    item.from = first_seen(item.position), item.to = item.position + item.tokens;
+    item.from = first_seen(item.position), item.to = std::min(i64(a_.lengths[s]), item.position + item.tokens + a_.ahead);
     return item;
   }
 
@@ -181,8 +181,44 @@ void attend(const Args<T, C>& a) {
   batch.run();
 }
 
+// Tokens that see all of their sequence, or `window` on each side. Values that do not lie in rows like those of keys, which
+// rotary embeddings make anew, are copied into such rows.
+template <typename T>
+void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, T* out, i64 tokens, i64 S, i64 H, i64 K, i64 E,
+                i64 q_token, i64 q_head, i64 k_token, i64 k_head, i64 v_token, i64 v_head, float scale, i64 window) {
+  static thread_local Scratch scratch, copies;
+  std::int32_t* lengths = scratch.get<std::int32_t>(S + 1);
+  for (i64 s = 0; s < S; s++) lengths[s] = starts[s + 1] - starts[s];
+  if (k_token != v_token || k_head != v_head) {
+    T* to = copies.get<T>(tokens * k_token);
+#pragma omp parallel for if (tokens * K * E > kMinWork)
+    for (i64 t = 0; t < starts[S]; t++)
+      for (i64 head = 0; head < K; head++)
+        std::memcpy(to + t * k_token + head * k_head, v + t * v_token + head * v_head, E * sizeof(T));
+    v = to;
+  }
+  const i64 apart = (reinterpret_cast<std::intptr_t>(v) - reinterpret_cast<std::intptr_t>(k)) / i64(sizeof(T));
+  const Layout rows{E, 1, 0, apart, k_head, k_token};
+  Args<T, T> a{rows, q, k, v, const_cast<T*>(k), nullptr, starts, lengths, out, tokens, S, H, K, q_token, q_head, k_token,
+               k_head, v_token, v_head, 0, scale, window > 0 ? window + 1 : 0, 0, nullptr, 1, 1};
+  a.ahead = window > 0 ? window : i64(1) << 30;
+  attend<T, T>(a);
+}
+
 }  // namespace
 }  // namespace graphllm
+
+#define GRAPHLLM_ENCODER_ATTENTION(name, T)                                                                           \
+  extern "C" void name(const void* q, const void* k, const void* v, const void* starts, void* out, std::int64_t tokens, \
+                       std::int64_t S, std::int64_t H, std::int64_t K, std::int64_t E, std::int64_t q_token,          \
+                       std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,          \
+                       std::int64_t v_head,                                                                           \
+                       double scale, std::int64_t window) {                                                           \
+    using Number = graphllm::T;                                                                                       \
+    graphllm::attend_all(static_cast<const Number*>(q), static_cast<const Number*>(k), static_cast<const Number*>(v), \
+                         static_cast<const std::int32_t*>(starts), static_cast<Number*>(out), tokens, S, H, K, E,     \
+                         q_token, q_head, k_token, k_head, v_token, v_head, float(scale), window);                    \
+  }
 
 #define GRAPHLLM_PAGED_ATTENTION(name, T, C)                                                                          \
   extern "C" void name(const void* q, const void* k, const void* v, void* cache, const void* table,                   \

@@ -16,7 +16,8 @@ namespace {
 
 constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax; a multiple of 32
 
-// C: entries of the cache.
+// C: entries of the cache. Without one, table is null, cache and what follows it are the step's keys, values lie cache_kind
+// further, and lengths are those of the sequences. ahead: tokens behind itself that a row sees.
 template <typename T, typename C>
 struct Args : Layout {
   const T *q, *k, *v;
@@ -30,9 +31,14 @@ struct Args : Layout {
   float softcap;
   const T* sinks;
   float key_scale, value_scale;  // of the entries
+  i64 ahead = 0;
 
   // Where the keys of `count` tokens from position `from` lie; values are cache_kind elements further.
   void locate(i64 s, i64 head, i64 from, i64 count, C** rows) const {
+    if (!table) {
+      for (i64 j = 0; j < count; j++) rows[j] = cache + (starts[s] + from + j) * cache_slot + head * cache_head;
+      return;
+    }
     const std::int32_t* block = table + s * table_stride + from / P;
     i64 slot = from % P;
     for (i64 j = 0; j < count; j++) {

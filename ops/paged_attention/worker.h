@@ -42,8 +42,10 @@ struct Arithmetic<bf16> {
 
 // Where 16 rows stand.
 struct Rows {
-  Ints position;  // of each lane's query
-  i64 first, last;  // the lowest and the highest of them
+  Ints position;    // of each lane's query
+  Ints newest;      // the last position that it sees
+  i64 first, last;  // the lowest and the highest position
+  i64 least, most;  // the same of what they see
   int regs;         // registers of lanes that hold rows
 };
 
@@ -139,8 +141,10 @@ class Worker {
         const i64 r = tile * kLanes + std::min(i, used - 1);
         from[i] = query(item, r);
         rows.position[i] = std::int32_t(item.position + r / group_);
+        rows.newest[i] = std::int32_t(std::min(rows.position[i] + a_.ahead, item.to - 1));
       }
       rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
+      rows.least = rows.newest[0], rows.most = rows.newest[kLanes - 1];
       rows.regs = int(ceil_div(used, kRegLanes));
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
       clear(states + tile * (2 + height_), 2 + height_);
@@ -156,7 +160,7 @@ class Worker {
       Math::values(near_, rows, held, values_);
       for (i64 tile = 0, together; tile < tiles; tile += together) {
         together = std::min(i64(2), tiles - tile);
-        const i64 seen = std::min(held, rows_[tile + together - 1].last + 1 - j);
+        const i64 seen = std::min(held, rows_[tile + together - 1].most + 1 - j);
         if (seen <= 0 || (a_.window > 0 && j + held <= rows_[tile].first - a_.window + 1)) continue;
         step(keys, query_ + tile * kLanes * depth, j, ceil_div(seen, Math::kRound) * Math::kRound, rows_ + tile, together,
              states + tile * (2 + height_));
@@ -369,12 +373,12 @@ class Worker {
 
   void soften_reg(i64 j, i64 count, const Rows& rows, float scale, int reg, Vec* scores, Cell* weights, Vec* state) {
     const auto score = [&](i64 t) { return reg_of<Reg>(scores[t], reg); };
-    const bool whole = j + count - 1 <= rows.first && (a_.window == 0 || j > rows.last - a_.window);
+    const bool whole = j + count - 1 <= rows.least && (a_.window == 0 || j > rows.last - a_.window);
     if (!whole) {
       const Reg hidden = Reg{} + kHidden;
-      const RegInts newest = reg_of<RegInts>(rows.position, reg);
-      const RegInts oldest = a_.window > 0 ? newest - std::int32_t(a_.window) : RegInts{} - 1;
-      const i64 seen = a_.window > 0 ? 0 : std::max(i64(0), rows.first + 1 - j);  // by every row
+      const RegInts newest = reg_of<RegInts>(rows.newest, reg);
+      const RegInts oldest = a_.window > 0 ? reg_of<RegInts>(rows.position, reg) - std::int32_t(a_.window) : RegInts{} - 1;
+      const i64 seen = a_.window > 0 ? 0 : std::max(i64(0), rows.least + 1 - j);  // by every row
       for (i64 t = seen; t < count; t++) {
         const RegInts at = RegInts{} + std::int32_t(j + t);
         put_reg(scores[t], reg, ((at <= newest) & (at > oldest)) ? score(t) : hidden);

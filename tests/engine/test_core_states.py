@@ -33,7 +33,7 @@ class Recorder:
         self.adapted, self.max_lora_rank = (), 0
         self.buckets, self.device = [Bucket("mixed", 1, 32)], SimpleNamespace(type="cpu")
         self.shareable = self.device_drafts = True
-        self.task, self.inputs = "generate", {}
+        self.task, self.inputs, self.vector = "generate", {}, ("R", 0)
         self.item_input = InputSpec("rows", ("T", 2), "float32", provider="item"), 32
         self.log: list[tuple[Any, ...]] = []
         self.blocks: dict[int, bytes] = {}

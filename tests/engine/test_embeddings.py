@@ -75,10 +75,10 @@ def test_refusals(tmp_path: Path, cache: Path) -> None:
             llm.embed([1], pooling_params=PoolingParams(dimensions=33), use_tqdm=False)
         with pytest.raises(ConfigError, match="pooling_task is 'classify': the model gives embeddings"):
             llm.encode([1], pooling_task="classify")
-        with pytest.raises(ConfigError, match="prompt has 128 tokens"):
-            llm.embed([1] * 128)
-        assert len(llm.embed([1] * 127, use_tqdm=False)[0].outputs.embedding) == 32
+        with pytest.raises(ConfigError, match="prompt has 129 tokens"):
+            llm.embed([1] * 129)
+        assert len(llm.embed([1] * 128, use_tqdm=False)[0].outputs.embedding) == 32
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
-    with pytest.raises(ConfigError, match="pooling_mode_mean_tokens is not supported"):
+    with pytest.raises(ConfigError, match="pooling_type is MEAN: LlamaModel computes prompts in parts"):
         _open(folder)

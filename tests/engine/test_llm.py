@@ -278,10 +278,10 @@ def test_close(core: StubCore, tokenizer: Tokenizer) -> None:
     assert core.closed
 
 
-@pytest.mark.parametrize("name", ["encode", "classify", "reward", "score"])
-def test_pooling_is_reserved(llm: LLM, name: str) -> None:
+@pytest.mark.parametrize("name", ["encode", "embed", "classify", "reward", "score"])
+def test_vectors_of_a_model_without(llm: LLM, name: str) -> None:
     with pytest.raises(ConfigError, match=f"^{name}: not supported; the model generates text; use generate or chat"):
-        getattr(llm, name)("a", pooling_task="x")
+        getattr(llm, name)(*["a"] * (2 if name == "score" else 1))
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,7 @@ def test_turns_end_with_their_reader(tmp_path: Path) -> None:
 
     async def run() -> None:
         engine = AsyncLLM(None, Slow())  # type: ignore[arg-type]
-        left, stays = (asyncio.create_task(engine.encode(letter * 2_000_000, 2000)) for letter in "ab")
+        left, stays = (asyncio.create_task(engine.token_ids(letter * 2_000_000, 2000)) for letter in "ab")
         while len(seen) < 6:
             await asyncio.sleep(0.005)
         left.cancel()

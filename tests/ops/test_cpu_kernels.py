@@ -26,6 +26,8 @@ from graphllm.config import Bucket, Target
 from graphllm.cpp import compiler_command
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.ir.op import CallSite
+from graphllm.ops.encoder_attention import encoder_attention
+from graphllm.ops.encoder_attention.cpu import cpu_encoder_attention
 from graphllm.ops.fused_linear import fused_linear
 from graphllm.ops.fused_linear.cpu import gated_linear
 from graphllm.ops.fused_moe import fused_moe
@@ -44,7 +46,7 @@ from graphllm.ops.token_logprobs import token_logprobs
 from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
-TYPED = ("fused_moe", "paged_attention", "sample", "process_logits", "token_logprobs")
+TYPED = ("fused_moe", "paged_attention", "encoder_attention", "sample", "process_logits", "token_logprobs")
 SYMBOLS = (
     *("graphllm_linear", "graphllm_linear_gated", "graphllm_record_tokens"),
     *(f"graphllm_{op}_{t}" for op in TYPED for t in ("f32", "bf16")),
@@ -296,6 +298,24 @@ def test_attention_with_sinks(level: str, threads: int, dtype: torch.dtype) -> N
 
 def test_attention_of_nothing(level: str) -> None:
     _check_attention(_batch([(0, 0), (0, 0)], (2, 1, 32), 16, torch.bfloat16, pad=4), 0)
+
+
+# ---- encoder_attention
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("heads", "window"), [((3, 3, 32), 0), ((4, 2, 72), 0), ((2, 2, 128), 17), ((1, 1, 64), 128)])
+def test_attention_both_ways(
+    level: str, threads: int, heads: tuple[int, int, int], window: int, dtype: torch.dtype
+) -> None:
+    """Sequences longer than an item, whose last chunks are not whole; what lies behind the last row is never read."""
+    torch.manual_seed(0)
+    lengths = [1, 500, 0, 63, 64, 130]
+    args = _batch([(n, n) for n in lengths], heads, 16, dtype)
+    given = {n: args[n] for n in ("q_THE", "k_TKE", "v_TKE", "query_start_loc", "scale")} | {"window": window}
+    exact = given | {n: given[n].double() for n in ("q_THE", "k_TKE", "v_TKE")}  # type: ignore[attr-defined]
+    found = cpu_encoder_attention(**given)  # type: ignore[arg-type]
+    assert _error(found, encoder_attention(**exact)) < TOLERANCE[dtype]
 
 
 # ---- sample

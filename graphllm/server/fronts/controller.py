@@ -518,4 +518,4 @@ def _path(value: Any) -> str:
 def _model(opened: ResolvedModel) -> Model:
     tokenizer = None if opened.tokenizer is None else opened.tokenizer.origin
     config = msgspec.to_builtins(opened.config)
-    return Model(config, tokenizer, opened.defaults, opened.name)
+    return Model(config, tokenizer, opened.defaults, opened.name, opened.vectors)

@@ -109,6 +109,6 @@ class EngineFollower(EngineView):
         tokenizer = None
         if model.tokenizer is not None:
             tokenizer = await asyncio.to_thread(Tokenizer.from_folder, *model.tokenizer)
-        self.take(ResolvedModel(config, tokenizer, model.defaults, [], model.name))
+        self.take(ResolvedModel(config, tokenizer, model.defaults, [], model.name, model.vectors))
         assert self.opened is not None
         await asyncio.to_thread(warm, self.opened.tokenizer)

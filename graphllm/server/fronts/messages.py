@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from graphllm.config.pooling import Vectors
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.client import Health
 from graphllm.server.adapters import ServedAdapter
@@ -39,12 +40,14 @@ class FrontLaunch(msgspec.Struct):
 
 class Model(msgspec.Struct):
     """An opened model. config: a CoreConfig as plain JSON. tokenizer: of what `Tokenizer.from_folder` makes it, None
-    without one. defaults: sampling parameters of requests that name none."""
+    without one. defaults: sampling parameters of requests that name none. vectors: what they are, of a model that
+    gives some."""
 
     config: dict[str, Any]
     tokenizer: tuple[str, Mapping[str, Any], Mapping[str, Any]] | None
     defaults: SamplingParams
     name: str
+    vectors: Vectors
 
 
 class EngineState(msgspec.Struct, tag=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-_POOLING = "this server serves models that generate text; use /v1/completions or /v1/chat/completions"
+_ASKING = "ask by /v1/chat/completions, or score pairs by /score of a model that gives vectors"
 _WEIGHTS = "the weights of a running server never change; compile the new ones and start another server"
 _SLEEP = "an engine does not sleep; stop the server, it starts again from its artifact in seconds"
 _SOUND = "models here read text only"
@@ -16,9 +16,7 @@ _PROFILE = "use `graphllm bench`, and the times of steps in /metrics"
 _FAULT = "see /health, and --restart-engine"
 
 UNSERVED: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("/classify", "/v1/embeddings", "/v2/embed", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank",
-         "/v2/rerank", "/generative_scoring", "/v1/systemone", "/v1/decisions"), _POOLING),
+    **dict.fromkeys(("/generative_scoring", "/v1/systemone", "/v1/decisions"), _ASKING),
     **dict.fromkeys(
         ("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update",
          "/start_draft_weight_update", "/update_weights", "/finish_weight_update", "/update_weight_version",

@@ -1,0 +1,201 @@
+"""The methods of `LLM` for models that give vectors: encode, embed, classify, score, reward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from graphllm.config import ConfigError
+from graphllm.config.pooling import PoolingParams
+from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
+from graphllm.engine.pooling_outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    PoolingRequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+    pooling_output,
+)
+from graphllm.engine.processor import Prompt
+from graphllm.engine.request import Core, EngineCoreOutput
+from graphllm.entrypoints.adapters import LoRARequest
+from graphllm.entrypoints.llm_engine import LLMEngine, refuse
+from graphllm.entrypoints.offline import Interrupts, Show, bars, each, listed
+
+Params = PoolingParams | Sequence[PoolingParams]
+Adapters = LoRARequest | Sequence[LoRARequest | None] | None
+
+
+class PoolingOfflineMixin:
+    """What `LLM` has of vLLM's class beside generating text. prompts, use_tqdm: as for `LLM.generate`. pooling_params:
+    for all prompts or one each, as lora_request. Every method raises ConfigError before anything runs when one of them
+    cannot run, and RuntimeError for what the engine could not finish."""
+
+    llm_engine: LLMEngine
+    _count: int
+
+    def encode(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: Params | None = None,
+        use_tqdm: Show = True,
+        lora_request: Adapters = None,
+        pooling_task: str | None = None,
+        tokenization_kwargs: None = None,
+        prompt_name: str | None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The vector of every prompt, in their order, as ``outputs.data`` [D], or [tokens, D] where the model gives one
+        for each token. pooling_task: None for the model's own. prompt_name: which of the checkpoint's own prompts
+        stands before each text."""
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        field = "encode" if pooling_task is None or not self._pooling.tasks else "pooling_task"
+        found = self._vectors(listed(prompts), pooling_params, use_tqdm, pooling_task, field, prompt_name, lora_request)
+        return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Show = True,
+        pooling_params: Params | None = None,
+        lora_request: Adapters = None,
+        tokenization_kwargs: None = None,
+        prompt_name: str | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """The embedding of every prompt as ``outputs.embedding``, a list of floats."""
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "embed", "embed", prompt_name, lora_request)
+        return [
+            EmbeddingRequestOutput(a.id, EmbeddingOutput(vector.tolist()), a.request.prompt, output.cached, True)
+            for a, vector, output in found
+        ]
+
+    def classify(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: Show = True,
+        pooling_params: Params | None = None,
+        lora_request: Adapters = None,
+        tokenization_kwargs: None = None,
+    ) -> list[ClassificationRequestOutput]:
+        """The probabilities of the classes of every prompt as ``outputs.probs``."""
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        found = self._vectors(listed(prompts), pooling_params, use_tqdm, "classify", "classify", None, lora_request)
+        return [
+            ClassificationRequestOutput(a.id, ClassificationOutput(v.tolist()), a.request.prompt, o.cached, True)
+            for a, v, o in found
+        ]
+
+    def reward(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: Params | None = None,
+        use_tqdm: Show = True,
+        lora_request: Adapters = None,
+        tokenization_kwargs: None = None,
+    ) -> list[PoolingRequestOutput]:
+        """The numbers of a reward model as ``outputs.data``, as it gives them unless pooling_params say otherwise."""
+        raw = pooling_params if pooling_params is not None else PoolingParams(use_activation=False)
+        refuse(tokenization_kwargs=tokenization_kwargs)
+        task = "token_classify" if self._pooling.tokenwise else "classify"
+        found = self._vectors(listed(prompts), raw, use_tqdm, task, "reward", None, lora_request)
+        return [pooling_output(asked, vector, output.cached) for asked, vector, output in found]
+
+    def score(
+        self,
+        data_1: str | Sequence[Any],
+        data_2: str | Sequence[Any],
+        *,
+        use_tqdm: Show = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: Adapters = None,
+        tokenization_kwargs: None = None,
+        chat_template: None = None,
+    ) -> list[ScoringRequestOutput]:
+        """How well texts go together, as ``outputs.score``: one against one, one against each of many, or two lists of
+        the same length by place. A classifier with one class reads both texts at once; of an embedder it is the cosine
+        of two embeddings, of one with vectors for each token the sum over data_1's of the best product with one of
+        data_2's."""
+        refuse(tokenization_kwargs=tokenization_kwargs, chat_template=chat_template)
+        pooling = self._pooling
+        first, second = listed(data_1), listed(data_2)
+        scoring = pooling.scoring(first, second, ("data_1", "data_2"))
+        params = pooling_params or PoolingParams()
+        params = replace(params, task=None)
+        found = self._vectors(scoring.prompts, params, use_tqdm, "score", "score", None, lora_request)
+        scores = scoring.scores([vector for _, vector, _ in found])
+        together = [[asked] for asked, _, _ in found]
+        if not isinstance(scoring.prompts[0], Pair):
+            queries = together[: len(first)] * (len(second) // len(first))
+            together = [a + b for a, b in zip(queries, together[len(first) :], strict=True)]
+        return [
+            ScoringRequestOutput(
+                asked[-1].id, ScoringOutput(score), [i for a in asked for i in a.request.prompt], 0, True
+            )
+            for score, asked in zip(scores, together, strict=True)
+        ]
+
+    @property
+    def _pooling(self) -> Pooling:
+        return self.llm_engine.pooling
+
+    def _vectors(
+        self,
+        prompts: Sequence[Any],
+        given: Params | None,
+        use_tqdm: Show,
+        task: str | None,
+        field: str,
+        prompt_name: str | None = None,
+        lora_request: Adapters = None,
+    ) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
+        """Run a request for each prompt."""
+        pooling = self._pooling
+        meant = pooling.task(task, field)
+        requests = []
+        params = each("pooling_params", given if given is not None else PoolingParams(), PoolingParams, len(prompts))
+        adapters = self.llm_engine.adapters.each(lora_request, len(prompts))
+        for i, (prompt, how, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
+            try:
+                text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, prompt_name, how)
+                asked_for = meant if task is not None else how.task
+                made = pooling.make(text, how, str(self._count), task=asked_for, adapter=adapter)
+            except ConfigError as mistake:
+                raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
+            requests.append(made)
+            self._count += 1
+        show = bars(use_tqdm)
+        with show(total=len(requests), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
+            done = (lambda: bar.update(1)) if bar is not None else (lambda: None)
+            found = run_pooling(self.llm_engine.core, requests, done)
+        return [(asked, pooling.result(asked, output), output) for asked, output in zip(requests, found, strict=True)]
+
+
+def run_pooling(core: Core, requests: Sequence[PoolingRequest], done: Callable[[], None]) -> list[EngineCoreOutput]:
+    """Run requests for vectors to their end, in their order. Nothing of them stays behind: with Ctrl-C, or when the
+    core refuses one, all are aborted and the exception goes on."""
+    finished: dict[str, EngineCoreOutput] = {}
+    with Interrupts() as interrupts:
+        try:
+            for asked in requests:
+                core.add(asked.request)
+            while core.unfinished:
+                interrupts.check()
+                for output in core.step():
+                    if output.finish_reason is not None:
+                        finished[output.id] = output
+                        done()
+        except BaseException as reason:
+            core.abort([asked.id for asked in requests])
+            while core.unfinished and isinstance(reason, (KeyboardInterrupt, ConfigError)):  # else the core is broken
+                core.step()
+            raise
+    return [finished[asked.id] for asked in requests]

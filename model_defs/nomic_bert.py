@@ -1,0 +1,151 @@
+"""Nomic-BERT: a BERT with rotary positions and gated feed-forward layers, and no biases but those of its norms. Its
+config.json is of two forms: that of its authors' code, and transformers' own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from torch import Tensor
+
+from graphllm.config.fields import MOST, number, whole
+from graphllm.ir import ForwardContext, Graph, Model, Weight, register_model
+from graphllm.model_defs.bert import token_types
+from graphllm.model_defs.common import HF, MOST_LAYERS, only, split_heads
+from graphllm.model_defs.gpt2 import head_width
+from graphllm.model_defs.pooling import Pooling
+from graphllm.ops.embedding import embedding
+from graphllm.ops.encoder_attention import encoder_attention
+from graphllm.ops.layer_norm import layer_norm
+from graphllm.ops.linear import linear
+from graphllm.ops.rope import rope
+from graphllm.ops.rope_table import Rope
+from graphllm.ops.swiglu import swiglu
+
+
+@dataclass(frozen=True)
+class Config:
+    """D width, H heads, E head dimension, F feed-forward width, V vocabulary, L layers. types: token types."""
+
+    D: int
+    H: int
+    E: int
+    F: int
+    V: int
+    L: int
+    max_len: int
+    types: int
+    eps: float
+    scale: float
+    rope: Rope
+    pooling: Pooling
+
+
+def from_hf(hf: HF) -> Config:
+    """The config of a ``config.json``. Raises ConfigError for settings that are not supported."""
+    authors = "n_embd" in hf
+    if authors:
+        for name, accepted in (
+            ("activation_function", "swiglu"), ("prenorm", False), ("qkv_proj_bias", False), ("mlp_fc1_bias", False),
+            ("mlp_fc2_bias", False), ("use_rms_norm", False), ("rotary_emb_fraction", 1.0), ("causal", False),
+            ("rotary_emb_interleaved", False), ("rotary_emb_scale_base", None),
+        ):  # fmt: skip
+            if name in hf:
+                only({name: float(hf[name])} if isinstance(accepted, float) else hf, name, accepted)
+    only(hf, "hidden_act", "silu")
+    names = ("n_embd", "n_head") if authors else ("hidden_size", "num_attention_heads")
+    D, H = whole(hf, names[0], 768), whole(hf, names[1], 12)
+    E = head_width(D, H, *names)
+    theta = number(hf, "rotary_emb_base", 1000.0, gt=0)
+    most = ("max_trained_positions" if "max_trained_positions" in hf else "n_positions") if authors else ""
+    max_len = whole(hf, most or "max_position_embeddings", 2048, le=MOST)
+    plain = {"rope_theta": theta, "max_position_embeddings": max_len}
+    return Config(
+        D=D,
+        H=H,
+        E=E,
+        F=whole(hf, "n_inner" if authors else "intermediate_size", 3072, 4 * D),
+        V=whole(hf, "vocab_size", 30528),
+        L=whole(hf, "n_layer" if authors else "num_hidden_layers", 12, le=MOST_LAYERS),
+        max_len=max_len,
+        types=whole(hf, "type_vocab_size", 2, ge=0),
+        eps=number(hf, "layer_norm_epsilon" if authors else "layer_norm_eps", 1e-12, ge=0, le=1),
+        scale=E**-0.5,
+        rope=Rope.from_hf(plain if authors else {"max_position_embeddings": max_len, **hf}, E, theta=theta),
+        pooling=Pooling.from_hf(hf, "MEAN"),
+    )
+
+
+def _named(*names: str) -> tuple[tuple[str, ...], ...]:
+    return tuple((name, "bert." + name, "model." + name) for name in names)
+
+
+def _norm(c: Config, label: str, name: str) -> dict[str, Weight]:
+    return {
+        label: Weight((c.D,), _named(f"{name}.weight")),
+        f"{label}_bias": Weight((c.D,), _named(f"{name}.bias")),
+    }
+
+
+def embed_weights(c: Config) -> dict[str, Weight]:
+    types = {"types": Weight((c.types, c.D), _named("embeddings.token_type_embeddings.weight"))} if c.types else {}
+    return {
+        "tokens": Weight((c.V, c.D), _named("embeddings.word_embeddings.weight"), shard="vocab"),
+        **types,
+        **_norm(c, "norm", "emb_ln"),
+        "inv_freq": c.rope.weight(),
+    }
+
+
+def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
+    hf, parts = "encoder.layers.{layer}.", (c.D,) * 3
+    return {
+        "qkv": Weight((3 * c.D, c.D), _named(hf + "attn.Wqkv.weight"), parts, shard="output"),
+        "o": Weight((c.D, c.D), _named(hf + "attn.out_proj.weight"), shard="input"),
+        **_norm(c, "attn_norm", hf + "norm1"),
+        "gate_up": Weight(
+            (2 * c.F, c.D), _named(hf + "mlp.fc12.weight", hf + "mlp.fc11.weight"), (c.F, c.F), shard="output"
+        ),
+        "down": Weight((c.D, c.F), _named(hf + "mlp.fc2.weight"), shard="input"),
+        **_norm(c, "ffn_norm", hf + "norm2"),
+    }
+
+
+def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
+    x_TD = embedding(ctx.inputs.token_ids, w.tokens)
+    if c.types > 1:
+        x_TD = x_TD + embedding(ctx.inputs.token_types, w.types)
+    elif c.types:
+        x_TD = x_TD + w.types
+    angles = c.rope.table(ctx.inputs.positions, ctx.inputs.context_lens, w.inv_freq)
+    return layer_norm(x_TD, w.norm, w.norm_bias, c.eps), angles
+
+
+def layer(c: Config, layer_type: str, w: SimpleNamespace, x_TD: Tensor, ctx: ForwardContext) -> Tensor:
+    q_THE, k_THE, v_THE = split_heads(linear(x_TD, w.qkv), c.H, c.H, c.E)
+    q_THE, k_THE = rope(q_THE, *ctx.shared), rope(k_THE, *ctx.shared)
+    a_THE = encoder_attention(q_THE, k_THE, v_THE, ctx.inputs.query_start_loc, c.scale)
+    x_TD = layer_norm(x_TD + linear(a_THE.flatten(1), w.o), w.attn_norm, w.attn_norm_bias, c.eps)
+    h_TD = linear(swiglu(linear(x_TD, w.gate_up)), w.down)
+    return layer_norm(x_TD + h_TD, w.ffn_norm, w.ffn_norm_bias, c.eps)
+
+
+register_model(
+    Model(
+        architectures=("NomicBertModel",),
+        config=from_hf,
+        graphs=(
+            Graph(
+                task="pool",
+                layer_types=lambda c: ("layer",) * c.L,
+                embed_weights=embed_weights,
+                layer_weights=layer_weights,
+                head_weights=lambda c: c.pooling.weights(),
+                embed=embed,
+                layer=layer,
+                head=lambda c, w, x_TD, ctx: c.pooling(w, x_TD, ctx),
+                inputs=token_types,
+            ),
+        ),
+    )
+)

@@ -1,0 +1,84 @@
+"""Small models that give vectors, with random weights and the embedded model's tokenizer, and servers of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from live import Served
+
+from graphllm.embedded import MODEL_DIR
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 4096, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2, "head_dim": 8,
+    "pad_token_id": 0,
+}  # fmt: skip
+OPTIONS = (
+    "--backend",
+    "eager",
+    "--target",
+    "cpu",
+    "--dtype",
+    "float32",
+    "--max-model-len",
+    "128",
+    "--max-num-seqs",
+    "8",
+)
+
+
+def make(kind: Any, folder: Path, **config: Any) -> Any:
+    """A model in a folder."""
+    torch.manual_seed(7)
+    model = kind(transformers.Qwen3Config(**SIZES, **config)).eval()
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((MODEL_DIR / name).read_bytes())
+    return model
+
+
+@pytest.fixture(scope="session")
+def embedder_folder(shared: Any) -> Path:
+    """A language model that serves as an embedder."""
+
+    def write(folder: Path) -> None:
+        make(transformers.Qwen3ForCausalLM, folder)
+        prompts = {"query": "Find what answers this: ", "document": ""}
+        (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+
+    return shared("embedder", write)
+
+
+@pytest.fixture(scope="session")
+def reranker_folder(shared: Any) -> Path:
+    """A cross-encoder of one class."""
+    return shared("reranker", lambda folder: make(transformers.Qwen3ForSequenceClassification, folder, num_labels=1))
+
+
+def _serve(folder: Path, place: Path, *options: str) -> Iterator[Served]:
+    environment = {"GRAPHLLM_CACHE": str(place / "cache")}
+    server = Served(place / "log", folder, *OPTIONS, *options, environment=environment)
+    yield server.wait_ready()
+    assert server.stop() == 0, server.log.read_text()
+
+
+@pytest.fixture(scope="session")
+def embedder(embedder_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of the embedder, with two fronts."""
+    options = ("--runner", "pooling", "--served-model-name", "small", "--api-server-count", "2")
+    yield from _serve(embedder_folder, tmp_path_factory.mktemp("embedder"), *options)
+
+
+@pytest.fixture(scope="session")
+def reranker(reranker_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server of the reranker."""
+    yield from _serve(reranker_folder, tmp_path_factory.mktemp("reranker"), "--served-model-name", "small")
