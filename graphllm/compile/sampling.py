@@ -71,20 +71,17 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
 
 def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec, ...]:
     """What sampling keeps of each running sequence. versions: tokens of a step that may be verified, 1 without drafts.
-    drafts: proposed tokens, -1 for none. draft_probs: the distributions that they were drawn from. rejected: how many
-    of the last step's. version: which version of recurrent states is valid. history: what `ngram_drafts` looks the
-    last tokens up in."""
+    drafts: proposed tokens, -1 for none. rejected: how many of the last step's. version: which version of recurrent
+    states is valid. history: what `ngram_drafts` looks the last tokens up in."""
     verifying = (
         StateSpec("drafts", "slot", (versions - 1,), "int32", "none"),
         StateSpec("rejected", "slot", (), "int32", "none"),
         StateSpec("version", "slot", (), "int32", "none"),
     )
-    probs = StateSpec("draft_probs", "slot", (versions - 1, vocab), "float32", "none")
     length = max(min(config.max_model_len, _MOST_HISTORY), versions + config.prompt_lookup_max)
     history = StateSpec("history", "slot", (length,), "int32", "none")
     return (
         *(verifying if versions > 1 else ()),
-        *((probs,) if versions > 1 and config.draft_sample_method == "probabilistic" else ()),
         *((history,) if config.prompt_lookup_max else ()),
         StateSpec("last_token", "slot", (), "int32", "none"),
         StateSpec("counts", "slot", (vocab,), "int32", "none"),

@@ -104,6 +104,16 @@ def _next_tokens(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
     return tokens
 
 
+def _temperature(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[S]: at which each request samples, 0 for greedy ones."""
+    return step.table.temperature[step.slots]
+
+
+def _seed(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[S]: of each request's random numbers."""
+    return step.table.seed[step.slots]
+
+
 def _item_start(spec: InputSpec, step: StepRequests) -> np.ndarray:
     """[S]: the first row of the item that all tokens of a sequence see; a request has one at most."""
     return step.table.seen_start[step.slots]
@@ -120,4 +130,6 @@ _OWN: Mapping[str, Provider] = {
     "item_start": _item_start,
     "item_length": _item_length,
     "next_tokens": _next_tokens,
+    "seed": _seed,
+    "temperature": _temperature,
 }

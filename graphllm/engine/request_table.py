@@ -72,7 +72,8 @@ class RequestTable:
     last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the host.
     epoch: changes whenever a slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
     verifiable [bool]: several tokens of it may be sampled before the host has seen them. adapter_id: see
-    `EngineRequest`. seen_start, seen_length: rows of the item that all of its tokens see, 0 and 0 without one.
+    `EngineRequest`. temperature [float32], seed [int64]: of its draws. seen_start, seen_length: rows of the item that
+    all of its tokens see, 0 and 0 without one.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -83,6 +84,7 @@ class RequestTable:
         self.num_unsure, self.num_drafts, self.last_token, self.epoch = column(), column(), column(), column()
         self.num_prompt_tokens, self.limit, self.adapter_id = column(), column(), column()
         self.seen_start, self.seen_length = column(), column()
+        self.temperature, self.seed = column(np.float32), column(np.int64)
         self.scoring, self.verifiable = column(bool), column(bool)
         self._stops = np.full((_STOPS, max_num_seqs), -1, dtype=np.int32)
         self.by_slot: list[RequestState | None] = [None] * max_num_seqs
@@ -106,6 +108,7 @@ class RequestTable:
         self.num_prompt_tokens[slot] = len(request.prompt)
         self.limit[slot] = min(len(request.prompt) + request.limit, max_len)
         self.adapter_id[slot] = request.adapter_id
+        self.temperature[slot], self.seed[slot] = request.params.temperature, request.seed
         self.scoring[slot] = request.params.prompt_logprobs is not None
         stops = request.stop_ids
         if len(stops) > len(self._stops):

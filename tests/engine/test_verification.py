@@ -310,7 +310,7 @@ def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
 def test_probabilities_that_nobody_keeps(checkpoint: Path, engine_args: EngineArgs, tmp_path: Path) -> None:
     for more, message in (
         ({"rejection_sample_method": "typical"}, "draft_sample_method is probabilistic: typical acceptance does not"),
-        ({"prompt_lookup_max": 2}, "draft_sample_method is probabilistic: no draft model here keeps"),
+        ({"prompt_lookup_max": 2}, "draft_sample_method is probabilistic, but there is no draft model"),
     ):
         with pytest.raises(ConfigError, match=message):
             _compile(checkpoint, tmp_path / "a", replace(engine_args, draft_sample_method="probabilistic", **more))
