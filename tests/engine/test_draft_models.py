@@ -90,12 +90,14 @@ def _again(
 
 
 class Method(NamedTuple):
-    """config: fields of the draft model's config.json, w: its tensors, drafts: what it guesses."""
+    """config: fields of the draft model's config.json, w: its tensors, drafts: what it guesses. first: the logits [V]
+    of its first draft, for tests that draw."""
 
     name: str
     config: dict[str, Any]
     w: dict[str, Tensor]
     drafts: Callable[[LlamaForCausalLM, Known, int], list[int]]
+    first: Callable[[LlamaForCausalLM, Known], Tensor] | None = None
 
 
 _SIZES = {"hidden_size": D, "vocab_size": V, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F,
@@ -110,16 +112,22 @@ def eagle(model: LlamaForCausalLM) -> Method:
     w["fc.weight"] = torch.cat([torch.eye(D), 0.05 * _normal(2)(D, D)], 1)
     w["fc.bias"] = 0.01 * _normal(3)(D)
 
+    def rows_of(model: LlamaForCausalLM, ids: list[int], rows: Tensor) -> Tensor:
+        x = linear(torch.cat([model.model.embed_tokens.weight[ids], rows], -1), w["fc.weight"], w["fc.bias"])
+        x = x + _attention(w, "layers.0.self_attn.", x)
+        return x + _mlp(w, "layers.0.mlp.", _norm(x, w["layers.0.post_attention_layernorm.weight"]))
+
     def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
         def run(ids: list[int], rows: Tensor) -> tuple[Tensor, int]:
-            x = linear(torch.cat([model.model.embed_tokens.weight[ids], rows], -1), w["fc.weight"], w["fc.bias"])
-            x = x + _attention(w, "layers.0.self_attn.", x)
-            x = x + _mlp(w, "layers.0.mlp.", _norm(x, w["layers.0.post_attention_layernorm.weight"]))
+            x = rows_of(model, ids, rows)
             return x, int((model.lm_head.weight @ x[-1]).argmax())
 
         return _again(known, count, known.last, run)
 
-    return Method("eagle", {**_SIZES, "architectures": ["LlamaForCausalLM"]}, w, drafts)
+    def first(model: LlamaForCausalLM, known: Known) -> Tensor:
+        return model.lm_head.weight @ rows_of(model, known.tokens[1:], known.last)[-1]
+
+    return Method("eagle", {**_SIZES, "architectures": ["LlamaForCausalLM"]}, w, drafts, first)
 
 
 def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) -> Method:
@@ -158,17 +166,18 @@ def medusa(model: LlamaForCausalLM) -> Method:
     w = {f"blocks.{i}.layers.{j}.weight": normal(D, D) for i in range(4) for j in range(2)}
     w |= {f"lm_heads.{i}.weight": model.lm_head.weight.detach() + 0.1 * normal(V, D) for i in range(4)}
 
+    def logits(known: Known, i: int) -> Tensor:
+        x = known.last[-1]
+        for j in range(2):
+            x = x + silu(w[f"blocks.{i}.layers.{j}.weight"] @ x)
+        return w[f"lm_heads.{i}.weight"] @ x
+
     def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
-        found = []
-        for i in range(count):
-            x = known.last[-1]
-            for j in range(2):
-                x = x + silu(w[f"blocks.{i}.layers.{j}.weight"] @ x)
-            found.append(int((w[f"lm_heads.{i}.weight"] @ x).argmax()))
-        return found
+        return [int(logits(known, i).argmax()) for i in range(count)]
 
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": D, "vocab_size": V}
-    return Method("medusa", {**config, "num_heads": 4, "num_hidden_layers": 2}, w, drafts)
+    config |= {"num_heads": 4, "num_hidden_layers": 2}
+    return Method("medusa", config, w, drafts, lambda model, known: logits(known, 0))
 
 
 def mlp_speculator(model: LlamaForCausalLM, tied: bool = False) -> Method:
@@ -212,7 +221,11 @@ def draft_model(model: LlamaForCausalLM) -> Method:
         return ids[-count:]
 
     config = {**small.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
-    return Method("draft_model", config, dict(small.state_dict()), drafts)
+
+    def first(model: LlamaForCausalLM, known: Known) -> Tensor:
+        return small(torch.tensor([known.tokens])).logits[0, -1]
+
+    return Method("draft_model", config, dict(small.state_dict()), drafts, first)
 
 
 def mtp(model: LlamaForCausalLM) -> Method:
@@ -276,6 +289,10 @@ METHODS: dict[str, Callable[[LlamaForCausalLM], Method]] = {
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
+    return made_model()
+
+
+def made_model() -> LlamaForCausalLM:
     """Random, and mostly one circle of all tokens, as its layers add little."""
     torch.manual_seed(3)
     config = LlamaConfig(**{**_SIZES, "num_hidden_layers": L, "tie_word_embeddings": False, "head_dim": E})
