@@ -249,7 +249,7 @@ class Scheduler:
         # Drafts that somebody proposes by hand are verified whatever came of others.
         query_len = fitting[-1]
         if limits.device_drafts or limits.late_drafts:
-            share = 1.0 if limits.device_drafts else np.count_nonzero(t.num_drafts[slots]) / n
+            share = None if limits.device_drafts else np.count_nonzero(t.num_drafts[slots]) / n
             query_len = self.acceptance.best(n, fitting, share)
         if query_len == 1:
             return 1
@@ -412,19 +412,26 @@ class Scheduler:
                 self._resets.append(slot)
         return count
 
-    def commit(self, output: SchedulerOutput, tokens: np.ndarray, num_kept: np.ndarray | None = None) -> Commit:
+    def commit(
+        self,
+        output: SchedulerOutput,
+        tokens: np.ndarray,
+        num_kept: np.ndarray | None = None,
+        num_drafted: np.ndarray | None = None,
+    ) -> Commit:
         """Take a step's result.
 
         tokens [R] int32: of the step's rows in order; negative where none could be chosen, which ends the request with
         an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least.
+        num_drafted [n]: how many drafts each had on the device, None for as many as it could.
         Requests that are gone or were preempted since are passed over.
         """
         live = self.requests.epoch[output.slots] == output.epochs
         commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
         if v := output.verified:
             assert num_kept is not None
-            drafted = np.full(v, output.query_len - 1)
-            if output.drafts is not None:
+            drafted = np.full(v, output.query_len - 1) if num_drafted is None else num_drafted[:v]
+            if output.drafts is not None:  # the device takes those that there are not for tokens
                 drafted = (output.drafts >= 0).sum(axis=1)
             self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
             first = output.part(slice(v))
