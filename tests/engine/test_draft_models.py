@@ -325,7 +325,9 @@ class Opened(NamedTuple):
     place: Path
 
 
-def _open(model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eager", **fields: Any) -> Opened:
+def _open(
+    model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eager", pages: int = 150, **fields: Any
+) -> Opened:
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     w = dict(model.state_dict())
     if method.name == "mtp":  # Qwen2's layers have biases
@@ -341,7 +343,7 @@ def _open(model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eag
     )  # fmt: skip
     source = open_source(folder, draft=draft, method=method.name)
     place = compile_model(source.config, source.tensors, compile_config(source.config, args), at / "artifact")
-    return Opened(open_core(folder, place, 150, draft=draft), method, folder, draft, place)
+    return Opened(open_core(folder, place, pages, draft=draft), method, folder, draft, place)
 
 
 class Text(NamedTuple):
