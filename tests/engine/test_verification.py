@@ -295,34 +295,38 @@ def test_every_kind_of_request_is_verified(
     assert temperature or min(won.values()) > 0, won
 
 
-@pytest.mark.parametrize(("method", "temperature"), [("synthetic", 0.0), ("synthetic", 1.0), ("typical", 0.8)])
+@pytest.mark.parametrize(("method", "temperatures"), [("synthetic", (0.0, 1.0)), ("typical", (0.8,))])
 def test_lossy_acceptance(
-    method: str, temperature: float, checkpoint: Path, engine_args: EngineArgs, tmp_path: Path,
+    method: str, temperatures: tuple[float, ...], checkpoint: Path, engine_args: EngineArgs, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Synthetic: of three drafts as many are accepted as the rate says, whatever they are. Typical: all but
-    the unlikeliest, with a threshold that is low."""
+    """Synthetic: of three drafts as many are accepted as the rate says, whatever they are, of greedy requests and
+    others. Typical: all but the unlikeliest, with a threshold that is low."""
     rate = {"synthetic_acceptance_rate": 0.7} if method == "synthetic" else {"posterior_threshold": 1e-6}
     wanted = replace(
         engine_args,
         prompt_lookup_max=2,
-        max_model_len=256,
+        max_model_len=160,
+        max_num_seqs=8,
         rejection_sample_method=method,
         **rate,  # type: ignore[arg-type]
     )
     core = open_core(checkpoint, _compile(checkpoint, tmp_path / "artifact", wanted), pages=200)
     monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
-    params = SamplingParams(temperature=temperature, max_tokens=180, ignore_eos=True)
-    finish(core, [request(str(i), p[:8] * 4, params, seed=i) for i, p in enumerate(_prompts(311, 3))])
+    requests = []
+    for i, p in enumerate(_prompts(311, 3)[:8]):
+        params = SamplingParams(temperature=temperatures[i % len(temperatures)], max_tokens=110, ignore_eos=True)
+        requests.append(request(str(i), p[:8] * 4, params, seed=i))
+    finish(core, requests)
     stats = core.stats()
     core.close()
-    # Where the first one was accepted there were three; before that a text may have had none.
-    further, of = np.array(stats.accepted_tokens[1:]), np.array(stats.accepted_tokens[:-1])
-    assert of.min() > 150
+    of = np.array([stats.drafts, *stats.accepted_tokens[:-1]])
+    rates = np.array(stats.accepted_tokens) / of
+    assert of.min() > 100
     if method == "typical":
-        assert (further / of > 0.95).all()
+        assert (rates > 0.95).all(), rates
     else:
-        assert (abs(further / of - 0.7) < 5 * np.sqrt(0.21 / of) + 0.02).all(), further / of
+        assert (abs(rates - 0.7) < 4.5 * np.sqrt(0.21 / of)).all(), rates
 
 
 def _allowed(masks: np.ndarray, token: int) -> list[bool]:
