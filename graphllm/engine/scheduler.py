@@ -209,12 +209,16 @@ class Scheduler:
             self.cache.look_ahead(slots, ends)
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
+        num_drafts = None
+        if self._limits.device_drafts:
+            num_drafts = self.acceptance.best(len(t.running), self._query_lens) - 1
+            t.num_made[slots] = num_drafts
         saves = []
         if self.cache.snapshots and self.cache.caching and verified < len(slots):
             saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, verified,
-            drafts, pending, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
+            drafts, pending, num_drafts, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
         )  # fmt: skip
 
     def _reserve_snapshots(
@@ -231,9 +235,12 @@ class Scheduler:
     def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
         """Tokens for each of these slots, all of which decode: a compiled query length when there are drafts, all may
         have them, and there is room for it; else 1. alone: nothing else wants a part of the step. Drafts behind a
-        request's limit are computed for nothing, which costs less than a step of its own for the others."""
+        request's limit are computed for nothing, which costs less than a step of its own for the others. How many lie
+        on the device was decided with the step before, which made them."""
         t, limits, n = self.requests, self._limits, len(slots)
-        drafts = self._query_lens[-1] - 1 if limits.device_drafts else 0
+        drafts = int(t.num_made[slots].min()) if limits.device_drafts else 0
+        if self.acceptance.off(n):
+            return 1
         if not limits.device_drafts and np.count_nonzero(t.num_drafts):
             flying = 0 if limits.late_drafts else t.num_in_flight[slots]
             drafts = int((t.num_drafts[slots] - flying).max())
@@ -248,9 +255,8 @@ class Scheduler:
             return 1
         # Drafts that somebody proposes by hand are verified whatever came of others.
         query_len = fitting[-1]
-        if limits.device_drafts or limits.late_drafts:
-            share = None if limits.device_drafts else np.count_nonzero(t.num_drafts[slots]) / n
-            query_len = self.acceptance.best(n, fitting, share)
+        if limits.late_drafts:
+            query_len = self.acceptance.best(n, fitting, np.count_nonzero(t.num_drafts[slots]) / n)
         if query_len == 1:
             return 1
         late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
