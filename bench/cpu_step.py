@@ -21,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("GOMP_SPINCOUNT", "20000")  # as the command line sets it, before the OpenMP runtime loads
 
+import numpy as np
 import torch
 from cpu_kernels import huge, probe
 from gpu_step import batch
@@ -51,15 +52,19 @@ def label(launch: Callable[[], Any], weights: dict[int, tuple[int, ...]]) -> str
 class Timer:
     """One kind of step of an executor, measured again and again."""
 
-    def __init__(self, executor: Executor, weights: dict[str, torch.Tensor], kind: str, context: int) -> None:
+    def __init__(
+        self, executor: Executor, weights: dict[str, torch.Tensor], kind: str, context: int, adapters: int
+    ) -> None:
         name, count = kind.split("-")
-        self.executor, self.input = (
-            executor,
-            batch(int(count), 1, context, executor) if name == "decode" else batch(1, int(count), 0, executor),
-        )
+        step = batch(int(count), 1, context, executor) if name == "decode" else batch(1, int(count), 0, executor)
+        if adapters:
+            ids = np.arange(step.tokens, dtype=np.int32) % adapters + 1
+            step = step._replace(arrays={**step.arrays, "adapter_ids": ids})
+        self.executor, self.input = executor, step
         for _ in range(3):
             executor.run(self.input)
-        bound = executor._main.bound("plain", executor._main.pick(self.input))
+        graph = executor._main
+        bound = graph.bound(graph.variant("plain", self.input), graph.pick(self.input))
         self.launches = [launch for _, launches in bound.parts[""] for launch in launches]
         shapes = {w.data_ptr(): tuple(w.shape) for w in weights.values()}
         self.labels = [label(x, shapes) for x in self.launches]
@@ -105,6 +110,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--cases", nargs="+", default=["decode-1", "decode-8", "prefill-1024"])
+    parser.add_argument("--adapters", type=int, default=0, help="that the tokens have in turn (--enable-lora)")
     args = parser.parse_args()
     library = probe()
     with alone():
@@ -112,7 +118,10 @@ def main() -> None:
         manifest = files.verify(args.artifact)
         weights = random_weights(WeightPlan.from_json((args.artifact / "weights.json").read_text()), "cpu")
         executor = Executor(args.artifact, manifest, weights, 8192, args.threads)
-        timers = {kind: Timer(executor, weights, kind, args.context) for kind in args.cases}
+        for entry in range(1, args.adapters + 1):
+            tables = {name: torch.randn(shape) / 64 for name, shape in executor.adapters.items()}
+            executor.write_adapter(entry, tables)
+        timers = {kind: Timer(executor, weights, kind, args.context, args.adapters) for kind in args.cases}
         reads: list[float] = []
 
         def read() -> None:

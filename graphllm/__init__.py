@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     )
     from graphllm.engine.processor import Prompt as PromptType
     from graphllm.engine.processor import TextPrompt, TokensPrompt
+    from graphllm.entrypoints.adapters import LoRARequest
     from graphllm.entrypoints.async_llm import AsyncLLM
     from graphllm.entrypoints.async_llm import AsyncLLM as AsyncLLMEngine
     from graphllm.entrypoints.llm import LLM
@@ -58,6 +59,7 @@ __all__ = [
     "GuidedDecodingParams",
     "Histogram",
     "LLMEngine",
+    "LoRARequest",
     "LogitsProcessor",
     "Metric",
     "MoveDirectionality",
@@ -84,6 +86,7 @@ _PLACES = {
         ("AdapterLogitsProcessor", "BatchUpdate", "LogitsProcessor", "MoveDirectionality"), "engine.logits_processors"
     ),
     "LLMEngine": "entrypoints.llm_engine",
+    "LoRARequest": "entrypoints.adapters",
     "AsyncLLM": "entrypoints.async_llm",
     "AsyncLLMEngine": "entrypoints.async_llm:AsyncLLM",
     **dict.fromkeys(("EngineArgs", "VllmConfig"), "entrypoints.vllm_config"),

@@ -199,10 +199,10 @@ def test_names_that_mean_a_setting() -> None:
         ),
         ({"structured_outputs_config": "xgrammar"}, "structured_outputs_config is 'xgrammar': give an object"),
         ({"enforce_eager": 1}, "enforce_eager is 1: give True or False"),
-        ({"enable_lora": 0}, "enable_lora is 0: LoRA"),  # 0 is not False
+        ({"enable_lora_bias": 0}, "enable_lora_bias is 0: adapters change linear"),  # 0 is not False
         ({"tokenzier": "x"}, "tokenzier is 'x': not supported; leave it out, or did you mean tokenizer"),
         ({"max_model_len": "4.5"}, "max_model_len is '4.5': give a whole number, such as 4096"),
-        ({"cpu_offload_gb": 4, "enable_lora": True}, "cpu_offload_gb is 4: .*; enable_lora is True: "),
+        ({"cpu_offload_gb": 4, "enable_lora_bias": True}, "cpu_offload_gb is 4: .*; enable_lora_bias is True: "),
     ],
 )
 def test_mistakes(given: dict[str, Any], message: str) -> None:

@@ -118,6 +118,10 @@ def run_command(
     system: Annotated[str | None, typer.Option(help="System message for prompts.")] = None,
     json_schema: Annotated[str | None, typer.Option(help="Answer in JSON of this schema: a file, or text.")] = None,
     regex: Annotated[str | None, typer.Option(help="Answer in text that this matches.")] = None,
+    lora: Annotated[
+        list[str] | None,
+        typer.Option(help="Folder of an adapter; or name=folder, for lines whose model is that name; may be repeated."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
 ) -> None:
     """Generate text offline.
@@ -134,7 +138,8 @@ def run_command(
     schema = read_schema(json_schema) if json_schema is not None else None
     if json_schema or regex:
         sampling["structured_outputs"] = {"json": schema, "regex": regex}
-    raise typer.Exit(run(replace(args, model=model), Inputs(file, prompt or [], raw, system, output), sampling, quiet))
+    inputs = Inputs(file, prompt or [], raw, system, output)
+    raise typer.Exit(run(replace(args, model=model), inputs, sampling, quiet, lora or ()))
 
 
 class _ServeCommand(EngineCommand):
@@ -153,6 +158,13 @@ def serve_command(
         list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
     ] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        typer.Option(help="An adapter as name=path, which requests give as their model; may be repeated."),
+    ] = None,
+    lora_dir: Annotated[
+        str | None, typer.Option(help="Requests may load and unload adapters of this folder (/v1/load_lora_adapter).")
+    ] = None,
     admin_api_key: Annotated[
         list[str] | None, typer.Option(help="For /server_info, /reset_prefix_cache and the like; may be repeated.")
     ] = None,
@@ -233,6 +245,7 @@ def serve_command(
     try:
         from graphllm.cli import serve as told
         from graphllm.server.access import Access
+        from graphllm.server.adapters import parse_modules
         from graphllm.server.chat.call import Rules
         from graphllm.server.operations.engine_view import SupervisorOptions
         from graphllm.server.operations.logs import LogOptions, start_log
@@ -275,6 +288,8 @@ def serve_command(
             ca_certs=ssl_ca_certs,
             cert_reqs=ssl_cert_reqs,
             traces=args.otlp_traces_endpoint,
+            adapters=parse_modules(lora_modules or (), served_model_name or ()),
+            lora_dir=told.lora_dir(lora_dir),
             fronts=told.front_count(api_server_count),
             log=log,
             started=told.started_at(),

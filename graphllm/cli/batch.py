@@ -23,7 +23,7 @@ from graphllm.server.http.error_bodies import error_body
 from graphllm.server.openai import answers
 
 DEFAULT_MAX_TOKENS = 256  # of a plain prompt
-_LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt"})
+_LINE_FIELDS = frozenset({"id", "custom_id", "prompt", "messages", "tools", "priority", "cache_salt", "model"})
 _BATCH_FIELDS = frozenset({"url", "body", "method"})
 
 
@@ -40,7 +40,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class PlainItem:
-    """One prompt: text, or chat messages. fields: sampling fields of its own."""
+    """One prompt: text, or chat messages. fields: sampling fields of its own. model: an adapter's name, "" for none."""
 
     id: str
     prompt: str | None
@@ -49,6 +49,7 @@ class PlainItem:
     fields: dict[str, Any]
     priority: int = 0
     cache_salt: str | None = None
+    model: str = ""
 
     def call(self, defaults: SamplingParams) -> Call:
         """What it asks for. Raises ConfigError for fields that cannot be used."""
@@ -66,6 +67,7 @@ class PlainItem:
             template=template,
             priority=self.priority,
             cache_salt=self.cache_salt,
+            model=self.model,
         )
 
     def row(self, call: Call, outputs: Sequence[RequestOutput], model: str) -> dict[str, Any]:
@@ -133,6 +135,7 @@ def digest_of(item: Item, settings: str) -> str:
     settings: what it does not say itself."""
     if isinstance(item, PlainItem):
         content: list[object] = [item.prompt, item.messages, item.tools, item.fields]
+        content += [item.model] if item.model else []
     else:
         content = [item.method, item.url, item.body]
     return hashlib.sha256(json.dumps([settings, content], sort_keys=True).encode()).hexdigest()[:16]
@@ -226,7 +229,11 @@ def _json_item(line: str, where: str, inputs: Inputs) -> Item:
     for name in ("messages", "tools"):
         if name in row and not _is_objects(row[name]) and (name, row[name]) != ("tools", None):
             raise ConfigError(f"{where}: {name} must be a list of objects")
-    for name, kind, remedy in (("priority", int, "a whole number"), ("cache_salt", str, "a string")):
+    for name, kind, remedy in (
+        ("priority", int, "a whole number"),
+        ("cache_salt", str, "a string"),
+        ("model", str, "a string"),
+    ):
         if row.get(name) is not None and type(row[name]) is not kind:
             raise ConfigError(f"{where}: {name} is {row[name]!r:.80}, give {remedy}")
     if "messages" in row:
@@ -238,7 +245,7 @@ def _json_item(line: str, where: str, inputs: Inputs) -> Item:
         raise ConfigError(f"{where}: prompt is {type(row['prompt']).__name__}, give a string")
     fields = {k: v for k, v in row.items() if k not in _LINE_FIELDS}
     tools, priority, salt = row.get("tools"), row.get("priority") or 0, row.get("cache_salt")
-    return PlainItem(id, prompt, messages, tools, fields, priority, salt)
+    return PlainItem(id, prompt, messages, tools, fields, priority, salt, row.get("model") or "")
 
 
 def _is_objects(value: object) -> bool:

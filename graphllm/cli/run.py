@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from rich.progress import Progress, TextColumn
 
 from graphllm.artifact import read_manifest
-from graphllm.cli.batch import Inputs, Item, Items, digest_of
+from graphllm.cli.batch import Inputs, Item, Items, PlainItem, digest_of
 from graphllm.cli.build import build_errors, compile_progress, console
 from graphllm.cli.endings import CommandError, signals_as_interrupts, stopped_status
 from graphllm.cli.results import JsonlSink
@@ -25,8 +25,9 @@ from graphllm.config import ConfigError, EngineArgs, SchedulerConfig
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.processor import ParsedRequest, Processor
-from graphllm.engine.request import Core
+from graphllm.engine.request import Adapter, Core
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.adapters import AdapterFiles
 from graphllm.entrypoints.build import POLICIES
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.model import ResolvedModel, checkpoint_defaults, resolve_model
@@ -35,6 +36,7 @@ from graphllm.entrypoints.source import find_source, find_tokenizer
 from graphllm.server.chat.call import Call, Style, check_priority, write_out
 from graphllm.server.chat.reading import failure
 from graphllm.weights import baked
+from graphllm.weights.adapters import adapter_digest
 
 _AHEAD = 2  # completions in the engine, as a multiple of those in one step
 # What changes answers, of what a model is compiled for.
@@ -43,14 +45,18 @@ _TEXT_FILES = (".json", ".jinja", ".model", ".txt")  # of a checkpoint: configs,
 _ADMITTED = 32  # lines read before each step at most, so that the device does not wait for the tokenizer
 
 
-def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bool) -> int:
-    """Generate for every input; the exit status: 1 when some have no answer. Raises ConfigError for user mistakes,
-    before anything is loaded where it can be known, and CommandError where a signal or a write error stops it."""
+def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bool, lora: Sequence[str] = ()) -> int:
+    """Generate for every input; the exit status: 1 when some have no answer. lora: adapters, as `parse_lora` reads
+    them. Raises ConfigError for user mistakes, before anything is loaded where it can be known, and CommandError where
+    a signal or a write error stops it."""
     started = time.perf_counter()
     items = Items(inputs)
     # Where nobody says how long: a plain line and a line of a batch file have defaults of their own.
     open_end = SamplingParams(max_tokens=None)
-    settings = "" if inputs.output is None else _settings(args, sampling, open_end)
+    adapters = parse_lora(lora)
+    if adapters and not args.enable_lora:
+        raise ConfigError(f"lora is {lora[0]!r:.80}: adapters run with --enable-lora; give it too")
+    settings = "" if inputs.output is None else _settings(args, sampling, open_end, adapters)
     wanted = [(item.id, digest_of(item, settings)) for item in items]
     if not wanted:
         raise ConfigError("no prompts: give --prompt, a file, or - to read stdin")
@@ -75,7 +81,7 @@ def run(args: EngineArgs, inputs: Inputs, sampling: Mapping[str, Any], quiet: bo
         with signals_as_interrupts():
             try:
                 if todo := len(wanted) - len(finished):
-                    _run(args, sampling, open_end, left(), todo, sink, quiet, summary, phases, started)
+                    _run(args, sampling, open_end, adapters, left(), todo, sink, quiet, summary, phases, started)
             finally:
                 if sink:
                     sink.close()  # also when stopped: what waits for earlier lines is done
@@ -97,6 +103,7 @@ def _run(
     args: EngineArgs,
     sampling: Mapping[str, Any],
     open_end: SamplingParams,
+    adapters: Mapping[str, str],
     items: Iterable[Item],
     todo: int,
     sink: JsonlSink | None,
@@ -115,7 +122,7 @@ def _run(
     def clock(name: str, seconds: float) -> None:
         phases[name] = phases.get(name, 0.0) + seconds
 
-    with contextlib.closing(_load(resolved, clock)) as engine:
+    with contextlib.closing(_load(resolved, clock, adapters)) as engine:
         news = generate(engine, items, resolved.defaults, todo == 1 and sink is None, summary)
         with _progress(todo, quiet or sink is None) as show:
             for step in news:
@@ -127,7 +134,21 @@ def _run(
                 show(summary)
 
 
-def _settings(args: EngineArgs, sampling: Mapping[str, Any], open_end: SamplingParams) -> str:
+def parse_lora(given: Sequence[str]) -> dict[str, str]:
+    """Folders of adapters by name, "" for the one of prompts that name none, from "folder" and "name=folder". Raises
+    ConfigError."""
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, path = text.rpartition("=")
+        if not path or name in found:
+            raise ConfigError(f"lora is {text!r:.80}: give a folder once, and others as name=folder")
+        found[name] = path
+    return found
+
+
+def _settings(
+    args: EngineArgs, sampling: Mapping[str, Any], open_end: SamplingParams, adapters: Mapping[str, str]
+) -> str:
     """What answers follow from beside the items, as JSON: the weights, the other files of the model, how it is
     computed, and sampling parameters that items leave open."""
     source = find_source(args)
@@ -150,6 +171,7 @@ def _settings(args: EngineArgs, sampling: Mapping[str, Any], open_end: SamplingP
             {name: computed[name] for name in _ANSWERS_DEPEND_ON},
             args.logits_processors,
             asdict(defaults),
+            *([{name: adapter_digest(Path(folder)) for name, folder in adapters.items()}] if adapters else []),
         ],
         sort_keys=True,
         default=str,
@@ -167,7 +189,7 @@ def read_schema(given: str) -> str:
 
 
 class Engine(NamedTuple):
-    """What requests pass through."""
+    """What requests pass through. adapters: by the model that they name, "" for those that name none."""
 
     core: Core
     tokenizer: Tokenizer
@@ -175,15 +197,22 @@ class Engine(NamedTuple):
     outputs: OutputProcessor
     scheduler: SchedulerConfig
     style: Style = Style()
+    adapters: Mapping[str, Adapter] = {}
 
     def close(self) -> None:
         """Give back memory and threads."""
         self.core.close()
 
 
-def _load(resolved: ResolvedModel, phases: Callable[[str, float], None]) -> Engine:
+def _load(resolved: ResolvedModel, phases: Callable[[str, float], None], adapters: Mapping[str, str] = {}) -> Engine:
     core, tokenizer = load_core(resolved.config, phases, resolved.processors), resolved.tokenizer
     assert tokenizer is not None
+    files = AdapterFiles(core.info)
+    try:
+        opened = {name: files.open(name or folder, folder) for name, folder in adapters.items()}
+    except ConfigError:
+        core.close()
+        raise
     return Engine(
         core,
         tokenizer,
@@ -191,6 +220,7 @@ def _load(resolved: ResolvedModel, phases: Callable[[str, float], None]) -> Engi
         OutputProcessor(tokenizer),
         resolved.config.scheduler,
         Style.of(tokenizer),
+        opened,
     )
 
 
@@ -304,13 +334,16 @@ def _admit(engine: Engine, place: int, item: Item, defaults: SamplingParams, str
     """Queue all requests of an item, or none."""
     core, outputs = engine.core, engine.outputs
     call = item.call(defaults)
+    if call.model and call.model not in engine.adapters and isinstance(item, PlainItem):
+        raise ConfigError(f"model is {call.model!r:.80}: no adapter has this name; give it with --lora name=folder")
     check_priority(call, engine.scheduler)
     call, prompts = write_out(call, engine.tokenizer, engine.style)
     if stream and len(prompts) == call.params.n == 1:
         call = call._replace(params=replace(call.params, output_kind=RequestOutputKind.DELTA))
     requests = [
         engine.processor.make(
-            prompt, call.params, f"{place}.{i}", priority=call.priority, cache_salt=call.cache_salt
+            prompt, call.params, f"{place}.{i}", priority=call.priority, cache_salt=call.cache_salt,
+            adapter=engine.adapters.get(call.model, engine.adapters.get("")),
         )
         for i, prompt in enumerate(prompts)
     ]  # fmt: skip

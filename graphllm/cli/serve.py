@@ -17,6 +17,7 @@ from graphllm.cli.build import build_errors
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.spawn import Child
+from graphllm.entrypoints.adapters import check_adapters
 from graphllm.entrypoints.hub import name_of
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.server.chat.call import check_template_kwargs
@@ -49,9 +50,18 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
             "listening on %s without --api-key: everybody there can use it", options.host
         )
 
+    if (options.adapters or options.lora_dir) and not args.enable_lora:
+        given = "lora-modules" if options.adapters else "lora-dir"
+        raise ConfigError(f"{given}: adapters are served with --enable-lora; give it too, or leave this out")
+    for adapter in options.adapters:
+        if adapter.name in options.names:
+            raise ConfigError(f"lora-modules: {adapter.name!r} is the model's own name; give another one")
+
     def open_or_explain() -> ResolvedModel:
         with build_errors():
-            return resolve_model(args, base=SamplingParams(max_tokens=None))
+            resolved = resolve_model(args, base=SamplingParams(max_tokens=None))
+        check_adapters(Path(resolved.config.load.artifact), [(a.name, a.path) for a in options.adapters])
+        return resolved
 
     return serve_forever(open_or_explain, options, host, child)
 
@@ -91,6 +101,16 @@ def words(given: Sequence[str] | None, default: Sequence[str] = ()) -> tuple[str
     for text in given or default:
         found += json.loads(text) if text.startswith("[") else text.split(",")
     return tuple(found)
+
+
+def lora_dir(given: str | None) -> str | None:
+    """A folder of adapters. Raises ConfigError where it is none."""
+    if given is None:
+        return None
+    folder = Path(given).expanduser().resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"lora-dir is {given!r:.80}: no folder; give the one whose adapters requests may load")
+    return str(folder)
 
 
 def root_path(given: str) -> str:

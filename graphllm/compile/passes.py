@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from graphllm.config import ConfigError
+from graphllm.passes.add_adapters import add_adapters
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_linear import fuse_linear
@@ -31,6 +32,7 @@ class Pipeline(NamedTuple):
 PIPELINE = Pipeline(
     units=(
         canonicalize,
+        add_adapters,
         quantize_linear,
         quantize_moe,
         scale_cache,

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,7 +26,7 @@ from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
 from graphllm.compile.split import check_rules, split_layers
-from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model
+from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
@@ -39,7 +39,8 @@ from graphllm.machine import compiler_version
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.states import place_bytes
-from graphllm.rewrite import Pass, Unit
+from graphllm.rewrite import Pass, PassReport, Unit
+from graphllm.weights.adapted import AdaptedLinear, adapted_linear
 from graphllm.weights.cache_scales import with_cache_scales
 from graphllm.weights.checkpoint import DRAFT
 from graphllm.weights.plan import WeightPlan, make_plan
@@ -58,12 +59,13 @@ _MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
 
 
 class Traced(NamedTuple):
-    """The model after the passes: the edited plan, the report of every pass on every unit, and the readable IR as
-    traced and after each pass, by file name."""
+    """The model after the passes: the edited plan, the report of every pass on every unit, the readable IR as traced
+    and after each pass, by file name, and what passes added to units."""
 
     plan: WeightPlan
     reports: list[dict[str, Any]]
     texts: dict[str, str]
+    added: list[tuple[Unit, PassReport]]
 
 
 def open_backend(config: CompileConfig, objects: Objects | None) -> Backend:
@@ -175,6 +177,8 @@ def compile_model(
         timed("trace")
         units = [unit for graph in graphs for unit in graph.units.values()]
         traced = run_passes(units, plan, config, pipeline().units)
+        adapted = adapted_linears(traced.added, plan)
+        layout = with_added(layout, graphs, traced.added, config)
         timed("passes")
         linked = link(graphs, layout)
         jobs = piece_buckets(graphs, linked, c, config)
@@ -199,7 +203,7 @@ def compile_model(
             timed("build")
             backend.assemble(built.values(), pieces)
             timed("assemble")
-        memory = write_program(building, graphs, layout, linked, built, traced, c, config)
+        memory = write_program(building, graphs, layout, linked, built, traced, adapted, c, config)
         write_graphs(building / "graph", traced, units, linked, built)
         if measured:
             taken = {key: m.microseconds for key, m in measured.items()}
@@ -243,6 +247,7 @@ def compile_model(
 def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passes: Sequence[Pass]) -> Traced:
     """Every pass over every unit, in order; the IR is verified and printed after each."""
     reports, texts = [], {}
+    added: list[tuple[Unit, PassReport]] = []
 
     def show(unit: Unit, number: int, stage: str) -> None:
         texts[f"{number:02}-{stage}.{unit.name}.txt"] = to_text(
@@ -256,9 +261,11 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passe
         for unit in units:
             report, record = p.apply(unit, plan, config)
             plan = report.plan or plan
+            if report.states or report.inputs:
+                added.append((unit, report))
             show(unit, number, p.name)
             reports.append(record)
-    return Traced(plan, reports, texts)
+    return Traced(plan, reports, texts, added)
 
 
 def open_workers(config: CompileConfig, jobs: int) -> contextlib.AbstractContextManager[Workers | None]:
@@ -342,6 +349,18 @@ def values_read(graph: TracedGraph) -> set[str]:
     }
 
 
+def adapted_linears(added: Iterable[tuple[Unit, PassReport]], plan: WeightPlan) -> list[AdaptedLinear]:
+    """The layers that have tables of adapters, with what they are made of by a plan in which nothing is encoded yet."""
+    weights = [
+        (unit, state.name.removesuffix(".lora_a").removeprefix(f"{unit.name}."))
+        for unit, report in added
+        for state in report.states
+        if state.name.endswith(".lora_a")
+    ]
+    entries = [entry for unit, weight in weights for entry in unit.entries(weight)]
+    return [found for entry in entries if (found := adapted_linear(plan, entry)) is not None]
+
+
 def write_program(
     folder: Path,
     graphs: list[TracedGraph],
@@ -349,6 +368,7 @@ def write_program(
     linked: Linked,
     built: Mapping[tuple[str, Bucket], Built],
     traced: Traced,
+    adapted: list[AdaptedLinear],
     c: Any,
     config: CompileConfig,
 ) -> dict[str, Any]:
@@ -396,6 +416,7 @@ def write_program(
         "entries": layout.entries,
         "shareable": shareable,
         "drafts": draft_reach(graphs, c, config),
+        "adapted": adapted,
         "vocab": c.V,
     }
     (folder / "program.json").write_text(json.dumps(description, indent=1))

@@ -3,7 +3,7 @@ fake tensors with symbolic T, S and R."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Hidden, 
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
-from graphllm.rewrite import Unit, results_of
+from graphllm.rewrite import PassReport, Unit, results_of
 
 # How many blocks there are is known when the artifact is loaded, and no piece depends on it. It is larger than 1, else
 # it would be mistaken for a broadcast.
@@ -141,9 +141,28 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         "slot": config.max_num_seqs + 1,
         "token": max(b.limits(config.max_num_seqs)["T"] for b in config.buckets),
         "item": config.item_tokens + 1,
-        "adapter": config.max_adapters + 1,
+        "adapter": config.max_loras + 1,
     }
     return Layout(blocks, states, entries, names, inputs, versions, groups)
+
+
+def with_added(
+    layout: Layout, graphs: Sequence[TracedGraph], added: Iterable[tuple[Unit, PassReport]], config: CompileConfig
+) -> Layout:
+    """The layout with the states and inputs that passes added to units."""
+    states, layers, inputs = dict(layout.states), [[*graph] for graph in layout.layers], [*layout.inputs]
+    for unit, report in added:
+        number = next(i for i, g in enumerate(graphs) if g.graph.prefix == unit.prefix)
+        inputs[number] = inputs[number] | {s.name: s for s in report.inputs}
+        for state in report.states:
+            place = own_place(_typed(state, config), layout.versions)
+            if not unit.layers:
+                states[f"state.{state.name}"] = place
+            for i in unit.layers:
+                name = f"state.{unit.prefix}layers.{i}.{state.name}"
+                states[name] = place
+                layers[number][i] = layers[number][i] | {state.name: name}
+    return layout._replace(states=states, layers=layers, inputs=inputs)
 
 
 def _with_provider(spec: InputSpec) -> InputSpec:

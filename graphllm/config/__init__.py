@@ -23,6 +23,7 @@ from graphllm.config.engine import (
 )
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
+from graphllm.config.lora import LoRAConfig
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.speculation import SpeculationConfig
 
@@ -36,6 +37,7 @@ __all__ = [
     "EngineConfig",
     "Env",
     "FilesConfig",
+    "LoRAConfig",
     "LoadConfig",
     "LogConfig",
     "ModelConfig",

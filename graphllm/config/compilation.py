@@ -88,6 +88,11 @@ def parse_rules(text: str) -> tuple[str, ...]:
     return tuple(rule.strip() for rule in text.split(","))
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """Names from ``q_proj,v_proj``."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 def default_buckets(
     target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0,
     dynamic: bool = False,
@@ -228,8 +233,16 @@ class CompileConfig:
     item_tokens: int = setting(
         0, help="Rows of encoded inputs that are kept, for models with an encoder.", ge=0, le=2**31 - 1
     )
-    max_adapters: int = setting(
-        0, help="Adapters that may be loaded at a time, for models with tables of them.", ge=0, le=2**16
+    enable_lora: bool = setting(
+        False, help="Serve LoRA adapters beside the model: every request may have its own, loaded while serving."
+    )
+    max_loras: int = setting(1, help="Adapters that requests of one step may have, at most.", ge=1, le=2**12)
+    max_lora_rank: int = setting(16, help="The largest rank of an adapter.", ge=1, le=2**10)
+    lora_target_modules: tuple[str, ...] = setting(
+        (),
+        parse=parse_names,
+        help="Modules that adapters may change, by the ends of their names, such as q_proj,v_proj; default: all linear "
+        "layers. The fewer, the faster.",
     )
     count_expert_tokens: bool = setting(
         False, help="Count the tokens of each expert in every layer, for metrics and benchmarks."
@@ -287,6 +300,11 @@ def check(config: CompileConfig) -> None:
         raise ConfigError(
             f"draft_sample_method is probabilistic: {config.rejection_sample_method} acceptance does not look at "
             "probabilities of drafts; use rejection_sample_method standard, or greedy drafts"
+        )
+    if config.enable_lora and config.tensor_parallel_size != 1:
+        raise ConfigError(
+            f"enable_lora: adapters are served on one device, tensor_parallel_size is {config.tensor_parallel_size}; "
+            "use 1, or merge the adapter into the checkpoint"
         )
     for rule in config.quantization_rules:
         pattern, _, to = rule.rpartition("=")

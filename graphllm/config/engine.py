@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
+from graphllm.config.lora import LoRAConfig
 from graphllm.config.setting import parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
 
@@ -211,6 +212,7 @@ class EngineConfig:
     cache: CacheConfig
     scheduler: SchedulerConfig
     speculation: SpeculationConfig
+    lora: LoRAConfig
     log: LogConfig
 
 
@@ -228,3 +230,4 @@ class CoreConfig:
     log: LogConfig = LogConfig()
     tokenizer: str | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    lora: LoRAConfig = field(default_factory=LoRAConfig)

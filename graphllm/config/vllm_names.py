@@ -152,7 +152,9 @@ _MEANINGS = {
 
 _ONE_DEVICE = "an engine runs on one device; leave it out, and start one engine for each device"
 _TEXT = "models here read text only; leave it out"
-_NO_LORA = "LoRA adapters cannot be loaded yet; leave it out, or merge the adapter into the checkpoint"
+_LORA = (
+    "adapters change linear layers of the text model, in its dtype; leave it out, or merge the adapter (graphllm merge)"
+)
 _NO_POOLING = "the API here is for models that generate text; leave it out"
 _CACHE = "the cache lies on the device, all of it in kv_cache_dtype, in kv_cache_memory_bytes; leave it out"
 _WEIGHTS = "weights stay on the device; leave it out, or use a smaller quantization"
@@ -225,12 +227,12 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     **fixed(_NO_POOLING, runner=("auto", "generate"), convert=("auto", "none"), task=("auto", "generate"),
              pooler_config=({},), override_pooler_config=({},)),
     **fixed(
-        _NO_LORA, enable_lora=False, enable_lora_bias=False, lora_target_modules=(), enable_tower_connector_lora=False,
-        enable_mixed_moe_lora_format=False, enable_moe_shared_loras=False,
+        _LORA, enable_lora_bias=False, enable_tower_connector_lora=False, enable_mixed_moe_lora_format=False,
+        enable_moe_shared_loras=False, lora_dtype="auto",
     ),
     **hints(
-        "there are no LoRA adapters, so it has no effect", max_loras=1, max_lora_rank=16, lora_dtype="auto",
-        max_cpu_loras=(), lora_extra_vocab_size=256, max_lora_cls_labels=(), specialize_active_lora=False,
+        "adapters have no tokens or labels of their own, and steps without one run programs without them",
+        lora_extra_vocab_size=256, max_lora_cls_labels=(), specialize_active_lora=False,
     ),
     **fixed(_WATERMARK, watermark=(False,), watermark_config=({},)),
     **fixed(

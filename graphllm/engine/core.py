@@ -13,7 +13,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -21,14 +21,16 @@ import numpy as np
 from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
+from graphllm.engine.adapter_memory import AdapterMemory
 from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.constraints import ConstraintError, Constraints
-from graphllm.engine.device_states import after_step, before_step, export_prefix, import_prefix, write_adapter
+from graphllm.engine.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.options import LogitsProcessor, Row, imported, rowwise
 from graphllm.engine.proposers import find_proposer
 from graphllm.engine.providers import find_providers, provide
 from graphllm.engine.request import (
+    Adapter,
     BucketStats,
     CacheEntry,
     CoreInfo,
@@ -81,6 +83,7 @@ class EngineCore:
         grammars: GrammarCompilers | None = None,
         processors: Sequence[LogitsProcessor] = (),
         speculation: SpeculationConfig = _NO_SPECULATION,
+        adapters: AdapterMemory | None = None,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
         limits = SchedulerLimits(
@@ -126,6 +129,7 @@ class EngineCore:
         self._ranked = ranked_logprobs(executor.max_logprobs)
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab, self._ranked)
         self._providers = find_providers(executor.inputs.values())
+        self._adapters = adapters or AdapterMemory(executor.layout.max_adapters, _no_files)
         self._in_flight: _InFlight | None = None
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
@@ -152,6 +156,8 @@ class EngineCore:
             max_logit_bias=executor.max_logit_bias,
             device=executor.device.type,
             task=executor.task,
+            adapted=list(executor.adapted),
+            max_lora_rank=executor.max_lora_rank,
         )
 
     @property
@@ -223,7 +229,10 @@ class EngineCore:
         """Start the next step and finish the one before it; news of the latter's requests."""
         if self._compiling:
             self._take_compiled()
+        if self._scheduler.adapters.count:
+            self._read_adapters()
         output = self._scheduler.next()
+        self._adapters.request(self._scheduler.adapters.wanted)
         begun = time.monotonic()
         batch = None if output is None else self._stage(output, begun)
         # What verifies drafts of a proposer is ready but for them when the tokens before them come.
@@ -259,6 +268,17 @@ class EngineCore:
                     self._scheduler.add(request)
                 except ConfigError as mistake:
                     self._end(EngineCoreOutput(id, [], "error", error=str(mistake)))
+
+    def _read_adapters(self) -> None:
+        """Take in adapters that have been read, and have those read that requests wait for."""
+        table = self._scheduler.adapters
+        wanted = table.wanted
+        if wanted and not self._scheduler.running and self._in_flight is None:
+            self._adapters.wait(_WAIT)
+        for digest, error in self._adapters.take([adapter.digest for adapter in wanted]).items():
+            for state in self._scheduler.fail_adapter(digest, error):
+                self._end(EngineCoreOutput(state.request.id, [], "error", error=error))
+        table.in_memory = self._adapters.digests
 
     def _propose(self, proposer: Proposer) -> None:
         """Ask for the drafts of all that run."""
@@ -304,7 +324,7 @@ class EngineCore:
             if begun_states:
                 self._executor.write_entry(state.slot, begun_states)
             requests.verifiable[state.slot] = self._verifies
-        before_step(self._executor, output)
+        before_step(self._executor, output, self._adapters)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
         if self._providers:
             arrays = batch.step.arrays
@@ -495,6 +515,8 @@ class EngineCore:
         stats.drafts, stats.draft_tokens, stats.accepted_tokens = (
             drafted.drafts, drafted.draft_tokens, drafted.by_position.tolist()
         )  # fmt: skip
+        stats.max_adapters = scheduler.adapters.count if self.info.adapted else 0
+        stats.adapters_running, stats.adapters_waiting = scheduler.adapter_names()
         return copy.deepcopy(stats)
 
     def reset_prefix_cache(self) -> bool:
@@ -504,10 +526,10 @@ class EngineCore:
             self._scheduler.items.reset()
         return done
 
-    def write_adapter(self, adapter_id: int, values: Mapping[str, np.ndarray]) -> None:
-        """Have the requests that come with that id read these tables; see `device_states.write_adapter`. Running ones
-        read them from their next step on. Raises ConfigError."""
-        write_adapter(self._executor, adapter_id, self._executor.layout.max_adapters, values)
+    def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
+        """Have requests whose adapter has this digest read these tables, by the names of their states; a table is zero
+        but for the beginning that is given. Raises ConfigError for what no table can hold."""
+        self._adapters.put(digest, adapter_tables(self._executor, digest, values))
 
     def export_cache(self, request: EngineRequest) -> list[CacheEntry]:
         """What the cache has of a request's prompt: blocks up to its last block boundary, and the snapshot there."""
@@ -524,7 +546,12 @@ class EngineCore:
             self._in_flight.handle.wait()
             self._in_flight = None
         self._compiler.shutdown(cancel_futures=True)
+        self._adapters.close()
         self._executor.close()
+
+
+def _no_files(adapter: Adapter) -> NoReturn:
+    raise ConfigError(f"adapter {adapter.name!r}: this engine reads no adapters from files; give its tables")
 
 
 def _ranked(token: int, scores: np.ndarray, wanted: int, whole: np.ndarray | None) -> PositionLogprobs:

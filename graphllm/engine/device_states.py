@@ -4,14 +4,18 @@ as the scheduler says, and to bring prefixes of the cache out and in."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.engine.adapter_memory import AdapterMemory
 from graphllm.engine.cache_manager import CacheManager
 from graphllm.engine.request import CacheEntry, EngineRequest
 from graphllm.engine.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    import torch
 
 
 class DeviceStates(Protocol):
@@ -23,7 +27,10 @@ class DeviceStates(Protocol):
     def adapters(self) -> Mapping[str, tuple[int, ...]]: ...
 
     def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
-        """Write the beginnings of a slot's or an adapter's states, by name."""
+        """Write the beginnings of a slot's states, by name."""
+
+    def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
+        """Fill an entry of the adapters' tables; those that are not given become zero."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to), in every state of axis "block"."""
@@ -53,8 +60,11 @@ class DeviceStates(Protocol):
         """Fill snapshots with what `read_snapshots` gave."""
 
 
-def before_step(states: DeviceStates, output: SchedulerOutput) -> None:
-    """What a step builds on."""
+def before_step(states: DeviceStates, output: SchedulerOutput, adapters: AdapterMemory | None = None) -> None:
+    """What a step builds on. adapters: has the tables of those that are to be written."""
+    for entry, digest in output.adapters:
+        assert adapters is not None
+        states.write_adapter(entry, adapters[digest])
     if output.copies:
         states.copy_blocks(output.copies)
     if output.resets:
@@ -71,23 +81,23 @@ def after_step(states: DeviceStates, output: SchedulerOutput) -> None:
         states.save_snapshots(output.snapshot_saves)
 
 
-def write_adapter(states: DeviceStates, adapter_id: int, count: int, values: Mapping[str, np.ndarray]) -> None:
-    """Fill an entry of the adapters' tables, of which there are ``count`` beside the neutral one: each table is zero
-    but for what ``values`` has of it, the beginning of its entry. Raises ConfigError, and nothing is done, for what no
-    table can hold."""
-    if not 1 <= adapter_id <= count:
-        raise ConfigError(f"adapter_id is {adapter_id}: this artifact has room for {count} adapters, numbered from 1")
-    entries = {name: np.zeros(shape, dtype=np.float32) for name, shape in states.adapters.items()}
-    for name, given in values.items():
-        if name not in entries:
+def adapter_tables(states: DeviceStates, name: str, values: Mapping[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    """Whole tables of an adapter: each is zero but for what ``values`` has of it, its beginning. Raises ConfigError for
+    what no table can hold."""
+    import torch
+
+    tables = {}
+    for table, given in values.items():
+        if table not in states.adapters:
             raise ConfigError(
-                f"adapter {adapter_id} has a table {name!r}; the model's are {', '.join(sorted(entries))}"
+                f"adapter {name} has a table {table!r}; the model's are {', '.join(sorted(states.adapters))}"
             )
-        room = entries[name].shape
+        room = states.adapters[table]
         if len(given.shape) != len(room) or any(n > most for n, most in zip(given.shape, room, strict=True)):
-            raise ConfigError(f"adapter {adapter_id}: table {name!r} has shape {given.shape}; there is room for {room}")
-        entries[name][tuple(map(slice, given.shape))] = given
-    states.write_entry(adapter_id, entries)
+            raise ConfigError(f"adapter {name}: table {table!r} has shape {given.shape}; there is room for {room}")
+        tables[table] = torch.zeros(room)
+        tables[table][tuple(map(slice, given.shape))] = torch.from_numpy(np.ascontiguousarray(given)).float()
+    return tables
 
 
 def export_prefix(states: DeviceStates, cache: CacheManager, request: EngineRequest) -> list[CacheEntry]:

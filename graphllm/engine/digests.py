@@ -30,7 +30,7 @@ class PrefixHasher:
     def root(self, request: EngineRequest) -> bytes:
         """Of no tokens of a request."""
         seen_by_all = [item.content_hash for item in request.items if item.position < 0]
-        adapter = request.adapter or str(request.adapter_id)
+        adapter = "" if request.adapter is None else request.adapter.digest
         return hashlib.sha256(self._key + repr((request.cache_salt, adapter, seen_by_all)).encode()).digest()
 
     def extend(self, request: EngineRequest, chain: list[bytes], tokens: Sequence[int]) -> None:

@@ -65,6 +65,13 @@ def _pace(done: Finished) -> float | None:
     return (done.times.last_token_time - done.times.first_token_time) / tokens if tokens > 0 else None
 
 
+def _adapters(stats: CoreStats) -> Series:
+    if not stats.max_adapters:
+        return {}
+    running, waiting = stats.adapters_running, stats.adapters_waiting
+    return {(str(stats.max_adapters), ",".join(running), ",".join(waiting)): float(bool(running or waiting))}
+
+
 OF_CORE = (
     Family(
         "requests_running", "gauge", "Sequences in the running batch.", "num_requests_running",
@@ -72,6 +79,11 @@ OF_CORE = (
     ),
     Family(
         "requests_waiting", "gauge", "Sequences in the queue.", "num_requests_waiting", core=lambda s: {(): s.waiting}
+    ),
+    Family(
+        "lora_requests_info", "gauge", "Adapters of the running and the waiting sequences, 1 where there are any.",
+        "lora_requests_info", labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"), start=(),
+        core=_adapters,
     ),
     Family(
         "requests_waiting_by_reason", "gauge", "Sequences in the queue, by what they wait for.",
@@ -267,5 +279,4 @@ NOT_MEASURED = {
     "kv_block_lifetime_seconds": _NO_LIFETIMES,
     "kv_block_idle_before_evict_seconds": _NO_LIFETIMES,
     "kv_block_reuse_gap_seconds": _NO_LIFETIMES,
-    "lora_requests_info": "LoRA adapters cannot be loaded yet",
 }

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, NotRequired, Protocol, TypedDict
 from graphllm.config import ConfigError
 from graphllm.config.pooling import NO_POOLING, PoolingParams
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
-from graphllm.engine.request import CoreInfo, EngineRequest, ThinkingBudget
+from graphllm.engine.request import Adapter, CoreInfo, EngineRequest, ThinkingBudget
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import encode_at_most
 
@@ -105,6 +105,7 @@ class Processor:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: Adapter | None = None,
     ) -> ParsedRequest:
         """Check a request and split it into its completions.
 
@@ -145,6 +146,7 @@ class Processor:
             "bad_words": self._bad_words(params),
             "arrival": time.monotonic(),
             "thinking": self._thinking(ids, params),
+            "adapter": adapter,
         }
         requests = [
             EngineRequest(id=name, seed=_int64(seed + i), fork_of=names[0] if i else "", **common)
@@ -152,7 +154,9 @@ class Processor:
         ]
         return ParsedRequest(request_id, text, ids, params, requests, eos)
 
-    def make_pooling(self, prompt: Prompt, params: PoolingParams, request_id: str) -> EngineRequest:
+    def make_pooling(
+        self, prompt: Prompt, params: PoolingParams, request_id: str, adapter: Adapter | None = None
+    ) -> EngineRequest:
         """Check a request for a vector, whose prompt is as in `make`. Raises ConfigError naming field, value and
         remedy."""
         if self._info.task != "pool":
@@ -165,7 +169,7 @@ class Processor:
             )
         return EngineRequest(
             id=request_id, prompt=ids, params=SamplingParams(), stop_ids=[], limit=0, seed=0, cache_salt=salt,
-            arrival=time.monotonic(),
+            arrival=time.monotonic(), adapter=adapter,
         )  # fmt: skip
 
     def encode(self, text: str, add_special_tokens: bool = True, truncated: bool = False) -> Iterator[list[int] | None]:

@@ -22,13 +22,15 @@ _ELSEWHERE = ("block_table",)  # filled with the inputs of every graph
 
 
 class StepRequests(NamedTuple):
-    """The n requests of a step, in order. slots, starts, counts [n] int32: the slot of each, the position of its first
-    token in the step and how many there are. positions [T] int32: of every token in its sequence. table: by slot."""
+    """The n requests of a step, in order. slots, starts, counts, rows [n] int32: the slot of each, the position of its
+    first token in the step, how many there are, and how many of its rows are sampled from or scored. positions
+    [T] int32: of every token in its sequence. table: by slot."""
 
     requests: list[RequestState]
     slots: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
+    rows: np.ndarray
     positions: np.ndarray
     table: RequestTable
 
@@ -64,17 +66,21 @@ def provide(
     arrays: Mapping[str, np.ndarray],
 ) -> dict[str, np.ndarray]:
     """The inputs of a step that are not neutral throughout. arrays: those of every graph."""
-    step = StepRequests(output.requests, output.slots, output.starts, output.counts, arrays["positions"], table)
+    step = StepRequests(
+        output.requests, output.slots, output.starts, output.counts, output.rows, arrays["positions"], table
+    )
     made = ((spec.name, provider(spec, step)) for spec, provider in providers)
     return {name: values for name, values in made if values is not None}
 
 
 def _adapter_ids(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
-    """[S] or [T]: entries of adapters' tables."""
+    """[S], [T] or [R]: entries of adapters' tables."""
     ids = step.table.adapter_id[step.slots]
     if not np.count_nonzero(ids):
         return None
-    return ids if spec.shape == ("S",) else np.repeat(ids, step.counts)
+    if spec.shape == ("S",):
+        return ids
+    return np.repeat(ids, step.rows if spec.shape == ("R",) else step.counts)
 
 
 def _item_rows(spec: InputSpec, step: StepRequests) -> np.ndarray | None:

@@ -15,6 +15,7 @@ import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
+from graphllm.weights.adapted import AdaptedLinear
 
 # Upper bounds of a step's seconds and of its tokens, for their distributions.
 STEP_SECONDS = (
@@ -69,6 +70,15 @@ class ThinkingBudget(msgspec.Struct, frozen=True):
         return self.start in output and self.end not in output[output.index(self.start) :]
 
 
+class Adapter(msgspec.Struct, frozen=True):
+    """A LoRA adapter. name: that users gave it. folder: of its files, in PEFT's format. digest: of all that its results
+    depend on; the prefix cache and the tables of adapters go by it, in every process."""
+
+    name: str
+    folder: str
+    digest: str
+
+
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One sequence to generate; a user's request with ``n`` completions becomes n of these.
 
@@ -76,9 +86,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt computed and no token. seed: of its random draws. priority: lower goes first. cache_salt: only requests with
     the same salt share blocks of the prefix cache. fork_of: id of the sibling with the same prompt that computes it (""
     for none). bad_words: token sequences that must not appear. arrival: seconds, `time.monotonic` of the machine.
-    adapter_id: entry of the adapters' tables, 0 for none. adapter: what tells its adapter from others in every process,
-    such as a hash of its weights; the prefix cache goes by it. items: encoded inputs. thinking: how long it may think;
-    structured outputs hold from its end on.
+    items: encoded inputs. thinking: how long it may think; structured outputs hold from its end on.
     """
 
     id: str
@@ -92,8 +100,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     fork_of: str = ""
     bad_words: list[list[int]] = []
     arrival: float = 0.0
-    adapter_id: int = 0
-    adapter: str = ""
+    adapter: Adapter | None = None
     items: list[Item] = []
     thinking: ThinkingBudget | None = None
 
@@ -152,7 +159,8 @@ class CoreInfo(msgspec.Struct, frozen=True):
     """What the front must know of a core to check requests.
 
     max_model_len: tokens of prompt and output together. capacity: tokens of the longest sequence that the cache holds.
-    task: "generate", or "pool" for a model that gives vectors.
+    task: "generate", or "pool" for a model that gives vectors. adapted: layers that adapters may change, none where
+    there are no tables for any, and max_lora_rank: the rank that these hold.
     """
 
     max_model_len: int
@@ -166,6 +174,8 @@ class CoreInfo(msgspec.Struct, frozen=True):
     max_logit_bias: int
     device: str
     task: str = "generate"
+    adapted: list[AdaptedLinear] = []
+    max_lora_rank: int = 0
 
 
 class Distribution(msgspec.Struct):
@@ -221,7 +231,8 @@ class CoreStats(msgspec.Struct):
     found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
     the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
     buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
-    drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place.
+    drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place. max_adapters: that have tables at a
+    time. adapters_running, adapters_waiting: names of those that requests with and without a slot have.
     """
 
     started: float = 0.0
@@ -244,6 +255,9 @@ class CoreStats(msgspec.Struct):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: list[int] = []
+    max_adapters: int = 0
+    adapters_running: list[str] = []
+    adapters_waiting: list[str] = []
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

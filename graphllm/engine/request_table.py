@@ -20,13 +20,15 @@ class RequestState:
     drafts: expected tokens behind all known ones. draft_tokens, accepted_tokens: verified so far, and how many of them
     became part of the output. digests: of its full blocks. scored: prompt positions whose
     log-probabilities were planned. cached_tokens: prompt tokens the prefix cache gave when it was first admitted, -1
-    before. scheduled: when that was, for those who have a clock; 0 before. item_starts: while it runs, the first row of
-    each of its items in the item cache, -1 for one that the prefix cache made unnecessary.
+    before. adapter_entry: that its adapter has on the device while it runs. scheduled: when that was, for those who
+    have a clock; 0 before. item_starts: while it runs, the first row of each of its items in the item cache, -1 for one
+    that the prefix cache made unnecessary.
     """
 
     __slots__ = (
-        "accepted_tokens", "cached_tokens", "digests", "draft_tokens", "drafts", "error", "finish_reason",
-        "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored", "slot", "stop_reason",
+        "accepted_tokens", "adapter_entry", "cached_tokens", "digests", "draft_tokens", "drafts", "error",
+        "finish_reason", "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored", "slot",
+        "stop_reason",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, key: tuple[int, int]) -> None:
@@ -36,7 +38,7 @@ class RequestState:
         self.digests: list[bytes] = []
         self.item_starts: list[int] = []
         self.scored = self.preemptions = self.draft_tokens = self.accepted_tokens = 0
-        self.cached_tokens = -1
+        self.cached_tokens, self.adapter_entry = -1, 0
         self.scheduled = 0.0
         self.finish_reason: str | None = None
         self.stop_reason: int | None = None
@@ -72,9 +74,9 @@ class RequestTable:
     last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the
     host. num_made: drafts that the device makes behind the last step planned for the slot. epoch: changes whenever a
     slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
-    verifiable [bool]: several tokens of it may be sampled before the host has seen them. adapter_id: see
-    `EngineRequest`. temperature [float32], seed [int64]: of its draws. seen_start, seen_length: rows of the item that
-    all of its tokens see, 0 and 0 without one.
+    verifiable [bool]: several tokens of it may be sampled before the host has seen them. adapter_id: entry of its
+    adapter in the tables, 0 for none. temperature [float32], seed [int64]: of its draws. seen_start, seen_length: rows
+    of the item that all of its tokens see, 0 and 0 without one.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -108,7 +110,7 @@ class RequestTable:
         self.last_token[slot] = state.output[-1] if state.output else request.prompt[-1]
         self.num_prompt_tokens[slot] = len(request.prompt)
         self.limit[slot] = min(len(request.prompt) + request.limit, max_len)
-        self.adapter_id[slot] = request.adapter_id
+        self.adapter_id[slot] = state.adapter_entry
         self.temperature[slot], self.seed[slot] = request.params.temperature, request.seed
         self.scoring[slot] = request.params.prompt_logprobs is not None
         stops = request.stop_ids

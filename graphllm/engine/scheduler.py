@@ -15,6 +15,7 @@ import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.engine.acceptance import Acceptance
+from graphllm.engine.adapter_table import AdapterTable
 from graphllm.engine.cache_manager import CacheManager
 from graphllm.engine.item_cache import ItemCache
 from graphllm.engine.request import EngineRequest, Item, QueueFullError
@@ -23,6 +24,8 @@ from graphllm.engine.results import Commit, take, take_verified
 from graphllm.engine.retention import NEVER
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.program.schema import CacheLayout
+
+_MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
 
 
 class Scheduler:
@@ -39,6 +42,7 @@ class Scheduler:
             secret, limits.snapshot_interval,
         )  # fmt: skip
         self.items = ItemCache(layout.item_tokens, caching)
+        self.adapters = AdapterTable(layout.max_adapters)
         self._waiting: list[RequestState] = []  # a heap
         self._by_id: dict[str, RequestState] = {}
         self._held_items: dict[str, list[str]] = {}  # content hashes, by request
@@ -67,6 +71,14 @@ class Scheduler:
     def waiting(self) -> int:
         """Requests without one."""
         return len(self._by_id) - len(self.requests.running)
+
+    def adapter_names(self) -> tuple[list[str], list[str]]:
+        """Of the adapters that requests with and without a slot have."""
+        if not self.adapters.count:
+            return [], []
+        found = {(s.slot >= 0, s.request.adapter.name) for s in self._by_id.values() if s.request.adapter is not None}
+        running, waiting = (sorted(name for has_slot, name in found if has_slot == slot) for slot in (True, False))
+        return running, waiting
 
     @property
     def unfinished(self) -> int:
@@ -100,10 +112,10 @@ class Scheduler:
                 f"request {request.id}: {len(request.prompt)} prompt tokens; this model computes a prompt in one step, "
                 f"which has at most {longest}; shorten it, or compile with a larger --max-num-batched-tokens"
             )
-        if not 0 <= request.adapter_id <= self._layout.max_adapters:
+        if request.adapter is not None and not self._layout.max_adapters:
             raise ConfigError(
-                f"request {request.id}: adapter_id is {request.adapter_id}; this artifact has room for "
-                f"{self._layout.max_adapters} adapters, numbered from 1"
+                f"request {request.id}: adapter {request.adapter.name!r}: this artifact has no tables for adapters; "
+                "compile with --enable-lora"
             )
         rows = sum({item.content_hash: item.length for item in request.items}.values())
         if rows > self._layout.item_tokens:
@@ -137,6 +149,16 @@ class Scheduler:
         """End a request with an error."""
         state.error = error
         self.end(state, "error")
+
+    def fail_adapter(self, digest: str, error: str) -> list[RequestState]:
+        """End the requests that wait for an adapter that cannot be read; those that there were."""
+        self.adapters.forget(digest)
+        waiting = [
+            s for s in self._by_id.values() if s.slot < 0 and s.request.adapter and s.request.adapter.digest == digest
+        ]
+        for state in waiting:
+            self.fail(state, error)
+        return waiting
 
     def end(self, state: RequestState, reason: str) -> None:
         """End a request for a reason that only the caller knows."""
@@ -219,6 +241,7 @@ class Scheduler:
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, verified,
             drafts, pending, num_drafts, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
+            self.adapters.writes(),
         )  # fmt: skip
 
     def _reserve_snapshots(
@@ -346,8 +369,15 @@ class Scheduler:
         return 0
 
     def _admit(self, entries: list[tuple[np.ndarray, np.ndarray]], budget: int, rows: int) -> None:
-        held_back = []
-        while self._waiting and self.requests.has_free_slot and budget > 0 and rows > 0:
+        held_back: list[RequestState] = []
+        self.adapters.begin()
+        while (
+            len(held_back) < _MOST_HELD_BACK
+            and self._waiting
+            and self.requests.has_free_slot
+            and budget > 0
+            and rows > 0
+        ):
             state = heapq.heappop(self._waiting)
             if state.finish_reason is not None:
                 continue
@@ -357,8 +387,12 @@ class Scheduler:
             if leader is not None and not self._ready_to_fork(leader):
                 held_back.append(state)
                 continue
+            if not self.adapters.acquire(state):
+                held_back.append(state)
+                continue
             count = self._enter(state, leader, budget, rows)
             if not count:
+                self.adapters.release(state)
                 heapq.heappush(self._waiting, state)
                 break
             slot = state.slot
@@ -484,6 +518,7 @@ class Scheduler:
         heapq.heappush(self._waiting, state)
 
     def _leave(self, state: RequestState) -> None:
+        self.adapters.release(state)
         self.cache.free(state.slot)
         self.items.release(self._held_items.pop(state.request.id))
         self.requests.leave(state)

@@ -49,7 +49,7 @@ class SchedulerOutput(NamedTuple):
 
     To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
     snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
-    admitted: requests new in their slot.
+    admitted: requests new in their slot. adapters (entry, digest): tables to write before the step.
     """
 
     requests: list[RequestState]
@@ -72,6 +72,7 @@ class SchedulerOutput(NamedTuple):
     encodes: list[tuple[Item, int]]
     snapshot_saves: list[tuple[int, int]]
     admitted: list[RequestState]
+    adapters: list[tuple[int, str]]
 
     def part(self, which: slice) -> SchedulerOutput:
         """Some of the entries, as `commit` looks at them."""

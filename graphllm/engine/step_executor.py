@@ -13,6 +13,7 @@ from graphllm.ir.specs import InputSpec
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import StepInput
+from graphllm.weights.adapted import AdaptedLinear
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +36,7 @@ class StepExecutor(DeviceStates, Protocol):
     of an item, None without one, and for how many tokens at most. max_rows: sampled rows of a step.
     shareable: cached states of a prefix are valid behind any continuation. device_drafts: every sequence that has
     sampled a token has drafts in slot states. kernels_done: how many have run, as far as can be told; any thread may
-    ask. device: its ``type`` is "cpu" or "cuda"."""
+    ask. device: its ``type`` is "cpu" or "cuda". adapted: layers with tables for adapters of max_lora_rank."""
 
     @property
     def task(self) -> str: ...
@@ -67,6 +68,10 @@ class StepExecutor(DeviceStates, Protocol):
     def kernels_done(self) -> int: ...
     @property
     def device(self) -> Any: ...
+    @property
+    def adapted(self) -> Sequence[AdaptedLinear]: ...
+    @property
+    def max_lora_rank(self) -> int: ...
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> Handle:
         """Start a step; returns at once. A program with parts stops at its first one, and `sample` must follow. drafts:

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mappin
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
@@ -23,11 +23,11 @@ from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejecte
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
 from graphllm.engine.remote import RemoteCore
-from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
+from graphllm.engine.request import Adapter, CoreInfo, CoreStats, EngineCoreOutput, QueueFullError
 from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
-from graphllm.entrypoints.llm_engine import refuse
+from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
@@ -73,6 +73,7 @@ class AsyncLLM:
         self._most_unread, self._tracing = unread, tracing
         self._outputs = OutputProcessor(tokenizer)
         self._processor: Processor | None = None
+        self._adapters: AdapterFiles | None = None
         # More than can wait for the check of a large grammar, so that others never do.
         self._parsers = concurrent.futures.ThreadPoolExecutor(2 * MAX_WAITING, "graphllm-parse")
         self._starting: asyncio.Task[None] | None = None
@@ -153,6 +154,7 @@ class AsyncLLM:
         info = (await self._client.start()).info
         grammar = self._grammar(info) if self._grammar else None
         self._processor = Processor(self._tokenizer, info, grammar, self._seed)
+        self._adapters = AdapterFiles(info)
         self._receiver = asyncio.create_task(self._receive())
         if self._loggers:
             self._teller = asyncio.create_task(self._tell())
@@ -176,22 +178,25 @@ class AsyncLLM:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
+        adapter: Adapter | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """The outputs of a request as they come; leaving the stream early aborts it.
+        """The outputs of a request as they come; leaving the stream early aborts it. adapter: one that `open_adapter`
+        gave, in place of a lora_request.
 
         Outputs that nobody has taken yet are merged into one. Raises ConfigError for a request that cannot run,
         QueueFullError when too many wait, EngineDeadError when the core is dead or dies.
         """
-        refuse(lora_request=lora_request)
         if self._processor is None:
             await self.start()
+        if lora_request is not None:
+            adapter = await self.open_adapter(lora_request)
         if request_id in self._names:
             raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
         self._names[request_id] = name = f"{request_id}-{next(self._numbers)}"
         try:
-            parsed = await self._parse(prompt, sampling_params, name, priority, cache_salt)
+            parsed = await self._parse(prompt, sampling_params, name, priority, cache_salt, adapter)
             stream = self._streams[name] = _Stream(parsed)
             if self._cause is not None:
                 raise EngineDeadError(self._cause)
@@ -212,14 +217,29 @@ class AsyncLLM:
             self._abort_core(self._outputs.abort([name]))
 
     async def _parse(
-        self, prompt: Prompt, params: SamplingParams, name: str, priority: int, cache_salt: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        name: str,
+        priority: int,
+        cache_salt: str | None,
+        adapter: Adapter | None,
     ) -> ParsedRequest:
         prompt = await self.tokenized(prompt)
         assert self._processor is not None
-        make = functools.partial(self._processor.make, prompt, params, name, priority=priority, cache_salt=cache_salt)
+        make = functools.partial(
+            self._processor.make, prompt, params, name, priority=priority, cache_salt=cache_salt, adapter=adapter
+        )
         if params.structured_outputs is None and not params.bad_words:
             return make()
         return await asyncio.get_running_loop().run_in_executor(self._parsers, make)
+
+    async def open_adapter(self, request: LoRARequest) -> Adapter:
+        """Read and check an adapter's files, beside what is served. Raises ConfigError."""
+        if self._adapters is None:
+            await self.start()
+        assert self._adapters is not None
+        return cast(Adapter, await asyncio.to_thread(self._adapters.requested, request))
 
     async def tokenized(self, prompt: Prompt) -> Prompt:
         """A prompt with its token ids, if it is text that takes a while to tokenize; else as it is. Raises ConfigError

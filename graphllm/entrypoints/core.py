@@ -15,8 +15,12 @@ from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.weights import baked
 
 if TYPE_CHECKING:
+    import torch
+
+    from graphllm.engine.adapter_memory import AdapterMemory
     from graphllm.engine.core import EngineCore
     from graphllm.engine.options import LogitsProcessor
+    from graphllm.engine.request import Adapter
     from graphllm.runtime.executor import Executor
 
 _WARM_UP_TOKENS = 128  # of a prompt
@@ -110,7 +114,32 @@ def _load(
         BatchLimits(executor.max_num_seqs, executor.max_num_batched_tokens),
     )
     ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
-    return EngineCore(executor, compiled["max_model_len"], config.scheduler, grammars, ready, config.speculation)
+    adapters = _adapter_memory(executor, config, compiled["dtype"])
+    return EngineCore(
+        executor, compiled["max_model_len"], config.scheduler, grammars, ready, config.speculation, adapters
+    )
+
+
+def _adapter_memory(executor: Executor, config: CoreConfig, dtype: str) -> AdapterMemory:
+    """What reads the files of adapters. Raises ConfigError where not all that a step may have find room."""
+    from graphllm.engine.adapter_memory import AdapterMemory
+    from graphllm.weights.adapters import adapter_digest, read_adapter
+
+    count = executor.layout.max_adapters
+    kept = count if config.lora.max_cpu_loras is None else config.lora.max_cpu_loras
+    if kept < count:
+        raise ConfigError(f"max_cpu_loras is {kept}: it must be at least max_loras, {count}")
+
+    def read(adapter: Adapter) -> dict[str, torch.Tensor]:
+        folder = Path(adapter.folder)
+        if adapter_digest(folder) != adapter.digest:
+            raise ConfigError(f"adapter {adapter.name!r}: the files in {folder} have changed; load it again")
+        tables = read_adapter(folder, executor.adapted, executor.max_lora_rank, dtype)
+        if executor.device.type == "cuda":  # from other memory a copy would wait for the steps before it
+            tables = {name: table.pin_memory() for name, table in tables.items()}
+        return tables
+
+    return AdapterMemory(kept, read)
 
 
 def warm_up_host(executor: Executor, max_model_len: int, max_num_batched_tokens: int) -> None:

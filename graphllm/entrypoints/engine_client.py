@@ -11,8 +11,9 @@ from graphllm.engine.client import Health
 from graphllm.engine.messages import EngineDeadError, Ready
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import Prompt
-from graphllm.engine.request import CoreStats
+from graphllm.engine.request import Adapter, CoreStats
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.adapters import LoRARequest
 
 
 @runtime_checkable
@@ -38,7 +39,9 @@ class EngineClient(Protocol):
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        adapter: Adapter | None = None,
     ) -> AsyncGenerator[RequestOutput, None]: ...
+    async def open_adapter(self, request: LoRARequest) -> Adapter: ...
     async def tokenized(self, prompt: Prompt) -> Prompt: ...
     async def encode(self, text: str, limit: int, add_special_tokens: bool = True) -> list[int]: ...
     async def abort(self, request_id: str | Iterable[str]) -> None: ...

@@ -26,8 +26,9 @@ from graphllm.engine.pooling_outputs import (
     vector,
 )
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Prompt
-from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest
+from graphllm.engine.request import Adapter, Core, EngineCoreOutput, EngineRequest
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.llm_engine import LLMEngine, load_engine, refuse
 from graphllm.entrypoints.metrics_reader import Metric
 
@@ -83,7 +84,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Show = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: None = None,
     ) -> list[RequestOutput]:
@@ -91,24 +92,25 @@ class LLM:
 
         prompts: text, token ids, a mapping with ``prompt`` or ``prompt_token_ids``, or a list of these.
         sampling_params: for all of them or one each, None for `get_default_sampling_params`. use_tqdm: show progress in
-        a terminal; or what makes a progress bar, such as tqdm's class. priority: one each, lower goes first, with
-        scheduling_policy="priority". Raises ConfigError before anything runs when one of them cannot run. What goes
-        wrong later is in the output: finish_reason "error".
+        a terminal; or what makes a progress bar, such as tqdm's class. lora_request: the adapter of all of them, or one
+        each. priority: one each, lower goes first, with scheduling_policy="priority". Raises ConfigError before
+        anything runs when one of them cannot run. What goes wrong later is in the output: finish_reason "error".
         """
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         given = sampling_params if sampling_params is not None else self._defaults
         each = _each("sampling_params", given, SamplingParams, len(listed))
         priorities = _each("priority", priority if priority is not None else 0, int, len(listed))
         final = {id(p): _final(p) for p in each}  # mostly the same object for all
-        return self._run(listed, [final[id(p)] for p in each], priorities, _bars(use_tqdm))
+        adapters = self.llm_engine.adapters.each(lora_request, len(listed))
+        return self._run(listed, [final[id(p)] for p in each], priorities, _bars(use_tqdm), adapters)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: Show = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         chat_template: str | None = None,
         chat_template_content_format: Literal["auto", "string", "openai"] = "auto",
         add_generation_prompt: bool = True,
@@ -146,22 +148,23 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: BeamSearchParams,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: Show = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
         """The likeliest sequences that beam search finds for each prompt. use_tqdm, concurrency_limit: change nothing;
         all prompts run beside each other, as far as a step has room."""
-        refuse(lora_request=lora_request)
+        adapter = self.llm_engine.adapters.requested(lora_request)
         info, tokenizer = self._core.info, self._tokenizer
         step = step_params(params, info.max_logprobs)
         listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         eos = tokenizer.stop_ids if tokenizer else frozenset[int]()
-        parsed = self._parse(listed, [step] * len(listed), [0] * len(listed))
+        parsed = self._parse(listed, [step] * len(listed), [0] * len(listed), [adapter] * len(listed))
         searches = [BeamSearch(p.prompt_token_ids, params, eos, info.max_model_len) for p in parsed]
         while live := [(search, wanted) for search in searches if (wanted := search.prompts())]:
             beams = [beam for _, wanted in live for beam in wanted]
-            found = iter(self._run(beams, [step] * len(beams), [0] * len(beams), None))
+            count = len(beams)
+            found = iter(self._run(beams, [step] * count, [0] * count, None, [adapter] * count))
             for search, wanted in live:
                 search.advance([_position(next(found)) for _ in wanted])
         return [BeamSearchOutput(search.best(tokenizer)) for search in searches]
@@ -171,7 +174,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         use_tqdm: Show = True,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: None = None,
     ) -> list[PoolingRequestOutput]:
@@ -181,18 +184,19 @@ class LLM:
         Raises ConfigError before anything runs when one of them cannot run, and afterwards for more dimensions than
         vectors have.
         """
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         if self._core.info.task != "pool":
             raise ConfigError(f"encode: not supported; {NO_POOLING}")
         if pooling_task not in (None, "embed"):
             raise ConfigError(f"pooling_task is {pooling_task!r:.80}: the model gives embeddings; use 'embed'")
         listed = [cast(Prompt, prompts)] if _is_one(prompts) else list(cast(Sequence[Prompt], prompts))
         each = _each("pooling_params", pooling_params or PoolingParams(), PoolingParams, len(listed))
+        adapters = self.llm_engine.adapters.each(lora_request, len(listed))
         requests = []
-        for i, (prompt, params) in enumerate(zip(listed, each, strict=True)):
+        for i, (prompt, params, adapter) in enumerate(zip(listed, each, adapters, strict=True)):
             try:
                 check_pooling(params)
-                requests.append(self._processor.make_pooling(prompt, params, str(self._count)))
+                requests.append(self._processor.make_pooling(prompt, params, str(self._count), adapter))
             except ConfigError as mistake:
                 raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
             self._count += 1
@@ -210,7 +214,7 @@ class LLM:
         *,
         use_tqdm: Show = True,
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         tokenization_kwargs: None = None,
     ) -> list[EmbeddingRequestOutput]:
         """`encode`, with each vector as ``outputs.embedding``, a list of floats."""
@@ -246,21 +250,31 @@ class LLM:
             return functools.partial(_not_here, name)
 
     def _parse(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int]
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int],
+        adapters: Sequence[Adapter | None],
     ) -> list[ParsedRequest]:
         parsed = []
-        for i, (prompt, how, first) in enumerate(zip(prompts, params, priority, strict=True)):
+        for i, (prompt, how, first, adapter) in enumerate(zip(prompts, params, priority, adapters, strict=True)):
             try:
-                parsed.append(self._processor.make(prompt, how, str(self._count), priority=first))
+                made = self._processor.make(prompt, how, str(self._count), priority=first, adapter=adapter)
+                parsed.append(made)
             except ConfigError as mistake:
                 raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
             self._count += 1
         return parsed
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], priority: Sequence[int], show: Bars | None
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: Sequence[int],
+        show: Bars | None,
+        adapters: Sequence[Adapter | None],
     ) -> list[RequestOutput]:
-        parsed = self._parse(prompts, params, priority)
+        parsed = self._parse(prompts, params, priority, adapters)
         with show(total=len(parsed), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda output: bar.update(1)) if bar is not None else (lambda output: None)
             outputs = run_to_completion(self._core, self._outputs, parsed, done)

@@ -14,6 +14,7 @@ from graphllm.engine.outputs import OutputProcessor, RequestOutput
 from graphllm.engine.processor import GrammarChecker, Processor, Prompt
 from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
 from graphllm.entrypoints.model import resolve_model
@@ -26,8 +27,8 @@ from graphllm.entrypoints.vllm_config import VllmConfig
 class LLMEngine:
     """Takes requests, and gives what they have got after each `step`; for one thread at a time. Close it in the end.
 
-    core, tokenizer, defaults, processor, outputs: its parts, which `LLM` drives too. loggers: told of its figures about
-    every ten seconds while it steps. tracing: gets a span of each request.
+    core, tokenizer, defaults, processor, outputs, adapters: its parts, which `LLM` drives too. loggers: told of its
+    figures about every ten seconds while it steps. tracing: gets a span of each request.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class LLMEngine:
         self.defaults = defaults or SamplingParams()
         self.processor = Processor(tokenizer, core.info, grammar, seed)
         self.outputs = OutputProcessor(tokenizer)
+        self.adapters = AdapterFiles(core.info)
         self.metrics = MetricsReader()
         self._loggers, self._logged = loggers, time.monotonic()
         self._names: dict[str, str] = {}  # the core's, by the user's: it may not hear of the end of one in time
@@ -81,18 +83,19 @@ class LLMEngine:
         prompt: Prompt,
         params: SamplingParams | None = None,
         arrival_time: float | None = None,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         tokenization_kwargs: None = None,
         trace_headers: Mapping[str, str] | None = None,
         priority: int = 0,
     ) -> str:
         """Queue a request. params: None for the model's defaults. arrival_time: is always now. Raises ConfigError for
         one that cannot run."""
-        refuse(lora_request=lora_request, tokenization_kwargs=tokenization_kwargs)
+        refuse(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._names:
             raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
         name, self._count = f"{request_id}-{self._count}", self._count + 1
-        parsed = self.processor.make(prompt, params or self.defaults, name, priority=priority)
+        adapter = self.adapters.requested(lora_request)
+        parsed = self.processor.make(prompt, params or self.defaults, name, priority=priority, adapter=adapter)
         self.outputs.add(parsed)
         try:
             for part in parsed.requests:
@@ -188,7 +191,6 @@ def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None 
 
 
 _REMEDIES = {
-    "lora_request": "LoRA adapters cannot be loaded yet; leave it out, or merge the adapter into the checkpoint",
     "tokenization_kwargs": 'leave it out; {"prompt": TEXT, "add_special_tokens": False} is text that has them',
     "mm_processor_kwargs": "models here read text only; leave it out",
 }

@@ -17,6 +17,7 @@ from graphllm.config import (
     FilesConfig,
     LoadConfig,
     LogConfig,
+    LoRAConfig,
     ModelConfig,
     SchedulerConfig,
     Target,
@@ -89,7 +90,7 @@ class VllmConfig:
     observability_config: ConfigView
     speculative_config: ConfigView | None
     compilation_config: ConfigView
-    lora_config: None = None
+    lora_config: ConfigView | None = None
     kv_transfer_config: None = None
 
 
@@ -133,6 +134,7 @@ def vllm_config(args: config.EngineArgs) -> VllmConfig:
     looked = {name: said[name] for name in ("prompt_lookup_max", "prompt_lookup_min")}
     method = {"method": "ngram", **looked} if looked["prompt_lookup_max"] else {"method": "draft_model"}
     drafts = {**method, "model": args.speculative_model, "num_speculative_tokens": drafted}
+    adapters = {**of(LoRAConfig), **{name: said[name] for name in ("max_loras", "max_lora_rank")}}
     return VllmConfig(
         args,
         ModelView("model_config", model),
@@ -144,6 +146,7 @@ def vllm_config(args: config.EngineArgs) -> VllmConfig:
         ConfigView("observability_config", of(LogConfig)),
         ConfigView("speculative_config", drafts) if drafted else None,
         ConfigView("compilation_config", compiled),
+        ConfigView("lora_config", adapters) if said["enable_lora"] else None,
     )
 
 

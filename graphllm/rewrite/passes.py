@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import eliminate_dead, verify
+from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.rewrite.unit import Unit
 from graphllm.weights.plan import WeightPlan
 
@@ -16,11 +17,15 @@ Numerics = Literal["bitwise", "reorders", "changes"]
 
 
 class PassReport(NamedTuple):
-    """What a pass did: how many places it changed and, for people, what they were. plan: the edited plan, if it was."""
+    """What a pass did: how many places it changed and, for people, what they were. plan: the edited plan, if it was.
+    states, inputs: that the unit reads since, as "state.<name>" and "step.<name>"; of a layer, each such layer has
+    states of its own."""
 
     changed: int
     notes: tuple[str, ...] = ()
     plan: WeightPlan | None = None
+    states: tuple[StateSpec, ...] = ()
+    inputs: tuple[InputSpec, ...] = ()
 
 
 @dataclass(frozen=True)

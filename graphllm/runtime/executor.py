@@ -28,6 +28,7 @@ from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import StepInput, ragged
 from graphllm.runtime.states import States
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
+from graphllm.weights.adapted import linear_from
 
 _WARM_PROMPT = 128  # tokens
 _IN_FLIGHT = 2  # steps that are prepared before the first of them has ended
@@ -147,6 +148,8 @@ class Executor:
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters = self.states.adapters
+        self.adapted = [linear_from(plain) for plain in program["adapted"]]
+        self.max_lora_rank = compiled["max_lora_rank"] if self.adapted else 0
         self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
@@ -298,7 +301,7 @@ class Executor:
                 self.run(step._replace(arrays={**step.arrays, **given}))
 
     def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
-        """Write the beginnings of a slot's or an adapter's states, by name, in order with the steps."""
+        """Write the beginnings of a slot's states, by name, in order with the steps."""
         given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in values.items()}
         if self.device.type == "cuda":  # from other memory a copy would wait for the steps before it
             given = {name: tensor.pin_memory() for name, tensor in given.items()}
@@ -306,6 +309,20 @@ class Executor:
         def work() -> None:
             for name, tensor in given.items():
                 self.states.tensors[f"state.{name}"][entry, : len(tensor)].copy_(tensor, non_blocking=True)
+
+        self._stream.submit(work)
+
+    def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
+        """Fill an entry of the adapters' tables, in order with the steps; those that are not given become zero. Where
+        the tables lie in pinned memory, nobody waits for the copies."""
+
+        def work() -> None:
+            for name in self.adapters:
+                whole = self.states.tensors[f"state.{name}"][entry]
+                if name in tables:
+                    whole.copy_(tables[name], non_blocking=True)
+                else:
+                    whole.zero_()
 
         self._stream.submit(work)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from graphllm.server.adapters import OwnAdapters, ServedAdapter
 from graphllm.server.generation import Running
 from graphllm.server.http.room import Room
 from graphllm.server.operations.engine_view import EngineView
@@ -16,10 +17,17 @@ _ROOM = 32 << 20  # bytes of large bodies that are read and not tokenized yet; o
 _VALUES = 128 << 20  # bytes of what they become
 
 
-def in_memory(overview: Overview, max_body: int, rate: RateLimit | None, store: ResponseStore) -> Shared:
-    """max_body: bytes of one. rate: of each caller."""
+def in_memory(
+    overview: Overview,
+    max_body: int,
+    rate: RateLimit | None,
+    store: ResponseStore,
+    adapters: Sequence[ServedAdapter] = (),
+) -> Shared:
+    """max_body: bytes of one. rate: of each caller. adapters: served from the start."""
     limiter = None if rate is None else RateLimiter(rate)
-    return Shared(Room(max(_ROOM, max_body)), Room(_VALUES), limiter, OwnResponses(store), overview)
+    rooms = Room(max(_ROOM, max_body)), Room(_VALUES)
+    return Shared(*rooms, limiter, OwnResponses(store), overview, OwnAdapters(adapters))
 
 
 class OwnOverview:

@@ -18,6 +18,7 @@ from graphllm.server.anthropic.routes import anthropic_routes
 from graphllm.server.http.errors import KNOWN, describe, error_response
 from graphllm.server.http.unserved import UNSERVED
 from graphllm.server.http.wire import App, GoneError, record_of
+from graphllm.server.openai.adapters import adapter_routes
 from graphllm.server.openai.routes import openai_routes
 from graphllm.server.operations.admin import admin_routes
 from graphllm.server.operations.middleware import Middleware
@@ -28,8 +29,8 @@ from graphllm.server.service import Service
 from graphllm.version import __version__
 
 
-def create_app(service: Service, access: Access) -> App:
-    """The ASGI application of one service."""
+def create_app(service: Service, access: Access, lora_dir: str | None = None) -> App:
+    """The ASGI application of one service. lora_dir: folder of the adapters that requests may load, None for none."""
     kind = FastAPIOffline if access.docs else FastAPI  # with the scripts of /docs: there may be no way to the Internet
     app = kind(
         title="graphllm",
@@ -44,6 +45,8 @@ def create_app(service: Service, access: Access) -> App:
         app.include_router(routes(service))
     app.include_router(probe_routes(service.supervisor, service.shared.overview))
     app.include_router(page_routes())
+    if lora_dir is not None:
+        app.include_router(adapter_routes(service, lora_dir))
     _add_errors(app)
     middleware = Middleware(app, access, service.limits.body, service.metrics, service.shared)
     if not access.origins:

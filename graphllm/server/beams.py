@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator
 from graphllm.engine.beam import BeamSearch, BeamSearchSequence, step_params
 from graphllm.engine.outputs import CompletionOutput, Position, RequestOutput
 from graphllm.engine.processor import Prompt
+from graphllm.engine.request import Adapter
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.engine_client import EngineClient
 from graphllm.server.chat.call import Call
@@ -18,7 +19,9 @@ from graphllm.server.http.errors import EngineFailureError
 from graphllm.server.http.wire import cancelled
 
 
-async def search(engine: EngineClient, call: Call, prompt: Prompt) -> AsyncGenerator[RequestOutput, None]:
+async def search(
+    engine: EngineClient, call: Call, prompt: Prompt, adapter: Adapter | None = None
+) -> AsyncGenerator[RequestOutput, None]:
     """One output, with the best sequences as its completions. Raises what the engine refuses, EngineFailureError for a
     step that it could not finish."""
     assert engine.ready is not None
@@ -30,7 +33,12 @@ async def search(engine: EngineClient, call: Call, prompt: Prompt) -> AsyncGener
     async def step(prompt: Prompt) -> RequestOutput:
         found: list[RequestOutput] = []
         outputs = engine.generate(
-            prompt, params, secrets.token_hex(8), priority=call.priority, cache_salt=call.cache_salt
+            prompt,
+            params,
+            secrets.token_hex(8),
+            priority=call.priority,
+            cache_salt=call.cache_salt,
+            adapter=adapter,
         )
         async with contextlib.aclosing(outputs) as stream:
             found += [output async for output in stream]

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from graphllm.config.vllm_names import ForeignName, fixed, hints
 
 _TEXT = "models here read text only; leave it out"
-_NO_LORA = "LoRA adapters cannot be loaded yet; merge the adapter into the checkpoint, and leave it out"
 _OWN_HTTP = "the limits of HTTP are fixed: 64 KiB and 256 headers (docs/serving.md); leave it out"
 _ONE_ENGINE = "one server has one engine; start one for each device behind a proxy, and leave it out"
 _NO_CODE = "no code from outside runs in the server; leave it out, and put a proxy before it"
@@ -27,7 +26,6 @@ FRONTEND_NAMES: Mapping[str, ForeignName] = {
     **hints("files are read at the start; send SIGTERM and start again with new ones", enable_ssl_refresh=False),
     # Of what there is not.
     **fixed(_TEXT, trust_request_mm_kwargs=False, enable_flash_late_interaction=True),
-    **fixed(_NO_LORA, lora_modules=()),
     **fixed("templates get texts, which all of them take; use auto", chat_template_content_format=("auto", "string")),
     **fixed("give tool_call_parser one of auto, hermes, llama3, mistral, none", tool_parser_plugin=""),
     **fixed("arguments of calls that must be made always fit their schema; leave it out", tool_strict_level=()),

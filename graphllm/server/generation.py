@@ -14,7 +14,7 @@ from graphllm.config.sampling import RequestOutputKind
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import Prompt
-from graphllm.engine.request import QueueFullError
+from graphllm.engine.request import Adapter, QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError, merge
 from graphllm.entrypoints.engine_client import EngineClient
 from graphllm.entrypoints.tracing import Tracing
@@ -64,9 +64,10 @@ async def generate(
     metrics: Metrics,
     running: Running,
     tracing: Tracing | None = None,
+    adapter: Adapter | None = None,
 ) -> AsyncGenerator[News, None]:
     """Deltas of a streamed call, and of one that ends with its first tool call; else one finished output for each
-    prompt. Closing it aborts what runs.
+    prompt. Closing it aborts what runs. adapter: what answers beside the model.
 
     Raises what the engine refuses, EngineFailureError for a request that it could not finish.
     """
@@ -76,7 +77,8 @@ async def generate(
     kind = RequestOutputKind.DELTA if deltas else RequestOutputKind.FINAL_ONLY
     call = call._replace(params=replace(call.params, output_kind=kind))
     # As many as one step takes, so that a body of a thousand leaves others their place in the queue.
-    turns = _Turns(asyncio.Lock(), asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n)), len(prompts), running)
+    at_once = asyncio.Semaphore(max(1, info.max_num_seqs // call.params.n))
+    turns = _Turns(asyncio.Lock(), at_once, len(prompts), running, adapter)
     runs = [_run(engine, call, prompt, i, metrics, record, turns) for i, prompt in enumerate(prompts)]
     found = runs[0] if len(runs) == 1 else _merged(runs)
     tokens = cached = prompt_tokens = 0
@@ -107,13 +109,14 @@ async def generate(
 @dataclass
 class _Turns:
     """What the prompts of one call share. tokenizing: held by one of them, so that those of others come in between.
-    running: how many may be in the engine. untokenized: how many are still text. requests: of all calls. begun: one
-    has given something."""
+    running: how many may be in the engine. untokenized: how many are still text. requests: of all calls. adapter: of
+    all prompts. begun: one has given something."""
 
     tokenizing: asyncio.Lock
     running: asyncio.Semaphore
     untokenized: int
     requests: Running
+    adapter: Adapter | None
     begun: bool = False
 
 
@@ -132,10 +135,15 @@ async def _run(
             while not tracker.over:
                 id = secrets.token_hex(8)  # not that of the record: a client may send it twice
                 if call.beams is not None:
-                    outputs = search(engine, call, prompt)
+                    outputs = search(engine, call, prompt, turns.adapter)
                 else:
                     outputs = engine.generate(
-                        prompt, call.params, id, priority=call.priority, cache_salt=call.cache_salt
+                        prompt,
+                        call.params,
+                        id,
+                        priority=call.priority,
+                        cache_salt=call.cache_salt,
+                        adapter=turns.adapter,
                     )
                 try:
                     with turns.requests.noted(record.id, id):

@@ -65,7 +65,7 @@ class Here:
         self._supervisor, running = supervisor, Running()
         self.metrics = Metrics(options.names[0], {"model": options.names[0]})
         overview = OwnOverview(supervisor, self.metrics, running)
-        shared = in_memory(overview, options.max_body, options.access.rate, ResponseStore())
+        shared = in_memory(overview, options.max_body, options.access.rate, ResponseStore(), options.adapters)
         self._server = web_server(supervisor, self.metrics, running, shared, options, tls, tracing)
 
     async def serve(self, listener: socket.socket) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphllm.server.access import Access
+from graphllm.server.adapters import ServedAdapter
 from graphllm.server.chat.call import Rules
 from graphllm.server.operations.logs import LogOptions
 
@@ -19,7 +20,8 @@ class ServerOptions:
     request. keep_alive: seconds without an event in a stream before a sign of life, 0 for none. certfile, keyfile:
     of this server, in PEM, for TLS; keyfile None: in certfile. ca_certs: of those who sign clients' certificates;
     cert_reqs: whether clients must have one, as a number of `ssl.VerifyMode`. traces: URL of a collector of
-    OpenTelemetry's. fronts: processes that speak HTTP. log: of all of them. started: `time.monotonic` when the
+    OpenTelemetry's. adapters: served beside the model. lora_dir: folder whose adapters may be loaded and unloaded by
+    requests, None for none. fronts: processes that speak HTTP. log: of all of them. started: `time.monotonic` when the
     process began."""
 
     host: str = "127.0.0.1"
@@ -36,6 +38,8 @@ class ServerOptions:
     ca_certs: Path | None = None
     cert_reqs: int = 0
     traces: str | None = None
+    adapters: Sequence[ServedAdapter] = ()
+    lora_dir: str | None = None
     fronts: int = 1
     log: LogOptions = field(default_factory=LogOptions)
     started: float = field(default_factory=time.monotonic)

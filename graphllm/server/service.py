@@ -13,11 +13,13 @@ from fastapi import Request
 from graphllm.config import ConfigError
 from graphllm.engine.outputs import RequestOutput
 from graphllm.engine.processor import check_vocabulary
-from graphllm.engine.request import CoreInfo
+from graphllm.engine.request import Adapter, CoreInfo
 from graphllm.engine.template_trial import TemplateTrial
 from graphllm.engine.text import Tokenizer
+from graphllm.entrypoints.adapters import LoRARequest
 from graphllm.entrypoints.async_llm import merge
 from graphllm.entrypoints.tracing import Tracing
+from graphllm.server.adapters import ServedAdapter, resolvers
 from graphllm.server.chat.call import (
     CHAT,
     CHAT_BATCH,
@@ -78,17 +80,19 @@ class Limits:
 
 
 class Started(NamedTuple):
-    """A call in the engine. news: nothing runs before its first output is asked for."""
+    """A call in the engine. news: nothing runs before its first output is asked for. model: the name of what answers,
+    the model's or an adapter's."""
 
     call: Call
     news: AsyncGenerator[News, None]
+    model: str
 
 
 @dataclass(frozen=True)
 class Service:
     """names: of the model, the first is its own. metrics: what this process counts. shared: with other processes.
     keep_alive: seconds without an event in a stream after which a sign of life is sent, 0 for none. rules: of bodies.
-    templates: renders those of requests. created: Unix time of the start."""
+    templates: renders those of requests. resolvers: find adapters by their names. created: Unix time of the start."""
 
     supervisor: EngineView
     names: tuple[str, ...]
@@ -100,14 +104,30 @@ class Service:
     templates: TemplateTrial = field(default_factory=TemplateTrial)
     running: Running = field(default_factory=Running)
     tracing: Tracing | None = None
+    resolvers: Sequence[Callable[[str], str | None]] = field(default_factory=resolvers)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def check_model(self, name: str | None) -> None:
-        """Raises NotFoundError for a name that this server does not have."""
-        if name and name not in self.names:
+    async def adapter(self, name: str | None) -> Adapter | None:
+        """What a request means by its model: an adapter, or None for the model itself. Raises NotFoundError for a name
+        that this server does not have, ConfigError for an adapter that it cannot serve."""
+        if not name or name in self.names:
+            return None
+        found = await self.shared.adapters.find(name) or await self._resolved(name)
+        if found is None:
             raise NotFoundError(
                 f"model is {name!r:.80}: not served here; give {' or '.join(map(repr, self.names))}", "model_not_found"
             )
+        return await self.supervisor.engine.open_adapter(LoRARequest(name, lora_path=found.path))
+
+    async def _resolved(self, name: str) -> ServedAdapter | None:
+        """An adapter that an installed package knows; it is served from now on."""
+        if self.resolvers and self.info.adapted:
+            for resolve in self.resolvers:
+                if path := await asyncio.to_thread(resolve, name):
+                    found = ServedAdapter(name, str(path))
+                    await self.shared.adapters.put(found)
+                    return found
+        return None
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -135,10 +155,12 @@ class Service:
         """Raises what `describe` knows, before anything runs."""
         engine, record = self.supervisor.engine, record_of(request.scope)
         call, prompts = await self._aside(record, body, self._checked, url, body)
+        adapter = await self.adapter(call.model)
         if call.request_id and not record.named:
             record.id = call.request_id
-        news = generate(engine, call, prompts, record, self.metrics, self.running, self.tracing)
-        return Started(call, paced(news, call.interval) if call.stream and call.interval > 1 else news)
+        news = generate(engine, call, prompts, record, self.metrics, self.running, self.tracing, adapter)
+        news = paced(news, call.interval) if call.stream and call.interval > 1 else news
+        return Started(call, news, self.names[0] if adapter is None else adapter.name)
 
     async def _aside(self, record: Record, body: dict[str, Any], work: Callable[..., T], *args: Any) -> T:
         """What ``work`` returns. A template of a request may take seconds, in which a thread waits for it."""
@@ -152,7 +174,6 @@ class Service:
             return self._batch(body)
         supervisor = self.supervisor
         call = parse_call(url, body, supervisor.defaults, self.rules)
-        self.check_model(call.model)
         self.limits.check(call, vocabulary=self.info.max_logprobs >= self.info.vocab)
         assert supervisor.opened is not None
         check_priority(call, supervisor.opened.config.scheduler)

@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
+from graphllm.server.adapters import Adapters
 from graphllm.server.responses.store import Responses
 
 
@@ -50,3 +51,4 @@ class Shared(NamedTuple):
     rate: SharedRate | None
     responses: Responses
     overview: Overview
+    adapters: Adapters

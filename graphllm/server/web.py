@@ -58,7 +58,7 @@ def web_server(
         tracing=tracing,
     )
     config = uvicorn.Config(
-        create_app(service, options.access),
+        create_app(service, options.access, options.lora_dir),
         http=LimitedProtocol,
         ws="none",
         lifespan="off",

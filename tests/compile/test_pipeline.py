@@ -121,11 +121,12 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
         for stage in (
             "00-trace",
             "01-canonicalize",
-            "02-quantize_linear",
-            "03-quantize_moe",
-            "04-scale_cache",
-            "05-shard",
-            "06-fuse_attention",
+            "02-add_adapters",
+            "03-quantize_linear",
+            "04-quantize_moe",
+            "05-scale_cache",
+            "06-shard",
+            "07-fuse_attention",
         )
         for unit in units
     ]
@@ -213,7 +214,15 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     manifest = artifact.verify(compiled_artifact)
     assert [(p["pass"], p["unit"]) for p in manifest["passes"]] == [
         (name, unit)
-        for name in ("canonicalize", "quantize_linear", "quantize_moe", "scale_cache", "shard", "fuse_attention")
+        for name in (
+            "canonicalize",
+            "add_adapters",
+            "quantize_linear",
+            "quantize_moe",
+            "scale_cache",
+            "shard",
+            "fuse_attention",
+        )
         for unit in (
             "resolve_token_ids",
             "embed",

@@ -19,7 +19,7 @@ import numpy as np
 
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.cache_manager import Exported
-from graphllm.engine.request import EngineRequest, Item
+from graphllm.engine.request import Adapter, EngineRequest, Item
 from graphllm.engine.request_table import RequestState
 from graphllm.engine.results import Commit
 from graphllm.engine.scheduler import Scheduler
@@ -75,7 +75,8 @@ def extend(before: int, token: int) -> int:
 def beginning(request: EngineRequest) -> int:
     """Hash of nothing. Items that stand in the prompt count with their position (see `seen`)."""
     everywhere = [i.content_hash for i in request.items if i.position < 0]
-    return zlib.crc32(repr((request.cache_salt, request.adapter_id, everywhere)).encode())
+    adapter = "" if request.adapter is None else request.adapter.digest
+    return zlib.crc32(repr((request.cache_salt, adapter, everywhere)).encode())
 
 
 def seen(request: EngineRequest, tokens: List[int]) -> list[int]:
@@ -121,13 +122,21 @@ def alone(request: EngineRequest, error_at: int = -1) -> tuple[list[int], str]:
 
 
 def request(id: str, prompt: List[int], limit: int = 4, **fields: Any) -> EngineRequest:
-    """A request. scored: with prompt_logprobs. unread: with skip_reading_prefix_cache."""
+    """A request. scored: with prompt_logprobs. unread: with skip_reading_prefix_cache. adapter: number of one, 0 for
+    none."""
     scored, unread = fields.pop("scored", False), fields.pop("unread", None)
     params = SamplingParams(
         max_tokens=max(limit, 1), prompt_logprobs=1 if scored else None, skip_reading_prefix_cache=unread
     )
-    given: dict[str, Any] = {"stop_ids": [], "seed": 0} | fields
+    if isinstance(number := fields.pop("adapter", 0), int):
+        number = adapter(number)
+    given: dict[str, Any] = {"stop_ids": [], "seed": 0, "adapter": number} | fields
     return EngineRequest(id=id, prompt=list(prompt), params=params, limit=limit, **given)
+
+
+def adapter(number: int) -> Adapter | None:
+    """The adapter of that number."""
+    return Adapter(f"{number}", "", f"digest {number}") if number else None
 
 
 def layout(windows: List[int], num_blocks: int, block_sizes: List[int], **fields: Any) -> CacheLayout:
@@ -169,6 +178,8 @@ class Simulation:
         self._snapshots: dict[int, int] = {}
         self._rows: dict[int, tuple[str, int]] = {}  # of encoded items: content and index
         self._in_flight: _Flight | None = None
+        self._tables = [""] * (self.layout.max_adapters + 1)  # of adapters, on the device: whose each entry is
+        self._read: list[str] = []  # adapters in memory, as many as there are entries and one more
 
     def add(self, wire: EngineRequest, error_at: int = -1) -> EngineRequest:
         """Queue a request."""
@@ -189,6 +200,11 @@ class Simulation:
         """One turn of the loop: plan and start a step, then take the result of the one before."""
         streams = self.decoding()
         preemptions = self.scheduler.preemptions
+        wanted = [a.digest for a in self.scheduler.adapters.wanted]
+        assert len(wanted) <= self.layout.max_adapters
+        read = [d for d in self._read if d not in wanted] + wanted
+        self._read = read[-(self.layout.max_adapters + 1) :]
+        self.scheduler.adapters.in_memory = set(self._read)
         output = self.scheduler.next()
         assert output is None or not output.admitted or self.scheduler.preemptions == preemptions
         self._check_streams(streams, output)
@@ -341,6 +357,13 @@ class Simulation:
         """Copies, resets, loads, encodes, and requests that enter."""
         limits = self.limits
         self.copied += output.copies
+        for entry, digest in output.adapters:
+            assert digest in self._read, "writes tables that are not there"
+            self._tables[entry] = digest
+        t = self.scheduler.requests
+        for state in t.running:
+            own = "" if state.request.adapter is None else state.request.adapter.digest
+            assert self._tables[t.adapter_id[state.slot]] == own, "a request has the tables of another adapter"
         for source, target in output.copies:
             assert source != target
             for offset in range(max(self.block_sizes)):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.block_pool import BlockPool
 from graphllm.engine.digests import PrefixHasher
-from graphllm.engine.request import EngineRequest, Item
+from graphllm.engine.request import Adapter, EngineRequest, Item
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -166,8 +166,8 @@ def test_digests_tell_apart_everything_that_blocks_depend_on() -> None:
         *_digests(one, [3, 4]), *_digests(one, [1, 2], cache_salt="other"), *_digests(one, [1, 5, 3, 4]),
         *_digests(PrefixHasher(4, "secret"), tokens), *_digests(PrefixHasher(2, "secret", [("full", 0, 2)]), tokens),
         *_digests(other, tokens), *_digests(other, tokens, cache_salt="salt"), *_digests(one, [1, 2 << 8]),
-        *_digests(one, tokens, adapter_id=1), *_digests(one, tokens, adapter_id=2),
-        *_digests(one, tokens, adapter_id=1, adapter="x"), *_digests(one, tokens, cache_salt="x"),
+        *_digests(one, tokens, adapter=Adapter("a", "", "1")), *_digests(one, tokens, adapter=Adapter("a", "", "2")),
+        *_digests(one, tokens, cache_salt="x"),
         *_digests(one, tokens, **item("a", -1)), *_digests(one, tokens, **item("b", -1)),
         *_digests(one, tokens, **item("a", 0)), *_digests(one, tokens, **item("a", 1)),
         *_digests(one, tokens, **item("b", 1)), _digests(one, tokens, **item("a", 2))[1],
@@ -175,7 +175,7 @@ def test_digests_tell_apart_everything_that_blocks_depend_on() -> None:
     assert len(set(digests)) == len(digests)
     assert _digests(same, tokens) == _digests(one, tokens)
     assert _digests(one, tokens, **item("a", 2))[0] == _digests(one, tokens)[0]
-    named = [_digests(one, tokens, adapter_id=i, adapter="x") for i in (1, 2)]
+    named = [_digests(one, tokens, adapter=Adapter(name, folder, "x")) for name, folder in (("a", "b"), ("c", "d"))]
     assert named[0] == named[1]
     assert all(len(d) >= 32 for d in digests)
 

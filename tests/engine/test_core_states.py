@@ -30,6 +30,7 @@ class Recorder:
         self.layout = layout
         self.max_num_seqs, self.max_rows, self.max_num_batched_tokens = 4, 12, 32
         self.vocab, self.max_logprobs, self.max_logit_bias = 500, 20, 16
+        self.adapted, self.max_lora_rank = (), 0
         self.buckets, self.device = [Bucket("mixed", 1, 32)], SimpleNamespace(type="cpu")
         self.shareable = self.device_drafts = True
         self.task, self.inputs = "generate", {}

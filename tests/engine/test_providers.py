@@ -22,13 +22,13 @@ def test_specs_come_back_as_they_were() -> None:
     assert _loaded(spec) == spec
 
 
-@pytest.mark.parametrize(("shape", "expected"), [(("S",), [2, 1]), (("T",), [2, 2, 2, 1])])
-def test_adapters_of_sequences_or_of_tokens(shape: tuple[str, ...], expected: list[int]) -> None:
+@pytest.mark.parametrize(("shape", "expected"), [(("S",), [2, 1]), (("T",), [2, 2, 2, 1]), (("R",), [2, 1, 1])])
+def test_adapters_of_sequences_tokens_or_sampled_rows(shape: tuple[str, ...], expected: list[int]) -> None:
     table = RequestTable(4)
     table.adapter_id[:] = [0, 2, 1, 0]
     ((spec, provider),) = find_providers([_loaded(InputSpec("ids", shape, provider="adapter_ids"))])
     counts, positions = np.array([3, 1]), np.array([0, 1, 2, 7])
-    step = StepRequests([], np.array([1, 2]), np.array([0, 7]), counts, positions, table)
+    step = StepRequests([], np.array([1, 2]), np.array([0, 7]), counts, np.array([1, 2]), positions, table)
     found = provider(spec, step)
     assert found is not None
     assert found.tolist() == expected

@@ -814,10 +814,53 @@ def test_siblings_of_a_recurrent_model_resume_at_a_snapshot() -> None:
 
 def test_adapters() -> None:
     sim = simulation(max_adapters=2)
-    found = [_cached(sim, f"{i}", prompt(9), adapter_id=a) for i, a in enumerate([0, 1, 2, 1, 0])]
-    assert found == [0, 0, 0, 8, 8]
-    with pytest.raises(ConfigError, match="adapter_id is 3; this artifact has room for 2 adapters"):
-        sim.scheduler.add(request("x", prompt(9), adapter_id=3))
+    found = [_cached(sim, f"{i}", prompt(9), adapter=a) for i, a in enumerate([0, 1, 2, 3, 1, 0])]
+    assert found == [0, 0, 0, 0, 8, 8]
+    with pytest.raises(ConfigError, match="adapter '3': this artifact has no tables for adapters; compile with --ena"):
+        simulation().scheduler.add(request("x", prompt(9), adapter=3))
+
+
+def test_no_more_adapters_run_at_once_than_have_tables() -> None:
+    sim = simulation(max_adapters=2)
+    for i in range(12):
+        sim.add(request(f"{i}", prompt(5), 6, adapter=i % 4))
+    most = 0
+    while sim.unfinished:
+        sim.step()
+        running = sim.scheduler.requests.running
+        most = max(most, len({s.request.adapter.digest for s in running if s.request.adapter is not None}))
+    assert most == 2
+    assert not sim.scheduler.adapters.used
+
+
+def test_an_adapter_whose_requests_keep_coming_holds_up_no_other() -> None:
+    """Whoever waits for an entry gets it once those that ran before have ended, and those without an adapter pass."""
+    sim = simulation(max_adapters=1)
+    for i in range(3):
+        sim.add(request(f"a{i}", prompt(5), 6, adapter=1))
+    sim.step()
+    sim.step()
+    sim.add(request("b", prompt(5), 6, adapter=2))
+    for i in range(40):
+        sim.add(request(f"c{i}", prompt(5), 6, adapter=1))
+        sim.add(request(f"d{i}", prompt(3), 1))
+        sim.step()
+    assert sim.reason["b"] == "length"
+    assert {sim.reason.get(f"d{i}") for i in range(12)} == {"length"}
+    assert sim.reason["c0"] == "length"
+    sim.run()
+
+
+def test_an_adapter_that_cannot_be_read_ends_its_requests_only() -> None:
+    sim = simulation(max_adapters=1)
+    for i, adapter in enumerate([1, 2, 1, 0]):
+        sim.scheduler.add(request(f"{i}", prompt(5), 2, adapter=adapter))
+    assert sim.scheduler.next() is not None  # the one without
+    (wanted,) = sim.scheduler.adapters.wanted
+    assert [s.request.id for s in sim.scheduler.fail_adapter(wanted.digest, "is gone")] == ["0", "2"]
+    assert sim.scheduler.unfinished == 2
+    sim.scheduler.next()
+    assert [a.name for a in sim.scheduler.adapters.wanted] == ["2"]
 
 
 def test_items_are_encoded_once() -> None:

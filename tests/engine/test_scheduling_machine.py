@@ -87,12 +87,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         unread=st.sampled_from([None, None, None, True]),
         error_at=st.sampled_from([-1, -1, -1, -1, -1, 0, 2]),
         siblings=st.sampled_from([0, 0, 0, 1, 2, 3]),
-        adapter_id=st.sampled_from([0, 0, 0, 1, 2]),
+        adapter=st.sampled_from([0, 0, 0, 1, 2, 3, 4]),
         items=st.lists(st.tuples(st.sampled_from("abc"), st.integers(-1, 9), st.integers(1, 4)), max_size=2),
     )
     def add(
         self, prompt: list[int], limit: int, seed: int, priority: int, salt: str, stop_ids: list[int], scored: bool,
-        unread: bool | None, error_at: int, siblings: int, adapter_id: int, items: list[tuple[str, int, int]],
+        unread: bool | None, error_at: int, siblings: int, adapter: int, items: list[tuple[str, int, int]],
     ) -> None:  # fmt: skip
         capacity = self.sim.scheduler.capacity
         prompt = prompt[: min(capacity - 1, self.longest)]
@@ -105,7 +105,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             wire = request(
                 str(len(self.added)), prompt, min(limit, capacity - len(prompt)), seed=seed + i, priority=priority,
                 cache_salt=salt, stop_ids=stop_ids, scored=scored, unread=unread, fork_of=leader,
-                adapter_id=adapter_id, items=placed,
+                adapter=adapter, items=placed,
             )  # fmt: skip
             self.added.append(self.sim.add(wire, error_at))
             leader = leader or wire.id
@@ -118,7 +118,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         wire = request(
             str(len(self.added)), leader.prompt, min(limit, self.sim.scheduler.capacity - len(leader.prompt)),
             seed=seed, fork_of=leader.id, cache_salt=leader.cache_salt, priority=leader.priority,
-            adapter_id=leader.adapter_id, items=leader.items,
+            adapter=leader.adapter, items=leader.items,
         )  # fmt: skip
         self.added.append(self.sim.add(wire))
 
@@ -173,7 +173,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         wire = self.added[number % len(self.added)]
         text = [*wire.prompt, *self.sim.output[wire.id]]
         self.exported = self.sim.export(
-            request("export", text, adapter_id=wire.adapter_id, cache_salt=wire.cache_salt, items=wire.items)
+            request("export", text, adapter=wire.adapter, cache_salt=wire.cache_salt, items=wire.items)
         )
 
     @precondition(lambda self: self.exported)

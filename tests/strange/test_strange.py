@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.engine.core import EngineCore
-from graphllm.engine.request import EngineRequest, Item
+from graphllm.engine.request import Adapter, EngineRequest, Item
 from graphllm.entrypoints.core import warm_up_host
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
@@ -73,14 +73,14 @@ class Strange:
             args = EngineArgs(
                 target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
                 max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2,
-                item_tokens=24, max_adapters=2, tune=False, jobs=2 if DEVICE == "cuda" else 0,
+                item_tokens=24, max_loras=2, tune=False, jobs=2 if DEVICE == "cuda" else 0,
             )  # fmt: skip
             source = open_source(self.folder, draft=self.draft)
             compile_model(source.config, source.tensors, compile_config(source.config, args), place)
         core = open_core(self.folder, place, pages, draft=self.draft, **options)
         if "adapter" in self.features:
             for number, tables in enumerate(self.tables):
-                core.write_adapter(number + 1, {f"layers.{i}.table": t.numpy() for i, t in tables.items()})
+                core.write_adapter(f"{number + 1}", {f"layers.{i}.table": t.numpy() for i, t in tables.items()})
         return core
 
     def request(self, id: str, length: int, rng: random.Random) -> tuple[EngineRequest, list[int]]:
@@ -100,7 +100,7 @@ class Strange:
                 seen.append(expected.Seen(patches, at))
         adapter = rng.randrange(3) if "adapter" in self.features else 0
         if adapter:
-            fields = {"adapter_id": adapter, "adapter": f"adapter {adapter}"}
+            fields = {"adapter": Adapter("a", "", f"{adapter}")}
         tables = self.tables[adapter - 1] if adapter else None
         given = expected.greedy(self.features, self.weights, prompt, COUNT, seen, tables)
         return request(id, prompt, GREEDY, limit=COUNT, items=items, **fields), given
@@ -276,16 +276,19 @@ def test_programs_without_adapters(tmp_path: Path) -> None:
     assert not [n for n in read if n.endswith(".table") or n in ("step.adapter_ids", "state.memory")]
     ran.clear()
     tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT, (), strange.tables[1])
-    _check(core, [(request("b", prompt, GREEDY, limit=COUNT, adapter_id=2, adapter="2"), tokens)])
+    _check(core, [(request("b", prompt, GREEDY, limit=COUNT, adapter=Adapter("a", "", "2")), tokens)])
     assert set(ran) == {"plain"}
-    core.write_adapter(2, {"layers.1.table": np.ones(8, np.float32)})
+    core.write_adapter("other", {"layers.1.table": np.ones(8, np.float32)})
     tables = {0: torch.zeros(1), 1: torch.cat([torch.ones(8), torch.zeros(24)])}
     tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT, (), tables)
-    _check(core, [(request("c", prompt, GREEDY, limit=COUNT, adapter_id=2, adapter="other"), tokens)])
+    _check(core, [(request("c", prompt, GREEDY, limit=COUNT, adapter=Adapter("a", "", "other")), tokens)])
     for id, values, told in (
-        (3, {}, "adapter_id is 3: this artifact has room for 2 adapters"),
-        (1, {"layers.7.table": np.ones(8)}, "has a table 'layers.7.table'; the model's are layers.0.table, layers.1."),
-        (1, {"layers.0.table": np.ones(33)}, r"has shape \(33,\); there is room for \(32,\)"),
+        (
+            "x",
+            {"layers.7.table": np.ones(8)},
+            "has a table 'layers.7.table'; the model's are layers.0.table, layers.1.",
+        ),
+        ("x", {"layers.0.table": np.ones(33)}, r"has shape \(33,\); there is room for \(32,\)"),
     ):
         with pytest.raises(ConfigError, match=told):
             core.write_adapter(id, values)

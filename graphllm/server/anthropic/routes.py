@@ -49,7 +49,7 @@ def anthropic_routes(service: Service) -> APIRouter:
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: requests.CountTokensRequest, request: Request) -> InputTokens:
         """Tokens of the prompt that these messages make."""
-        service.check_model(body.model)
+        await service.adapter(body.model)
         record = record_of(request.scope)
         text = await service.conversation(record, requests.count_to_chat(record.body, service.rules.strict))
         return InputTokens(input_tokens=len(await service.encode(text)))

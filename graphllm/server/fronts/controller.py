@@ -34,6 +34,7 @@ from graphllm.server.fronts.messages import (
     End,
     EndResponse,
     EngineState,
+    FindAdapter,
     FrontAsks,
     FrontLaunch,
     GetReport,
@@ -41,10 +42,13 @@ from graphllm.server.fronts.messages import (
     GiveBack,
     Hello,
     Joined,
+    ListAdapters,
     Model,
     OfFront,
+    PutAdapter,
     PutResponse,
     ReadMetrics,
+    RemoveAdapter,
     RemoveResponse,
     Report,
     TakeRoom,
@@ -124,7 +128,7 @@ class Fronts:
         self._store = ResponseStore()
         name = options.names[0]
         self.metrics = Metrics(name, {"model": name}, self._processes)
-        self._shared = in_memory(_Overview(self), options.max_body, options.access.rate, self._store)
+        self._shared = in_memory(_Overview(self), options.max_body, options.access.rate, self._store, options.adapters)
         self._encode = msgspec.json.Encoder().encode
 
     async def serve(self, listener: socket.socket) -> None:
@@ -469,6 +473,14 @@ class Fronts:
                 for writer in writers:
                     with contextlib.suppress(EndedError):
                         await writer.questions.ask(question)
+            case ListAdapters():
+                return await shared.adapters.all()
+            case FindAdapter(name):
+                return await shared.adapters.find(name)
+            case PutAdapter(adapter):
+                await shared.adapters.put(adapter)
+            case RemoveAdapter(name):
+                return await shared.adapters.remove(name)
             case ReadMetrics(openmetrics):
                 text, kind = await shared.overview.metrics(openmetrics)
                 return text.decode(), kind

@@ -15,6 +15,7 @@ import msgspec
 
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.client import Health
+from graphllm.server.adapters import ServedAdapter
 from graphllm.server.operations.engine_view import SupervisorOptions
 from graphllm.server.operations.metrics import Counted
 from graphllm.server.options import ServerOptions
@@ -112,6 +113,26 @@ class RemoveResponse(msgspec.Struct, tag=True):
     id: str
 
 
+class ListAdapters(msgspec.Struct, tag=True):
+    """Answered with the ServedAdapters."""
+
+
+class FindAdapter(msgspec.Struct, tag=True):
+    """Answered with the ServedAdapter, or null."""
+
+    name: str
+
+
+class PutAdapter(msgspec.Struct, tag=True):
+    adapter: ServedAdapter
+
+
+class RemoveAdapter(msgspec.Struct, tag=True):
+    """Answered with whether it was there."""
+
+    name: str
+
+
 class ReadMetrics(msgspec.Struct, tag=True):
     """Answered with text and content type."""
 
@@ -166,6 +187,10 @@ OfFront = (
     | PutResponse
     | GetResponse
     | RemoveResponse
+    | ListAdapters
+    | FindAdapter
+    | PutAdapter
+    | RemoveAdapter
     | ReadMetrics
     | CountInFlight
     | EndResponse

@@ -8,15 +8,20 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
+from graphllm.server.adapters import ServedAdapter
 from graphllm.server.fronts.link import ControlLink
 from graphllm.server.fronts.messages import (
     AbortRequests,
     CountInFlight,
     EndResponse,
+    FindAdapter,
     GetResponse,
     GiveBack,
+    ListAdapters,
+    PutAdapter,
     PutResponse,
     ReadMetrics,
+    RemoveAdapter,
     RemoveResponse,
     TakeRoom,
     TakeTurn,
@@ -35,6 +40,7 @@ def remote(link: ControlLink, view: EngineView, writers: Writers, rated: bool) -
         _Rate(link) if rated else None,
         _Responses(link, writers),
         _Overview(link, view),
+        _Adapters(link),
     )
 
 
@@ -77,6 +83,23 @@ class _Responses:
 
     async def remove(self, id: str) -> None:
         await self._link.ask(RemoveResponse(id))
+
+
+class _Adapters:
+    def __init__(self, link: ControlLink) -> None:
+        self._link = link
+
+    async def all(self) -> list[ServedAdapter]:
+        return await self._link.ask(ListAdapters(), list[ServedAdapter])
+
+    async def find(self, name: str) -> ServedAdapter | None:
+        return await self._link.ask(FindAdapter(name), ServedAdapter | None)
+
+    async def put(self, adapter: ServedAdapter) -> None:
+        await self._link.ask(PutAdapter(adapter))
+
+    async def remove(self, name: str) -> bool:
+        return await self._link.ask(RemoveAdapter(name), bool)
 
 
 class _Overview:

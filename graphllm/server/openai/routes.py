@@ -71,12 +71,13 @@ def openai_routes(service: Service) -> APIRouter:
     @router.get("/v1/models", tags=["OpenAI"], responses=errors(401))
     async def models() -> ModelList:
         """The names under which the model is served."""
-        return ModelList(data=[card(name) for name in service.names])
+        adapters = [adapter.name for adapter in await service.shared.adapters.all()]
+        return ModelList(data=[card(name) for name in (*service.names, *adapters)])
 
     @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses=errors(401, 404))
     async def model(name: str) -> ModelCard:
         """One of them."""
-        if name not in service.names:
+        if name not in service.names and await service.shared.adapters.find(name) is None:
             raise NotFoundError(f"model is {name!r:.80}: not served here", "model_not_found")
         return card(name)
 
@@ -84,12 +85,13 @@ def openai_routes(service: Service) -> APIRouter:
         supervisor = service.supervisor
         ready = supervisor.engine.ready if supervisor.status == "ready" else None
         length = ready.info.max_model_len if ready else None
-        return ModelCard(id=name, created=service.created, root=service.names[0], max_model_len=length)
+        parent = None if name in service.names else service.names[0]
+        return ModelCard(id=name, created=service.created, root=service.names[0], parent=parent, max_model_len=length)
 
     @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True, responses=errors(*READS))
     async def tokenize(body: TokenizeBody, request: Request) -> Tokens:
         """Token ids of a prompt, or of messages as the chat template writes them."""
-        service.check_model(body.model)
+        await service.adapter(body.model)
         record = record_of(request.scope)
         ids = await service.encode(*await _text(service, record))
         texts = await aside(record, _texts, service, ids) if record.body.get("return_token_strs") else None
@@ -98,7 +100,7 @@ def openai_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", tags=["Tokenizer"], responses=errors(*READS))
     async def detokenize(body: DetokenizeBody, request: Request) -> Detokenized:
         """The text of token ids."""
-        service.check_model(body.model)
+        await service.adapter(body.model)
         record = record_of(request.scope)
         fields(record.body, "", DetokenizeBody.model_fields)  # there are no others
         return Detokenized(prompt=await aside(record, service.decode, "tokens", body.tokens))
@@ -130,7 +132,7 @@ async def answer(service: Service, request: Request, url: str) -> Response:
     """To the body of a chat or a completion."""
     record = record_of(request.scope)
     started = await service.start(request, url, record.body)
-    call, about = started.call, (record.id, service.names[0], int(time.time()))
+    call, about = started.call, (record.id, started.model, int(time.time()))
     if call.stream:
         writer = answers.ChunkWriter(call, *about, service.count)
         news = await first_and_rest(request, started, service.keep_alive)
