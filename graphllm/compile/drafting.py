@@ -24,7 +24,10 @@ from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.model import Drafts, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
+from graphllm.ops.record_draft_probs import record_draft_probs
 from graphllm.ops.record_drafts import record_drafts
+from graphllm.ops.rejection_sample import draft_seed
+from graphllm.ops.sample import sample
 from graphllm.ops.store_rows import store_rows
 from graphllm.ops.store_slots import store_slots
 from graphllm.weights.checkpoint import DRAFT, MAIN, draft_name
@@ -158,10 +161,15 @@ def buckets(graph: Graph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
     return (*plain, *more, *mixed)
 
 
-def states(hidden: Hidden | None) -> tuple[StateSpec, ...]:
+def draws(config: CompileConfig) -> bool:
+    """Whether drafts are drawn by the requests' temperatures, and not the likeliest tokens."""
+    return config.draft_sample_method == "probabilistic"
+
+
+def states(hidden: Hidden | None, config: CompileConfig, vocab: int) -> tuple[StateSpec, ...]:
     """Of each token of the step: its id, its position and the hidden states that the draft graph reads. Of each
     sequence: how many drafts it has, and what drafts the next: the last draft, its position, the hidden state it came
-    from."""
+    from. Where drafts are drawn, draft_probs: of each place the distribution that its draft came from."""
     found = [
         StateSpec("step_ids", "token", (), "int32", "none"),
         StateSpec("step_positions", "token", (), "int32", "none"),
@@ -172,6 +180,8 @@ def states(hidden: Hidden | None) -> tuple[StateSpec, ...]:
     if hidden is not None:
         found += [StateSpec(name, "token", (hidden.size,), "model", "none") for name in _hidden_states(hidden)]
         found.append(StateSpec("draft_hidden", "slot", (hidden.width,), "model", "none"))
+    if draws(config):
+        found.append(StateSpec("draft_probs", "slot", (config.num_speculative_tokens, vocab), "float32", "none"))
     return tuple(found)
 
 
@@ -179,7 +189,17 @@ def _hidden_states(hidden: Hidden) -> list[str]:
     return [f"step_hidden_{i}" for i in range(len(hidden.layers))]
 
 
-INPUTS = (InputSpec("sequence_ids", ("T",)), InputSpec("next_tokens", ("S",), provider="next_tokens", neutral=-1))
+_DRAWING = (
+    InputSpec("draft_temperature", ("S",), "float32", provider="temperature"),
+    InputSpec("draft_seed", ("S",), "int64", provider="seed"),
+)
+
+
+def inputs(config: CompileConfig) -> tuple[InputSpec, ...]:
+    """What a draft graph reads beside what every graph does."""
+    known = InputSpec("next_tokens", ("S",), provider="next_tokens", neutral=-1)
+    return (InputSpec("sequence_ids", ("T",)), known, *(_DRAWING if draws(config) else ()))
+
 
 # Of the main graph, behind what resolves its token ids.
 KEEP_IDS = Stage(
@@ -205,7 +225,7 @@ def _keep(*pairs: tuple[Tensor, Tensor]) -> tuple[()]:
 
 
 _RESOLVED = (
-    "step.token_ids", "step.positions", "step.context_lens", "step.seq_lens", "step.logits_indices", "places",
+    "step.token_ids", "step.positions", "step.context_lens", "step.seq_lens", "step.logits_indices", "step.places",
 )  # fmt: skip
 
 
@@ -299,14 +319,31 @@ def _next(v: Values, hidden: bool) -> tuple[Tensor, ...]:
     return token_T, position_T, position_T + 1, end_S, row_S, places_S, *hidden_T
 
 
-def chosen(made: Any, wanted: int) -> Tensor:
-    """[S, n] int32: the likeliest tokens of what a draft graph's head makes, of ``wanted`` drafts at most."""
+def chosen(made: Any, v: Values, config: CompileConfig) -> Tensor:
+    """[S, n] int32: the drafts that follow from what a draft graph's head makes, as many as are wanted at most: the
+    likeliest tokens, or draws."""
     made = made if isinstance(made, Drafts) else Drafts((made,))
-    tokens = [logits_SV.argmax(-1) for logits_SV in made.logits[:wanted]]
+    wanted = made.logits[: config.num_speculative_tokens]
+    if draws(config):
+        tokens = [_drawn(logits_SV, made.ids, v, place) for place, logits_SV in enumerate(wanted)]
+    else:
+        tokens = [logits_SV.argmax(-1) for logits_SV in wanted]
     tokens_SK = torch.stack(tokens, -1)
     if made.ids is not None:
         tokens_SK = torch.index_select(made.ids, 0, tokens_SK.flatten()).view(tokens_SK.shape)
     return tokens_SK.to(torch.int32)
+
+
+def _drawn(logits_SV: Tensor, ids: Tensor | None, v: Values, place: int) -> Tensor:
+    """[S]: a draw of each sequence by its temperature alone, for a place of this run's drafts, whose distribution is
+    kept. Its random numbers are those of its position: no other draft that may be accepted has them, nor what accepts
+    or replaces it."""
+    temperature_S, slots_S = v["step.draft_temperature"], v["step.slots"]
+    position_S = torch.index_select(v["step.positions"], 0, v["step.logits_indices"])
+    record_draft_probs(logits_SV, temperature_S, v["step.places"] + place, slots_S, v["state.draft_probs"], ids)
+    unfiltered = torch.zeros_like(slots_S), torch.ones_like(temperature_S), torch.zeros_like(temperature_S)
+    drawn_S = sample(logits_SV, temperature_S, *unfiltered, draft_seed(v["step.draft_seed"]), position_S + place)
+    return drawn_S.clamp(min=0)
 
 
 def _choose(v: Values, last_position: int) -> tuple[()]:
@@ -314,7 +351,7 @@ def _choose(v: Values, last_position: int) -> tuple[()]:
     row_S = v["step.logits_indices"]
     position_S = torch.index_select(v["step.positions"], 0, row_S)
     kept = (v[f"state.{n}"] for n in ("drafts", "draft_count", "draft_token", "draft_position"))
-    record_drafts(v["drafted"], position_S, v["places"], v["step.slots"], *kept, last_position)
+    record_drafts(v["drafted"], position_S, v["step.places"], v["step.slots"], *kept, last_position)
     if "state.draft_hidden" in v:
         store_slots(torch.index_select(v["x"], 0, row_S), v["step.slots"], v["state.draft_hidden"])
     return ()

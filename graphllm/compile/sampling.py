@@ -71,20 +71,17 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
 
 def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec, ...]:
     """What sampling keeps of each running sequence. versions: tokens of a step that may be verified, 1 without drafts.
-    drafts: proposed tokens, -1 for none. draft_probs: the distributions that they were drawn from. rejected: how many
-    of the last step's. version: which version of recurrent states is valid. history: what `ngram_drafts` looks the
-    last tokens up in."""
+    drafts: proposed tokens, -1 for none. rejected: how many of the last step's. version: which version of recurrent
+    states is valid. history: what `ngram_drafts` looks the last tokens up in."""
     verifying = (
         StateSpec("drafts", "slot", (versions - 1,), "int32", "none"),
         StateSpec("rejected", "slot", (), "int32", "none"),
         StateSpec("version", "slot", (), "int32", "none"),
     )
-    probs = StateSpec("draft_probs", "slot", (versions - 1, vocab), "float32", "none")
     length = max(min(config.max_model_len, _MOST_HISTORY), versions + config.prompt_lookup_max)
     history = StateSpec("history", "slot", (length,), "int32", "none")
     return (
         *(verifying if versions > 1 else ()),
-        *((probs,) if versions > 1 and config.draft_sample_method == "probabilistic" else ()),
         *((history,) if config.prompt_lookup_max else ()),
         StateSpec("last_token", "slot", (), "int32", "none"),
         StateSpec("counts", "slot", (vocab,), "int32", "none"),
@@ -96,6 +93,7 @@ def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec,
 OUTPUTS = (
     OutputSpec("tokens", ("R",), "int32", host=True),
     OutputSpec("kept", ("S",), "int32", host=True),
+    OutputSpec("drafted", ("S",), "int32", host=True),
     OutputSpec("logits", ("R", "V"), "model"),
     OutputSpec("adjusted", ("R", "V"), "float32"),
     OutputSpec("scores", ("R", "2 + 2 * ranked_logprobs"), "float32"),
@@ -115,14 +113,14 @@ def beginning(versions: int, declared: Iterable[InputSpec]) -> Stage:
 def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...]]:
     """The units behind the head by program: "plain" samples from the logits; "full" has the parts "adjust" (logits to
     "adjusted"), "sample" and "logprobs" ("scores") for steps in which a request asks for more. Where drafts are
-    verified, both keep of each sequence's sampled tokens the first "kept"."""
+    verified, both keep of each sequence's sampled tokens the first "kept", and tell how many drafts were "drafted"."""
 
     def sampled(logits: str) -> Stage:
         name = "sample" if logits == "logits" else "sample_adjusted"
         part = "" if logits == "logits" else "sample"
         if versions == 1:
             return Stage(name, lambda v: (_plain(v, logits),), ("tokens",), part)
-        return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept"), part)
+        return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept", "drafted"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
         most = ranked_logprobs(config.max_logprobs)
@@ -208,19 +206,19 @@ def _record(v: Values, tokens_R: Tensor, newest_R: Tensor, kept_R: Tensor) -> Te
     return record_tokens(tokens_R, newest_R, kept_R, v["step.counted"], *states)
 
 
-def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tuple[Tensor, Tensor]:
+def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tuple[Tensor, ...]:
     tokens_R = _sample_drafted(v, logits, config)
     rows = (v["step.logits_indices"], v["step.row_slots"], v["drafts"])
     where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
     kept = accept_drafts(tokens_R, *rows, *where, v["state.rejected"], v["state.version"], versions)
-    newest_R, kept_R, kept_S = kept
+    newest_R, kept_R, kept_S, drafted_S = kept
     recorded_R = _record(v, tokens_R, newest_R, kept_R)
     if config.prompt_lookup_max:
         next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
         lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
         slots = (v["step.row_slots"], newest_R)
         ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
-    return recorded_R, kept_S
+    return recorded_R, kept_S, drafted_S
 
 
 def _process(v: Values) -> tuple[Tensor]:

@@ -126,12 +126,9 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
             raise ConfigError(
                 f"prompt_lookup_max is {config.prompt_lookup_max}, but drafts come from a draft model; leave one out"
             )
-        own += [_typed(s, config) for s in drafting.states(drafting.reads(graph, model.graphs[0], c))]
-    if config.draft_sample_method == "probabilistic" and not getattr(drafting, "FILLS_DRAFT_PROBS", False):
-        raise ConfigError(
-            "draft_sample_method is probabilistic: no draft model here keeps the probabilities of its drafts; "
-            "use greedy"
-        )
+        own += [_typed(s, config) for s in drafting.states(drafting.reads(graph, model.graphs[0], c), config, c.V)]
+    if drafting.draws(config) and not any(graph.task == "draft" for graph in model.graphs):
+        raise ConfigError("draft_sample_method is probabilistic, but there is no draft model that draws; use greedy")
     states |= {f"state.{s.name}": own_place(s, versions) for s in own}
     inputs = []
     for graph in model.graphs:
@@ -139,7 +136,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         if graph.task == "generate":
             specs |= {s.name: s for s in sampling.inputs(config, c.V)}
         elif graph.task == "draft":
-            specs |= {s.name: s for s in drafting.INPUTS}
+            specs |= {s.name: s for s in drafting.inputs(config)}
         inputs.append(specs)
     entries = {
         "slot": config.max_num_seqs + 1,
@@ -227,11 +224,10 @@ class _Tracer:
                 self.trace(keep.name, carried, keep.run, keep.outputs)
         counted = () if counting is None else (counting.output,)
         names = {"generate": ("logits",), "draft": ("drafted",), "pool": ("pooled",)}.get(graph.task, ())
-        most = self._config.num_speculative_tokens
         head = self.trace(
             "head",
             self.weights(graph.head_weights(c)) | carried,
-            lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v)), graph.task, most),
+            lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v)), graph.task, v, self._config),
             names,
         )
         pooled = output_specs(head)[0] if graph.task == "pool" else None
@@ -382,9 +378,9 @@ def _flat(result: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return (result[0], *result[1])
 
 
-def _results(made: Any, task: str, most_drafts: int) -> tuple[Tensor, ...]:
+def _results(made: Any, task: str, values: dict[str, Any], config: CompileConfig) -> tuple[Tensor, ...]:
     if task == "draft":
-        return (drafting.chosen(made, most_drafts),)
+        return (drafting.chosen(made, values, config),)
     return () if made is None else (made,)
 
 

@@ -25,6 +25,7 @@ class Acceptance:
         self.by_position = np.zeros(most, dtype=np.int64)
         self._off_above = off_above
         self._rates = np.ones(most)  # of the drafts at each place, how many were right with all before them, lately
+        self._share = 1.0  # of the sequences that were verified, how many had drafts, lately
         self._seconds: dict[tuple[int, int], float] = {}
         self._passed = 0
 
@@ -32,12 +33,13 @@ class Acceptance:
         """Whether a step of so many verifies nothing, whatever drafts there are."""
         return self._off_above is not None and sequences > self._off_above
 
-    def best(self, sequences: int, lengths: Sequence[int], share: float = 1.0) -> int:
+    def best(self, sequences: int, lengths: Sequence[int], share: float | None = None) -> int:
         """How many tokens of each sequence the next step should compute: one of the lengths, ascending and above 1, or
         1. That is what has given the most tokens for its time. What does not pay is tried now and then, since texts
-        change. share: of the sequences that have drafts."""
+        change. share: of the sequences that have drafts, None where only the device knows: as many as lately."""
         if not lengths or self.off(sequences):
             return 1
+        share = self._share if share is None else share
         gains = [1 + share * float(self._rates[: q - 1].sum()) for q in lengths]
         speeds = [gain / self._cost(q, sequences) for q, gain in zip(lengths, gains, strict=True)]
         fastest = int(np.argmax(speeds))
@@ -64,6 +66,8 @@ class Acceptance:
 
     def learn(self, kept: np.ndarray, drafted: np.ndarray) -> None:
         """A step's result: how many tokens were kept of each sequence, one at least, and how many drafts each had."""
+        if len(drafted):
+            self._share += _MEMORY * (float((drafted > 0).mean()) - self._share)
         kept, drafted = kept[drafted > 0], drafted[drafted > 0]
         if not len(kept):
             return

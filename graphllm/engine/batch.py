@@ -190,7 +190,7 @@ class SamplingTable:
         if output.verified and place is not None:
             arrays["draft_place"] = place
         uniform = int(n == T == len(logits_indices)) if output.verified < n else output.query_len
-        step = StepInput(T, n, len(logits_indices), uniform, arrays)
+        step = StepInput(T, n, len(logits_indices), uniform, arrays, output.num_drafts)
         if not full:
             none = sample_index[:0]
             return Batch(step, Rows(entry, slot_R, sample_index, none, sample_index, none), False)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import itertools
+import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -24,7 +26,7 @@ from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.constraints import ConstraintError, Constraints
 from graphllm.engine.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
 from graphllm.engine.item_cache import check_items
-from graphllm.engine.options import LogitsProcessor, Row, imported
+from graphllm.engine.options import LogitsProcessor, Row, imported, rowwise
 from graphllm.engine.pooled_vectors import PooledVectors
 from graphllm.engine.proposers import find_proposer
 from graphllm.engine.providers import find_providers, provide
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from graphllm.engine.structured.compilers import GrammarCompilers
     from graphllm.runtime.executor import StepResult
 
+_log = logging.getLogger(__name__)
 _NO_SPECULATION = SpeculationConfig()
 _COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
@@ -107,6 +110,15 @@ class EngineCore:
         self._proposer = find_proposer(speculation)
         if processors and executor.task != "generate":
             raise ConfigError("logits_processors: the model has no logits; leave them out")
+        # A processor that counts its calls, or keeps a row for each request, cannot be asked for rows behind drafts.
+        stateful = [p for p in processors if not rowwise(p)]
+        self._verifies = not stateful
+        if stateful and executor.layout.query_lens:
+            _log.warning(
+                "drafts are not verified: the logits processor %s does not say that it is rowwise "
+                "(docs/logits-processors.md)",
+                getattr(stateful[0], "__name__", type(stateful[0]).__name__),
+            )
         caching = options.enable_prefix_caching and executor.shareable
         policy = Scheduler if options.scheduler_cls is None else imported("scheduler_cls", options.scheduler_cls)
         if not (isinstance(policy, type) and issubclass(policy, Scheduler)):
@@ -318,8 +330,7 @@ class EngineCore:
                 begun_states["history"] = history(request.prompt, state.output, length)
             if begun_states:
                 self._executor.write_entry(state.slot, begun_states)
-            if self._processors:
-                requests.verifiable[state.slot] = False
+            requests.verifiable[state.slot] = self._verifies
         before_step(self._executor, output, self._adapters)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
         if self._providers:
@@ -333,8 +344,9 @@ class EngineCore:
         self._stats.steps += 1
         task = self._executor.task
         program = task if task != "generate" else "full" if batch.full else "plain"
-        # Whoever masks the rows behind drafts must know them.
-        asked = {"drafts": True} if self._executor.device_drafts and self._table.masking(requests.order) else {}
+        # Whoever masks or edits the rows behind drafts must know them.
+        known = self._executor.device_drafts and (bool(self._processors) or self._table.masking(requests.order))
+        asked = {"drafts": True} if known else {}
         return _InFlight(output, batch, self._executor.start(batch.step, program, **asked), begun)
 
     def _measure(self, step: _InFlight) -> None:
@@ -395,12 +407,16 @@ class EngineCore:
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
             return None
-        states = [started.output.requests[e] for e in started.batch.rows.entry]
-        inside = (started.batch.rows.sample_index < 0).tolist()
-        told = [
-            Row(s.request.id, s.request.prompt, list(s.output), dict(p.extra_args or {}), p, within)
-            for s, p, within in zip(states, (s.request.params for s in states), inside, strict=True)
-        ]
+        rows = started.batch.rows
+        told = []
+        for entry, place, index in zip(rows.entry.tolist(), rows.place.tolist(), rows.sample_index, strict=True):
+            state = started.output.requests[entry]
+            before = self._drafts_of(started, entry)[:place] if place else []
+            # What is sampled behind a draft that there is not does not count.
+            output = [*state.output, *itertools.takewhile(lambda draft: draft >= 0, before)]
+            params = state.request.params
+            extra = dict(params.extra_args or {})
+            told.append(Row(state.request.id, state.request.prompt, output, extra, params, bool(index < 0)))
 
         def edit(logits: torch.Tensor) -> None:
             for processor in self._processors:
@@ -415,7 +431,7 @@ class EngineCore:
         pooled = result.outputs.get("pooled")
         rows = int(step.output.rows.sum())
         tokens = result.tokens if pooled is None else np.zeros(rows, dtype=np.int32)  # never given
-        committed = self._scheduler.commit(step.output, tokens, kept)
+        committed = self._scheduler.commit(step.output, tokens, kept, result.outputs.get("drafted"))
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)

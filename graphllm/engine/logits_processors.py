@@ -146,6 +146,7 @@ class _Batch:
 
     def __init__(self, processor: LogitsProcessor) -> None:
         self._processor = processor
+        self.__name__ = type(processor).__name__
         self.validate_params = getattr(processor, "validate_params", lambda params: None)
         self._order: list[str] = []  # request ids by row
         self._outputs: dict[str, list[int]] = {}

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 
 
 class Row(NamedTuple):
-    """What a logits processor is told of one row: the request's id, its tokens so far, its ``extra_args`` and
-    all of its parameters. in_prompt: a row inside the prompt, which only reports log-probabilities."""
+    """What a logits processor is told of one row: the request's id, its tokens so far (drafts before the row included,
+    where they are verified), its ``extra_args`` and all of its parameters. in_prompt: a row inside the prompt, which
+    only reports log-probabilities."""
 
     request_id: str
     prompt: Sequence[int]
@@ -27,6 +28,12 @@ class Row(NamedTuple):
 
 # Edits float32 logits [R, V] in place, one row for each entry of the list; docs/logits-processors.md has an example.
 LogitsProcessor = Callable[["torch.Tensor", Sequence[Row]], None]
+
+
+def rowwise(processor: object) -> bool:
+    """Whether a logits processor says of itself that what it does to a row follows from the row and what it is told of
+    it. Then it may be asked for rows behind drafts, of which some will not have been."""
+    return getattr(processor, "rowwise", False) is True
 
 
 def imported(setting: str, name: str) -> Any:

@@ -110,6 +110,16 @@ def _next_tokens(spec: InputSpec, step: StepRequests) -> np.ndarray | None:
     return tokens
 
 
+def _temperature(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[S]: at which each request samples, 0 for greedy ones."""
+    return step.table.temperature[step.slots]
+
+
+def _seed(spec: InputSpec, step: StepRequests) -> np.ndarray:
+    """[S]: of each request's random numbers."""
+    return step.table.seed[step.slots]
+
+
 def _item_start(spec: InputSpec, step: StepRequests) -> np.ndarray:
     """[S]: the first row of the item that all tokens of a sequence see; a request has one at most."""
     return step.table.seen_start[step.slots]
@@ -137,4 +147,6 @@ _OWN: Mapping[str, Provider] = {
     "item_length": _item_length,
     "next_tokens": _next_tokens,
     "token_types": _token_types,
+    "seed": _seed,
+    "temperature": _temperature,
 }

@@ -71,11 +71,12 @@ class RequestTable:
     num_tokens: known ones. num_computed_tokens, num_in_flight: computed and sampled in all planned steps, those not
     finished included, so the next token to compute has this position, and num_tokens + num_in_flight are there to be
     computed; both count as if all drafts in flight were right. num_unsure: by how much they may be too high at most.
-    last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the host.
-    epoch: changes whenever a slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
+    last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the
+    host. num_made: drafts that the device makes behind the last step planned for the slot. epoch: changes whenever a
+    slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
     verifiable [bool]: several tokens of it may be sampled before the host has seen them. adapter_id: entry of its
-    adapter in the tables, 0 for none. seen_start, seen_length: rows of the item that all of its tokens see, 0 and 0
-    without one.
+    adapter in the tables, 0 for none. temperature [float32], seed [int64]: of its draws. seen_start, seen_length: rows
+    of the item that all of its tokens see, 0 and 0 without one.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -85,7 +86,8 @@ class RequestTable:
         self.num_tokens, self.num_computed_tokens, self.num_in_flight = column(), column(), column()
         self.num_unsure, self.num_drafts, self.last_token, self.epoch = column(), column(), column(), column()
         self.num_prompt_tokens, self.limit, self.adapter_id = column(), column(), column()
-        self.seen_start, self.seen_length = column(), column()
+        self.seen_start, self.seen_length, self.num_made = column(), column(), column()
+        self.temperature, self.seed = column(np.float32), column(np.int64)
         self.scoring, self.verifiable = column(bool), column(bool)
         self._stops = np.full((_STOPS, max_num_seqs), -1, dtype=np.int32)
         self.by_slot: list[RequestState | None] = [None] * max_num_seqs
@@ -109,6 +111,7 @@ class RequestTable:
         self.num_prompt_tokens[slot] = len(request.prompt)
         self.limit[slot] = min(len(request.prompt) + request.limit, max_len)
         self.adapter_id[slot] = state.adapter_entry
+        self.temperature[slot], self.seed[slot] = request.params.temperature, request.seed
         self.scoring[slot] = request.params.prompt_logprobs is not None
         stops = request.stop_ids
         if len(stops) > len(self._stops):
@@ -133,7 +136,8 @@ class RequestTable:
         slot, state.slot = state.slot, -1
         state.drafts, state.item_starts = [], []
         for column in (self.num_tokens, self.num_computed_tokens, self.num_in_flight, self.num_unsure,
-                       self.num_drafts, self.num_prompt_tokens, self.limit, self.scoring, self.verifiable):  # fmt: skip
+                       self.num_drafts, self.num_made, self.num_prompt_tokens, self.limit, self.scoring,
+                       self.verifiable):  # fmt: skip
             column[slot] = 0
         self.by_slot[slot] = None
         self.epoch[slot] += 1

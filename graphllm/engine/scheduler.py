@@ -231,12 +231,16 @@ class Scheduler:
             self.cache.look_ahead(slots, ends)
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
+        num_drafts = None
+        if self._limits.device_drafts:
+            num_drafts = self.acceptance.best(len(t.running), self._query_lens) - 1
+            t.num_made[slots] = num_drafts
         saves = []
         if self.cache.snapshots and self.cache.caching and verified < len(slots):
             saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, verified,
-            drafts, pending, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
+            drafts, pending, num_drafts, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
             self.adapters.writes(),
         )  # fmt: skip
 
@@ -254,9 +258,12 @@ class Scheduler:
     def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
         """Tokens for each of these slots, all of which decode: a compiled query length when there are drafts, all may
         have them, and there is room for it; else 1. alone: nothing else wants a part of the step. Drafts behind a
-        request's limit are computed for nothing, which costs less than a step of its own for the others."""
+        request's limit are computed for nothing, which costs less than a step of its own for the others. How many lie
+        on the device was decided with the step before, which made them."""
         t, limits, n = self.requests, self._limits, len(slots)
-        drafts = self._query_lens[-1] - 1 if limits.device_drafts else 0
+        drafts = int(t.num_made[slots].min()) if limits.device_drafts else 0
+        if self.acceptance.off(n):
+            return 1
         if not limits.device_drafts and np.count_nonzero(t.num_drafts):
             flying = 0 if limits.late_drafts else t.num_in_flight[slots]
             drafts = int((t.num_drafts[slots] - flying).max())
@@ -271,9 +278,8 @@ class Scheduler:
             return 1
         # Drafts that somebody proposes by hand are verified whatever came of others.
         query_len = fitting[-1]
-        if limits.device_drafts or limits.late_drafts:
-            share = 1.0 if limits.device_drafts else np.count_nonzero(t.num_drafts[slots]) / n
-            query_len = self.acceptance.best(n, fitting, share)
+        if limits.late_drafts:
+            query_len = self.acceptance.best(n, fitting, np.count_nonzero(t.num_drafts[slots]) / n)
         if query_len == 1:
             return 1
         late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
@@ -446,19 +452,26 @@ class Scheduler:
                 self._resets.append(slot)
         return count
 
-    def commit(self, output: SchedulerOutput, tokens: np.ndarray, num_kept: np.ndarray | None = None) -> Commit:
+    def commit(
+        self,
+        output: SchedulerOutput,
+        tokens: np.ndarray,
+        num_kept: np.ndarray | None = None,
+        num_drafted: np.ndarray | None = None,
+    ) -> Commit:
         """Take a step's result.
 
         tokens [R] int32: of the step's rows in order; negative where none could be chosen, which ends the request with
         an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least.
+        num_drafted [n]: how many drafts each had on the device, None for as many as it could.
         Requests that are gone or were preempted since are passed over.
         """
         live = self.requests.epoch[output.slots] == output.epochs
         commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
         if v := output.verified:
             assert num_kept is not None
-            drafted = np.full(v, output.query_len - 1)
-            if output.drafts is not None:
+            drafted = np.full(v, output.query_len - 1) if num_drafted is None else num_drafted[:v]
+            if output.drafts is not None:  # the device takes those that there are not for tokens
                 drafted = (output.drafts >= 0).sum(axis=1)
             self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
             first = output.part(slice(v))

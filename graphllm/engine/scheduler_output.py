@@ -45,7 +45,7 @@ class SchedulerOutput(NamedTuple):
     query_len, verified: the first ``verified`` entries verify drafts: they have query_len tokens each, their newest and
     drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. pending [n] bool, or
     None: starts, positions and lengths are upper bounds, to be lowered on the device by the drafts that the step in
-    flight rejects.
+    flight rejects. num_drafts: of each sequence, how many the device makes behind the step, None where it is not asked.
 
     To do before the step: copies of blocks (from, to); resets: slots whose recurrent states become zero;
     snapshot_loads (snapshot, slot); encodes (item, first row): encoder runs. After it: snapshot_saves (slot, snapshot).
@@ -65,6 +65,7 @@ class SchedulerOutput(NamedTuple):
     verified: int
     drafts: np.ndarray | None
     pending: np.ndarray | None
+    num_drafts: int | None
     copies: list[tuple[int, int]]
     resets: list[int]
     snapshot_loads: list[tuple[int, int]]

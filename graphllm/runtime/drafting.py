@@ -35,7 +35,8 @@ class DraftShape(NamedTuple):
 
 
 def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int, shape: DraftShape) -> DraftRuns:
-    """Stage the runs that draft ``count`` tokens for each sequence of a step."""
+    """Stage the runs that draft ``count`` tokens for each sequence of a step. The first run is there even for none: it
+    writes the draft graph's own states for the step's tokens."""
     given, n = step.arrays, np.arange(step.sequences + 1, dtype=np.int32)
     kept = {name: given[name] for name, spec in graph.inputs.items() if name in given and spec.shape[0] == "S"}
     one_each = StepInput(
@@ -48,7 +49,7 @@ def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int, shape: Dra
         query_len = step.query_len + 1 if step.query_len else 0
         first = StepInput(step.tokens + step.sequences, step.sequences, step.sequences, query_len, {**kept, **rows})
     staged = []
-    for program, batch, times in (("first", first, 1), ("next", one_each, 0 if shape.at_once else count - 1)):
+    for program, batch, times in (("first", first, 1), ("next", one_each, 0 if shape.at_once else max(count - 1, 0))):
         if times:
             size, index = graph.pick(batch), graph.next_buffer()
             graph.staging.fill(index, batch, size.symbols)

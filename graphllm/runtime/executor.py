@@ -176,7 +176,8 @@ class Executor:
         whole = len(bound.parts) == 1
         copied = graph.host_results(program)
         if self._drafter is not None:
-            handle.drafts = prepare_drafts(self._drafter, step, self.layout.query_lens[-1] - 1, self._drafts)
+            count = self.layout.query_lens[-1] - 1 if step.num_drafts is None else step.num_drafts
+            handle.drafts = prepare_drafts(self._drafter, step, count, self._drafts)
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
 

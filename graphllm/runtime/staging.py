@@ -27,7 +27,8 @@ class StepInput(NamedTuple):
     query_len: tokens of each sequence, where all have as many and all are sampled from, else 0. An array may be shorter
     than the padded size, and one that is missing is neutral throughout. `ForwardContext` says what the inputs of models
     mean, the ops of the sampling programs the others. token_ids: a negative -(slot + 1) takes the token last sampled
-    for that slot, on the device.
+    for that slot, on the device. num_drafts: how many drafts a draft graph makes behind the step for the next one, None
+    for as many as can be verified.
     """
 
     tokens: int
@@ -35,6 +36,7 @@ class StepInput(NamedTuple):
     rows: int
     query_len: int
     arrays: Mapping[str, np.ndarray]
+    num_drafts: int | None = None
 
 
 class _Field(NamedTuple):

@@ -25,7 +25,7 @@ def accept_drafts(
     rejected_N: Tensor,
     version_N: Tensor,
     versions: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Keep of each sequence the longest run of sampled tokens that its drafts foresaw, and one token behind it.
 
     tokens_R [R]: sampled from the rows logits_indices_R [R] of the step's T tokens, each with its own random numbers,
@@ -39,9 +39,9 @@ def accept_drafts(
     Written at slots_S: rejected_N [N], rows that are not kept; version_N [N], the version of recurrent states that is
     valid from now on: a step of n tokens leaves the state behind its token i at version i, of at most ``versions``.
     Returns row_slots_R with the scrap slot but for each sequence's last kept row; the same with the slot in all kept
-    rows; and how many are kept [S], 0 for sequences without rows. Of padding all are unspecified. Source: Leviathan et
-    al. 2023 (speculative sampling; the proposal is one token, so sampling again and comparing is the same as accepting
-    by probability).
+    rows; how many are kept [S], 0 for sequences without rows; and how many drafts there were [S], up to the first that
+    is negative. Of padding all are unspecified. Source: Leviathan et al. 2023 (speculative sampling; the proposal is
+    one token, so sampling again and comparing is the same as accepting by probability).
     """
     R, T, scrap = tokens_R.shape[0], drafts_T.shape[0], rejected_N.shape[0] - 1
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
@@ -50,11 +50,15 @@ def accept_drafts(
     behind = row_slots_R.new_full((1,), scrap)
     slots_R = torch.cat([row_slots_R, behind])
     right_R = torch.cat([(tokens_R == next_R) & (tokens_R >= 0), behind < 0])
+    there_R = torch.cat([next_R >= 0, behind < 0])
     kept_S = (rows_S > 0).long()
-    run_S = drafted_S = (rows_S > 1) & (slots_R[first_S] != scrap)
+    run_S = there_S = drafted_S = (rows_S > 1) & (slots_R[first_S] != scrap)
+    count_S = torch.zeros_like(kept_S)
     for i in range(versions - 1):
-        run_S = run_S & (i + 1 < rows_S) & right_R[(first_S + i).clamp(max=R)]
-        kept_S = kept_S + run_S.long()
+        at_S, there_S = (first_S + i).clamp(max=R), there_S & (i + 1 < rows_S)
+        there_S = there_S & there_R[at_S]
+        run_S = run_S & there_S & right_R[at_S]
+        kept_S, count_S = kept_S + run_S.long(), count_S + there_S.long()
     sequence_R = sequence_ids_T.long()[logits_indices_R.long()]
     row_R = torch.arange(R, device=tokens_R.device)
     end_S = first_S + torch.where(drafted_S, kept_S, rows_S) - 1
@@ -65,4 +69,5 @@ def accept_drafts(
     version_N.index_put_((slots_S.long(),), version_S.to(version_N.dtype))
     end_R = end_S[sequence_R]
     newest_R = torch.where(row_R == end_R, row_slots_R, scrap)
-    return newest_R, torch.where(row_R <= end_R, row_slots_R, scrap), kept_S.to(torch.int32)
+    kept_R = torch.where(row_R <= end_R, row_slots_R, scrap)
+    return newest_R, kept_R, kept_S.to(torch.int32), count_S.to(torch.int32)

@@ -129,10 +129,11 @@ def test_two_tokens_of_a_chain() -> None:
     starts = torch.arange(0, 3 * n + 1, 3).int()
     fed = np.concatenate([np.zeros((n, 1), dtype=int), drafts[:, :2]], axis=1).reshape(-1)
     states = torch.zeros(n + 1, dtype=torch.int32), torch.zeros(n + 1, dtype=torch.int32)
-    *_, kept = accept_drafts.reference(
+    *_, kept, drafted = accept_drafts.reference(
         tokens, torch.arange(3 * n).int(), slots, torch.from_numpy(fed).int(), slots, starts, starts,
         torch.arange(n).int(), *states, 3,
     )  # fmt: skip
+    assert (drafted == 2).all()
     got = tokens.numpy().reshape(n, 3)
     again = cpu_sample(**rows(target[got[:, 0]], seed, index + 1)).numpy()  # the next step's, where one was kept
     pair = got[:, 0] * size + np.where(kept.numpy() > 1, got[:, 1], again)
