@@ -52,7 +52,8 @@ def check_checkpoint(plan: WeightPlan, checkpoint: Checkpoint) -> None:
                 continue
             for problem in _misfits(read, regions.get(read, []), checkpoint.tensors[name]):
                 problems[name, problem] = None
-    tied = any(e.tie for e in plan) or any(n > 1 for n in used.values()) or all(e.name != "head.lm_head" for e in plan)
+    heads = {e.name for e in plan if e.name.startswith("head.")}
+    tied = any(e.tie for e in plan) or any(n > 1 for n in used.values()) or (heads and "head.lm_head" not in heads)
     for name in checkpoint.tensors:
         unread = _BUFFERS.search(name) or _PRETRAINING.search(name) or (tied and name == _TIED)
         if name not in known and not unread:

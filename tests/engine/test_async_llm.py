@@ -476,7 +476,7 @@ def test_arguments_of_vllm(tokenizer: Tokenizer) -> None:
             stream = llm.generate(prompt=[5], sampling_params=sampling(3), request_id="a", lora_request=None)
             found = [output async for output in stream]
             assert found[-1].outputs[0].token_ids == expected([5], 3)
-            with pytest.raises(ConfigError, match="lora_request is 1: LoRA adapters cannot be loaded yet"):
+            with pytest.raises(ConfigError, match="lora_request is 1: give a LoRARequest"):
                 await everything(llm, [5], sampling(3), "b", lora_request=1)
 
     asyncio.run(run())

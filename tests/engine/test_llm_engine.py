@@ -92,7 +92,7 @@ def test_requests_that_cannot_run(engine: LLMEngine, core: StubCore) -> None:
     for id, prompt, options, message in (
         ("a", [5], {}, "request_id: 'a' is already running"),
         ("b", [VOCAB], {}, "prompt has token id 320"),
-        ("b", [5], {"lora_request": object()}, "lora_request is .*: LoRA adapters cannot be loaded yet"),
+        ("b", [5], {"lora_request": object()}, "lora_request is .*: give a LoRARequest"),
     ):
         with pytest.raises(ConfigError, match=message):
             engine.add_request(id, prompt, **options)  # type: ignore[arg-type]

@@ -575,12 +575,13 @@ def test_kernels_trace_to_one_call() -> None:
 
     def all_of_them(*t: torch.Tensor) -> tuple[torch.Tensor, ...]:
         attended = cpu_paged_attention(*t[2:4], t[3], *t[4:8], 0.2)
+        both_ways = cpu_encoder_attention(*t[2:4], t[3], t[6], 0.2)
         tokens, changed = cpu_sample(*t[8:15]), t[19:]
         scores = cpu_token_logprobs(changed[0], tokens, changed[1], changed[2], 5)
         last, counts = changed[1].clone(), changed[8].clone()
         recorded = cpu_record_tokens(tokens, changed[1], changed[1], changed[2], last, counts)
         mixed = experts_in_turn(t[0], *t[15:19])
-        return streaming_linear(t[0], t[1]), attended, mixed, cpu_process_logits(*changed), scores, recorded
+        return streaming_linear(t[0], t[1]), attended, both_ways, mixed, cpu_process_logits(*changed), scores, recorded
 
     inputs = (x, weight, q, k, cache, table, starts, lengths, *args.values(), *experts, *routing)
     inputs = (*inputs, *adjustments.values())

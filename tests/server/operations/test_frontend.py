@@ -215,7 +215,7 @@ def test_rates(flagged: Served) -> None:
 def test_flags_that_are_refused(process: Callable[..., Any], embedded_artifact: Path) -> None:
     for flags, message in [
         (("--ssl-ciphers", "AES"), "ssl_ciphers is 'AES': ciphers are those of OpenSSL's defaults"),
-        (("--lora-modules", "a=b"), "lora_modules is 'a=b': LoRA adapters cannot be loaded yet"),
+        (("--lora-modules", "a=b"), "lora-modules: adapters are served with --enable-lora"),
         (("--grpc-port", "5"), "grpc_port is 5: gRPC is not served"),
         (("--chat-template", "/no/where"), "chat-template is '/no/where': no file that can be read"),
         (("--chat-template", "{{ x"), "chat template: line 1"),
