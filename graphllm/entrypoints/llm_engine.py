@@ -97,8 +97,8 @@ class LLMEngine:
         refuse(tokenization_kwargs=tokenization_kwargs)
         if request_id in self._names:
             raise ConfigError(f"request_id: {request_id!r} is already running; ids must be unique")
-        name, self._count = f"{request_id}-{self._count}", self._count + 1
         adapter = self.adapters.requested(lora_request)
+        name, self._count = f"{request_id}-{self._count}", self._count + 1
         parsed = self.processor.make(prompt, params or self.defaults, name, priority=priority, adapter=adapter)
         self.outputs.add(parsed)
         try:
