@@ -121,7 +121,7 @@ def main() -> None:
             begun = time.perf_counter()
             compile_to(Path(work, name), folder, *common, *more)
             found[f"compile s, {name}"] = round(time.perf_counter() - begun, 1)
-            memory = {"kv_cache_memory_bytes": 2 << 30}  # both engines lie on the GPU at once
+            memory = {"kv_cache_memory_bytes": 8 << 30}  # both engines lie on the GPU at once
             begun = time.perf_counter()
             cores[name] = load(Path(work, name), folder, **memory, **({"max_cpu_loras": 32} if more else {}))
             found[f"load s, {name}"] = round(time.perf_counter() - begun, 1)

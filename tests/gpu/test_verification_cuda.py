@@ -12,6 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from test_verification import (  # noqa: E402, F401
     llama,
+    llama_place,
     looking,
     test_drafts_change_nothing_but_the_number_of_steps,
     test_every_kind_of_request_is_verified,
