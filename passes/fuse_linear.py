@@ -3,13 +3,13 @@
 How much joins is for the implementations to say: each linear layer becomes the largest of the fused forms that one of
 them takes at this place. A single row is normalized again by every program that reads it; more rows are normalized
 once, by the kernel that ends the residual branch before. In long steps that also keeps Inductor from copying the
-residual to where the library adds the product to it.
+residual to where the library adds the product to it. What adapters add joins where rows are few.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import Node
 
 from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, op_of
+from graphllm.ops.add_lora import add_lora
 from graphllm.ops.fused_linear import fused_linear
 from graphllm.ops.linear import linear
 from graphllm.ops.linear_add_norm import linear_add_norm
@@ -34,7 +35,8 @@ def fuse_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRepo
         bound = _bound(node, linear)
         if bound is None:
             continue
-        form = next((f for f in _forms(node, bound) if is_implemented(unit, config, f.op, **f.arguments)), None)
+        forms = itertools.chain(_forms_with_adapters(node, bound), _forms(node, bound))
+        form = next((f for f in forms if is_implemented(unit, config, f.op, **f.arguments)), None)
         if form is not None:
             made = unit.replace(form.replaces, form.op, **form.arguments)
             notes.append(f"{made.name}: {', '.join(form.parts)}")
@@ -50,8 +52,20 @@ class _Form(NamedTuple):
     parts: tuple[str, ...]
 
 
-def _forms(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
-    """The ways to fuse a linear layer, those that take in more first."""
+def _forms_with_adapters(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
+    """The ways in which `add_lora` joins, if that alone reads the product."""
+    user = _only_user(node)
+    added = _bound(user, add_lora) if user is not None else None
+    if user is not None and added is not None and added["y_TO"] is node and added["x_TI"] is bound["x_TI"]:
+        tables = {n: added[n] for n in ("a_LRI", "b_LrO", "adapter_ids_T", "widths")}
+        for form in _forms(user, bound | tables, {node, user}):
+            at = form.parts.index("linear") + 1
+            yield form._replace(parts=(*form.parts[:at], "adapters", *form.parts[at:]))
+
+
+def _forms(node: Node, bound: dict[str, Any], readers: Collection[Node] = ()) -> Iterator[_Form]:
+    """The ways to fuse a linear layer whose result is a node's, those that take in more first. readers: of x, all of
+    which join; the node alone if not given."""
     before = _bound(bound["x_TI"], rms_norm)
     add, residual = sum_with(node)
     norm = None if add is None else next((u for u in add.users if _is_norm_of(u, add)), None)
@@ -59,7 +73,7 @@ def _forms(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
         after = rms_norm.bind(norm.args, norm.kwargs)
         arguments = bound | {"residual_TO": residual, "norm_O": after["weight"], "eps": after["eps"]}
         yield _Form(linear_add_norm, arguments, (add, norm), ("linear", "residual", "norm"))
-    if before is not None and (before["offset"] or len(bound["x_TI"].users) > 1):
+    if before is not None and (before["offset"] or set(bound["x_TI"].users) != {node, *readers}):
         before = None
     user = _only_user(node)
     gate = user if user is not None and op_of(user.target) is swiglu else None

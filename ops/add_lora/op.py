@@ -8,11 +8,17 @@ from torch import Tensor
 from graphllm.ir import Cost, nbytes, op
 
 
+def table_cost(rows: int, a_LRI: Tensor | None, b_LrO: Tensor | None) -> Cost:
+    """Of the cheapest step with adapters, one with a single one: its tables. Nothing without tables."""
+    if a_LRI is None or b_LrO is None:
+        return Cost(0, 0)
+    flops = 2 * rows * (a_LRI.shape[1] * a_LRI.shape[2] + b_LrO.shape[1] * b_LrO.shape[2])
+    return Cost((nbytes(a_LRI) + nbytes(b_LrO)) // a_LRI.shape[0], flops)
+
+
 def _cost(y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int]) -> Cost:
-    # Of the adapters one at least, and no more than there are tokens: the cheapest step with one.
-    tables = (nbytes(a_LRI) + nbytes(b_LrO)) // a_LRI.shape[0]
-    flops = 2 * x_TI.shape[0] * (a_LRI.shape[1] * a_LRI.shape[2] + b_LrO.shape[1] * b_LrO.shape[2])
-    return Cost(tables + nbytes(x_TI, adapter_ids_T) + 2 * nbytes(y_TO), flops)
+    tables = table_cost(x_TI.shape[0], a_LRI, b_LrO)
+    return Cost(tables.bytes + nbytes(x_TI, adapter_ids_T) + 2 * nbytes(y_TO), tables.flops)
 
 
 @op(cost=_cost, rowwise=True, neutral=("adapter_ids_T", "y_TO"))
@@ -39,3 +45,17 @@ def add_lora(
     parts = zip(low_TLR.split(r, 2), b_LrO[1:].to(wide).split(widths, 2), strict=True)
     delta_TO = torch.cat([low.flatten(1) @ b.flatten(0, 1) for low, b in parts], 1)
     return (y_TO.to(wide) + delta_TO).to(y_TO.dtype)
+
+
+def adapted(
+    y_TO: Tensor,
+    x_TI: Tensor,
+    a_LRI: Tensor | None,
+    b_LrO: Tensor | None,
+    adapter_ids_T: Tensor | None,
+    widths: list[int] | None,
+) -> Tensor:
+    """The reference of `add_lora`, for ops that have it in them; y where there are no tables."""
+    if a_LRI is None or b_LrO is None or adapter_ids_T is None or widths is None:
+        return y_TO
+    return add_lora.reference(y_TO, x_TI, a_LRI, b_LrO, adapter_ids_T, widths)

@@ -1,9 +1,5 @@
-"""Triton kernels for add_lora: one for x @ A.T, in parts where rows are few, and one that adds the product with B to y.
-
-Few rows are bound by reading tables: a program has one adapter and a part of the inner dimension, and ends at once
-where none of its rows has that adapter. Rows of several adapters in one block of a long step are computed adapter by
-adapter.
-"""
+"""Triton kernels for add_lora: one for x @ A.T, and one that adds the product with B to y, adapter by adapter, for
+linear layers whose own kernels do not."""
 
 # mypy: allow-untyped-defs
 
@@ -18,6 +14,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.add_lora.op import add_lora
+from graphllm.ops.add_lora.triton_low_rank import shrink_tiles
 
 _PARTS = 6  # matrices of a layer that the kernel's arguments have room for
 _FEW = 64  # rows up to which the inner dimension is divided among programs
@@ -25,40 +22,10 @@ _MOST_RANK = 256  # whose B fits into registers and shared memory
 
 
 @triton.jit
-def _shrink_kernel(
-    x_ptr, a_ptr, ids_ptr, low_ptr, T, x_stride, K: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
-    BR: tl.constexpr, BK: tl.constexpr, RANK_BLOCKS: tl.constexpr, PER_SPLIT: tl.constexpr,
-    EMULATED: tl.constexpr,
-):  # fmt: skip
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    own_id = tl.program_id(1) + 1
-    split = tl.program_id(2) // RANK_BLOCKS
-    t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    own = tl.load(ids_ptr + t, mask=t < T, other=0) == own_id
-    if tl.max(own.to(tl.int32), axis=0) > 0:
-        r = tl.program_id(2) % RANK_BLOCKS * BR + tl.arange(0, BR)
-        k = split * PER_SPLIT + tl.arange(0, BK)
-        x = x_ptr + t.to(tl.int64)[:, None] * x_stride + k[None, :]
-        a = a_ptr + (own_id * R + r).to(tl.int64)[None, :] * K + k[:, None]
-        total = tl.zeros([ROWS, BR], tl.float32)
-        for at in range(0, PER_SPLIT, BK):
-            inside = (k + at < K) & (k + at < (split + 1) * PER_SPLIT)
-            x_tile = tl.load(x + at, mask=own[:, None] & inside[None, :], other=0.0)
-            a_tile = tl.load(a + at, mask=(r < R)[None, :] & inside[:, None], other=0.0)
-            if EMULATED:
-                x_tile, a_tile = x_tile.to(tl.float32), a_tile.to(tl.float32)
-            total = tl.dot(x_tile, a_tile, total, input_precision="ieee")
-        to = low_ptr + (split * T + t).to(tl.int64)[:, None] * R + r[None, :]
-        tl.store(to, total, mask=own[:, None] & (r < R)[None, :])
-
-
-@triton.jit
 def _expand_kernel(
     y_ptr, low_ptr, b_ptr, ids_ptr, out_ptr, T, y_stride, N: tl.constexpr, R: tl.constexpr, RANK: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, W3: tl.constexpr, W4: tl.constexpr, W5: tl.constexpr,
-    ROWS: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, BR: tl.constexpr, BO: tl.constexpr,
     EMULATED: tl.constexpr,
 ):  # fmt: skip
     # Which columns: a program's lie in one of the layer's matrices.
@@ -83,16 +50,12 @@ def _expand_kernel(
     ids = tl.load(ids_ptr + t, mask=t < T, other=0)
     whole = (t < T)[:, None] & (o < width)[None, :]
     total = tl.load(y_ptr + t.to(tl.int64)[:, None] * y_stride + o[None, :], mask=whole, other=0.0).to(tl.float32)
-    split_size = tl.full([], R, tl.int64) * T
     first = tl.maximum(tl.min(tl.where(ids > 0, ids, 1 << 30), axis=0), 1)
     for own_id in range(first, tl.max(ids, axis=0) + 1):
         own = ids == own_id
         if tl.max(own.to(tl.int32), axis=0) > 0:
-            low = tl.zeros([ROWS, BR], tl.float32)
             from_low = low_ptr + t.to(tl.int64)[:, None] * R + (part * RANK + j)[None, :]
-            for _ in range(SPLITS):
-                low += tl.load(from_low, mask=own[:, None] & (j < RANK)[None, :], other=0.0)
-                from_low += split_size
+            low = tl.load(from_low, mask=own[:, None] & (j < RANK)[None, :], other=0.0)
             b = tl.load(
                 b_ptr + (own_id * RANK + j).to(tl.int64)[:, None] * N + o[None, :],
                 mask=(j < RANK)[:, None] & (o < width)[None, :], other=0.0,
@@ -121,39 +84,25 @@ def _configs(site: CallSite) -> Sequence[Mapping[str, int]]:
     return [{"rows": few, "columns": c, "splits": s} for s in splits[:3] for c in (128, 64)]
 
 
-@add_lora.tuning_inputs
-def _(adapter_ids_T: Tensor, a_LRI: Tensor) -> dict[str, Tensor]:
-    """Every adapter in turn."""
-    t = torch.arange(adapter_ids_T.shape[0], device=adapter_ids_T.device, dtype=torch.int32)
-    return {"adapter_ids_T": 1 + t % max(1, a_LRI.shape[0] - 1)}
-
-
 @add_lora.impl("triton_grouped", device="cuda", supports=_supports, configs=_configs)
 def triton_grouped(
     y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int], rows: int,
     columns: int, splits: int,
 ) -> Tensor:  # fmt: skip
     """Two launches."""
-    (T, inner), N = x_TI.shape, y_TO.shape[1]
-    (L, R, _), rank = a_LRI.shape, b_LrO.shape[1]
-    emulated = triton.knobs.runtime.interpret
-    low = torch.empty((splits, T, R), dtype=torch.float32, device=x_TI.device)
+    T, N = y_TO.shape
+    R, rank = a_LRI.shape[1], b_LrO.shape[1]
+    low_TR = torch.empty((T, R), dtype=torch.float32, device=x_TI.device)
+    shrink_tiles(x_TI, a_LRI, adapter_ids_T, low_TR, rows, splits)
     out_TO = y_TO.new_empty(y_TO.shape)
-    few = min(64, max(16, triton.next_power_of_2(R)))
-    blocks, per_split = -(-R // few), -(-inner // splits)
-    launch_triton(
-        _shrink_kernel, (-(-T // rows), L - 1, splits * blocks), x_TI, a_LRI, adapter_ids_T, low, T, x_TI.stride(0),
-        K=inner, R=R, ROWS=rows, BR=few, BK=128 if few * rows <= 2048 else 64, RANK_BLOCKS=blocks, PER_SPLIT=per_split,
-        EMULATED=emulated, num_warps=4,
-    )  # fmt: skip
     own_rows = min(rows, 64)
     padded = max(16, triton.next_power_of_2(rank))
     columns = columns if padded <= 64 else 64
     places = [*widths, *[0] * (_PARTS - len(widths))]
     launch_triton(
-        _expand_kernel, (-(-T // own_rows), sum(-(-w // columns) for w in widths)), y_TO, low, b_LrO, adapter_ids_T,
+        _expand_kernel, (-(-T // own_rows), sum(-(-w // columns) for w in widths)), y_TO, low_TR, b_LrO, adapter_ids_T,
         out_TO, T, y_TO.stride(0), N=N, R=R, RANK=rank, W0=places[0], W1=places[1], W2=places[2], W3=places[3],
-        W4=places[4], W5=places[5], ROWS=own_rows, BR=padded, BO=columns, SPLITS=splits,
-        EMULATED=emulated, num_warps=4,
+        W4=places[4], W5=places[5], ROWS=own_rows, BR=padded, BO=columns, EMULATED=triton.knobs.runtime.interpret,
+        num_warps=4,
     )  # fmt: skip
     return out_TO

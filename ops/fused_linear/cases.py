@@ -13,7 +13,28 @@ _REASON = (
 )
 
 
-def _case(T: int, out: int, inner: int, fused: str = "", size: str = "small", encoding: str = "") -> Case:
+def adapters(make: Maker, T: int, inner: int, widths: tuple[int, ...], rank: int, count: int) -> dict[str, object]:
+    """Tables, of which entry 0 is never read, and tokens of any of them and of none."""
+    tables = {
+        "a_LRI": make.normal(count + 1, len(widths) * rank, inner, scale=inner**-0.5),
+        "b_LrO": make.normal(count + 1, rank, sum(widths), scale=rank**-0.5),
+    }
+    for table in tables.values():
+        table[0] = float("nan")
+    return {**tables, "adapter_ids_T": make.integers(0, count + 1, T), "widths": list(widths)}
+
+
+def _case(
+    T: int,
+    out: int,
+    inner: int,
+    fused: str = "",
+    size: str = "small",
+    encoding: str = "",
+    widths: tuple[int, ...] = (),
+    rank: int = 16,
+    count: int = 3,
+) -> Case:
     def inputs(make: Maker) -> dict[str, object]:
         gated = "gate" in fused
         weight = encoded(make, encoding, out, inner) if encoding else {}
@@ -26,9 +47,11 @@ def _case(T: int, out: int, inner: int, fused: str = "", size: str = "small", en
             "eps": 1e-5,
             "residual_TN": make.normal(T, out // 2 if gated else out) if "residual" in fused else None,
             "gated": gated,
+            **(adapters(make, T, inner, widths, rank, count) if widths else {}),
         }
 
-    name = f"T{T}_O{out}_I{inner}" + (f"_{fused}" if fused else "") + (f"_{encoding}" if encoding else "")
+    name = "_".join(filter(None, (f"T{T}_O{out}_I{inner}", fused, encoding)))
+    name += f"_{len(widths)}x{count}_r{rank}" if widths else ""
     tolerance = _NORMED if "norm" in fused else _TOLERANCE
     return Case(name, inputs, tolerance, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)  # type: ignore[arg-type]
 
@@ -39,6 +62,8 @@ LAYERS = {
     "0.6B": (("qkv", 4096, 1024, "norm"), ("o", 1024, 2048, "residual"), ("gate_up", 6144, 1024, "norm_gate"),
              ("down", 1024, 3072, "residual")),
 }  # fmt: skip
+
+_PARTS = {"qkv": (4096, 1024, 1024), "gate_up": (14336, 14336)}
 
 CASES = (
     _case(1, 48, 32),
@@ -60,6 +85,19 @@ CASES = (
     _case(2, 40, 288, encoding="int4-0"),
     _case(33, 72, 528, "gate", encoding="int4-zeros-64"),
     _case(3, 48, 352, "residual", encoding="e2m1-32"),
+    _case(1, 96, 64, "norm_bias_gate_residual", widths=(48, 48)),
+    _case(1, 80, 2056, "norm", widths=(40, 24, 16), rank=5),
+    _case(1, 48, 256, "residual", encoding="float8-0", widths=(48,), rank=33),
+    _case(7, 80, 96, "norm_gate", widths=(40, 40), rank=24),
+    _case(17, 72, 528, "residual", widths=(40, 32), count=5),
+    _case(70, 96, 1040, "gate", widths=(96,), rank=64, count=1),
+    _case(20, 48, 320, encoding="int4-32", widths=(16, 16, 16), count=6),
+    _case(3, 48, 352, "residual", encoding="e2m1-32", widths=(48,), rank=8),
+    *(
+        _case(T, *layer[1:], size="real", widths=_PARTS.get(layer[0], layer[1:2]), count=8)
+        for T in (1, 8, 16, 64, 256)
+        for layer in LAYERS["8B"]
+    ),
     *(_case(T, *layer[1:], size="real") for T in (1, 16, 64, 256) for layers in LAYERS.values() for layer in layers),
     *(
         _case(T, *layer[1:], size="real", encoding=e)

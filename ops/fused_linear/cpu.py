@@ -27,6 +27,7 @@ def _supports(site: CallSite) -> bool:
         and args["gated"]
         and args["norm_I"] is None
         and args["residual_TN"] is None
+        and args["a_LRI"] is None
         and all(t.dtype == torch.bfloat16 and t.stride(-1) == 1 for t in tensors)
     )
 

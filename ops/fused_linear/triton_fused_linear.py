@@ -22,6 +22,14 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.add_lora.triton_low_rank import (
+    MOST_MATRICES,
+    Adapters,
+    expanded_row,
+    expanded_tile,
+    row_of_b,
+    shrunk,
+)
 from graphllm.ops.encoded_weights import BITS, span_of
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_direct import direct_product
@@ -54,6 +62,9 @@ def row_kernel(
     norm_ptr,
     residual_ptr,
     out_ptr,
+    low_ptr,  # what adapters add, if RANK is not 0: their x @ A.T, B, and which adapter each token has
+    b_ptr,
+    ids_ptr,
     WEIGHT_ROW: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -62,6 +73,10 @@ def row_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EMULATED: tl.constexpr,
@@ -76,6 +91,9 @@ def row_kernel(
     bias = 0.0
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)
+    table = bias
+    if RANK:
+        table = row_of_b(ids_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -93,7 +111,10 @@ def row_kernel(
     out = tl.sum(acc, axis=1)
     if NORM:
         out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
-    _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
+    out += bias
+    if RANK:
+        out += expanded_row(table, low_ptr, row, RANK, BLOCK_R, END_0, END_1)
+    _finish_row(out, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
 
 
 @triton.jit
@@ -122,6 +143,9 @@ def encoded_row_kernel(
     norm_ptr,
     residual_ptr,
     out_ptr,
+    low_ptr,
+    b_ptr,
+    ids_ptr,
     WEIGHT_ROW: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -132,6 +156,10 @@ def encoded_row_kernel(
     GATED: tl.constexpr,
     FORM: tl.constexpr,
     SPAN: tl.constexpr,
+    RANK: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EMULATED: tl.constexpr,
@@ -153,6 +181,9 @@ def encoded_row_kernel(
     bias = 0.0
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)
+    table = bias
+    if RANK:
+        table = row_of_b(ids_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
@@ -172,7 +203,10 @@ def encoded_row_kernel(
     out = tl.sum(acc, axis=1) * scale
     if NORM:
         out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
-    _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
+    out += bias
+    if RANK:
+        out += expanded_row(table, low_ptr, row, RANK, BLOCK_R, END_0, END_1)
+    _finish_row(out, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
 
 
 @triton.jit
@@ -201,6 +235,28 @@ def _finish_tile(
 
 
 @triton.jit
+def _expanded(
+    ids_ptr, low_ptr, b_ptr, block, token, T,
+    N: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
+    GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """What adapters add to a tile; with a gate, to the rows of both halves apart, as B is read in neighbouring rows."""
+    CHUNK: tl.constexpr = 64 if COLUMNS > 32 else 32 if COLUMNS > 16 else 16
+    if GATED:
+        HALF: tl.constexpr = BLOCK_N // 2
+        row = block * HALF + tl.arange(0, HALF)
+        gate = expanded_tile(ids_ptr, low_ptr, b_ptr, row, row < N // 2, token, T, N, RANK, COLUMNS, END_0,
+                             END_1, CHUNK, HALF, BLOCK_T, EMULATED)  # fmt: skip
+        value = expanded_tile(ids_ptr, low_ptr, b_ptr, row + N // 2, row < N // 2, token, T, N, RANK, COLUMNS, END_0,
+                              END_1, CHUNK, HALF, BLOCK_T, EMULATED)  # fmt: skip
+        return tl.reshape(tl.permute(tl.join(gate, value), (0, 2, 1)), [BLOCK_N, BLOCK_T])
+    else:
+        row = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        return expanded_tile(ids_ptr, low_ptr, b_ptr, row, row < N, token, T, N, RANK, COLUMNS, END_0, END_1, CHUNK,
+                             BLOCK_N, BLOCK_T, EMULATED)  # fmt: skip
+
+
+@triton.jit
 def tile_kernel(
     x_ptr,
     weight_ptr,
@@ -212,6 +268,9 @@ def tile_kernel(
     out_ptr,
     partial_ptr,  # float32: [SPLITS, T, N] if PARTS, else [token tiles, blocks, SPLITS, BLOCK_N, BLOCK_T]
     arrived_ptr,  # [token tiles * blocks] int32, zero before and after
+    low_ptr,
+    b_ptr,
+    ids_ptr,
     T,
     X_ROW: tl.constexpr,
     WEIGHT_ROW: tl.constexpr,
@@ -223,6 +282,10 @@ def tile_kernel(
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    END_0: tl.constexpr,
+    END_1: tl.constexpr,
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
@@ -293,6 +356,9 @@ def tile_kernel(
             if EMULATED:
                 weight, x = weight.to(tl.float32), x.to(tl.float32)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if RANK > 0 and split == 0:
+        acc += _expanded(ids_ptr, low_ptr, b_ptr, block, token, T, N, RANK, COLUMNS, END_0, END_1, GATED, BLOCK_N,
+                         BLOCK_T, EMULATED)  # fmt: skip
     if PARTS:
         at_row = (split * T + token).to(tl.int64)[:, None] * N
         tl.store(partial_ptr + at_row + row[None, :], tl.trans(acc), mask=(token < T)[:, None] & in_row[None, :])
@@ -398,14 +464,14 @@ def short(site: CallSite) -> bool:
 
 def plain(site: CallSite) -> bool:
     """Whether the library's product and the kernels around it serve a site."""
-    return site.args["scales_GO"] is None and half(site)
+    return site.args["scales_GO"] is None and site.args["a_LRI"] is None and half(site)
 
 
 def half(site: CallSite) -> bool:
     """Whether the other kernels of this file serve a site: one half-precision dtype, contiguous and aligned; encoded
     weights whose groups are whole tiles."""
-    x_TI, form, group = (site.args[n] for n in ("x_TI", "form", "group"))
-    tensors = {n: t for n, t in site.args.items() if isinstance(t, Tensor)}
+    x_TI, form, group, widths = (site.args[n] for n in ("x_TI", "form", "group", "widths"))
+    tensors = {n: t for n, t in site.args.items() if isinstance(t, Tensor) and n != "adapter_ids_T"}
     encoded = [tensors.pop(n) for n in _ENCODED if form and n in tensors]
     return (
         x_TI.dtype in (torch.bfloat16, torch.float16)
@@ -413,6 +479,7 @@ def half(site: CallSite) -> bool:
         and all(t.is_contiguous() for t in encoded)
         and x_TI.shape[1] % (16 if form else 8) == 0
         and group % (64 if BITS.get(form) == 8 else 32) == 0
+        and len(widths or ()) <= MOST_MATRICES
     )
 
 
@@ -439,6 +506,10 @@ def triton_row(
     gated: bool = False,
     scales_GO: Tensor | None = None,
     form: str = "",
+    a_LRI: Tensor | None = None,
+    b_LrO: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
+    widths: list[int] | None = None,
     *,
     block_n: int,
     block_k: int,
@@ -447,17 +518,20 @@ def triton_row(
     """One row of x."""
     N, K = weight_OI.shape[0], x_TI.shape[1]
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
+    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I, eps)
     others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
+    last, ranks = (out_TN, *_tables(adapters, x_TI)), _ranks(adapters)
     constants: dict[str, Any] = {
         "WEIGHT_ROW": weight_OI.stride(0), "N": N, "K": K, "EPS": eps, "NORM": norm_I is not None,
         "BIAS": bias_O is not None, "RESIDUAL": residual_TN is not None, "GATED": gated, "BLOCK_N": block_n,
         "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
+        "BLOCK_R": triton.next_power_of_2(ranks["RANK"]), **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
     }  # fmt: skip
     if scales_GO is None:
-        launch_triton(row_kernel, (-(-N // block_n),), x_TI, weight_OI, *others, out_TN, **constants)
+        launch_triton(row_kernel, (-(-N // block_n),), x_TI, weight_OI, *others, *last, **constants)
     else:
         constants |= {"FORM": form, "SPAN": span_of(form, K, 0)}
-        launch_triton(encoded_row_kernel, (-(-N // block_n),), x_TI, weight_OI, scales_GO, *others, out_TN, **constants)
+        launch_triton(encoded_row_kernel, (-(-N // block_n),), x_TI, weight_OI, scales_GO, *others, *last, **constants)
     return out_TN
 
 
@@ -578,9 +652,11 @@ def launch_tiles(
     encoded: tuple[Tensor | None, Tensor | None, str, int] = (None, None, "", 0),
     norm: tuple[Tensor | None, float] = (None, 0.0),
     parts: bool = False,
+    adapters: Adapters | None = None,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
-    encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized."""
+    encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
+    what is added to the products."""
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     scales_GO, zeros_GO, form, group = encoded
     blocks, splits = -(-N // config["block_n"]), config["splits"]
@@ -593,16 +669,25 @@ def launch_tiles(
         tile_kernel, (blocks, splits, config["token_tiles"]),
         x_TI, weight_OI, *(weight_OI if t is None else t for t in (scales_GO, zeros_GO)),
         *(x_TI if t is None else t for t in (bias_O, norm[0], residual_TN)), out, partial,
-        zeroed(x_TI, count) if count else x_TI, T,
+        zeroed(x_TI, count) if count else x_TI, *_tables(adapters, x_TI), T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
         NORM=norm[0] is not None, BIAS=bias_O is not None, RESIDUAL=residual_TN is not None, GATED=gated,
-        FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, BLOCK_T=config["block_t"],
+        FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
         DIRECT=config["direct"] * config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
+
+
+def _tables(adapters: Adapters | None, x_TI: Tensor) -> tuple[Tensor, ...]:
+    """What kernels read of adapters; anything if there are none."""
+    return adapters[:3] if adapters else (x_TI, x_TI, x_TI)
+
+
+def _ranks(adapters: Adapters | None) -> dict[str, int]:
+    return adapters.constants if adapters else {"RANK": 0, "COLUMNS": 0, "END_0": 0, "END_1": 0}
 
 
 @fused_linear.impl("triton_tile", device="cuda", supports=short, configs=tile_configs)
@@ -618,15 +703,20 @@ def triton_tile(
     zeros_GO: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    a_LRI: Tensor | None = None,
+    b_LrO: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
+    widths: list[int] | None = None,
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
     within = config["norm"] == 1
     if norm_I is not None and not within:
         x_TI = _normalized(x_TI, norm_I, eps)
+    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I if within else None, eps)
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
-        norm=(norm_I if within else None, eps),
+        norm=(norm_I if within else None, eps), adapters=adapters,
     )  # fmt: skip
     return out_TN

@@ -7,13 +7,20 @@ from typing import Literal
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
 from graphllm.ops.encoded_weights import encoded
+from graphllm.ops.fused_linear.cases import adapters
 
 _TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
 _REASON = "float32 accumulation in another order; sum and norm are rounded to the dtype up to three times"
 
 
 def _case(
-    T: int, out: int, inner: int, bias: bool = False, size: Literal["small", "real"] = "small", encoding: str = ""
+    T: int,
+    out: int,
+    inner: int,
+    bias: bool = False,
+    size: Literal["small", "real"] = "small",
+    encoding: str = "",
+    rank: int = 0,
 ) -> Case:
     def inputs(make: Maker) -> dict[str, object]:
         return {
@@ -24,9 +31,11 @@ def _case(
             "norm_O": make.normal(out),
             "eps": 1e-5,
             "bias_O": make.normal(out) if bias else None,
+            **(adapters(make, T, inner, (out,), rank, 8) if rank else {}),
         }
 
     name = f"T{T}_O{out}_I{inner}" + ("_bias" if bias else "") + (f"_{encoding}" if encoding else "")
+    name += f"_r{rank}" if rank else ""
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
 
 
@@ -38,6 +47,10 @@ CASES = (
     _case(35, 33, 264, bias=True),
     _case(17, 40, 256, bias=True, encoding="float8-0"),
     _case(3, 48, 528, encoding="int4-zeros-128"),
+    _case(3, 40, 96, bias=True, rank=16),
+    _case(35, 72, 1032, rank=5),
+    _case(17, 40, 256, encoding="float8-0", rank=16),
+    *(_case(T, 4096, inner, size="real", rank=16) for T in (16, 64, 256) for inner in (4096, 14336)),
     *(_case(T, *shape, size="real") for T in (16, 64, 256)
       for shape in ((4096, 4096), (4096, 14336), (1024, 2048), (1024, 3072))),
 )  # fmt: skip

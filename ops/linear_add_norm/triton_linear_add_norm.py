@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphllm.ops.add_lora.triton_low_rank import shrunk
 from graphllm.ops.fused_linear.triton_fused_linear import launch_norm, launch_tiles, plain, short, tile_configs
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
@@ -38,12 +39,19 @@ def triton_tile(
     zeros_GO: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    a_LRI: Tensor | None = None,
+    b_LrO: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
+    widths: list[int] | None = None,
     **config: int,
 ) -> tuple[Tensor, Tensor]:
     """Up to ``MOST_ROWS`` rows of x."""
     shape = (x_TI.shape[0], weight_OI.shape[0])
+    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths)
     parts = torch.empty((config["splits"], *shape), dtype=torch.float32, device=x_TI.device)
-    launch_tiles(x_TI, weight_OI, parts, config, encoded=(scales_GO, zeros_GO, form, group), parts=True)
+    launch_tiles(
+        x_TI, weight_OI, parts, config, encoded=(scales_GO, zeros_GO, form, group), parts=True, adapters=adapters
+    )
     sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
     launch_norm(parts, norm_O, eps, normed_TO, config["splits"], bias_O, residual_TO, sum_TO)
     return sum_TO, normed_TO

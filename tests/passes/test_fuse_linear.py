@@ -27,6 +27,8 @@ SPECS = {
     "x": dense("bfloat16", "T", D), "r": dense("bfloat16", "T", D), "a": dense("bfloat16", "T", D),
     "norm": dense("bfloat16", D), "square": dense("bfloat16", D, D), "up": dense("bfloat16", 2 * F, D),
     "down": dense("bfloat16", D, F), "bias": dense("bfloat16", D),
+    "square_a": dense("bfloat16", 3, 4, D), "square_b": dense("bfloat16", 3, 4, D), "up_a": dense("bfloat16", 3, 8, D),
+    "up_b": dense("bfloat16", 3, 4, 2 * F), "ids": dense("int32", "T"),
 }  # fmt: skip
 Values = dict[str, Any]
 Fn = Callable[[Values], tuple[Tensor, ...]]
@@ -44,10 +46,20 @@ def _layer(v: Values) -> tuple[Tensor, ...]:
     return x, linear(_norm(v, x), v["up"])
 
 
+def _adapted(v: Values, x: Any, name: str, widths: list[int]) -> Any:
+    return OPS["add_lora"](linear(x, v[name]), x, v[name + "_a"], v[name + "_b"], v["ids"], widths)
+
+
+def _adapted_layer(v: Values) -> tuple[Tensor, ...]:
+    x = v["r"] + _adapted(v, v["a"], "square", [D])
+    x = x + linear(swiglu(_adapted(v, _norm(v, x), "up", [F, F])), v["down"])
+    return x, _adapted(v, _norm(v, x), "up", [F, F])
+
+
 def _run(
     fn: Fn, bucket: Bucket, config: CompileConfig = GPU, dtype: str = "bfloat16"
 ) -> tuple[Unit, PassReport, list[str]]:
-    specs = {n: dataclasses.replace(s, dtype=dtype) for n, s in SPECS.items()}
+    specs = {n: dataclasses.replace(s, dtype=dtype) if n != "ids" else s for n, s in SPECS.items()}
     unit = trace_unit("piece", specs, fn, Shapes("cpu", bucket))._replace(bucket=bucket)
     report = fuse_linear(unit, WeightPlan(()), config)
     verify(unit.graph, "after")
@@ -59,6 +71,7 @@ def _same_result(fn: Fn, unit: Unit, tokens: int) -> None:
     draw = torch.Generator().manual_seed(0)
     sizes = [(n, [tokens if d == "T" else d for d in s.shape]) for n, s in SPECS.items()]
     values = {n: torch.randn(shape, generator=draw).bfloat16() for n, shape in sizes}
+    values["ids"] = torch.arange(tokens, dtype=torch.int32) % 3
     arguments = [values[n.meta["label"]] for n in unit.graph.find_nodes(op="placeholder")]
     outputs = torch.fx.Interpreter(torch.fx.GraphModule(torch.nn.Module(), unit.graph)).run(*arguments)
     for found, expected in zip(outputs, fn(values), strict=True):
@@ -81,6 +94,34 @@ def test_more_rows_are_normalized_where_the_branch_ends(bucket: Bucket) -> None:
     assert ops == ["graphllm::linear_add_norm", "graphllm::fused_linear"] * 2
     assert report.changed == 4
     _same_result(_layer, unit, 5)
+
+
+@pytest.mark.parametrize(
+    ("bucket", "ops", "parts"),
+    [
+        (ONE, ["fused_linear"] * 4,
+         ["linear, adapters, residual", "norm, linear, adapters, gate", "linear, residual", "norm, linear, adapters"]),
+        (SOME, ["linear_add_norm", "fused_linear"] * 2,
+         ["linear, adapters, residual, norm", "linear, adapters, gate", "linear, residual, norm", "linear, adapters"]),
+        (MANY, ["fused_linear", "add_lora", "rms_norm", "fused_linear", "add_lora", "swiglu", "linear_add_norm",
+                "fused_linear", "add_lora"], ["linear", "linear", "linear, residual, norm", "linear"]),
+    ],
+)  # fmt: skip
+def test_what_adapters_add_joins_where_rows_are_few(bucket: Bucket, ops: list[str], parts: list[str]) -> None:
+    unit, report, targets = _run(_adapted_layer, bucket)
+    assert [t.removeprefix("graphllm::") for t in targets if t.startswith("graphllm::")] == ops
+    assert [n.partition(": ")[2] for n in report.notes] == parts
+    _same_result(_adapted_layer, unit, bucket.lo)
+
+
+def test_adapters_stay_where_something_else_reads_the_product() -> None:
+    def fn(v: Values) -> tuple[Tensor, ...]:
+        y = linear(v["x"], v["square"])
+        return OPS["add_lora"](y, v["x"], v["square_a"], v["square_b"], v["ids"], [D]), y
+
+    unit, _, targets = _run(fn, ONE)
+    assert targets == ["graphllm::fused_linear", "graphllm::add_lora"]
+    _same_result(fn, unit, 1)
 
 
 @pytest.mark.parametrize("bucket", [ONE, SOME, MANY])
