@@ -16,10 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import launch_triton, zeroed
+from graphllm.ir import CallSite, launch_triton, zeroed
 
 MOST_MATRICES = 3  # of a layer, which a linear layer's kernel tells apart
-_ROW_BY_ROW = 8  # rows up to which each has programs of its own
+_ROW_BY_ROW = 32  # rows up to which each has programs of its own
 _PROGRAMS = 128  # that a launch for more rows should have
 
 
@@ -183,33 +183,44 @@ class Adapters(NamedTuple):
         return {"RANK": rank, "COLUMNS": (L - 1) * rank, "END_0": ends[0], "END_1": ends[1]}
 
 
+def low_rank_config(site: CallSite) -> dict[str, int]:
+    """Launch constants of x @ A.T for an op that has adapters in it: rows of a program's tile, 0 for programs of one
+    row each, and parts of the inner dimension."""
+    a_LRI, T = site.args["a_LRI"], site.rows("x_TI")
+    if a_LRI is None or T <= _ROW_BY_ROW:
+        return {"low_rows": 0, "low_splits": 1}
+    rows = min(64, max(16, triton.next_power_of_2(T)))
+    return {"low_rows": rows, "low_splits": splits_for(T, rows, a_LRI)}
+
+
+def splits_for(T: int, rows: int, a_LRI: Tensor) -> int:
+    """Parts of the inner dimension with which a launch has enough programs, none of less than 256 entries."""
+    programs = -(-T // rows) * (a_LRI.shape[0] - 1) * -(-a_LRI.shape[1] // 64)
+    possible = [n for n in (1, 2, 4, 8, 16) if n == 1 or a_LRI.shape[2] // n >= 256]
+    return next((n for n in possible if programs * n >= _PROGRAMS), possible[-1])
+
+
 def shrunk(
     x_TI: Tensor,
     a_LRI: Tensor | None,
     b_LrO: Tensor | None,
     adapter_ids_T: Tensor | None,
     widths: list[int] | None,
+    low_rows: int = 0,
+    low_splits: int = 1,
     norm_I: Tensor | None = None,
     eps: float = 0.0,
 ) -> Adapters | None:
-    """The first of the halves, if there are tables. norm_I: by which one row of x is normalized."""
+    """The first of the halves, if there are tables. low_rows, low_splits: of `low_rank_config`. norm_I: by which one
+    row of x is normalized."""
     if a_LRI is None or b_LrO is None or adapter_ids_T is None or widths is None:
         return None
-    T, R = x_TI.shape[0], a_LRI.shape[1]
-    low_TR = torch.empty((T, R), dtype=torch.float32, device=x_TI.device)
-    if T <= _ROW_BY_ROW:
-        shrink_rows(x_TI, a_LRI, adapter_ids_T, low_TR, norm_I, eps)
+    low_TR = torch.empty((x_TI.shape[0], a_LRI.shape[1]), dtype=torch.float32, device=x_TI.device)
+    if low_rows:
+        shrink_tiles(x_TI, a_LRI, adapter_ids_T, low_TR, low_rows, low_splits)
     else:
-        rows = min(64, max(16, triton.next_power_of_2(T)))
-        shrink_tiles(x_TI, a_LRI, adapter_ids_T, low_TR, rows, splits_for(x_TI, a_LRI, rows))
+        shrink_rows(x_TI, a_LRI, adapter_ids_T, low_TR, norm_I, eps)
     return Adapters(low_TR, b_LrO, adapter_ids_T, widths)
-
-
-def splits_for(x_TI: Tensor, a_LRI: Tensor, rows: int) -> int:
-    """Parts of the inner dimension with which a launch has enough programs, none of less than 256 entries."""
-    programs = -(-x_TI.shape[0] // rows) * (a_LRI.shape[0] - 1) * -(-a_LRI.shape[1] // 64)
-    possible = [n for n in (1, 2, 4, 8, 16) if n == 1 or x_TI.shape[1] // n >= 256]
-    return next((n for n in possible if programs * n >= _PROGRAMS), possible[-1])
 
 
 def shrink_rows(
@@ -229,11 +240,13 @@ def shrink_tiles(x_TI: Tensor, a_LRI: Tensor, adapter_ids_T: Tensor, low_TR: Ten
     (T, K), (L, R, _) = x_TI.shape, a_LRI.shape
     few = min(64, max(16, triton.next_power_of_2(R)))
     blocks, row_blocks = -(-R // few), -(-T // rows)
-    count = row_blocks * (L - 1) * blocks if splits > 1 else 0
-    partial = torch.empty(count * splits * rows * few, dtype=torch.float32, device=x_TI.device) if count else low_TR
+    count = row_blocks * (L - 1) * blocks
+    partial = (
+        torch.empty(count * splits * rows * few, dtype=torch.float32, device=x_TI.device) if splits > 1 else low_TR
+    )
     launch_triton(
         _shrink_kernel, (row_blocks, L - 1, splits * blocks), x_TI, a_LRI, adapter_ids_T, low_TR, partial,
-        zeroed(x_TI, count) if count else adapter_ids_T, T, x_TI.stride(0), K=K, R=R, ROWS=rows, BR=few,
+        zeroed(x_TI, count) if splits > 1 else adapter_ids_T, T, x_TI.stride(0), K=K, R=R, ROWS=rows, BR=few,
         BK=128 if few * rows <= 2048 else 64, RANK_BLOCKS=blocks, PER_SPLIT=-(-K // splits), SPLITS=splits,
         EMULATED=triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip

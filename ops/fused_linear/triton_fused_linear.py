@@ -27,6 +27,7 @@ from graphllm.ops.add_lora.triton_low_rank import (
     Adapters,
     expanded_row,
     expanded_tile,
+    low_rank_config,
     row_of_b,
     shrunk,
 )
@@ -518,7 +519,7 @@ def triton_row(
     """One row of x."""
     N, K = weight_OI.shape[0], x_TI.shape[1]
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
-    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I, eps)
+    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
     others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
     last, ranks = (out_TN, *_tables(adapters, x_TI)), _ranks(adapters)
     constants: dict[str, Any] = {
@@ -561,6 +562,11 @@ def cublas(
 
 def tile_configs(site: CallSite) -> list[Config]:
     """Launch constants of the tile kernel for a linear layer at a site."""
+    low = low_rank_config(site)
+    return [{**config, **low} for config in _tile_configs(site)]
+
+
+def _tile_configs(site: CallSite) -> list[Config]:
     found = _direct_configs(site)
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
@@ -713,7 +719,8 @@ def triton_tile(
     within = config["norm"] == 1
     if norm_I is not None and not within:
         x_TI = _normalized(x_TI, norm_I, eps)
-    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I if within else None, eps)
+    low = (config["low_rows"], config["low_splits"])
+    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low, norm_I if within else None, eps)
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),

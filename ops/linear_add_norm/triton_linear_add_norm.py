@@ -47,7 +47,8 @@ def triton_tile(
 ) -> tuple[Tensor, Tensor]:
     """Up to ``MOST_ROWS`` rows of x."""
     shape = (x_TI.shape[0], weight_OI.shape[0])
-    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths)
+    low = (config["low_rows"], config["low_splits"])
+    adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low)
     parts = torch.empty((config["splits"], *shape), dtype=torch.float32, device=x_TI.device)
     launch_tiles(
         x_TI, weight_OI, parts, config, encoded=(scales_GO, zeros_GO, form, group), parts=True, adapters=adapters

@@ -48,6 +48,7 @@ def _case(
     fused: bool = False,
     pad: int = 0,
     most: int = 0,
+    queries: int = 1,
     size: str = "small",
     cache: str = "",
     scales: tuple[float, float] | None = None,
@@ -55,11 +56,13 @@ def _case(
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
     sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
-    output is not specified. most: of the bucket, if it holds larger batches. cache: its dtype, if not that of the rest.
+    output is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket, if
+    it has several and there are no prompts. cache: its dtype, if not that of the rest.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
-    kind = "decode" if all(n <= 1 for n, _ in sequences) else "mixed"
+    kind = "decode" if all(n <= queries for n, _ in sequences) else "mixed"
+    rows = T if queries == 1 else S
 
     def inputs(make: Maker) -> dict[str, object]:
         if fused:
@@ -89,7 +92,7 @@ def _case(
             "sinks_H": make.normal(H, scale=2.0) if sinks else None, "kv_scales": kv_scales,
         }  # fmt: skip
 
-    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, T, max(T, most)), size, _owned_rows)  # type: ignore[arg-type]
+    return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, rows, max(rows, most), queries), size, _owned_rows)  # type: ignore[arg-type]
 
 
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
@@ -121,6 +124,18 @@ CASES = (
     _case("decode_sinks_window", [(1, 3), (1, 200)], (3, 3, 64), sinks=True, window=20),
     _case("decode_sinks_ranges", [(1, 1500), (1, 40), (1, 700)], (14, 2, 64), sinks=True, fused=True),
     _case("decode_four_heads_sinks", [(1, 16), (1, 2100), (1, 64)], (16, 8, 32), most=256, sinks=True),
+    _case("verify_one", [(4, 37)], queries=4),
+    _case("verify_ragged", [(4, 4), (1, 16), (3, 17), (0, 0), (4, 100), (2, 333)], queries=4, fused=True, pad=5),
+    _case("verify_ranges", [(3, 1500), (4, 40), (1, 700)], (2, 1, 32), queries=4),
+    _case("verify_group7_head80", [(5, 90), (5, 64)], (14, 2, 80), queries=5),
+    _case("verify_window", [(4, 4), (4, 20), (4, 200), (3, 130)], queries=4, window=20),
+    _case("verify_window_ranges", [(5, 1500), (2, 700)], (4, 2, 32), queries=5, window=1000),
+    _case("verify_window_two", [(4, 33), (3, 67), (2, 2)], queries=4, window=2),
+    _case("verify_softcap_sinks", [(2, 120), (3, 7)], (6, 2, 32), queries=3, softcap=2.0, sinks=True),
+    _case("verify_sinks_ranges", [(4, 1500), (4, 40)], (14, 2, 64), queries=4, sinks=True, fused=True),
+    _case("verify_many", [(2, 2100), (2, 64), (1, 17)], (16, 8, 32), queries=2, most=256, block_size=32),
+    _case("verify_fp8", [(4, 4), (3, 40), (0, 0), (4, 333)], (8, 2, 32), queries=4, **_SCALED),
+    _case("verify_too_many_rows", [(9, 70), (3, 20)], (8, 1, 32), queries=9),
     _case("prompt_one_token", [(1, 1), (2, 2)]),
     _case("prompt", [(70, 70)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),
@@ -148,6 +163,7 @@ CASES = (
     _case("decode_int8_window_softcap", [(1, 3), (1, 200)], (3, 3, 80), softcap=2.0, window=20, **_INT8),
     _case("mixed_int8", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], fused=True, **_INT8),
     _case("mixed_int8_window", [(90, 200), (1, 70), (50, 50)], (2, 1, 36), window=33, **_INT8),
+    *(_case(f"verify_8b_b{S}_ctx{n}", [(4, n)] * S, _8B, queries=4, size="real") for S in (1, 32) for n in (512, 4096)),
     *(_case(f"decode_8b_b{S}_ctx{n}", [(1, n)] * S, _8B, size="real") for S in (1, 32, 128) for n in (512, 4096)),
     *(_case(f"decode_06b_b{S}_ctx{n}", [(1, n)] * S, _06B, size="real") for S in (1, 64, 256) for n in (384, 2048)),
     _case("decode_8b_b128_uneven", [(1, 64 + 31 * i) for i in range(128)], _8B, size="real"),

@@ -66,21 +66,25 @@ def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl
 
 
 @triton.jit
-def _join_ranges(
-    partial_ptr, lse_ptr, out_ptr, base, ranges, row, group,
-    H: tl.constexpr, ROWS: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
-    RANGES: tl.constexpr, JOINED: tl.constexpr,
+def join_ranges(
+    partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
+    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr,
+    E_PAD: tl.constexpr, RANGES: tl.constexpr, JOINED: tl.constexpr,
 ):  # fmt: skip
-    """The output of a program's query heads from their ranges, at most RANGES: all ranges of JOINED heads at once,
-    because a loop over ranges or heads would wait for memory in each turn."""
+    """The output of a program's rows, which are HEADS query heads of each of its tokens, from their ranges, at most
+    RANGES: all ranges of JOINED rows at once, because a loop over ranges or rows would wait for memory in each turn.
+    rows: those that there are, of ROWS."""
     e = tl.arange(0, E_PAD)
     in_e = e < E
     part = tl.arange(0, RANGES)[:, None]
     used = part < ranges
     for i in tl.static_range(0, ROWS, JOINED):
         some = i + tl.arange(0, JOINED)
-        at = (base + part) * H + group * ROWS + some[None, :]
-        known = used & (some < ROWS)[None, :]
+        head, query = some, 0
+        if ROWS > HEADS:
+            head, query = some % HEADS, some // HEADS
+        at = (base + (query * SPLITS + part)) * H + group * HEADS + head[None, :]
+        known = used & (some < rows)[None, :]
         mask = known[:, :, None] & in_e[None, None, :]
         cell = partial_ptr + at[:, :, None] * E + e[None, None, :]
         parts = tl.load(cell, mask=mask, other=0.0, cache_modifier=".cg")
@@ -88,8 +92,8 @@ def _join_ranges(
         most = tl.max(lse, axis=0)[None, :]
         weight = tl.where(known, tl.exp2(lse - most), 0.0)
         joined = tl.sum(parts * weight[:, :, None], axis=0) / tl.sum(weight, axis=0)[:, None]
-        out = out_ptr + (row * H + group * ROWS + some)[:, None] * E + e[None, :]
-        tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < ROWS)[:, None] & in_e[None, :])
+        out = out_ptr + ((row + query) * H + group * HEADS + head)[:, None] * E + e[None, :]
+        tl.store(out, joined.to(out_ptr.dtype.element_ty), mask=(some < rows)[:, None] & in_e[None, :])
 
 
 @triton.jit
@@ -286,17 +290,17 @@ def _split_kernel(
             if before == ranges - 1:
                 tl.store(arrived_ptr + s * GROUPS + group, 0)
                 if RANGES <= FEW:
-                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group,
-                                 H, ROWS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group, ROWS,
+                                H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
                 elif ranges <= FEW:  # loads that are masked off take time too
-                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group,
-                                 H, ROWS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
+                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group, ROWS,
+                                H, ROWS, ROWS, SPLITS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
                 else:
-                    _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group,
-                                 H, ROWS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group, ROWS,
+                                H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
 
 
-def _joined(rows: int, E: int, ranges: int) -> int:
+def joined_rows(rows: int, E: int, ranges: int) -> int:
     """Query heads whose ranges are joined at once. With few ranges, which are long, one: the join then takes no
     registers from the loop before it."""
     if ranges < _FEW:
@@ -352,7 +356,7 @@ def launch_decode(
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, G=H // K, HEADS=heads,
         GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
         FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
-        FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINE=line,
+        FEW_JOINED=joined_rows(rows, E, _FEW) if joined > 1 else 1, LINE=line,
         LINES=1 << (max(1, E // line).bit_length() - 1), SINKS=sinks_H is not None, SCALED=kv_scales is not None,
         EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
         **rotation,
@@ -387,7 +391,7 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     while heads > 1 and (K % heads or heads * (H // K) > 16 or block_n // heads < 16):
         heads //= 2
     splits = max(1, min(splits, -(-longest // least)))
-    joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
+    joined = joined_rows(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
     return {
         "heads": heads, "splits": splits, "joined": joined,
         "min_tiles": max(1, least * heads // block_n), "block_n": block_n, "warps": 4, "stages": 2,

@@ -35,6 +35,7 @@ from graphllm.ops.paged_attention.triton_common import (
     tile_slots,
 )
 from graphllm.ops.paged_attention.triton_decode import Config, launch_decode, plan_splits
+from graphllm.ops.paged_attention.triton_verify import is_verification
 
 _WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
 
@@ -299,8 +300,9 @@ def prefill_configs(site: CallSite) -> list[Config]:
 
 
 def is_mixed(site: CallSite) -> bool:
-    """Whether these kernels serve the site; steps of single tokens have their own."""
-    return (site.bucket.kind == "mixed" or site.bucket.query_len > 1) and attends(site)
+    """Whether these kernels serve the site; steps of one token or few of each sequence have their own."""
+    few = is_verification(site)
+    return (site.bucket.kind == "mixed" or site.bucket.query_len > 1) and not few and attends(site)
 
 
 @paged_attention.impl("triton_prefill", device="cuda", supports=is_mixed, configs=prefill_configs, remedy=problem)

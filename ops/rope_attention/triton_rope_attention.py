@@ -13,6 +13,8 @@ from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
 from graphllm.ops.paged_attention.triton_prefill import is_mixed, prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
+from graphllm.ops.paged_attention.triton_verify import is_verification, verify_configs
+from graphllm.ops.paged_attention.triton_verify import triton_verify as verify
 from graphllm.ops.rope_attention.op import rope_attention
 
 
@@ -46,3 +48,14 @@ def triton_prefill(
 ) -> Tensor:
     """Any ragged batch."""
     return prefill(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
+
+
+@rope_attention.impl(
+    "triton_verify", device="cuda", supports=lambda s: is_verification(s) and _rotates(s), configs=verify_configs,
+    remedy=problem,
+)  # fmt: skip
+def triton_verify(
+    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
+) -> Tensor:
+    """Every sequence has a few query tokens."""
+    return verify(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)

@@ -1,0 +1,317 @@
+"""Triton kernel for steps that verify drafts: every sequence has a few query tokens, split-KV as in triton_decode.
+
+One program attends for one sequence, one range of the context and one KV head: the query heads of all the sequence's
+tokens are the rows of a tile, which for few tokens is no larger than the one that decode pads. The step's own keys and
+values are a first, small tile of range 0, which also stores them into the cache.
+"""
+
+# mypy: allow-untyped-defs
+# ruff: noqa: SIM108  (a branch on a constexpr is not a conditional expression)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ops.paged_attention.op import paged_attention
+from graphllm.ops.paged_attention.triton_common import (
+    Rotary,
+    as_entries,
+    as_queries,
+    attends,
+    load_angles,
+    load_heads,
+    load_norm,
+    load_scales,
+    load_sinks,
+    multiply,
+    power_of_2,
+    problem,
+    rotary_arguments,
+    rotate,
+    score_constants,
+    soft_cap,
+    tile_blocks,
+    tile_slots,
+)
+from graphllm.ops.paged_attention.triton_decode import Config, join_ranges, joined_rows, plan_splits, split_bounds
+
+_MOST_ROWS = 64  # query heads of a KV head, times tokens
+
+
+@triton.jit
+def _verify_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    cache_ptr,
+    out_ptr,
+    partial_ptr,  # float32 [S, Q, SPLITS, H, E]
+    lse_ptr,
+    arrived_ptr,  # [S * KV heads] int32, zero before and after
+    table_ptr,
+    query_start_ptr,
+    seq_len_ptr,
+    q_norm_ptr,
+    k_norm_ptr,
+    cos_ptr,
+    sin_ptr,
+    sinks_ptr,
+    kv_scales_ptr,
+    Q_ROW: tl.constexpr,
+    Q_HEAD: tl.constexpr,
+    K_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr,
+    CACHE_BLOCK: tl.constexpr,
+    CACHE_KV: tl.constexpr,
+    CACHE_HEAD: tl.constexpr,
+    CACHE_POS: tl.constexpr,
+    TABLE_ROW: tl.constexpr,
+    SCALE: tl.constexpr,  # of q.k, times log2(e) without a soft cap, divided by the cap with one
+    LOG2E_CAP: tl.constexpr,  # soft cap times log2(e); 0 is off
+    WINDOW: tl.constexpr,
+    H: tl.constexpr,
+    G: tl.constexpr,  # query heads of a KV head
+    Q: tl.constexpr,  # most query tokens of a sequence
+    BLOCK_Q: tl.constexpr,  # at least Q
+    M: tl.constexpr,  # rows of a tile: at least Q * G
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    P: tl.constexpr,
+    SPLITS: tl.constexpr,
+    RANGES: tl.constexpr,  # at least SPLITS, a power of two
+    FEW: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
+    LINES: tl.constexpr,  # such lines that a head's entries surely fill
+    JOINED: tl.constexpr,  # rows whose ranges are joined at once
+    FEW_JOINED: tl.constexpr,
+    F: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+    SINKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    EMULATED: tl.constexpr,
+):
+    if not EMULATED:
+        tl.extra.cuda.gdc_launch_dependents()
+    head = tl.program_id(0)
+    s = tl.program_id(1)
+    split = tl.program_id(2)  # the programs without work are the last ones
+    row = tl.load(query_start_ptr + s)
+    queries = tl.load(query_start_ptr + s + 1) - row
+    before = tl.load(seq_len_ptr + s) - queries  # tokens that the cache holds
+    start, first, tiles, per_split = split_bounds(before + 1, WINDOW, BLOCK_N, SPLITS, MIN_TILES)
+    lo = first + split * per_split
+    hi = tl.minimum(lo + per_split, first + tiles)
+    table_row = table_ptr + s.to(tl.int64) * TABLE_ROW
+    head_ptr = cache_ptr + head * CACHE_HEAD
+    cache_block = tile_blocks(table_row, lo, before, P, BLOCK_N)
+    j = tl.arange(0, BLOCK_Q)
+    new = j < queries
+    new_block = tl.load(table_row + (before + j) // P, mask=new, other=0).to(tl.int64)
+    q_weight, q_other_weight = load_norm(q_norm_ptr, E, E_PAD, F, NORM)
+    k_weight, k_other_weight = load_norm(k_norm_ptr, E, E_PAD, F, NORM)
+    k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
+    if not EMULATED:
+        if lo < hi:  # the first tile is on its way while the queries are still being made
+            slot = head_ptr + tile_slots(cache_block, lo, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
+            line = slot[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(line + CACHE_KV).to(tl.int64)],
+                dtype=tl.int32, is_pure=False, pack=1,
+            )  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+    if (queries > 0) & ((split == 0) | (lo < hi)):
+        m = tl.arange(0, M)
+        e = tl.arange(0, E_PAD)
+        in_e = (e < E)[None, :]
+        query = m // G
+        heads = head * G + m % G
+        valid = query < queries
+        token = (row + query).to(tl.int64)
+        new_token = (row + j).to(tl.int64)
+        q_row = q_ptr + (token * Q_ROW + heads * Q_HEAD)[:, None]
+        k_row = k_ptr + (new_token * K_ROW + head * K_HEAD)[:, None]
+        # All loads first: they are answered together.
+        q, q_other = load_heads(q_row, valid[:, None], E, E_PAD, F)
+        k_new, k_other = load_heads(k_row, new[:, None], E, E_PAD, F)
+        v_row = v_ptr + (new_token * V_ROW + head * V_HEAD)[:, None]
+        v_new = tl.load(v_row + e[None, :], mask=new[:, None] & in_e, other=0.0)
+        q_cos, q_sin = load_angles(token[:, None], valid[:, None], cos_ptr, sin_ptr, E_PAD, F)
+        k_cos, k_sin = load_angles(new_token[:, None], new[:, None], cos_ptr, sin_ptr, E_PAD, F)
+        q = rotate(q, q_other, q_weight, q_other_weight, q_cos, q_sin, E, F, NORM, EPS)
+        k_new = rotate(k_new, k_other, k_weight, k_other_weight, k_cos, k_sin, E, F, NORM, EPS)
+        k_entry = as_entries(k_new, k_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+        v_entry = as_entries(v_new, v_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+
+        own = split == 0
+        own_new = j < tl.where(own, queries, 0)
+        slot = head_ptr + new_block * CACHE_BLOCK + ((before + j) % P) * CACHE_POS
+        tl.store(slot[:, None] + e[None, :], k_entry, mask=own_new[:, None] & in_e)
+        tl.store(slot[:, None] + e[None, :] + CACHE_KV, v_entry, mask=own_new[:, None] & in_e)
+
+        q, powers = as_queries(q, cache_ptr.dtype.element_ty)
+        row_scale = (SCALE * k_scale * powers)[:, None]
+        new_scores = multiply(q, tl.trans(k_entry.to(q.dtype)), tl.zeros([M, BLOCK_Q], tl.float32), EMULATED)
+        if LOG2E_CAP > 0:
+            new_scores = soft_cap(new_scores, LOG2E_CAP, row_scale)
+        else:
+            new_scores = new_scores * row_scale
+        seen = own_new[None, :] & (j[None, :] <= query[:, None])
+        if WINDOW > 0:
+            seen = seen & (j[None, :] > query[:, None] - WINDOW)
+        new_scores = tl.where(seen, new_scores, float("-inf"))
+        top = tl.max(new_scores, axis=1)
+        total = tl.zeros([M], tl.float32)
+        if SINKS:  # range 0 begins with the sink
+            sink = load_sinks(sinks_ptr, heads, valid)
+            top = tl.where(own, tl.maximum(top, sink), top)
+            total = tl.where(own, tl.exp2(sink - top), total)
+        shift = tl.where(top == float("-inf"), 0.0, top)
+        new_p = tl.exp2(new_scores - shift[:, None])
+        total += tl.sum(new_p, axis=1)
+        acc = multiply(new_p.to(q.dtype), v_entry.to(q.dtype), tl.zeros([M, E_PAD], tl.float32), EMULATED)
+
+        for tile in range(lo, hi):
+            at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            there = at < before
+            if WINDOW > 0:
+                there = there & (at >= start)
+            columns = tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
+            slots = head_ptr + columns[:, None] + e[None, :]
+            if E_PAD == E:
+                inside = there[:, None]
+            else:
+                inside = there[:, None] & in_e
+            keys = tl.load(slots, mask=inside, other=0.0).to(q.dtype)
+            values = tl.load(slots + CACHE_KV, mask=inside, other=0.0).to(q.dtype)
+            cache_block = tile_blocks(table_row, tile + 1, before, P, BLOCK_N)
+            scores = multiply(q, tl.trans(keys), tl.zeros([M, BLOCK_N], tl.float32), EMULATED)
+            if LOG2E_CAP > 0:
+                scores = soft_cap(scores, LOG2E_CAP, row_scale)
+            else:
+                scores = scores * row_scale
+            counts = there[None, :]
+            if WINDOW > 0:
+                counts = counts & (at[None, :] > before + query[:, None] - WINDOW)
+            scores = tl.where(counts, scores, float("-inf"))
+            new_top = tl.maximum(top, tl.max(scores, axis=1))
+            shift = new_top
+            if WINDOW > 0:  # later tokens may see nothing of a tile
+                shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+            rescale = tl.exp2(top - shift)
+            p = tl.exp2(scores - shift[:, None])
+            total = total * rescale + tl.sum(p, axis=1)
+            acc = multiply(p.to(values.dtype), values, acc * rescale[:, None], EMULATED)
+            top = new_top
+
+        if WINDOW > 0:
+            total = tl.where(total > 0, total, 1.0)
+        acc = acc * (v_scale / total)[:, None]
+        if tiles <= per_split:
+            out = out_ptr + ((token * H + heads) * E)[:, None] + e[None, :]
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=valid[:, None] & in_e)
+        else:
+            base = s.to(tl.int64) * Q * SPLITS
+            at_split = (base + query * SPLITS + split) * H + heads
+            tl.store(partial_ptr + (at_split * E)[:, None] + e[None, :], acc, mask=valid[:, None] & in_e)
+            tl.store(lse_ptr + at_split, top + tl.log2(total), mask=valid)
+            tl.debug_barrier()
+            ranges = (tiles + per_split - 1) // per_split
+            arrived = tl.atomic_add(arrived_ptr + s * tl.num_programs(0) + head, 1, sem="acq_rel")
+            if arrived == ranges - 1:
+                tl.store(arrived_ptr + s * tl.num_programs(0) + head, 0)
+                rows = queries * G
+                if RANGES <= FEW:
+                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row.to(tl.int64), head, rows,
+                                H, Q * G, G, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+                elif ranges <= FEW:  # loads that are masked off take time too
+                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row.to(tl.int64), head, rows,
+                                H, Q * G, G, SPLITS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
+                else:
+                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row.to(tl.int64), head, rows,
+                                H, Q * G, G, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+
+
+def is_verification(site: CallSite) -> bool:
+    """Whether this kernel serves the site."""
+    rows = site.bucket.query_len * site.args["q_THE"].shape[1] // site.args["kv_cache"].shape[2]
+    return site.bucket.kind == "decode" and site.bucket.query_len > 1 and rows <= _MOST_ROWS and attends(site)
+
+
+def verify_configs(site: CallSite) -> list[Config]:
+    """The plan of decode, with one KV head a program."""
+    cache, table, queries = site.args["kv_cache"], site.args["block_table"], site.bucket.query_len
+    H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
+    plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
+    return [
+        {
+            "queries": queries, "splits": plan["splits"], "min_tiles": max(1, plan["min_tiles"] // plan["heads"]),
+            "joined": joined_rows(queries * H // K, E, power_of_2(plan["splits"], 2)) if plan["joined"] > 1 else 1,
+            "block_n": plan["block_n"], "warps": plan["warps"], "stages": plan["stages"],
+        }
+    ]  # fmt: skip
+
+
+@paged_attention.impl("triton_verify", device="cuda", supports=is_verification, configs=verify_configs, remedy=problem)
+def triton_verify(
+    q_THE: Tensor,
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks_H: Tensor | None = None,
+    kv_scales: Tensor | None = None,
+    rotary: Rotary | None = None,
+    *,
+    queries: int,
+    splits: int,
+    joined: int,
+    min_tiles: int,
+    block_n: int,
+    warps: int,
+    stages: int,
+) -> Tensor:
+    """Every sequence has at most so many query tokens. rotary: for `rope_attention`."""
+    out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
+    H, E = q_THE.shape[1:]
+    K, P = kv_cache.shape[2], kv_cache.shape[3]
+    S, G = seq_lens.shape[0], H // K
+    shape = (S, queries, splits, H) if splits > 1 else (1, 1, 1, 1)
+    partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
+    lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
+    score_scale, log2e_cap = score_constants(scale, softcap)
+    pointers, rotation = rotary_arguments(rotary, q_THE)
+    line = 128 // kv_cache.element_size()
+    launch_triton(
+        _verify_kernel, (K, S, splits),
+        q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
+        block_table, query_start_loc, seq_lens, *pointers,
+        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales,
+        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
+        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
+        CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
+        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, H=H, G=G, Q=queries, BLOCK_Q=power_of_2(queries),
+        M=power_of_2(queries * G), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=8,
+        MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
+        FEW_JOINED=joined_rows(queries * G, E, 8) if joined > 1 else 1, LINE=line,
+        LINES=1 << (max(1, E // line).bit_length() - 1), SINKS=sinks_H is not None, SCALED=kv_scales is not None,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **rotation,
+    )  # fmt: skip
+    return out_THE
