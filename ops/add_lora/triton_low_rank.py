@@ -1,7 +1,7 @@
 """Triton for the halves of add_lora: kernels for x @ A.T, and what a linear layer's own kernel adds for B in its end.
 
-All are bound by the time that a launch and a read take, hardly by bytes: the parts of A and B that a program needs are
-asked for before the kernel that makes x is done. A program of few rows has one row of x and one of A; more rows are
+All are bound by the time that a launch and a read take, hardly by bytes: what a program needs is asked for at once,
+the part of A before the kernel that makes x is done. A program of few rows has one row of x and one of A; more rows are
 multiplied adapter by adapter, by tensor cores, in parts of the inner dimension of which the last to arrive adds all.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton, zeroed
 
 MOST_MATRICES = 3  # of a layer, which a linear layer's kernel tells apart
-_ROW_BY_ROW = 32  # rows up to which each has programs of its own
+_ROW_BY_ROW = 3 << 22  # entries of A times rows up to which each row has programs of its own
 _PROGRAMS = 128  # that a launch for more rows should have
 
 
@@ -114,56 +114,70 @@ def _part_of(row, END_0: tl.constexpr, END_1: tl.constexpr):
 
 
 @triton.jit
-def row_of_b(ids_ptr, b_ptr, row, in_row, N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
-    """[rows, BLOCK_R]: entries of B of the one token's adapter, zeros if it has none. Reads constants only."""
-    own_id = tl.load(ids_ptr).to(tl.int64)
-    j = tl.arange(0, BLOCK_R)
-    here = in_row[:, None] & (j < tl.where(own_id > 0, RANK, 0))[None, :]
-    return tl.load(b_ptr + (own_id * RANK + j)[None, :] * N + row[:, None], mask=here, other=0.0)
-
-
-@triton.jit
 def expanded_row(
-    b, low_ptr, row, RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
+    own_id, low_ptr, b_ptr, row, in_row,
+    N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
 ):  # fmt: skip
-    """[rows] float32: what the one token's adapter adds."""
+    """[rows] float32: what the one token's adapter adds; nothing if it has none."""
     j = tl.arange(0, BLOCK_R)
-    at = low_ptr + (_part_of(row, END_0, END_1) * RANK)[:, None] + j[None, :]
-    low = tl.load(at, mask=tl.broadcast_to((j < RANK)[None, :], at.shape), other=0.0)
+    inside = (j < tl.where(own_id > 0, RANK, 0))[None, :] & in_row[:, None]
+    low = tl.load(low_ptr + (_part_of(row, END_0, END_1) * RANK)[:, None] + j[None, :], mask=inside, other=0.0)
+    b = tl.load(b_ptr + (own_id.to(tl.int64) * RANK + j)[None, :] * N + row[:, None], mask=inside, other=0.0)
     return tl.sum(b.to(tl.float32) * low, axis=1)
 
 
 @triton.jit
 def expanded_tile(
-    ids_ptr, low_ptr, b_ptr, row, in_row, token, T,
+    ids, low_ptr, b_ptr, first, end, token,
     N: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_N, BLOCK_T] float32: what adapters add to neighbouring rows of the weights times tokens. The tables of all
-    adapters are one matrix of COLUMNS columns, in which a token has numbers where its own adapter lies."""
-    PARTS: tl.constexpr = 1 + (END_0 < N) + (END_1 < N)
-    ids = tl.load(ids_ptr + token, mask=token < T, other=0)
-    part = _part_of(row, END_0, END_1)
+    """[BLOCK_N, BLOCK_T] float32: what adapters add to the rows of the weights from ``first`` on, before ``end``, times
+    tokens. The tables of all adapters are one matrix of COLUMNS columns, in which a token has numbers where its own
+    adapter lies."""
+    CHUNK: tl.constexpr = 64 if COLUMNS > 32 else 32 if COLUMNS > 16 else 16
     total = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-    for start in range(0, COLUMNS, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        inside = column < COLUMNS
-        own = (ids[None, :] == 1 + (column // RANK)[:, None]) & inside[:, None]
-        if tl.max(tl.max(own.to(tl.int32), axis=0), axis=0) > 0:
-            at = b_ptr + (RANK + column).to(tl.int64)[None, :] * N + row[:, None]
-            b = tl.load(at, mask=in_row[:, None] & inside[None, :], other=0.0)
-            for p in tl.static_range(PARTS):
-                mine = (part == p) & in_row
-                if tl.max(mine.to(tl.int32), axis=0) > 0:
-                    at_low = (
-                        low_ptr + token.to(tl.int64)[None, :] * (PARTS * RANK) + (p * RANK + column % RANK)[:, None]
-                    )
-                    low = tl.load(at_low, mask=own, other=0.0).to(b.dtype)
-                    used = tl.where(mine[:, None], b, 0.0)
-                    if EMULATED:
-                        low, used = low.to(tl.float32), used.to(tl.float32)
-                    total = tl.dot(used, low, total, input_precision="ieee")
+    if COLUMNS <= 4 * CHUNK:  # all loads together
+        for start in tl.static_range(0, COLUMNS, CHUNK):
+            total = _add_columns(total, start, ids, low_ptr, b_ptr, first, end, token, N, RANK, COLUMNS, END_0, END_1,
+                                 CHUNK, BLOCK_N, EMULATED)  # fmt: skip
+    else:
+        for start in range(0, COLUMNS, CHUNK):
+            total = _add_columns(total, start, ids, low_ptr, b_ptr, first, end, token, N, RANK, COLUMNS, END_0, END_1,
+                                 CHUNK, BLOCK_N, EMULATED)  # fmt: skip
     return total
+
+
+@triton.jit
+def _add_columns(
+    total, start, ids, low_ptr, b_ptr, first, end, token,
+    N: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
+    CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    PARTS: tl.constexpr = 1 + (END_0 < N) + (END_1 < N)
+    row = first + tl.arange(0, BLOCK_N)
+    column = start + tl.arange(0, CHUNK)
+    own = (ids[None, :] == 1 + (column // RANK)[:, None]) & (column < COLUMNS)[:, None]
+    used = tl.max(own.to(tl.int32), axis=1) > 0  # columns of adapters that no token here has are not read
+    at = b_ptr + (RANK + column).to(tl.int64)[None, :] * N + row[:, None]
+    b = tl.load(at, mask=(row < end)[:, None] & used[None, :], other=0.0)
+    at_low = low_ptr + token.to(tl.int64)[None, :] * (PARTS * RANK) + (column % RANK)[:, None]
+    if END_0 % BLOCK_N == 0 and END_1 % BLOCK_N == 0:  # all rows are of one matrix
+        low = tl.load(at_low + _part_of(first, END_0, END_1) * RANK, mask=own, other=0.0).to(b.dtype)
+        total = _product(b, low, total, EMULATED)
+    else:
+        part = _part_of(row, END_0, END_1)
+        for p in tl.static_range(PARTS):
+            low = tl.load(at_low + p * RANK, mask=own, other=0.0).to(b.dtype)
+            total = _product(tl.where((part == p)[:, None], b, 0.0), low, total, EMULATED)
+    return total
+
+
+@triton.jit
+def _product(b, low, total, EMULATED: tl.constexpr):
+    if EMULATED:
+        b, low = b.to(tl.float32), low.to(tl.float32)
+    return tl.dot(b, low, total, input_precision="ieee")
 
 
 class Adapters(NamedTuple):
@@ -187,7 +201,7 @@ def low_rank_config(site: CallSite) -> dict[str, int]:
     """Launch constants of x @ A.T for an op that has adapters in it: rows of a program's tile, 0 for programs of one
     row each, and parts of the inner dimension."""
     a_LRI, T = site.args["a_LRI"], site.rows("x_TI")
-    if a_LRI is None or T <= _ROW_BY_ROW:
+    if a_LRI is None or T == 1 or T * a_LRI.shape[1] * a_LRI.shape[2] <= _ROW_BY_ROW:
         return {"low_rows": 0, "low_splits": 1}
     rows = min(64, max(16, triton.next_power_of_2(T)))
     return {"low_rows": rows, "low_splits": splits_for(T, rows, a_LRI)}

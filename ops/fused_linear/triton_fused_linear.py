@@ -28,7 +28,6 @@ from graphllm.ops.add_lora.triton_low_rank import (
     expanded_row,
     expanded_tile,
     low_rank_config,
-    row_of_b,
     shrunk,
 )
 from graphllm.ops.encoded_weights import BITS, span_of
@@ -92,9 +91,9 @@ def row_kernel(
     bias = 0.0
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)
-    table = bias
+    own_id = 0
     if RANK:
-        table = row_of_b(ids_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R)
+        own_id = tl.load(ids_ptr)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
@@ -105,6 +104,8 @@ def row_kernel(
         if NORM:
             squares += x * x
             x *= tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
+        if RANK > 0 and start == 0:  # while weights are on their way
+            bias += expanded_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
         acc += weight.to(tl.float32) * x[None, :]
         if start + BLOCK_K < K:
             more = start + BLOCK_K + k
@@ -112,10 +113,7 @@ def row_kernel(
     out = tl.sum(acc, axis=1)
     if NORM:
         out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
-    out += bias
-    if RANK:
-        out += expanded_row(table, low_ptr, row, RANK, BLOCK_R, END_0, END_1)
-    _finish_row(out, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
+    _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
 
 
 @triton.jit
@@ -182,9 +180,9 @@ def encoded_row_kernel(
     bias = 0.0
     if BIAS:
         bias = tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)
-    table = bias
+    own_id = 0
     if RANK:
-        table = row_of_b(ids_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R)
+        own_id = tl.load(ids_ptr)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
@@ -197,6 +195,8 @@ def encoded_row_kernel(
             if NORM:
                 squares += x * x
                 x *= tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
+            if RANK > 0 and start == 0 and j == 0:
+                bias += expanded_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
             acc += numbers[j].to(tl.float32) * x[None, :]
         if start + BLOCK_K < K:
             more = (start + BLOCK_K) // CODES + w
@@ -204,10 +204,7 @@ def encoded_row_kernel(
     out = tl.sum(acc, axis=1) * scale
     if NORM:
         out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
-    out += bias
-    if RANK:
-        out += expanded_row(table, low_ptr, row, RANK, BLOCK_R, END_0, END_1)
-    _finish_row(out, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
+    _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
 
 
 @triton.jit
@@ -237,24 +234,21 @@ def _finish_tile(
 
 @triton.jit
 def _expanded(
-    ids_ptr, low_ptr, b_ptr, block, token, T,
+    ids, low_ptr, b_ptr, block, token,
     N: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
     GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """What adapters add to a tile; with a gate, to the rows of both halves apart, as B is read in neighbouring rows."""
-    CHUNK: tl.constexpr = 64 if COLUMNS > 32 else 32 if COLUMNS > 16 else 16
     if GATED:
         HALF: tl.constexpr = BLOCK_N // 2
-        row = block * HALF + tl.arange(0, HALF)
-        gate = expanded_tile(ids_ptr, low_ptr, b_ptr, row, row < N // 2, token, T, N, RANK, COLUMNS, END_0,
-                             END_1, CHUNK, HALF, BLOCK_T, EMULATED)  # fmt: skip
-        value = expanded_tile(ids_ptr, low_ptr, b_ptr, row + N // 2, row < N // 2, token, T, N, RANK, COLUMNS, END_0,
-                              END_1, CHUNK, HALF, BLOCK_T, EMULATED)  # fmt: skip
+        gate = expanded_tile(ids, low_ptr, b_ptr, block * HALF, N // 2, token, N, RANK, COLUMNS, END_0, END_1, HALF,
+                             BLOCK_T, EMULATED)  # fmt: skip
+        value = expanded_tile(ids, low_ptr, b_ptr, N // 2 + block * HALF, N, token, N, RANK, COLUMNS, END_0, END_1,
+                              HALF, BLOCK_T, EMULATED)  # fmt: skip
         return tl.reshape(tl.permute(tl.join(gate, value), (0, 2, 1)), [BLOCK_N, BLOCK_T])
     else:
-        row = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        return expanded_tile(ids_ptr, low_ptr, b_ptr, row, row < N, token, T, N, RANK, COLUMNS, END_0, END_1, CHUNK,
-                             BLOCK_N, BLOCK_T, EMULATED)  # fmt: skip
+        return expanded_tile(ids, low_ptr, b_ptr, block * BLOCK_N, N, token, N, RANK, COLUMNS, END_0, END_1, BLOCK_N,
+                             BLOCK_T, EMULATED)  # fmt: skip
 
 
 @triton.jit
@@ -313,6 +307,10 @@ def tile_kernel(
     lo = split * PER_SPLIT
     hi = tl.minimum(lo + PER_SPLIT, TILES)
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
+    token = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    ids = token
+    if RANK:
+        ids = tl.load(ids_ptr + token, mask=token < T, other=0)
     if not EMULATED and DIRECT == 0:
         if AHEAD > 0:
             NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -326,7 +324,6 @@ def tile_kernel(
                 dtype=tl.int32, is_pure=False, pack=1,
             )  # fmt: skip
         tl.extra.cuda.gdc_wait()
-    token = tile_t * BLOCK_T + tl.arange(0, BLOCK_T)
     x_row = x_ptr + token.to(tl.int64)[:, None] * X_ROW
     if DIRECT:
         acc = direct_product(
@@ -358,7 +355,7 @@ def tile_kernel(
                 weight, x = weight.to(tl.float32), x.to(tl.float32)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
     if RANK > 0 and split == 0:
-        acc += _expanded(ids_ptr, low_ptr, b_ptr, block, token, T, N, RANK, COLUMNS, END_0, END_1, GATED, BLOCK_N,
+        acc += _expanded(ids, low_ptr, b_ptr, block, token, N, RANK, COLUMNS, END_0, END_1, GATED, BLOCK_N,
                          BLOCK_T, EMULATED)  # fmt: skip
     if PARTS:
         at_row = (split * T + token).to(tl.int64)[:, None] * N

@@ -142,46 +142,44 @@ def _verify_kernel(
         token = (row + query).to(tl.int64)
         new_token = (row + j).to(tl.int64)
         q_row = q_ptr + (token * Q_ROW + heads * Q_HEAD)[:, None]
-        k_row = k_ptr + (new_token * K_ROW + head * K_HEAD)[:, None]
-        # All loads first: they are answered together.
         q, q_other = load_heads(q_row, valid[:, None], E, E_PAD, F)
-        k_new, k_other = load_heads(k_row, new[:, None], E, E_PAD, F)
-        v_row = v_ptr + (new_token * V_ROW + head * V_HEAD)[:, None]
-        v_new = tl.load(v_row + e[None, :], mask=new[:, None] & in_e, other=0.0)
         q_cos, q_sin = load_angles(token[:, None], valid[:, None], cos_ptr, sin_ptr, E_PAD, F)
-        k_cos, k_sin = load_angles(new_token[:, None], new[:, None], cos_ptr, sin_ptr, E_PAD, F)
         q = rotate(q, q_other, q_weight, q_other_weight, q_cos, q_sin, E, F, NORM, EPS)
-        k_new = rotate(k_new, k_other, k_weight, k_other_weight, k_cos, k_sin, E, F, NORM, EPS)
-        k_entry = as_entries(k_new, k_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
-        v_entry = as_entries(v_new, v_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
-
-        own = split == 0
-        own_new = j < tl.where(own, queries, 0)
-        slot = head_ptr + new_block * CACHE_BLOCK + ((before + j) % P) * CACHE_POS
-        tl.store(slot[:, None] + e[None, :], k_entry, mask=own_new[:, None] & in_e)
-        tl.store(slot[:, None] + e[None, :] + CACHE_KV, v_entry, mask=own_new[:, None] & in_e)
-
         q, powers = as_queries(q, cache_ptr.dtype.element_ty)
         row_scale = (SCALE * k_scale * powers)[:, None]
-        new_scores = multiply(q, tl.trans(k_entry.to(q.dtype)), tl.zeros([M, BLOCK_Q], tl.float32), EMULATED)
-        if LOG2E_CAP > 0:
-            new_scores = soft_cap(new_scores, LOG2E_CAP, row_scale)
-        else:
-            new_scores = new_scores * row_scale
-        seen = own_new[None, :] & (j[None, :] <= query[:, None])
-        if WINDOW > 0:
-            seen = seen & (j[None, :] > query[:, None] - WINDOW)
-        new_scores = tl.where(seen, new_scores, float("-inf"))
-        top = tl.max(new_scores, axis=1)
+        top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
-        if SINKS:  # range 0 begins with the sink
-            sink = load_sinks(sinks_ptr, heads, valid)
-            top = tl.where(own, tl.maximum(top, sink), top)
-            total = tl.where(own, tl.exp2(sink - top), total)
-        shift = tl.where(top == float("-inf"), 0.0, top)
-        new_p = tl.exp2(new_scores - shift[:, None])
-        total += tl.sum(new_p, axis=1)
-        acc = multiply(new_p.to(q.dtype), v_entry.to(q.dtype), tl.zeros([M, E_PAD], tl.float32), EMULATED)
+        acc = tl.zeros([M, E_PAD], tl.float32)
+        if split == 0:  # begins with the sinks and the step's own tokens
+            new_token = (row + j).to(tl.int64)
+            k_row = k_ptr + (new_token * K_ROW + head * K_HEAD)[:, None]
+            k_new, k_other = load_heads(k_row, new[:, None], E, E_PAD, F)
+            v_row = v_ptr + (new_token * V_ROW + head * V_HEAD)[:, None]
+            v_new = tl.load(v_row + e[None, :], mask=new[:, None] & in_e, other=0.0)
+            k_cos, k_sin = load_angles(new_token[:, None], new[:, None], cos_ptr, sin_ptr, E_PAD, F)
+            k_new = rotate(k_new, k_other, k_weight, k_other_weight, k_cos, k_sin, E, F, NORM, EPS)
+            k_entry = as_entries(k_new, k_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+            v_entry = as_entries(v_new, v_scale, cache_ptr.dtype.element_ty, SCALED, EMULATED)
+            slot = (head_ptr + new_block * CACHE_BLOCK + ((before + j) % P) * CACHE_POS)[:, None] + e[None, :]
+            tl.store(slot, k_entry, mask=new[:, None] & in_e)
+            tl.store(slot + CACHE_KV, v_entry, mask=new[:, None] & in_e)
+            new_scores = multiply(q, tl.trans(k_entry.to(q.dtype)), tl.zeros([M, BLOCK_Q], tl.float32), EMULATED)
+            if LOG2E_CAP > 0:
+                new_scores = soft_cap(new_scores, LOG2E_CAP, row_scale)
+            else:
+                new_scores = new_scores * row_scale
+            seen = new[None, :] & (j[None, :] <= query[:, None])
+            if WINDOW > 0:
+                seen = seen & (j[None, :] > query[:, None] - WINDOW)
+            new_scores = tl.where(seen, new_scores, float("-inf"))
+            top = tl.max(new_scores, axis=1)
+            if SINKS:
+                sink = load_sinks(sinks_ptr, heads, valid)
+                top = tl.maximum(top, sink)
+                total = tl.exp2(sink - top)
+            new_p = tl.exp2(new_scores - tl.where(top == float("-inf"), 0.0, top)[:, None])
+            total += tl.sum(new_p, axis=1)
+            acc = multiply(new_p.to(q.dtype), v_entry.to(q.dtype), acc, EMULATED)
 
         for tile in range(lo, hi):
             at = tile * BLOCK_N + tl.arange(0, BLOCK_N)
