@@ -114,16 +114,17 @@ def _part_of(row, END_0: tl.constexpr, END_1: tl.constexpr):
 
 
 @triton.jit
-def expanded_row(
+def load_row(
     own_id, low_ptr, b_ptr, row, in_row,
     N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
 ):  # fmt: skip
-    """[rows] float32: what the one token's adapter adds; nothing if it has none."""
+    """[rows, BLOCK_R] of x @ A.T and of B: the sums of their products are added to the one token's rows. Zeros if it
+    has no adapter."""
     j = tl.arange(0, BLOCK_R)
     inside = (j < tl.where(own_id > 0, RANK, 0))[None, :] & in_row[:, None]
     low = tl.load(low_ptr + (_part_of(row, END_0, END_1) * RANK)[:, None] + j[None, :], mask=inside, other=0.0)
     b = tl.load(b_ptr + (own_id.to(tl.int64) * RANK + j)[None, :] * N + row[:, None], mask=inside, other=0.0)
-    return tl.sum(b.to(tl.float32) * low, axis=1)
+    return low, b
 
 
 @triton.jit

@@ -25,8 +25,8 @@ from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.add_lora.triton_low_rank import (
     MOST_MATRICES,
     Adapters,
-    expanded_row,
     expanded_tile,
+    load_row,
     low_rank_config,
     shrunk,
 )
@@ -96,6 +96,9 @@ def row_kernel(
         own_id = tl.load(ids_ptr)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
+    low, table = 0.0, 0.0
+    if RANK:
+        low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -104,8 +107,6 @@ def row_kernel(
         if NORM:
             squares += x * x
             x *= tl.load(norm_ptr + start + k, mask=inside, other=0.0).to(tl.float32)
-        if RANK > 0 and start == 0:  # while weights are on their way
-            bias += expanded_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
         acc += weight.to(tl.float32) * x[None, :]
         if start + BLOCK_K < K:
             more = start + BLOCK_K + k
@@ -113,6 +114,8 @@ def row_kernel(
     out = tl.sum(acc, axis=1)
     if NORM:
         out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
+    if RANK:
+        bias += tl.sum(low * table.to(tl.float32), axis=1)
     _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
 
 
@@ -185,6 +188,9 @@ def encoded_row_kernel(
         own_id = tl.load(ids_ptr)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
+    low, table = 0.0, 0.0
+    if RANK:
+        low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     squares = tl.zeros([BLOCK_W], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -195,8 +201,6 @@ def encoded_row_kernel(
             if NORM:
                 squares += x * x
                 x *= tl.load(norm_ptr + at, mask=at < K, other=0.0).to(tl.float32)
-            if RANK > 0 and start == 0 and j == 0:
-                bias += expanded_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
             acc += numbers[j].to(tl.float32) * x[None, :]
         if start + BLOCK_K < K:
             more = (start + BLOCK_K) // CODES + w
@@ -204,6 +208,8 @@ def encoded_row_kernel(
     out = tl.sum(acc, axis=1) * scale
     if NORM:
         out *= tl.rsqrt(tl.sum(squares, axis=0) / K + EPS)
+    if RANK:
+        bias += tl.sum(low * table.to(tl.float32), axis=1)
     _finish_row(out + bias, block, row, in_row, residual_ptr, out_ptr, N, RESIDUAL, GATED, BLOCK_N)
 
 
@@ -519,11 +525,13 @@ def triton_row(
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
     others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
     last, ranks = (out_TN, *_tables(adapters, x_TI)), _ranks(adapters)
+    # Triton gives tiles of fewer elements than threads the layout of the weights' tile, 64 registers a thread.
+    block_r = max(triton.next_power_of_2(ranks["RANK"]), 32 * warps // block_n)
     constants: dict[str, Any] = {
         "WEIGHT_ROW": weight_OI.stride(0), "N": N, "K": K, "EPS": eps, "NORM": norm_I is not None,
         "BIAS": bias_O is not None, "RESIDUAL": residual_TN is not None, "GATED": gated, "BLOCK_N": block_n,
         "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
-        "BLOCK_R": triton.next_power_of_2(ranks["RANK"]), **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
+        "BLOCK_R": block_r, **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
     }  # fmt: skip
     if scales_GO is None:
         launch_triton(row_kernel, (-(-N // block_n),), x_TI, weight_OI, *others, *last, **constants)
