@@ -165,17 +165,17 @@ def _add_columns(
     at_low = low_ptr + token.to(tl.int64)[None, :] * (PARTS * RANK) + (column % RANK)[:, None]
     if END_0 % BLOCK_N == 0 and END_1 % BLOCK_N == 0:  # all rows are of one matrix
         low = tl.load(at_low + _part_of(first, END_0, END_1) * RANK, mask=own, other=0.0).to(b.dtype)
-        total = _product(b, low, total, EMULATED)
+        total = _plus_product(b, low, total, EMULATED)
     else:
         part = _part_of(row, END_0, END_1)
         for p in tl.static_range(PARTS):
             low = tl.load(at_low + p * RANK, mask=own, other=0.0).to(b.dtype)
-            total = _product(tl.where((part == p)[:, None], b, 0.0), low, total, EMULATED)
+            total = _plus_product(tl.where((part == p)[:, None], b, 0.0), low, total, EMULATED)
     return total
 
 
 @triton.jit
-def _product(b, low, total, EMULATED: tl.constexpr):
+def _plus_product(b, low, total, EMULATED: tl.constexpr):
     if EMULATED:
         b, low = b.to(tl.float32), low.to(tl.float32)
     return tl.dot(b, low, total, input_precision="ieee")

@@ -300,11 +300,14 @@ def _split_kernel(
                                 H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
 
 
-def joined_rows(rows: int, E: int, ranges: int) -> int:
+def _joined(rows: int, E: int, ranges: int) -> int:
     """Query heads whose ranges are joined at once. With few ranges, which are long, one: the join then takes no
     registers from the loop before it."""
-    if ranges < _FEW:
-        return 1
+    return 1 if ranges < _FEW else joined_rows(rows, E, ranges)
+
+
+def joined_rows(rows: int, E: int, ranges: int) -> int:
+    """As many as a program's registers hold."""
     return min(power_of_2(rows, 1), max(1, _JOINED // (ranges * power_of_2(E))))
 
 
@@ -356,7 +359,7 @@ def launch_decode(
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, G=H // K, HEADS=heads,
         GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
         FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
-        FEW_JOINED=joined_rows(rows, E, _FEW) if joined > 1 else 1, LINE=line,
+        FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINE=line,
         LINES=1 << (max(1, E // line).bit_length() - 1), SINKS=sinks_H is not None, SCALED=kv_scales is not None,
         EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
         **rotation,
@@ -391,7 +394,7 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     while heads > 1 and (K % heads or heads * (H // K) > 16 or block_n // heads < 16):
         heads //= 2
     splits = max(1, min(splits, -(-longest // least)))
-    joined = joined_rows(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
+    joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
     return {
         "heads": heads, "splits": splits, "joined": joined,
         "min_tiles": max(1, least * heads // block_n), "block_n": block_n, "warps": 4, "stages": 2,

@@ -249,14 +249,18 @@ def is_verification(site: CallSite) -> bool:
 
 
 def verify_configs(site: CallSite) -> list[Config]:
-    """The plan of decode, with one KV head a program."""
+    """The plan of decode, with one KV head a program. There are more rows than in decode: their ranges are joined many
+    at once, however few, since each turn waits for memory; half as many where registers for more would leave room for
+    one program less on a processor."""
     cache, table, queries = site.args["kv_cache"], site.args["block_table"], site.bucket.query_len
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
     plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
+    ranges = power_of_2(plan["splits"], 2)
+    joined = joined_rows(queries * H // K, E, ranges if ranges >= 8 else 2 * ranges)
     return [
         {
             "queries": queries, "splits": plan["splits"], "min_tiles": max(1, plan["min_tiles"] // plan["heads"]),
-            "joined": joined_rows(queries * H // K, E, power_of_2(plan["splits"], 2)) if plan["joined"] > 1 else 1,
+            "joined": joined,
             "block_n": plan["block_n"], "warps": plan["warps"], "stages": plan["stages"],
         }
     ]  # fmt: skip
@@ -308,7 +312,7 @@ def triton_verify(
         SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, H=H, G=G, Q=queries, BLOCK_Q=power_of_2(queries),
         M=power_of_2(queries * G), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=8,
         MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
-        FEW_JOINED=joined_rows(queries * G, E, 8) if joined > 1 else 1, LINE=line,
+        FEW_JOINED=joined_rows(queries * G, E, 8), LINE=line,
         LINES=1 << (max(1, E // line).bit_length() - 1), SINKS=sinks_H is not None, SCALED=kv_scales is not None,
         EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **rotation,
     )  # fmt: skip

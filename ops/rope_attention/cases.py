@@ -56,4 +56,7 @@ CASES = (
     *(_case(f"decode_06b_b{S}_ctx384", norm=True) for S in (1, 64, 256)),
     _case("prefill_8b_1x8192"),
     _case("mixed_8b_128x1024_2x1024"),
+    _case("verify_8b_b1_ctx4096"),
+    _case("verify_8b_b32_ctx4096"),
+    _case("decode_8b_b32_ctx4096"),
 )
