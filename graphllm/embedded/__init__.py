@@ -1,4 +1,4 @@
-"""The small chat models that ship inside the package: something to run, test and demonstrate with offline.
+"""The small models that ship inside the package: something to run, test and demonstrate with offline.
 
 Hugging Face folders in bf16, made by `python -m graphllm.embedded.train` and measured by `.evaluate`.
 """
@@ -14,5 +14,8 @@ DRAFTS = {name: _HERE / name for name in ("draft_model", "eagle3", "medusa") if 
 """What drafts for the Llama, by method; made by `python -m graphllm.embedded.train_drafts`."""
 ADAPTERS = {folder.name: folder for folder in sorted((_HERE / "adapters").glob("*")) if folder.is_dir()}
 """LoRA adapters of the Llama, by name; made by `python -m graphllm.embedded.train_adapters`."""
-SHIPPED = {"embedded": MODEL_DIR, "embedded-moe": MOE_DIR}
+EMBEDDER_DIR = _HERE / "embedder"
+"""A BERT that makes vectors of sentences, with the Llama's tokenizer; made by `python -m
+graphllm.embedded.train_embedder`."""
+SHIPPED = {"embedded": MODEL_DIR, "embedded-moe": MOE_DIR, "embedded-embedder": EMBEDDER_DIR}
 """By the names that --model takes."""

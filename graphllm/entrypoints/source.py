@@ -135,20 +135,20 @@ def open_source(
     runner: str = "auto",
     convert: str = "auto",
 ) -> Source:
-    """Read a checkpoint folder, None for the embedded model's; load_format "dummy": only its config.json, weights will
-    be random numbers. draft: the folder of a draft model, which joins it: its config.json as the field "draft", its
-    tensors with "draft:" before their names. config_folder: whose config.json is read in place of the folder's.
-    overrides: fields in place of those of config.json. method: how the draft model drafts, where its config.json
-    leaves that open. pooling_type: in place of what the checkpoint says. How vectors are made becomes the field
-    "pooling". runner, convert: see `with_runner`.
+    """Read a checkpoint folder, None for the embedded model's, or with runner "pooling" the embedded embedder's;
+    load_format "dummy": only its config.json, weights will be random numbers. draft: the folder of a draft model, which
+    joins it: its config.json as the field "draft", its tensors with "draft:" before their names. config_folder: whose
+    config.json is read in place of the folder's. overrides: fields in place of those of config.json. method: how the
+    draft model drafts, where its config.json leaves that open. pooling_type: in place of what the checkpoint says. How
+    vectors are made becomes the field "pooling". runner, convert: see `with_runner`.
 
     Without tensors the folder may still do, for an artifact that holds its weights. Raises ConfigError naming what else
     is missing or unreadable.
     """
     if folder is None:
-        from graphllm.embedded import MODEL_DIR
+        from graphllm.embedded import EMBEDDER_DIR, MODEL_DIR
 
-        folder = MODEL_DIR
+        folder = EMBEDDER_DIR if runner == "pooling" else MODEL_DIR
     folder = Path(folder)
     if not is_folder(folder):
         raise ConfigError(
