@@ -13,6 +13,18 @@ _TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3, "float16": 1e-3}
 _REASON = "x @ A.T and the sum are rounded to the dtype (bf16 keeps 8 bits, fp16 11)"
 
 
+def tables(make: Maker, inner: int, widths: tuple[int, ...], rank: int, adapters: int) -> dict[str, torch.Tensor]:
+    """A and B of so many adapters, behind entry 0, which is never read."""
+    L = adapters + 1
+    made = {
+        "a_LRI": make.normal(L, len(widths) * rank, inner, scale=inner**-0.5),
+        "b_LrO": make.normal(L, rank, sum(widths), scale=rank**-0.5),
+    }
+    for table in made.values():
+        table[0] = float("nan")
+    return made
+
+
 def _case(
     T: int,
     inner: int,
@@ -23,19 +35,14 @@ def _case(
     size: Literal["small", "real"] = "small",
 ) -> Case:
     def inputs(make: Maker) -> dict[str, Any]:
-        L, n = adapters + 1, len(widths)
-        tables = {
-            "a_LRI": make.normal(L, n * rank, inner, scale=inner**-0.5),
-            "b_LrO": make.normal(L, rank, sum(widths), scale=rank**-0.5),
-        }
-        for table in tables.values():
-            table[0] = float("nan")  # entry 0 is never read
-        drawn = {"mixed": make.integers(0, L, T), "none": make.integers(0, 1, T), "one": make.integers(2, 3, T)}
-        runs = torch.sort(drawn["mixed"])[0]  # as of prompts
+        made = tables(make, inner, widths, rank, adapters)
+        mixed = make.integers(0, adapters + 1, T)
+        drawn = {"mixed": mixed, "none": make.integers(0, 1, T), "one": make.integers(2, 3, T)}
+        runs = torch.sort(mixed)[0]  # as of prompts
         return {
             "y_TO": make.normal(T, sum(widths)),
             "x_TI": make.normal(T, inner),
-            **tables,
+            **made,
             "adapter_ids_T": {**drawn, "runs": runs}[ids],
             "widths": list(widths),
         }

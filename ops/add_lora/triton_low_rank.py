@@ -119,12 +119,15 @@ def load_row(
     N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
 ):  # fmt: skip
     """[rows, BLOCK_R] of x @ A.T and of B: the sums of their products are added to the one token's rows. Zeros if it
-    has no adapter."""
-    j = tl.arange(0, BLOCK_R)
-    inside = (j < tl.where(own_id > 0, RANK, 0))[None, :] & in_row[:, None]
-    low = tl.load(low_ptr + (_part_of(row, END_0, END_1) * RANK)[:, None] + j[None, :], mask=inside, other=0.0)
-    b = tl.load(b_ptr + (own_id.to(tl.int64) * RANK + j)[None, :] * N + row[:, None], mask=inside, other=0.0)
-    return low, b
+    has no adapter, or if there are none (RANK 0)."""
+    if RANK:
+        j = tl.arange(0, BLOCK_R)
+        inside = (j < tl.where(own_id > 0, RANK, 0))[None, :] & in_row[:, None]
+        low = tl.load(low_ptr + (_part_of(row, END_0, END_1) * RANK)[:, None] + j[None, :], mask=inside, other=0.0)
+        b = tl.load(b_ptr + (own_id.to(tl.int64) * RANK + j)[None, :] * N + row[:, None], mask=inside, other=0.0)
+        return low, b
+    else:
+        return tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
+from graphllm.ops.add_lora.cases import tables
 from graphllm.ops.encoded_weights import encoded
 
 _TOLERANCE = {"float32": 4e-6, "bfloat16": 1e-2, "float16": 1.5e-3}
@@ -14,14 +15,9 @@ _REASON = (
 
 
 def adapters(make: Maker, T: int, inner: int, widths: tuple[int, ...], rank: int, count: int) -> dict[str, object]:
-    """Tables, of which entry 0 is never read, and tokens of any of them and of none."""
-    tables = {
-        "a_LRI": make.normal(count + 1, len(widths) * rank, inner, scale=inner**-0.5),
-        "b_LrO": make.normal(count + 1, rank, sum(widths), scale=rank**-0.5),
-    }
-    for table in tables.values():
-        table[0] = float("nan")
-    return {**tables, "adapter_ids_T": make.integers(0, count + 1, T), "widths": list(widths)}
+    """The arguments of `add_lora` for tokens of any of the adapters and of none."""
+    made = tables(make, inner, widths, rank, count)
+    return {**made, "adapter_ids_T": make.integers(0, count + 1, T), "widths": list(widths)}
 
 
 def _case(

@@ -96,10 +96,7 @@ def row_kernel(
         own_id = tl.load(ids_ptr)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    low = tl.zeros([1], tl.float32)
-    table = low
-    if RANK:
-        low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
+    low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -189,10 +186,7 @@ def encoded_row_kernel(
         own_id = tl.load(ids_ptr)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    low = tl.zeros([1], tl.float32)
-    table = low
-    if RANK:
-        low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
+    low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     squares = tl.zeros([BLOCK_W], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):

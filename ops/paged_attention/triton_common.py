@@ -66,6 +66,20 @@ def tile_slots(
 
 
 @triton.jit
+def prefetch_lines(slots, CACHE_KV: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr):
+    """Ask for keys and values of slots, LINES of LINE entries each, to be brought to the L2 cache."""
+    line = slots[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(line + CACHE_KV).to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def multiply(a, b, acc, EMULATED: tl.constexpr):
     """acc + a @ b in float32. Triton's interpreter (EMULATED) cannot multiply bfloat16."""
     if EMULATED:

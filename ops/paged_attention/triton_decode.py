@@ -17,6 +17,7 @@ while the kernel before theirs still runs; only what no kernel of the step write
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
@@ -37,6 +38,7 @@ from graphllm.ops.paged_attention.triton_common import (
     load_sinks,
     multiply,
     power_of_2,
+    prefetch_lines,
     problem,
     rotary_arguments,
     rotate,
@@ -49,7 +51,7 @@ from graphllm.ops.paged_attention.triton_common import (
 
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
-_FEW = 8  # ranges
+FEW_RANGES = 8
 
 
 @triton.jit
@@ -66,7 +68,30 @@ def split_bounds(length, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl
 
 
 @triton.jit
-def join_ranges(
+def join_as_last(
+    arrived_ptr, partial_ptr, lse_ptr, out_ptr, base, tiles, per_split, row, group, rows,
+    H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr,
+    E_PAD: tl.constexpr, RANGES: tl.constexpr, FEW: tl.constexpr, JOINED: tl.constexpr, FEW_JOINED: tl.constexpr,
+):  # fmt: skip
+    """Join the ranges of a program's rows if all the others have arrived; see `_join_ranges`."""
+    tl.debug_barrier()
+    ranges = (tiles + per_split - 1) // per_split
+    before = tl.atomic_add(arrived_ptr, 1, sem="acq_rel")
+    if before == ranges - 1:
+        tl.store(arrived_ptr, 0)
+        if RANGES <= FEW:
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
+                         H, ROWS, HEADS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+        elif ranges <= FEW:  # loads that are masked off take time too
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
+                         H, ROWS, HEADS, SPLITS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
+        else:
+            _join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
+                         H, ROWS, HEADS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+
+
+@triton.jit
+def _join_ranges(
     partial_ptr, lse_ptr, out_ptr, base, ranges, row, group, rows,
     H: tl.constexpr, ROWS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, E: tl.constexpr,
     E_PAD: tl.constexpr, RANGES: tl.constexpr, JOINED: tl.constexpr,
@@ -180,15 +205,7 @@ def _split_kernel(
     if not EMULATED:
         if lo < hi:  # the first tile is on its way while the queries are still being made; more would delay it
             slot = head_ptr + tile_slots(cache_block, lo, CACHE_BLOCK, CACHE_POS, P, BLOCK_N, CACHE_HEAD, HEADS)
-            line = slot[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(line + CACHE_KV).to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            prefetch_lines(slot, CACHE_KV, LINE, LINES)
         tl.extra.cuda.gdc_wait()
     if (queries == 1) & ((split == 0) | (lo < hi)):
         g = tl.arange(0, G_PAD)
@@ -284,26 +301,14 @@ def _split_kernel(
             at_split = (base + split) * H + heads
             tl.store(partial_ptr + at_split[:, None] * E + e[None, :], acc, mask=in_q)
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=g < ROWS)
-            tl.debug_barrier()
-            ranges = (tiles + per_split - 1) // per_split
-            before = tl.atomic_add(arrived_ptr + s * GROUPS + group, 1, sem="acq_rel")
-            if before == ranges - 1:
-                tl.store(arrived_ptr + s * GROUPS + group, 0)
-                if RANGES <= FEW:
-                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group, ROWS,
-                                H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
-                elif ranges <= FEW:  # loads that are masked off take time too
-                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group, ROWS,
-                                H, ROWS, ROWS, SPLITS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
-                else:
-                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row64, group, ROWS,
-                                H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+            join_as_last(arrived_ptr + s * GROUPS + group, partial_ptr, lse_ptr, out_ptr, base, tiles, per_split, row64,
+                         group, ROWS, H, ROWS, ROWS, SPLITS, E, E_PAD, RANGES, FEW, JOINED, FEW_JOINED)  # fmt: skip
 
 
 def _joined(rows: int, E: int, ranges: int) -> int:
     """Query heads whose ranges are joined at once. With few ranges, which are long, one: the join then takes no
     registers from the loop before it."""
-    return 1 if ranges < _FEW else joined_rows(rows, E, ranges)
+    return 1 if ranges < FEW_RANGES else joined_rows(rows, E, ranges)
 
 
 def joined_rows(rows: int, E: int, ranges: int) -> int:
@@ -311,7 +316,8 @@ def joined_rows(rows: int, E: int, ranges: int) -> int:
     return min(power_of_2(rows, 1), max(1, _JOINED // (ranges * power_of_2(E))))
 
 
-def launch_decode(
+def launch_split(
+    kernel: Any,
     q_THE: Tensor,
     k_TKE: Tensor,
     v_TKE: Tensor,
@@ -327,42 +333,57 @@ def launch_decode(
     kv_scales: Tensor | None,
     rotary: Rotary | None,
     *,
-    write: bool,
     heads: int,
+    tokens: int,
     splits: int,
     joined: int,
+    few_joined: int,
     min_tiles: int,
     block_n: int,
     warps: int,
     stages: int,
+    **own: int,
 ) -> None:
-    """Attend for the sequences of the batch that have exactly one query token; the others are left alone. heads: KV
-    heads of a program, which share a tile of ``block_n`` columns. joined: query heads whose ranges are joined at once.
-    """
+    """Start a kernel that divides contexts into ranges. heads: KV heads of a program. tokens: most query tokens of a
+    sequence. joined, few_joined: rows whose ranges are joined at once, and if there are few. own: constants that only
+    this kernel has."""
     H, E = q_THE.shape[1:]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     S = seq_lens.shape[0]
-    shape = (S, splits, H) if splits > 1 else (1, 1, 1)
+    shape = (S, tokens, splits, H) if splits > 1 else (1, 1, 1, 1)
     partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scale, softcap)
     pointers, rotation = rotary_arguments(rotary, q_THE)
-    line, ranges, rows = 128 // kv_cache.element_size(), power_of_2(splits, 2), H // K * heads
+    line = 128 // kv_cache.element_size()
     launch_triton(
-        _split_kernel, (K // heads, S, splits),
+        kernel, (K // heads, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
         block_table, query_start_loc, seq_lens, *pointers,
         q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
-        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, WRITE=write, H=H, G=H // K, HEADS=heads,
-        GROUPS=K // heads, G_PAD=power_of_2(rows), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=ranges,
-        FEW=_FEW, MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
-        FEW_JOINED=_joined(rows, E, _FEW) if joined > 1 else 1, LINE=line,
-        LINES=1 << (max(1, E // line).bit_length() - 1), SINKS=sinks_H is not None, SCALED=kv_scales is not None,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages,
-        **rotation,
+        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, H=H, G=H // K, E=E, E_PAD=power_of_2(E), P=P,
+        SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=FEW_RANGES, MIN_TILES=min_tiles, BLOCK_N=block_n,
+        JOINED=joined, FEW_JOINED=few_joined, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
+        SINKS=sinks_H is not None, SCALED=kv_scales is not None, EMULATED=triton.knobs.runtime.interpret,
+        num_warps=warps, num_stages=stages, **rotation, **own,
+    )  # fmt: skip
+
+
+def launch_decode(
+    q_THE: Tensor, k_TKE: Tensor, v_TKE: Tensor, kv_cache: Tensor, *others: Any, write: bool, heads: int, joined: int,
+    **plan: Any,
+) -> None:  # fmt: skip
+    """Attend for the sequences of the batch that have exactly one query token; the others are left alone. heads: KV
+    heads of a program, which share a tile of ``block_n`` columns. others: as of `launch_split`."""
+    H, E, K = *q_THE.shape[1:], kv_cache.shape[2]
+    rows = H // K * heads
+    launch_split(
+        _split_kernel, q_THE, k_TKE, v_TKE, kv_cache, *others, heads=heads, tokens=1, joined=joined,
+        few_joined=_joined(rows, E, FEW_RANGES) if joined > 1 else 1, WRITE=write, HEADS=heads, GROUPS=K // heads,
+        G_PAD=power_of_2(rows), **plan,
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ir import CallSite
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
@@ -29,15 +29,22 @@ from graphllm.ops.paged_attention.triton_common import (
     load_sinks,
     multiply,
     power_of_2,
+    prefetch_lines,
     problem,
-    rotary_arguments,
     rotate,
-    score_constants,
     soft_cap,
     tile_blocks,
     tile_slots,
 )
-from graphllm.ops.paged_attention.triton_decode import Config, join_ranges, joined_rows, plan_splits, split_bounds
+from graphllm.ops.paged_attention.triton_decode import (
+    FEW_RANGES,
+    Config,
+    join_as_last,
+    joined_rows,
+    launch_split,
+    plan_splits,
+    split_bounds,
+)
 
 _MOST_ROWS = 64  # query heads of a KV head, times tokens
 
@@ -122,15 +129,7 @@ def _verify_kernel(
     if not EMULATED:
         if lo < hi:  # the first tile is on its way while the queries are still being made
             slot = head_ptr + tile_slots(cache_block, lo, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
-            line = slot[:, None] + (tl.arange(0, LINES) * LINE)[None, :]
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(line + CACHE_KV).to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            prefetch_lines(slot, CACHE_KV, LINE, LINES)
         tl.extra.cuda.gdc_wait()
     if (queries > 0) & ((split == 0) | (lo < hi)):
         m = tl.arange(0, M)
@@ -140,7 +139,6 @@ def _verify_kernel(
         heads = head * G + m % G
         valid = query < queries
         token = (row + query).to(tl.int64)
-        new_token = (row + j).to(tl.int64)
         q_row = q_ptr + (token * Q_ROW + heads * Q_HEAD)[:, None]
         q, q_other = load_heads(q_row, valid[:, None], E, E_PAD, F)
         q_cos, q_sin = load_angles(token[:, None], valid[:, None], cos_ptr, sin_ptr, E_PAD, F)
@@ -225,21 +223,9 @@ def _verify_kernel(
             at_split = (base + query * SPLITS + split) * H + heads
             tl.store(partial_ptr + (at_split * E)[:, None] + e[None, :], acc, mask=valid[:, None] & in_e)
             tl.store(lse_ptr + at_split, top + tl.log2(total), mask=valid)
-            tl.debug_barrier()
-            ranges = (tiles + per_split - 1) // per_split
-            arrived = tl.atomic_add(arrived_ptr + s * tl.num_programs(0) + head, 1, sem="acq_rel")
-            if arrived == ranges - 1:
-                tl.store(arrived_ptr + s * tl.num_programs(0) + head, 0)
-                rows = queries * G
-                if RANGES <= FEW:
-                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row.to(tl.int64), head, rows,
-                                H, Q * G, G, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
-                elif ranges <= FEW:  # loads that are masked off take time too
-                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row.to(tl.int64), head, rows,
-                                H, Q * G, G, SPLITS, E, E_PAD, FEW, FEW_JOINED)  # fmt: skip
-                else:
-                    join_ranges(partial_ptr, lse_ptr, out_ptr, base, ranges, row.to(tl.int64), head, rows,
-                                H, Q * G, G, SPLITS, E, E_PAD, RANGES, JOINED)  # fmt: skip
+            join_as_last(arrived_ptr + s * tl.num_programs(0) + head, partial_ptr, lse_ptr, out_ptr, base, tiles,
+                         per_split, row.to(tl.int64), head, queries * G, H, Q * G, G, SPLITS, E, E_PAD, RANGES, FEW,
+                         JOINED, FEW_JOINED)  # fmt: skip
 
 
 def is_verification(site: CallSite) -> bool:
@@ -256,7 +242,7 @@ def verify_configs(site: CallSite) -> list[Config]:
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
     plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
     ranges = power_of_2(plan["splits"], 2)
-    joined = joined_rows(queries * H // K, E, ranges if ranges >= 8 else 2 * ranges)
+    joined = joined_rows(queries * H // K, E, ranges if ranges >= FEW_RANGES else 2 * ranges)
     return [
         {
             "queries": queries, "splits": plan["splits"], "min_tiles": max(1, plan["min_tiles"] // plan["heads"]),
@@ -283,37 +269,15 @@ def triton_verify(
     rotary: Rotary | None = None,
     *,
     queries: int,
-    splits: int,
-    joined: int,
-    min_tiles: int,
-    block_n: int,
-    warps: int,
-    stages: int,
+    **plan: int,
 ) -> Tensor:
     """Every sequence has at most so many query tokens. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
-    H, E = q_THE.shape[1:]
-    K, P = kv_cache.shape[2], kv_cache.shape[3]
-    S, G = seq_lens.shape[0], H // K
-    shape = (S, queries, splits, H) if splits > 1 else (1, 1, 1, 1)
-    partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
-    lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
-    score_scale, log2e_cap = score_constants(scale, softcap)
-    pointers, rotation = rotary_arguments(rotary, q_THE)
-    line = 128 // kv_cache.element_size()
-    launch_triton(
-        _verify_kernel, (K, S, splits),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
-        block_table, query_start_loc, seq_lens, *pointers,
-        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales,
-        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
-        CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),
-        SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window, H=H, G=G, Q=queries, BLOCK_Q=power_of_2(queries),
-        M=power_of_2(queries * G), E=E, E_PAD=power_of_2(E), P=P, SPLITS=splits, RANGES=power_of_2(splits, 2), FEW=8,
-        MIN_TILES=min_tiles, BLOCK_N=block_n, JOINED=joined,
-        FEW_JOINED=joined_rows(queries * G, E, 8), LINE=line,
-        LINES=1 << (max(1, E // line).bit_length() - 1), SINKS=sinks_H is not None, SCALED=kv_scales is not None,
-        EMULATED=triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **rotation,
+    H, E, K = *q_THE.shape[1:], kv_cache.shape[2]
+    rows = queries * H // K
+    launch_split(
+        _verify_kernel, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
+        softcap, sinks_H, kv_scales, rotary, heads=1, tokens=queries, few_joined=joined_rows(rows, E, FEW_RANGES),
+        Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(rows), **plan,
     )  # fmt: skip
     return out_THE
