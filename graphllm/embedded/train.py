@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import shutil
 import tempfile
 import time
 from itertools import islice
@@ -35,6 +34,7 @@ from graphllm.embedded.data import (
     render,
     token_id,
 )
+from graphllm.embedded.folders import replaced
 from graphllm.embedded.tasks import mixture
 
 VOCABULARY = 4096
@@ -179,37 +179,26 @@ def fit(model: CausalLM, tokenizer: Tokenizer, batches: DataLoader[torch.Tensor]
 
 
 def save(model: CausalLM, tokenizer: Tokenizer, card: str, out: Path) -> None:
-    """Writes the Hugging Face folder beside its place and then moves it there: no reader sees half of one."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=out.parent))
+    """Writes the Hugging Face folder."""
     model.generation_config = GenerationConfig(
         do_sample=False,
         eos_token_id=[model.config.eos_token_id, model.config.pad_token_id],  # a chat's turn, or a text, is over
         pad_token_id=model.config.pad_token_id,
     )
-    model.bfloat16().save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": CONTEXT,
-        "bos_token": None,
-        "eos_token": TURN_END,
-        "pad_token": END_OF_TEXT,
-        "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    (folder / "README.md").write_text(card)
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    if out.exists():
-        old = Path(tempfile.mkdtemp(dir=out.parent))
-        out.rename(old / out.name)
-        folder.rename(out)
-        shutil.rmtree(old)
-    else:
-        folder.rename(out)
+    with replaced(out) as folder:
+        model.bfloat16().save_pretrained(folder)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": CONTEXT,
+            "bos_token": None,
+            "eos_token": TURN_END,
+            "pad_token": END_OF_TEXT,
+            "clean_up_tokenization_spaces": False,
+            "chat_template": CHAT_TEMPLATE,
+        }
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+        (folder / "README.md").write_text(card)
 
 
 def main() -> None:

@@ -12,8 +12,6 @@ import argparse
 import json
 import logging
 import math
-import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from itertools import accumulate
@@ -30,6 +28,7 @@ from graphllm.embedded import MODEL_DIR
 from graphllm.embedded.answers import MANNERS, Manner, drawn
 from graphllm.embedded.data import END_OF_TEXT, TURN_END, TURN_START, answer_mask, render
 from graphllm.embedded.evaluate import answers
+from graphllm.embedded.folders import replaced
 
 SORTED = 16  # batches of samples that are sorted by length, so that little is padding
 WARMUP = 0.03  # of the time
@@ -112,20 +111,13 @@ def measure(model: Any, tokenizer: Any, manner: Manner, count: int, seed: int) -
 
 
 def save(model: Any, card: str, out: Path) -> None:
-    """Writes PEFT's folder beside its place and then moves it there."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=out.parent))
-    model.bfloat16().save_pretrained(folder)
-    config = json.loads((folder / "adapter_config.json").read_text())
-    config["base_model_name_or_path"] = BASE  # not where it lies on this machine
-    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
-    (folder / "README.md").write_text(card)
-    folder.chmod(0o755)
-    for file in folder.iterdir():
-        file.chmod(0o644)
-    if out.exists():
-        shutil.rmtree(out)
-    folder.rename(out)
+    """Writes PEFT's folder."""
+    with replaced(out) as folder:
+        model.bfloat16().save_pretrained(folder)
+        config = json.loads((folder / "adapter_config.json").read_text())
+        config["base_model_name_or_path"] = BASE  # not where it lies on this machine
+        (folder / "adapter_config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+        (folder / "README.md").write_text(card)
 
 
 def main() -> None:

@@ -12,7 +12,6 @@ import json
 import math
 import re
 import shutil
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.nn.functional import cross_entropy, normalize
 from transformers import AutoTokenizer, BertConfig, BertModel
 
 from graphllm.embedded import MODEL_DIR
+from graphllm.embedded.folders import replaced
 from graphllm.embedded.paraphrases import HELD_OUT_WAYS, batch, held_out_pairs
 
 WARMUP = 0.05  # of the time
@@ -117,35 +117,29 @@ def measure(model: Any, tokenizer: Any, pairs: list[tuple[str, str]]) -> dict[st
 
 
 def save(model: Any, card: str, out: Path) -> None:
-    """Writes the folder of sentence-transformers beside its place and then moves it there."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(dir=out.parent))
-    model.bfloat16().save_pretrained(folder)
-    for name in COPIED:
-        shutil.copy(MODEL_DIR / name, folder / name)
-    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for i, (path, kind) in enumerate(kinds.items())
-    ]
-    (folder / "1_Pooling").mkdir()
-    written = {
-        "modules.json": modules,
-        "1_Pooling/config.json": {
-            "word_embedding_dimension": model.config.hidden_size,
-            "pooling_mode_cls_token": False,
-            "pooling_mode_mean_tokens": True,
-        },
-        "sentence_bert_config.json": {"max_seq_length": MAX_LEN, "do_lower_case": False},
-    }
-    for name, content in written.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    (folder / "README.md").write_text(card)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-    if out.exists():
-        shutil.rmtree(out)
-    folder.rename(out)
+    """Writes the folder of sentence-transformers."""
+    with replaced(out) as folder:
+        model.bfloat16().save_pretrained(folder)
+        for name in COPIED:
+            shutil.copy(MODEL_DIR / name, folder / name)
+        kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+        modules = [
+            {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for i, (path, kind) in enumerate(kinds.items())
+        ]
+        (folder / "1_Pooling").mkdir()
+        written = {
+            "modules.json": modules,
+            "1_Pooling/config.json": {
+                "word_embedding_dimension": model.config.hidden_size,
+                "pooling_mode_cls_token": False,
+                "pooling_mode_mean_tokens": True,
+            },
+            "sentence_bert_config.json": {"max_seq_length": MAX_LEN, "do_lower_case": False},
+        }
+        for name, content in written.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        (folder / "README.md").write_text(card)
 
 
 def main() -> None:
