@@ -273,8 +273,8 @@ def table(shape: str, rows: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        value, (target, goal) = row["median"], TARGETS[shape][name]
-        met = value >= target if name in UP else value <= target
+        value, (target, goal) = row["median"], TARGETS[shape].get(name, ("", ""))
+        met = target == "" or (value >= target if name in UP else value <= target)
         peer = VLLM.get((shape, int(name.split()[1]))) if name.startswith("decode") else PEER.get(shape, {}).get(name)
         peer = MIXED[shape] if name == "mixed" else peer
         floor = row["floor"]

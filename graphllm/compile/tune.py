@@ -64,11 +64,13 @@ def tune(
     new = {key: site for key, site in sites.items() if key not in known}
     jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
     usable: dict[str, list[ImplChoice]] = {key: [] for key in new}
-    for i, works in enumerate(_tried([(new[key], choice) for key, choice in jobs], workers)):
+    for i, problem in enumerate(_problems([(new[key], choice) for key, choice in jobs], workers)):
         progress(i, len(jobs))
-        if works:
-            key, choice = jobs[i]
+        key, choice = jobs[i]
+        if not problem:
             usable[key].append(choice)
+        elif choice is new[key].candidates[-1] and not usable[key]:
+            raise BuildError(f"no implementation of {new[key].op} runs on this GPU with {new[key].args}: {problem}")
     try:
         known |= {key: measure(site, usable[key]) for key, site in new.items()}
     except torch.OutOfMemoryError as full:
@@ -82,8 +84,8 @@ def tune(
     return {key: known[key] for key in sites}
 
 
-def _tried(jobs: Sequence[tuple[Tunable, ImplChoice]], workers: Workers | None) -> Iterator[bool]:
-    """Of each candidate, whether it can be built."""
+def _problems(jobs: Sequence[tuple[Tunable, ImplChoice]], workers: Workers | None) -> Iterator[str]:
+    """Of each candidate, why it cannot be built, empty where it can."""
     if workers is None:
         yield from (build_candidate(site, choice) for site, choice in jobs)
         return
@@ -91,7 +93,7 @@ def _tried(jobs: Sequence[tuple[Tunable, ImplChoice]], workers: Workers | None) 
     for site, choice in jobs:
         tensors = {n: s for n, s in site.args.items() if isinstance(s, TensorSpec)}
         plain = {n: v for n, v in site.args.items() if n not in tensors}
-        futures.append(workers.works(Candidate(site.op, tensors, plain, site.sizes, choice)))
+        futures.append(workers.problem(Candidate(site.op, tensors, plain, site.sizes, choice)))
     yield from (future.result() for future in futures)
 
 
@@ -140,20 +142,18 @@ def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
     partial.replace(file)
 
 
-def build_candidate(tunable: Tunable, choice: ImplChoice) -> bool:
-    """Compile one candidate by running it; whether it could be. For worker processes."""
+def build_candidate(tunable: Tunable, choice: ImplChoice) -> str:
+    """Compile one candidate by running it; why it could not be, empty where it could. For worker processes."""
     try:
         _calls(tunable, choice, inputs_of(tunable, 1))[0]()
         torch.cuda.synchronize()
-    except Exception:
-        return False
-    return True
+    except Exception as error:
+        return f"{choice.impl} {json.dumps(dict(choice.config))}: {type(error).__name__}: {error}"
+    return ""
 
 
 def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> Measured:
-    """Time the candidates that could be built. Raises BuildError when none could."""
-    if not candidates:
-        raise BuildError(f"no implementation of {tunable.op} runs on this GPU with {tunable.args}")
+    """Time the candidates that could be built."""
     inputs = inputs_of(tunable, _MOST_COPIES)
     short = _short_kernel(tunable.sizes["T"])
     alone = microseconds([short] * len(inputs))

@@ -44,7 +44,7 @@ def _do(job: Build | Candidate, backend: Backend, config: CompileConfig) -> Done
         return Done(built=backend.build(job.piece, job.bucket, config, job.choices))
     from graphllm.compile.tune import Tunable, build_candidate
 
-    return Done(works=build_candidate(Tunable(job.op, job.tensors | job.plain, job.sizes, []), job.choice))
+    return Done(problem=build_candidate(Tunable(job.op, job.tensors | job.plain, job.sizes, []), job.choice))
 
 
 if __name__ == "__main__":

@@ -57,10 +57,10 @@ class Failed(msgspec.Struct, tag=True):
 
 
 class Done(msgspec.Struct, tag=True):
-    """A job's answer: a `Built`, or whether a candidate works."""
+    """A job's answer: a `Built`, or why a candidate cannot be built, empty where it can."""
 
     built: Built | None = None
-    works: bool = False
+    problem: str = ""
 
 
 def send(pipe: IO[bytes], message: object) -> None:
@@ -115,9 +115,9 @@ class Workers:
         """What `Backend.build` makes, later."""
         return self._threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
 
-    def works(self, candidate: Candidate) -> concurrent.futures.Future[bool]:
-        """Whether it can be built, later."""
-        return self._threads.submit(lambda: self._run(candidate).works)
+    def problem(self, candidate: Candidate) -> concurrent.futures.Future[str]:
+        """Why it cannot be built, empty where it can; later."""
+        return self._threads.submit(lambda: self._run(candidate).problem)
 
     def _built(self, job: Build) -> Built:
         built = self._run(job).built

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from graphllm.compile import tune
+from graphllm.compile.cuda import example
 from graphllm.compile.link import Linked, link
 from graphllm.compile.lower import lower
+from graphllm.compile.objects import BuildError
 from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.specialize import specialize
@@ -197,7 +199,7 @@ def test_what_was_found_is_kept(
         assert {c.impl for c in candidates} == {c.impl for c in site.candidates} - {"cublas"}
         return tune.Measured(candidates[-1], {"last": 1.0})
 
-    monkeypatch.setattr(tune, "build_candidate", lambda site, choice: choice.impl != "cublas")
+    monkeypatch.setattr(tune, "build_candidate", lambda site, choice: "no room" if choice.impl == "cublas" else "")
     monkeypatch.setattr(tune, "measure", measure)
     monkeypatch.setattr(tune, "fingerprint", lambda config: "here")
     pieces = [(p.json, bucket) for bucket in config.buckets for p in linked.pieces.values()]
@@ -212,6 +214,17 @@ def test_what_was_found_is_kept(
     assert len(measured) == len(more) > len(first)
     assert first.items() <= more.items()
     assert [f.name for f in tmp_path.iterdir()] == ["here.json"]
+    monkeypatch.setattr(tune, "build_candidate", lambda site, choice: f"{choice.impl}: no room")
+    with pytest.raises(BuildError, match=r"no implementation of \w+ runs on this GPU with .*: \w+: no room"):
+        tune.tune(few, config, None, lambda done, total: None, tmp_path / "other")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])
+def test_inputs_to_run_on(dtype: str) -> None:
+    """Of every dtype that a tensor may have: numbers that differ, and zeros where they are ids."""
+    made = example(TensorSpec(dtype, ("T", 4, 64), (256, 64, 1)), {"T": 3}, "cpu").float()
+    assert made.shape == (3, 4, 64)
+    assert (made.std() > 0.01) == (dtype != "int8")
 
 
 if __name__ == "__main__":

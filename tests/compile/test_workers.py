@@ -59,7 +59,8 @@ def test_what_goes_wrong_in_a_worker() -> None:
         piece = {"made": [["float32", [2, 3], [3, 1]]], "inputs": ["x"]}
         built = workers.build(piece, CONFIG.buckets[0], {}).result()
         assert built.bundle["ir"] == json.loads(json.dumps(piece))
-        assert workers.works(Candidate("no_such_op", {}, {}, {"T": 1}, ImplChoice("triton", {}))).result() is False
+        problem = workers.problem(Candidate("no_such_op", {}, {}, {"T": 1}, ImplChoice("triton", {}))).result()
+        assert problem == "triton {}: KeyError: 'no_such_op'"
         workers._processes[0].kill()
         for _ in range(2):
             with pytest.raises(BuildError, match=r"a build process ended with status -9.*lower --jobs"):
@@ -87,7 +88,7 @@ def test_jobs_and_answers_are_plain_data() -> None:
     for message in (
         Build({"nodes": [[1, None, 0.5]]}, CONFIG.buckets[0], choices),
         Candidate("linear", {"x": spec}, {"eps": 1e-6, "bias": None}, {"T": 16, "S": 2}, choices["linear mixed-2-16"]),
-        Done(built, True),
+        Done(built, "triton: no room"),
     ):
         data = msgspec.msgpack.encode(message)
         assert msgspec.msgpack.decode(data, type=type(message)) == message
