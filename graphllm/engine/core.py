@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _NO_SPECULATION = SpeculationConfig()
+_USUAL, _WHOLE = SamplingParams(), SamplingParams(skip_reading_prefix_cache=True)  # of requests for vectors
 _COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
 _NO_TOKEN = (
@@ -180,8 +181,7 @@ class EngineCore:
             if request.limit:
                 raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
             # The cache has no vectors of tokens that it holds.
-            whole = SamplingParams(skip_reading_prefix_cache=True if self.info.vectors == "token" else None)
-            request = msgspec.structs.replace(request, params=whole)
+            request = msgspec.structs.replace(request, params=_WHOLE if self.info.vectors == "token" else _USUAL)
         if request.items:
             check_items(request, *self._executor.item_input)
         for processor in self._processors:

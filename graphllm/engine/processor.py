@@ -21,6 +21,7 @@ from graphllm.engine.text_length import encode_at_most
 
 _PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt", "add_special_tokens", "truncation"}
 _TRUNCATED = 1 << 16  # tokens of a prompt that is truncated, or twice the context where that is more
+_ONE_TOKEN, _UNUSED = SamplingParams(max_tokens=1), SamplingParams()  # for requests of vectors
 _BAD_WORDS, _BAD_WORDS_LENGTH = 1024, 64 << 10  # how many, and characters of all together: each is tokenized twice
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
@@ -160,14 +161,14 @@ class Processor:
     ) -> EngineRequest:
         """Check a request for a vector, whose prompt is as in `make`. Raises ConfigError naming field, value and
         remedy."""
-        _, ids, salt = self._prompt(prompt, SamplingParams(max_tokens=1))
+        _, ids, salt = self._prompt(prompt, _ONE_TOKEN)
         if len(ids) > self._info.capacity:
             raise ConfigError(
                 f"prompt has {len(ids)} tokens: the cache holds {self._info.capacity}; shorten it, or raise "
                 "--kv-cache-memory-bytes"
             )
         return EngineRequest(
-            id=request_id, prompt=ids, params=SamplingParams(), stop_ids=[], limit=0, seed=0, priority=priority,
+            id=request_id, prompt=ids, params=_UNUSED, stop_ids=[], limit=0, seed=0, priority=priority,
             cache_salt=cache_salt or salt, arrival=time.monotonic(), adapter=adapter,
         )  # fmt: skip
 
@@ -219,7 +220,7 @@ class Processor:
                 f"prompt has {len(ids)} tokens: the context holds {self._info.max_model_len}{output}; shorten it, or "
                 "compile with a larger --max-model-len"
             )
-        if not all(type(i) is int for i in ids):
+        if set(map(type, ids)) != {int}:
             raise ConfigError(f"prompt is {ids!r:.80}: give text or a list of token ids")
         self._check_vocabulary("prompt", ids)
         return list(ids)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,8 @@ Adapters = LoRARequest | Sequence[LoRARequest | None] | None
 
 class PoolingOfflineMixin:
     """What `LLM` has of vLLM's class beside generating text. prompts, use_tqdm: as for `LLM.generate`. pooling_params:
-    for all prompts or one each, as lora_request. Every method raises ConfigError before anything runs when one of them
-    cannot run, and RuntimeError for what the engine could not finish."""
+    for all prompts or one each, as lora_request. Every method raises ConfigError, and ends what has begun, when one of
+    them cannot run, and RuntimeError for what the engine could not finish."""
 
     llm_engine: LLMEngine
     _count: int
@@ -160,42 +160,58 @@ class PoolingOfflineMixin:
         """Run a request for each prompt."""
         pooling = self._pooling
         meant = pooling.task(task, field)
-        requests = []
         params = each("pooling_params", given if given is not None else PoolingParams(), PoolingParams, len(prompts))
         adapters = self.llm_engine.adapters.each(lora_request, len(prompts))
-        for i, (prompt, how, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
-            try:
-                text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, prompt_name, how)
-                asked_for = meant if task is not None else how.task
-                made = pooling.make(text, how, str(self._count), task=asked_for, adapter=adapter)
-            except ConfigError as mistake:
-                raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
-            requests.append(made)
-            self._count += 1
+
+        def requests() -> Iterator[PoolingRequest]:
+            for i, (prompt, how, adapter) in enumerate(zip(prompts, params, adapters, strict=True)):
+                try:
+                    text = prompt if isinstance(prompt, Pair) else pooling.instructed(prompt, prompt_name, how)
+                    asked_for = meant if task is not None else how.task
+                    made = pooling.make(text, how, str(self._count), task=asked_for, adapter=adapter)
+                except ConfigError as mistake:
+                    raise ConfigError(f"prompts[{i}]: {mistake}") from mistake
+                self._count += 1
+                yield made
+
         show = bars(use_tqdm)
-        with show(total=len(requests), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
+        with show(total=len(prompts), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda: bar.update(1)) if bar is not None else (lambda: None)
-            found = run_pooling(self.llm_engine.core, requests, done)
-        return [(asked, pooling.result(asked, output), output) for asked, output in zip(requests, found, strict=True)]
+            found = run_pooling(self.llm_engine.core, requests(), done)
+        return [(asked, pooling.result(asked, output), output) for asked, output in found]
 
 
-def run_pooling(core: Core, requests: Sequence[PoolingRequest], done: Callable[[], None]) -> list[EngineCoreOutput]:
-    """Run requests for vectors to their end, in their order. Nothing of them stays behind: with Ctrl-C, or when the
-    core refuses one, all are aborted and the exception goes on."""
+def run_pooling(
+    core: Core, requests: Iterable[PoolingRequest], done: Callable[[], None]
+) -> list[tuple[PoolingRequest, EngineCoreOutput]]:
+    """Run requests for vectors to their end, in their order. They are taken one by one, and each time they fill a step
+    it begins, so that what makes them works while the device does. Nothing of them stays behind: with Ctrl-C, or when
+    one cannot be made or is refused by the core, all are aborted and the exception goes on."""
+    added: list[PoolingRequest] = []
     finished: dict[str, EngineCoreOutput] = {}
     with Interrupts() as interrupts:
+
+        def step() -> None:
+            interrupts.check()
+            for output in core.step():
+                if output.finish_reason is not None:
+                    finished[output.id] = output
+                    done()
+
         try:
+            tokens = 0
             for asked in requests:
                 core.add(asked.request)
+                added.append(asked)
+                tokens += len(asked.request.prompt)
+                if tokens >= core.info.max_num_batched_tokens:
+                    tokens = 0
+                    step()
             while core.unfinished:
-                interrupts.check()
-                for output in core.step():
-                    if output.finish_reason is not None:
-                        finished[output.id] = output
-                        done()
+                step()
         except BaseException as reason:
-            core.abort([asked.id for asked in requests])
+            core.abort([asked.id for asked in added])
             while core.unfinished and isinstance(reason, (KeyboardInterrupt, ConfigError)):  # else the core is broken
                 core.step()
             raise
-    return [finished[asked.id] for asked in requests]
+    return [(asked, finished[asked.id]) for asked in added]
