@@ -52,6 +52,8 @@ from graphllm.ops.paged_attention.triton_common import (
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
 FEW_RANGES = 8
+_USUAL = {"warps": 4, "stages": 2}
+_NARROW = {"warps": 2, "stages": 2}  # many sequences of entries of one byte: a tile is half as large
 
 
 @triton.jit
@@ -418,7 +420,8 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
     return {
         "heads": heads, "splits": splits, "joined": joined,
-        "min_tiles": max(1, least * heads // block_n), "block_n": block_n, "warps": 4, "stages": 2,
+        "min_tiles": max(1, least * heads // block_n), "block_n": block_n,
+        **(_NARROW if dtype.itemsize == 1 and rows >= 256 else _USUAL),
     }  # fmt: skip
 
 

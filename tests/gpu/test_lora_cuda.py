@@ -20,7 +20,7 @@ MIXED = [None, *ADAPTERS] * 3
 
 def _outputs(family: Family, dtype: str) -> list[Any]:
     requests = [name and family.adapters[name] for name in MIXED]
-    options = {"backend": "inductor", "target": "cuda", "dtype": dtype, "block_size": 16}
+    options = {"backend": "inductor", "target": "cuda", "dtype": dtype, "block_size": 16, "tune": False}
     with _open(family, **options) as llm:
         return llm.generate(_ids(_prompts(len(MIXED))), GREEDY, lora_request=requests)
 

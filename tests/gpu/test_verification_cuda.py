@@ -27,5 +27,5 @@ from graphllm.config import EngineArgs  # noqa: E402
 def engine_args() -> EngineArgs:
     return EngineArgs(
         target="cuda", dtype="float32", max_model_len=96, max_num_seqs=4, max_num_batched_tokens=32, block_size=16,
-        num_speculative_tokens=3,
+        num_speculative_tokens=3, tune=False,
     )  # fmt: skip
