@@ -52,8 +52,6 @@ from graphllm.ops.paged_attention.triton_common import (
 Config = Mapping[str, int]
 _JOINED = 8192  # float32 values of the ranges that a program holds at once
 FEW_RANGES = 8
-_USUAL = {"warps": 4, "stages": 2}
-_NARROW = {"warps": 2, "stages": 2}  # many sequences of entries of one byte: a tile is half as large
 
 
 @triton.jit
@@ -398,9 +396,10 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     first tile and after its last is not hidden when contexts are short. One range each would do if lengths were equal;
     there are more, of at least 512 to 2,048 tokens, so that a long sequence does not run alone at the end. Two stages:
     with three, the programs take so much shared memory that they and those of the kernels around them do not run side
-    by side. Measured on an H200, see bench/results/h200_decode.md.
+    by side. Entries of one byte go to half as many threads, in tiles as large as otherwise where sequences are many.
+    Measured on an H200, see bench/results/h200_decode.md.
     """
-    rows, heads = S * K, 1
+    rows, heads, narrow = S * K, 1, dtype.itemsize == 1
     if not rows:  # mixed steps are long, so the ranges suit many sequences
         splits, least = 8, 2048
     elif rows < 256:
@@ -416,12 +415,14 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
     block_n = 32 if dtype == torch.float32 or E > 128 else 64
     while heads > 1 and (K % heads or heads * (H // K) > 16 or block_n // heads < 16):
         heads //= 2
+    if narrow and rows >= 2048:
+        block_n *= 2
     splits = max(1, min(splits, -(-longest // least)))
     joined = _joined(heads * (H // K), E, power_of_2(splits, 2)) if 0 < rows < 256 else 1
     return {
         "heads": heads, "splits": splits, "joined": joined,
         "min_tiles": max(1, least * heads // block_n), "block_n": block_n,
-        **(_NARROW if dtype.itemsize == 1 and rows >= 256 else _USUAL),
+        "warps": 2 if narrow else 4, "stages": 2,
     }  # fmt: skip
 
 
