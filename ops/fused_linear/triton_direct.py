@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphllm.ops.fused_linear.triton_encoded import as_float, lost_exponent, numbers_of, scales_at
+from graphllm.ops.fused_linear.triton_encoded import as_float, less, lost_exponent, numbers_of, scales_at
 
 
 @triton.jit
@@ -29,22 +29,6 @@ def _operand(loaded, COUNT: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.conste
     """[WARPS, rows, entries] of what was loaded as [8, WARPS, COUNT, CHUNKS, 32]."""
     parts = tl.reshape(loaded, [8, WARPS, COUNT, CHUNKS, 4, 2, 2, 2])
     return tl.reshape(tl.permute(parts, (1, 2, 0, 3, 5, 6, 4, 7)), [WARPS, COUNT * 8, CHUNKS * 32])
-
-
-@triton.jit
-def _less(numbers, zeros, EMULATED: tl.constexpr):
-    if EMULATED:
-        return numbers - zeros.to(numbers.dtype)
-    elif numbers.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros.to(tl.bfloat16)], dtype=tl.bfloat16, is_pure=True,
-            pack=2,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros.to(tl.float16)], dtype=tl.float16, is_pure=True,
-            pack=2,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -139,7 +123,7 @@ def direct_product(
         for j in tl.static_range(CODES):
             number = numbers[j]
             if ZEROS:
-                number = _less(number, zeros[j // TOGETHER] + ADDED, EMULATED)
+                number = less(number, zeros[j // TOGETHER] + ADDED, EMULATED)
             number = _operand(number, BLOCK_N // 8, CHUNKS, WARPS)
             if KEPT:
                 x = operands[step * CODES + j]

@@ -92,14 +92,15 @@ class Experts(NamedTuple):
         """N, D and F."""
         return self.gate_up.shape[0], self.down.shape[1], self.gate_up.shape[1] // 2
 
-    def encoding(self, i: int, inner: int) -> dict[str, Any]:
-        """Constants of the first or second product that say how its weights are encoded."""
+    def encoding(self, i: int, inner: int, parts: int = 1) -> dict[str, Any]:
+        """Constants of the first or second product that say how its weights are encoded. parts: tiles of a span."""
         scales, zeros = self.scales[i], self.zeros[i]
+        span = span_of(self.form, inner, self.group) if self.form else 0
         return {
             "FORM": self.form, "GROUP": self.group, "ZEROS": zeros is not None,
             "GROUPS": 1 if scales is None else scales.shape[1],
             "WEIGHT_ROW": (self.gate_up, self.down)[i].shape[2],
-            **({"BLOCK_K": span_of(self.form, inner, self.group)} if self.form else {}),
+            "SPAN": span, **({"BLOCK_K": span // parts} if span else {}),
         }  # fmt: skip
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.fused_linear.triton_direct import direct_product
-from graphllm.ops.fused_linear.triton_encoded import encoded_product
+from graphllm.ops.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.fused_moe.op import fused_moe
 from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
 
@@ -151,6 +151,7 @@ def few_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,  # of encoded weights
     BLOCK_S: tl.constexpr,  # tokens of an expert that are multiplied at a time, with weights read into registers; or 0
     WARPS: tl.constexpr,
     EMULATED: tl.constexpr,
@@ -206,11 +207,11 @@ def few_kernel(
     x_row = x_ptr + (t if GATED else pair)[:, None] * X_ROW
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + weight_index[:, None] * WEIGHT_ROW
-    EVEN: tl.constexpr = K % BLOCK_K == 0
+    EVEN: tl.constexpr = K % (BLOCK_K if FORM == "" else SPAN) == 0
     if FORM != "":
         acc = encoded_product(
-            weight_row, scales_ptr + scale, zeros_ptr + scale, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
-            ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, EVEN and ROWS % BLOCK_N == 0, EMULATED,
+            weight_row, scales_ptr + scale, zeros_ptr + scale, in_row, x_row, there, 0, tiles_of(K, BLOCK_K, SPAN),
+            ROWS, K, FORM, GROUP, ZEROS, SPAN, BLOCK_N, BLOCK_T, BLOCK_K, EVEN and ROWS % BLOCK_N == 0, EMULATED,
         )  # fmt: skip
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -259,7 +260,9 @@ _ONE = (  # rows, inner entries and warps of the first product, then of the seco
 _FEW = (  # weight rows, inner entries, stages, warps
     (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
 )  # fmt: skip
-_ENCODED_FEW = ((64, 4, 4), (64, 3, 4), (64, 6, 4), (128, 4, 8), (128, 3, 4))  # weight rows, stages, warps
+_ENCODED_FEW = (  # weight rows, tiles of a span, stages, warps
+    (128, 1, 3, 4), (128, 1, 4, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 2, 4, 4),
+)  # fmt: skip
 _DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
 _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
 
@@ -320,15 +323,24 @@ def supports_few(site: CallSite) -> bool:
 def configs_of_few(site: CallSite) -> list[Config]:
     block_t = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
     # The inner entries of encoded tiles are their format's.
-    tiles = [(rows, 256, *more) for rows, *more in _ENCODED_FEW] if site.args["form"] else _FEW
+    form = site.args["form"]
+    tiles = _ENCODED_FEW if form else _FEW
     direct: list[Config] = [
-        {"block_t": block_t, "block_n": rows, "block_k": 0, "block_s": tokens, "stages": 1, "warps": warps}
+        {"block_t": block_t, "block_n": rows, "block_k": 0, "parts": 1, "block_s": tokens, "stages": 1, "warps": warps}
         for rows, tokens, warps in (_DIRECT if site.args["form"] and site.rows("x_TD") <= _MOST_DIRECT else ())
     ]
     return direct + [
-        {"block_t": block_t, "block_n": rows, "block_k": inner, "block_s": 0, "stages": stages, "warps": warps}
+        {
+            "block_t": block_t,
+            "block_n": rows,
+            "block_k": 0 if form else inner,
+            "parts": inner if form else 1,
+            "block_s": 0,
+            "stages": stages,
+            "warps": warps,
+        }
         for rows, inner, stages, warps in tiles
-        if programs_at_once(site, rows, block_t, inner, stages)
+        if programs_at_once(site, rows, block_t, 256 // inner if form else inner, stages)
     ]
 
 
@@ -374,7 +386,7 @@ def few_tokens(
     for i, (x, weight, out, sizes) in enumerate(products):
         bias = experts.biases[i]
         constants = {
-            "BLOCK_K": config["block_k"], **sizes, **experts.encoding(i, int(sizes["K"])), "A": A,
+            "BLOCK_K": config["block_k"], **sizes, **experts.encoding(i, int(sizes["K"]), config["parts"]), "A": A,
             "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
             "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"],
             "BLOCK_N": config["block_n"], "BLOCK_S": config["block_s"], "WARPS": config["warps"],
