@@ -22,8 +22,8 @@ class Group(Protocol):
         """out: the sum of all ranks' x, of its shape, bitwise the same on each of them. Both are contiguous."""
 
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
-        """out [.., size * n]: all ranks' x [.., n], in their order. work [size, .., n] may be written. All are
-        contiguous."""
+        """out [.., m]: the first m entries of all ranks' x [.., n] in their order. work [size, .., n] may be written.
+        All are contiguous."""
 
 
 class Alone:
@@ -35,7 +35,7 @@ class Alone:
         out.copy_(x)
 
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
-        out.copy_(x)
+        out.copy_(x[..., : out.shape[-1]])
 
 
 _groups: dict[str, Group] = {}

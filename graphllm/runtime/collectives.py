@@ -1,12 +1,9 @@
-"""Groups of ranks that torch.distributed joins: gloo on CPUs; on GPUs symmetric memory for what is small, else NCCL."""
+"""Collectives of ranks that torch.distributed joins, by its library: gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from graphllm.ir.groups import Group
 
 
 class LibraryGroup:
@@ -21,15 +18,12 @@ class LibraryGroup:
 
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         dist.all_gather_into_tensor(work.view(-1), x.view(-1), group=self._members)
-        out.unflatten(-1, (self.size, x.shape[-1])).copy_(work.movedim(0, -2))
+        for rank in range(self.size):
+            place_share(out, rank, work[rank])
 
 
-def open_group(members: dist.ProcessGroup, device: torch.device) -> Group:
-    """The group of some processes of which this is one, each with its device. All of them must call this. On GPUs the
-    library's communicator is made now: it cannot be while a graph is captured."""
-    if device.type != "cuda":
-        return LibraryGroup(members)
-    from graphllm.runtime.symmetric_memory import SymmetricGroup, is_reachable
-
-    dist.all_reduce(torch.zeros(1, device=device), group=members)
-    return SymmetricGroup(members, device) if is_reachable(members.size()) else LibraryGroup(members)
+def place_share(out: Tensor, rank: int, share: Tensor) -> None:
+    """Write a rank's share [.., n] where it lies in out [.., m]; what lies behind m is left out."""
+    begin = rank * share.shape[-1]
+    place = out[..., begin : begin + share.shape[-1]]
+    place.copy_(share[..., : place.shape[-1]])

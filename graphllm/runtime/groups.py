@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from graphllm.ir.groups import TENSOR, set_group
-from graphllm.runtime.collectives import open_group
+from graphllm.ir.groups import TENSOR, Group, set_group
+from graphllm.runtime.collectives import LibraryGroup
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
 
@@ -39,3 +39,15 @@ def joined(rank: int, degree: int, meeting: Path, device: torch.device) -> Itera
     finally:
         set_group(TENSOR, None)
         torch.distributed.destroy_process_group()
+
+
+def open_group(members: torch.distributed.ProcessGroup, device: torch.device) -> Group:
+    """The group of some processes of which this is one, each with its device. All of them must call this. On GPUs of
+    one host small collectives go through symmetric memory. The library's communicator is made now: it cannot be while
+    a graph is captured."""
+    if device.type != "cuda":
+        return LibraryGroup(members)
+    from graphllm.runtime.symmetric_memory import SymmetricGroup, is_reachable
+
+    torch.distributed.all_reduce(torch.zeros(1, device=device), group=members)
+    return SymmetricGroup(members, device) if is_reachable(members.size()) else LibraryGroup(members)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from graphllm.ir.groups import SYMMETRIC_BYTES
-from graphllm.runtime.collectives import LibraryGroup
+from graphllm.runtime.collectives import LibraryGroup, place_share
 
 Method = Literal["one-shot", "two-shot", "library"]
 
@@ -79,12 +79,11 @@ class SymmetricGroup(LibraryGroup):
         if x.numel() * x.element_size() > SYMMETRIC_BYTES:
             super().all_gather(x, work, out)
             return
-        parts = out.unflatten(-1, (self.size, x.shape[-1]))
         self._view(x).copy_(x)
         self._shared.barrier(channel=0)
         for rank in range(self.size):
-            of_rank = x if rank == self.rank else self._shared.get_buffer(rank, x.shape, x.dtype)
-            parts.select(-2, rank).copy_(of_rank)
+            own = rank == self.rank
+            place_share(out, rank, x if own else self._shared.get_buffer(rank, tuple(x.shape), x.dtype))
         self._shared.barrier(channel=0)
 
     def _view(self, x: Tensor) -> Tensor:

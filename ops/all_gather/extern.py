@@ -12,8 +12,8 @@ _into = Extern("all_gather_into", "(Tensor x, Tensor(a!) work, Tensor(b!) out, s
 
 @all_gather.impl("group_cpu", device="cpu")
 @all_gather.impl("group", device="cuda")
-def gathered(x: Tensor, group: str, ranks: int) -> Tensor:
+def gathered(x: Tensor, group: str, ranks: int, width: int) -> Tensor:
     """gloo on CPUs; on GPUs symmetric memory for what is small, NCCL for the rest."""
-    out = x.new_empty((*x.shape[:-1], ranks * x.shape[-1]))
+    out = x.new_empty((*x.shape[:-1], width))
     _into(x.contiguous(), x.new_empty((ranks, *x.shape)), out, group, ranks)
     return out

@@ -71,10 +71,12 @@ def check_sums(rank: int, ranks: int, rows: int, dtype: torch.dtype) -> None:
 
 def check_gathers(rank: int, ranks: int, rows: int, dtype: torch.dtype) -> None:
     shape = (rows, SHARE)
-    run = replayed(shape, dtype, lambda x: all_gather.impls["group"].fn(x=x, group=TENSOR, ranks=ranks))
+    width = ranks * SHARE - 5
+    gather = all_gather.impls["group"].fn
+    run = replayed(shape, dtype, lambda x: gather(x=x, group=TENSOR, ranks=ranks, width=width))
     for replay in range(REPLAYS):
         found = run(numbers(rank, replay, shape, dtype))
-        assert torch.equal(found, torch.cat([numbers(r, replay, shape, dtype) for r in range(ranks)], 1))
+        assert torch.equal(found, torch.cat([numbers(r, replay, shape, dtype) for r in range(ranks)], 1)[:, :width])
 
 
 def main() -> None:
