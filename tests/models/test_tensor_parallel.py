@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -16,6 +16,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import test_parity as parity
 from sharded import Sharded
+
+from graphllm import artifact
 
 N_TOKENS, LENGTHS = 8, (1, 7, 90)
 # What of the tiny models cannot be divided by four: three query heads for each of two heads of keys would be cut.
@@ -41,7 +43,30 @@ def test_ranks_give_what_transformers_does(arch: parity.Arch, ranks: int, apart:
     compare(arch, model, tmp_path, ranks, {"enable_expert_parallel": True} if apart else {})
 
 
-def compare(arch: parity.Arch, model: Any, folder: Path, ranks: int, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "arch",
+    [
+        pytest.param(a, id=a.name, marks=[] if a.name == "gpt2" else [pytest.mark.slow])
+        for a in parity.ARCHS
+        if a.name in ("qwen2_moe", "gemma2", "gpt2", "olmoe", "gpt_oss")
+    ],
+)
+@torch.no_grad()
+def test_compiled(arch: parity.Arch, tmp_path: Path) -> None:
+    """What is between the collectives by Inductor and our kernels."""
+    model = parity._build(arch)
+    model.save_pretrained(tmp_path)
+    compare(arch, model, tmp_path, 2, {}, "inductor")
+
+
+def compare(
+    arch: parity.Arch,
+    model: Any,
+    folder: Path,
+    ranks: int,
+    settings: dict[str, Any],
+    backend: Literal["eager", "inductor"] = "eager",
+) -> None:
     opened: list[Sharded] = []
 
     def ranks_of(place: Path, checkpoint: Any) -> Sharded:
@@ -49,9 +74,12 @@ def compare(arch: parity.Arch, model: Any, folder: Path, ranks: int, settings: d
         return opened[0]
 
     settings = {"tensor_parallel_size": ranks, **settings}
-    runner = parity.driver.Driver(folder, "eager", folder / "artifact", settings=settings, opened=ranks_of)
+    runner = parity.driver.Driver(folder, backend, folder / "artifact", settings=settings, opened=ranks_of)
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS]
+    memory = artifact.verify(folder / "artifact")["memory"]["weights"]
+    for own in opened[0].weights:
+        assert memory == sum(t.nbytes for t in {t.data_ptr(): t for t in own.values()}.values())
     with opened[0]:
         logits, tokens = runner.generate(prompts, N_TOKENS)
     oracle = parity._stepwise if arch.stepwise else parity._forced
