@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import itertools
 import logging
@@ -547,9 +548,11 @@ class EngineCore:
         return import_prefix(self._executor, self._scheduler.cache, entries)
 
     def close(self) -> None:
-        """Finish the step in flight and stop the threads."""
+        """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its
+        failure."""
         if self._in_flight is not None:
-            self._in_flight.handle.wait()
+            with contextlib.suppress(Exception):
+                self._in_flight.handle.wait()
             self._in_flight = None
         self._compiler.shutdown(cancel_futures=True)
         self._adapters.close()

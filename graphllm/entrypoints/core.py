@@ -31,11 +31,13 @@ def load_core(
     config: CoreConfig,
     phases: Callable[[str, float], None] = lambda name, seconds: None,
     processors: Sequence[LogitsProcessor] = (),
+    exits: bool = False,
 ) -> EngineCore:
     """Load weights, open the artifact and make an engine core.
 
-    phases: told the seconds of each start-up phase. processors: further logits processors, as objects. Raises
-    ConfigError when memory does not suffice.
+    phases: told the seconds of each start-up phase. processors: further logits processors, as objects. exits: the
+    process is the core's own, and ends where a rank is gone whose work its threads wait for in vain. Raises ConfigError
+    when memory does not suffice, RankError when a rank dies.
     """
     clock = _Phases(phases)
     place = Path(config.load.artifact)
@@ -43,7 +45,7 @@ def load_core(
     compiled = manifest["factors"]["compile"]
     degree = compiled["tensor_parallel_size"]
     with contextlib.ExitStack() as undo:  # what a failure ends
-        ranks = start_ranks(config, degree, undo) if degree > 1 else None
+        ranks = start_ranks(config, degree, undo, exits) if degree > 1 else None
         counts = cache = None
         if compiled["target"]["device"] == "cpu" and ranks is None:
             counts = cache_counts(manifest, config.cache)

@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 class StartedRanks:
     """Processes that load, and the folder where they meet this one."""
 
-    def __init__(self, config: CoreConfig, degree: int) -> None:
+    def __init__(self, config: CoreConfig, degree: int, exits: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="graphllm-ranks-"))
-        self.processes = RankProcesses(COMMAND, degree, str(self.folder), msgspec.to_builtins(config))
+        self.processes = RankProcesses(COMMAND, degree, str(self.folder), msgspec.to_builtins(config), exits)
 
     def forget_folder(self) -> None:
         """Nobody joins any more."""
@@ -45,9 +45,9 @@ class StartedRanks:
         self.forget_folder()
 
 
-def start_ranks(config: CoreConfig, degree: int, undo: contextlib.ExitStack) -> StartedRanks:
-    """Start the processes of all ranks but 0; they load at once. undo: ends them."""
-    ranks = StartedRanks(config, degree)
+def start_ranks(config: CoreConfig, degree: int, undo: contextlib.ExitStack, exits: bool) -> StartedRanks:
+    """Start the processes of all ranks but 0; they load at once. undo: ends them. exits: see `RankProcesses`."""
+    ranks = StartedRanks(config, degree, exits)
     undo.callback(ranks.close)
     return ranks
 
@@ -71,8 +71,9 @@ def join_ranks(
     joined = contextlib.ExitStack()
     try:
         joined.enter_context(join_group(0, processes.degree, ranks.folder, device))
-        counts = [cache_counts(manifest, config.cache, processes.degree), *processes.answers(Counted)]
-        blocks, snapshots = min(c.blocks for c in counts), min(c.snapshots for c in counts)
+        blocks, snapshots = cache_counts(manifest, config.cache, processes.degree)
+        for counted in processes.answers(Counted):
+            blocks, snapshots = min(blocks, counted.blocks), min(snapshots, counted.snapshots)
         clock("join the ranks")
         processes.send(Allocate(blocks, snapshots))
         place = Path(config.load.artifact)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import traceback
+import zlib
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -176,14 +177,12 @@ class StepChecks:
 
     def retire(self) -> tuple[int, int]:
         """The number of the oldest step, and its word; waits for its end."""
-        import zlib
-
         handle = self._steps.popleft()
         assert handle.job is not None
         handle.job.result()
         tokens = handle.outputs.get("tokens")
         self._number += 1
-        check = 0 if tokens is None else zlib.crc32(tokens)
+        check = 0 if tokens is None else zlib.crc32(tokens.data)
         return self._number, (self._number & 0xFFFFFFFF) << 32 | check
 
 

@@ -7,6 +7,8 @@ layer, so none can go on alone. Whoever waits for their work is told by `RankErr
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import queue
 import select
 import signal
@@ -24,11 +26,13 @@ from graphllm.runtime.rank_messages import Command, Failed, Report, Stop
 from graphllm.runtime.rank_process import LIFE, Settings, receive
 
 _TICK = 0.25  # seconds between two looks at the signs of life
-_SILENCE = 10.0  # seconds without one until a rank counts as dead
+_SILENCE = 5.0  # seconds without one until a rank counts as dead
 _IDLE = 60.0  # seconds in which a rank takes none of the commands that it has
 _NOTICE = 2.0  # seconds in which the death of a rank is noticed after rank 0 has felt it
+_HUNG = 8.0  # seconds without interest in the death of a rank
 _GRACE = 5.0  # seconds that an orderly end may take
 
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -46,15 +50,19 @@ class _Life:
 
 class RankProcesses:
     """Ranks 1 to ``degree`` - 1, started at once. command: of a program that calls `rank_process.run_rank`. folder:
-    of theirs alone. load: what that needs to know. Close it in the end."""
+    of theirs alone. load: what that needs to know. exits: this process ends when nobody asks after the death of a rank
+    how they are, as the thread that would ask hangs in what it waits for. Close it in the end."""
 
-    def __init__(self, command: Sequence[str], degree: int, folder: str, load: Mapping[str, Any]) -> None:
-        self.degree = degree
+    def __init__(
+        self, command: Sequence[str], degree: int, folder: str, load: Mapping[str, Any], exits: bool = False
+    ) -> None:
+        self.degree, self._exits = degree, exits
         self._writer = Writer(degree - 1)
         self._encode = msgspec.msgpack.Encoder().encode
         self._failure: RankError | ConfigError | None = None
         self._failed, self._closing = threading.Event(), threading.Event()
         self._stopping = False
+        self._told = threading.Event()  # somebody knows of the failure
         self._reports: list[queue.SimpleQueue[Report | None]] = [queue.SimpleQueue() for _ in range(degree - 1)]
         self._processes = []
         for rank in range(1, degree):
@@ -90,7 +98,8 @@ class RankProcesses:
     def check(self) -> None:
         """Raise RankError, or ConfigError where a rank could not be loaded, when one is gone."""
         if self._failure is not None and self._failed.is_set():
-            raise self._failure
+            self._told.set()
+            raise type(self._failure)(str(self._failure))
 
     def check_soon(self) -> None:
         """The same, with the time that it takes to notice."""
@@ -123,6 +132,7 @@ class RankProcesses:
         if not self._processes:
             return
         self._closing.set()
+        self._told.set()
         if self._stopping:
             self._wait()
         for process in self._processes:
@@ -224,6 +234,9 @@ class RankProcesses:
                 process.kill()
         for reports in self._reports:
             reports.put(None)
+        if self._exits and not self._told.wait(_HUNG):
+            _log.error("%s; the engine core hangs and ends", failure)
+            os._exit(1)
 
 
 def _signal(number: int) -> str:
