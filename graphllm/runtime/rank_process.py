@@ -178,8 +178,7 @@ class StepChecks:
     def retire(self) -> tuple[int, int]:
         """The number of the oldest step, and its word; waits for its end."""
         handle = self._steps.popleft()
-        assert handle.job is not None
-        handle.job.result()
+        handle.settle()
         tokens = handle.outputs.get("tokens")
         self._number += 1
         check = 0 if tokens is None else zlib.crc32(tokens.data)
