@@ -533,6 +533,10 @@ class EngineCore:
             self._scheduler.items.reset()
         return done
 
+    def check_health(self) -> None:
+        """Raise what a step would raise because a process that it needs is gone."""
+        self._executor.check_health()
+
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Have requests whose adapter has this digest read these tables, by the names of their states; a table is zero
         but for the beginning that is given. Raises ConfigError for what no table can hold."""

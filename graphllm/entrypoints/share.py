@@ -118,9 +118,8 @@ def join_group(rank: int, degree: int, folder: Path, device: torch.device) -> It
     begins, so that what the library takes of a GPU's memory is taken."""
     import torch
 
-    from graphllm.ir.groups import TENSOR, group_of
     from graphllm.runtime.groups import joined
 
     with joined(rank, degree, folder / "meeting", device):
-        torch.distributed.all_reduce(torch.zeros(1, device=device), group=group_of(TENSOR))
+        torch.distributed.all_reduce(torch.zeros(1, device=device))
         yield

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from graphllm.ir.groups import TENSOR, group_of
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.executor import Executor, Hook, StepHandle
 from graphllm.runtime.rank_messages import (
@@ -162,6 +161,10 @@ class MultiprocExecutor(Executor):
         self.ranks.send(Write("write_snapshots", list(snapshots), list(contents)))
         super().write_snapshots(snapshots, [part(c, 0, self.ranks.degree) for c in contents])
 
+    def check_health(self) -> None:
+        """Raise RankError when a rank is gone."""
+        self.ranks.check()
+
     def close(self) -> None:
         """Have all ranks finish, and end their processes. After a failure nobody waits for a GPU, whose kernels may
         wait for the rank that is gone."""
@@ -176,7 +179,7 @@ class MultiprocExecutor(Executor):
 
 def send_logits(logits: torch.Tensor) -> None:
     """Replace a rank's logits by those of rank 0."""
-    torch.distributed.broadcast(logits, src=0, group=group_of(TENSOR))
+    torch.distributed.broadcast(logits, src=0)
 
 
 class _WatchedStream:

@@ -27,7 +27,19 @@ EAGER: dict[str, Any] = {"target": "cpu", "backend": "eager", "dtype": "float32"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, logprobs=5, ignore_eos=True)
 
 
-def _double_the_first(logits: torch.Tensor, rows: Any) -> None:
+@pytest.fixture(scope="module")
+def options() -> dict[str, Any]:
+    """Of every engine here; the tests on GPUs have others."""
+    return EAGER
+
+
+@pytest.fixture(scope="module")
+def tolerance() -> float:
+    """Of log-probabilities."""
+    return 1e-4
+
+
+def _make_unlikely(logits: torch.Tensor, rows: Any) -> None:
     """A logits processor that changes what is chosen: the likeliest token of a row becomes unlikely."""
     logits.scatter_(1, logits.argmax(dim=-1, keepdim=True), -100.0)
 
@@ -54,22 +66,22 @@ def _step_for_ever(llm: LLM) -> None:
 
 
 @pytest.fixture(scope="module")
-def one(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def one(checkpoint: Path, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with LLM(checkpoint, **EAGER) as llm:
+        with LLM(checkpoint, **options) as llm:
             yield llm
 
 
 @pytest.fixture(scope="module")
-def two(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def two(checkpoint: Path, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with LLM(checkpoint, tensor_parallel_size=2, **EAGER) as llm:
+        with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
             yield llm
 
 
-def test_greedy_text_and_logprobs(checkpoint: Path, two: LLM) -> None:
+def test_greedy_text_and_logprobs(checkpoint: Path, two: LLM, tolerance: float) -> None:
     """Beside transformers: its text, and its log-probabilities within 1e-4."""
     model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     for output in two.generate(PROMPTS, GREEDY):
@@ -82,7 +94,7 @@ def test_greedy_text_and_logprobs(checkpoint: Path, two: LLM) -> None:
         expected = logits.log_softmax(-1)
         for row, ranked in zip(expected, found.logprobs, strict=True):
             for token, told in ranked.items():
-                assert told.logprob == pytest.approx(float(row[token]), abs=1e-4)
+                assert told.logprob == pytest.approx(float(row[token]), abs=tolerance)
 
 
 @pytest.mark.parametrize(
@@ -96,7 +108,7 @@ def test_greedy_text_and_logprobs(checkpoint: Path, two: LLM) -> None:
     ],
     ids=["seeded", "penalties", "bias", "named tokens", "choice"],
 )
-def test_ways_of_sampling(one: LLM, two: LLM, params: dict[str, Any]) -> None:
+def test_ways_of_sampling(one: LLM, two: LLM, tolerance: float, params: dict[str, Any]) -> None:
     """The same as one process, whose own tests compare it with references."""
     wanted = SamplingParams(max_tokens=10, **params)
     for a, b in zip(one.generate(PROMPTS, wanted), two.generate(PROMPTS, wanted), strict=True):
@@ -106,14 +118,14 @@ def test_ways_of_sampling(one: LLM, two: LLM, params: dict[str, Any]) -> None:
         for x, y in ((x, y) for pair in scores for x, y in zip(*(p or () for p in pair), strict=True)):
             assert sorted(x or ()) == sorted(y or ())
             for token, told in (x or {}).items():
-                assert y[token].logprob == pytest.approx(told.logprob, abs=1e-4)
+                assert y[token].logprob == pytest.approx(told.logprob, abs=tolerance)
 
 
-def test_a_cache_is_exported_and_imported(two: LLM) -> None:
+def test_a_cache_is_exported_and_imported(two: LLM, options: dict[str, Any]) -> None:
     """Blocks hold what all ranks have of them: what comes back in is found, and the text behind it is the same."""
     core: Any = two.llm_engine.core
     core.reset_prefix_cache()
-    prompt = list(range(20, 53))
+    prompt = list(range(20, 21 + 4 * options["block_size"]))
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     before = two.generate({"prompt_token_ids": prompt}, greedy)[0]
     entries = core.export_cache(request("export", prompt))
@@ -124,7 +136,7 @@ def test_a_cache_is_exported_and_imported(two: LLM) -> None:
         executor_of(two).write_blocks([1], [entries[0].data[:8]])
     assert core.import_cache(entries) == 4
     after = two.generate({"prompt_token_ids": prompt}, greedy)[0]
-    assert after.num_cached_tokens == 32
+    assert after.num_cached_tokens == 4 * options["block_size"]
     assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
@@ -161,10 +173,9 @@ def four_heads(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
-def test_four_ranks_with_a_logits_processor_and_drafts(four_heads: Path, cache: Path) -> None:
+def test_four_ranks_with_a_logits_processor(four_heads: Path, options: dict[str, Any]) -> None:
     """The processor runs in this process; the other ranks get the logits that it leaves."""
-    del cache
-    options: dict[str, Any] = {**EAGER, "logits_processors": [_double_the_first]}
+    options = {**options, "logits_processors": [_make_unlikely]}
     with LLM(four_heads, **options) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
     with LLM(four_heads, tensor_parallel_size=4, **options) as llm:
@@ -175,22 +186,22 @@ def test_four_ranks_with_a_logits_processor_and_drafts(four_heads: Path, cache: 
 
 
 @pytest.mark.slow
-def test_drafts_by_lookup(checkpoint: Path) -> None:
+def test_drafts_by_lookup(checkpoint: Path, options: dict[str, Any]) -> None:
     """Drafts that the device makes are of all ranks."""
     prompts = ["the cat sat on the mat the cat sat on the", "hello hello hello hello"]
     greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    with LLM(checkpoint, **EAGER) as llm:
+    with LLM(checkpoint, **options) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)]
     drafts: dict[str, Any] = {"num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    with LLM(checkpoint, tensor_parallel_size=2, **EAGER, **drafts) as llm:
+    with LLM(checkpoint, tensor_parallel_size=2, **options, **drafts) as llm:
         assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
         assert llm.llm_engine.core.stats().draft_tokens > 0
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops(checkpoint: Path) -> None:
+def test_a_rank_that_stops(checkpoint: Path, options: dict[str, Any]) -> None:
     """It gives no sign of life, which is noticed within seconds; it ends though it cannot run."""
-    with LLM(checkpoint, tensor_parallel_size=2, **EAGER) as llm:
+    with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
         (pid,) = executor_of(llm).ranks.pids
         llm.generate(PROMPTS[0], GREEDY)
         os.kill(pid, signal.SIGSTOP)
@@ -202,9 +213,11 @@ def test_a_rank_that_stops(checkpoint: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_samples_something_else(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_samples_something_else(
+    checkpoint: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It cannot go unnoticed: its cache would be of another text."""
-    with LLM(checkpoint, tensor_parallel_size=2, **EAGER) as llm:
+    with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
         ranks = executor_of(llm).ranks
         send = ranks.send
 
@@ -218,7 +231,6 @@ def test_a_rank_that_samples_something_else(checkpoint: Path, monkeypatch: pytes
             llm.generate(PROMPTS, SamplingParams(temperature=1.5, max_tokens=40, ignore_eos=True))
 
 
-def test_settings_that_cannot_be(checkpoint: Path, cache: Path) -> None:
-    del cache
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: the model's"):
-        LLM(checkpoint, tensor_parallel_size=3, **EAGER)
+def test_settings_that_cannot_be(checkpoint: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: "):
+        LLM(checkpoint, tensor_parallel_size=3, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,22 +55,35 @@ def _text(server: Served) -> str:
     return str(answer["choices"][0]["text"])
 
 
-def test_each_process_is_killed_in_turn(server: Served, checkpoint: Path) -> None:
+def test_a_killed_rank(server: Served, checkpoint: Path) -> None:
+    """Nobody asks for anything, and yet it is noticed."""
     with LLM(checkpoint, **EAGER) as llm:
         expected = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=12))[0].outputs[0].text
     assert _text(server) == expected
-    for victim, told in ((1, r"rank 1 of 2 (process {}) was killed by signal 9"), (0, "killed by signal 9")):
-        pids = _ranks(server)
-        os.kill(pids[victim], signal.SIGKILL)
-        if victim == 1:  # a step notices; an idle core has no need to
-            status, answer, _ = server.post("/v1/completions", {"prompt": PROMPT, "max_tokens": 60, "ignore_eos": True})
-            assert status == 503 or answer["choices"][0]["finish_reason"] == "error"
-        _within(10, lambda pids=pids: all(map(_gone, pids)))
-        _within(30, lambda: server.get("/health/ready")[0] == 200)
-        assert told.format(pids[victim]) in server.log.read_text()
-        assert not set(pids) & set(_ranks(server))
-        assert _text(server) == expected
-    pids = _ranks(server)
-    server.process.kill()  # the front: nobody is left to end the others
+    core, rank = _ranks(server)
+    os.kill(rank, signal.SIGKILL)
+    _within(5, lambda: server.get("/health/ready")[0] == 503)
+    assert f"rank 1 of 2 (process {rank}) was killed by signal 9" in server.get("/health/ready")[1]
+    _within(10, lambda: _gone(core))
+    _within(30, lambda: server.get("/health/ready")[0] == 200)
+    assert _text(server) == expected
+
+
+@pytest.mark.slow
+def test_the_core_and_the_front_are_killed(server: Served) -> None:
+    """Whoever is left ends too, in the middle of a request; the front starts new ones."""
+    expected = _text(server)
+    core, rank = _ranks(server)
+    long = {"prompt": PROMPT, "max_tokens": 80, "ignore_eos": True}
+    asking = threading.Thread(target=lambda: server.post("/v1/completions", long))
+    asking.start()
+    os.kill(core, signal.SIGKILL)
+    asking.join(20)
+    _within(10, lambda: _gone(core) and _gone(rank))
+    _within(30, lambda: server.get("/health/ready")[0] == 200)
+    assert not {core, rank} & set(_ranks(server))
+    assert _text(server) == expected
+    core, rank = _ranks(server)
+    server.process.kill()  # nobody is left to end the others
     server.process.wait()
-    _within(10, lambda: all(map(_gone, pids)))
+    _within(10, lambda: _gone(core) and _gone(rank))
