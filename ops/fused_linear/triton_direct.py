@@ -63,6 +63,7 @@ def direct_product(
     BLOCK_T: tl.constexpr,  # a multiple of 8
     SPAN: tl.constexpr,
     WARPS: tl.constexpr,  # of the program
+    AHEAD: tl.constexpr,  # steps of a warp whose weights are under way
     WAIT: tl.constexpr,  # for the kernel that makes x, once the first weights are asked for
     EMULATED: tl.constexpr,
 ):
@@ -89,16 +90,13 @@ def direct_product(
     x_at = x_ptr + _loaded_order(x_row, BLOCK_T // 8) * X_ROW + span * SPAN + entry
     norm_at = tl.broadcast_to(norm_ptr + span * SPAN + entry, x_at.shape)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
-    constants = _constants(
-        0, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS, WIDTH,
-        TOGETHER,
-    )  # fmt: skip
-    after = constants
-    if STEPS > 1:
-        after = _constants(
-            1, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS,
+    pending = ()
+    for step in tl.static_range(AHEAD if AHEAD < STEPS else STEPS):
+        constants = _constants(
+            step, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS,
             WIDTH, TOGETHER,
         )  # fmt: skip
+        pending += (constants,)
     if WAIT and not EMULATED:
         tl.extra.cuda.gdc_wait()
     operands = ()
@@ -110,15 +108,14 @@ def direct_product(
             )  # fmt: skip
             operands += (operand,)
     for step in tl.static_range(STEPS):
-        numbers = numbers_of(constants[0], dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
-        zeros = constants[1]
-        scales = constants[2]
-        constants = after
-        if step + 2 < STEPS:
-            after = _constants(
-                step + 2, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN,
-                WARPS, WIDTH, TOGETHER,
+        words, zeros, scales = pending[step]
+        numbers = numbers_of(words, dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
+        if step + AHEAD < STEPS:
+            constants = _constants(
+                step + AHEAD, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS,
+                SPAN, WARPS, WIDTH, TOGETHER,
             )  # fmt: skip
+            pending += (constants,)
         part = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
         for j in tl.static_range(CODES):
             number = numbers[j]

@@ -332,7 +332,7 @@ def tile_kernel(
         acc = direct_product(
             weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
             token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT,
-            True, EMULATED,
+            2, True, EMULATED,
         )  # fmt: skip
         if NORM:
             ALL: tl.constexpr = triton.next_power_of_2(K)

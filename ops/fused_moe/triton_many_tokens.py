@@ -298,8 +298,9 @@ def many_tokens(
     )
     for i, (x, weight, out, sizes) in enumerate(products):
         bias = experts.biases[i]
+        encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": config[f"k{i}"], **sizes, **experts.encoding(i, int(sizes["K"]), config["parts"]), "N": N,
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config[f"k{i}"], **sizes, **encoding, "N": N,
             "A": A, "BIAS": bias is not None, "ACTIVATION": experts.activation, "LIMIT": experts.limit,
             "BLOCK_T": config["block_t"], "BLOCK_N": config[f"n{i}"], "TILES": config["tiles"],
             "COUNTS": counts.shape[0], "PROGRAMS": config[f"programs{i}"], "EMULATED": emulated,

@@ -6,6 +6,7 @@ join a group are in tests/runtime.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any, Literal
@@ -87,3 +88,37 @@ def compare(
         expected = oracle(model, prompt, tokens[i])
         torch.testing.assert_close(logits[i], expected[0], atol=1e-4, rtol=0)
         assert tokens[i] == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "rounded", "apart"),
+    [
+        ("qwen3_moe", "int4", True),
+        *(pytest.param(n, q, False, marks=pytest.mark.slow) for n in ("llama", "qwen3_moe") for q in ("int4", "int8")),
+    ],
+)
+@torch.no_grad()
+def test_weights_that_are_rounded_by_groups(name: str, rounded: str, apart: bool, tmp_path: Path) -> None:
+    """The groups of each rank are those of one process: so are the logits."""
+    found = next(a for a in parity.ARCHS if a.name == name)
+    wide = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128}
+    parity._build(dataclasses.replace(found, config=found.config | wide)).save_pretrained(tmp_path)
+    opened: list[Sharded] = []
+
+    def ranks_of(place: Path, checkpoint: Any) -> Sharded:
+        opened.append(Sharded(place, checkpoint, 2, num_blocks=64))
+        return opened[0]
+
+    settings = {"quantization": rounded}
+    one = parity.driver.Driver(tmp_path, "eager", tmp_path / "one", settings=settings)
+    settings = {"quantization": rounded, "tensor_parallel_size": 2, "enable_expert_parallel": apart}
+    two = parity.driver.Driver(tmp_path, "eager", tmp_path / "two", settings=settings, opened=ranks_of)
+    shown = [artifact.verify(tmp_path / n) for n in ("one", "two")]
+    assert shown[1]["memory"]["weights"] < 0.55 * shown[0]["memory"]["weights"]
+    prompts = [torch.randint(parity.V, (n,)).tolist() for n in LENGTHS]
+    expected, text = one.generate(prompts, N_TOKENS)
+    with opened[0]:
+        logits, tokens = two.generate(prompts, N_TOKENS)
+    for row, same in zip(logits, expected, strict=True):
+        torch.testing.assert_close(row, same, atol=1e-4, rtol=0)
+    assert tokens == text
