@@ -393,8 +393,11 @@ class Executor:
         self._stream.submit(_nothing).result()
 
     def close(self) -> None:
-        """Wait for everything and stop."""
+        """Wait for everything, stop, and give captured graphs back: a group of ranks cannot be left while one holds
+        its collectives."""
         self._stream.close()
+        for graph in self._graphs.values():
+            graph.release()
 
 
 def _nothing() -> None:

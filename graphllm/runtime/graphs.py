@@ -98,6 +98,12 @@ class GraphPrograms:
         self._bound.move_to_end(key)
         return self._bound[key]
 
+    def release(self) -> None:
+        """Forget what was bound and captured."""
+        for bound in self._bound.values():
+            bound.release()
+        self._bound.clear()
+
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
         key = f"{bucket.name} {name}"
         if key not in self._linked:
@@ -146,6 +152,10 @@ class BoundProgram:
                 launch for safe, ls in segments for launch in (_capture(ls, self._pool) if safe else ls)
             ]
             self._captured.add(part)
+
+    def release(self) -> None:
+        """Forget what was captured, whoever still holds this program."""
+        self._launches.clear()
 
 
 def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
