@@ -280,9 +280,10 @@ def serve_command(
     ] = "info",
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
-    from graphllm.engine.spawn import spawn
+    from graphllm.engine.spawn import spawn_cores
 
-    child = spawn()  # first of all: what takes longest is its import of torch
+    # First of all: what takes longest is their import of torch.
+    children = spawn_cores(args.data_parallel_size, args.tensor_parallel_size or 1)
     try:
         from graphllm.cli import serve as told
         from graphllm.server.access import Access
@@ -343,9 +344,10 @@ def serve_command(
             reasoning_parser,
             chat_template=told.read_template(chat_template),
         )
-        raise typer.Exit(told.serve(replace(args, model=model), options, watched, child))
+        raise typer.Exit(told.serve(replace(args, model=model), options, watched, children))
     finally:
-        child.kill()
+        for child in children:
+            child.kill()
 
 
 @app.command("chat")

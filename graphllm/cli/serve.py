@@ -31,9 +31,9 @@ _EMBEDDED = "graphllm-embedded"
 _FRONTS = 64  # more than any engine can feed
 
 
-def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, child: Child) -> int:
-    """Serve a model until it is told to stop; the exit status. child: the engine's process. Raises ConfigError for what
-    cannot be used."""
+def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, children: Sequence[Child]) -> int:
+    """Serve a model until it is told to stop; the exit status. children: processes of its engine cores. Raises
+    ConfigError for what cannot be used."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for setting, seconds in (("shutdown-timeout", options.shutdown_timeout), ("step-timeout", host.step_timeout)):
         if not 0 <= seconds < math.inf:
@@ -63,7 +63,7 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
         check_adapters(Path(resolved.config.load.artifact), [(a.name, a.path) for a in options.adapters])
         return resolved
 
-    return serve_forever(open_or_explain, options, host, child)
+    return serve_forever(open_or_explain, options, host, children)
 
 
 def started_at() -> float:

@@ -24,6 +24,7 @@ from graphllm.config.engine import (
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
 from graphllm.config.lora import LoRAConfig
+from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.speculation import SpeculationConfig
 
@@ -38,6 +39,7 @@ __all__ = [
     "Env",
     "FilesConfig",
     "LoRAConfig",
+    "ParallelConfig",
     "LoadConfig",
     "LogConfig",
     "ModelConfig",

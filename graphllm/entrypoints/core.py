@@ -41,7 +41,7 @@ def load_core(
     manifest = artifact.verify(Path(config.load.artifact))
     counts = cache = None
     if manifest["factors"]["compile"]["target"]["device"] == "cpu":
-        counts = cache_counts(manifest, config.cache)
+        counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)
         cache = cpu_cache_memory(Path(config.load.artifact), counts)
     clock("artifact")
     import torch
