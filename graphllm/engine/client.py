@@ -61,6 +61,7 @@ class CoreClient(CoreLink):
         self._heartbeat, self._unresponsive, self._stuck = heartbeat, unresponsive, stuck
         self._tick, self._grace = heartbeat / 2, grace
         self._child, self._cpus, self._gpus = child, cpus, gpus
+        self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._silent = 0.0  # seconds; counted in ticks of this loop, so that a front that was held up accuses nobody
         self._beat: Heartbeat | None = None

@@ -112,8 +112,8 @@ class CoreGroup:
 
     @property
     def folders(self) -> list[str]:
-        """Of each core's sockets; "" for one that is gone."""
-        return ["" if client.health().state == "dead" else client.folder for client in self._clients]
+        """Of each core's sockets; "" for one that has not been started yet."""
+        return [client.folder for client in self._clients]
 
     async def stats(self) -> CoreStats:
         """Of all together. Raises EngineDeadError where none answers."""

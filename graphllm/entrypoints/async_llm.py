@@ -304,7 +304,7 @@ class AsyncLLM(PoolingAsyncMixin):
 
     @property
     def folders(self) -> list[str]:
-        """Of each core's sockets, for fronts `beside` this one; once it is started. "" for one that is gone."""
+        """Of each core's sockets, for fronts `beside` this one; once it is started."""
         return self._client.folders
 
     @property
