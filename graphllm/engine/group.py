@@ -187,8 +187,8 @@ class CoreGroup:
         try:
             async for news in client.updates():
                 match news:
-                    case Load(waiting, running):
-                        router.reported(engine, waiting, running)
+                    case Load(sequences):
+                        router.reported(engine, sequences)
                         continue
                     case Rejected(ids):
                         for id in ids:

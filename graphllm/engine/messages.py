@@ -94,10 +94,9 @@ class Rejected(msgspec.Struct, tag=True):
 
 
 class Load(msgspec.Struct, tag=True):
-    """Sequences of all fronts together, as of now. waiting: those that have no news yet."""
+    """Sequences of all fronts together, as of now."""
 
-    waiting: int
-    running: int
+    sequences: int
 
 
 class Reply(msgspec.Struct, tag=True):

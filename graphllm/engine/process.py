@@ -118,9 +118,8 @@ class _Loop:
         self._progress = progress
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and whose they are
-        self._begun: set[str] = set()  # of these, who have had news; kept while somebody wants to know the load
-        self._watching: set[bytes] = set()  # fronts that do
-        self._told, self._load = 0.0, Load(0, 0)  # when they were told last, and what
+        self._watching: set[bytes] = set()  # fronts that want to know the load
+        self._told, self._load = 0.0, Load(0)  # when they were told last, and what
         self._shutdown: Shutdown | None = None
         self._aborted = False  # the update of an abort comes with the next step, even when nothing else is left
 
@@ -162,14 +161,11 @@ class _Loop:
         for front, share in shares.items():
             if not self._answers.send(front, Updates(share)):
                 self._abort([id for id, owner in self.live.items() if owner == front])
-        if self._watching:
-            self._begun.update(update.id for update in updates)
-            self._begun.intersection_update(self.live)
-            if progress.since - self._told > _LOADS:
-                self._tell_load()
+        if progress.since - self._told > _LOADS:
+            self._tell_load()
 
     def _tell_load(self) -> None:
-        load = Load(len(self.live) - len(self._begun), len(self._begun))
+        load = Load(len(self.live))
         if self._watching and load != self._load:
             self._told, self._load = time.monotonic(), load
             self._watching = {front for front in self._watching if self._answers.send(front, load)}

@@ -12,7 +12,6 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from graphllm.config import ConfigError, EngineArgs
@@ -33,7 +32,7 @@ from graphllm.engine.text_length import PIECE, encode_at_most
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.async_pooling import PooledRequests, PoolingAsyncMixin
 from graphllm.entrypoints.core_clients import core_client
-from graphllm.entrypoints.model import ResolvedModel, resolve_model
+from graphllm.entrypoints.model import ResolvedModel, grammar_maker, resolve_model
 from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
@@ -149,13 +148,19 @@ class AsyncLLM(PoolingAsyncMixin):
         if loggers is None:
             loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
         return cls(
-            client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing, vectors=resolved.vectors
+            client,
+            resolved.tokenizer,
+            grammar_maker(resolved),
+            seed,
+            loggers,
+            tracing=tracing,
+            vectors=resolved.vectors,
         )
 
     @classmethod
     def beside(cls, core: RemoteCore | CoreGroup, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
         """One more front of an engine that another one has started. seed: another one than its."""
-        return cls(core, resolved.tokenizer, _grammar(resolved), seed, unread=unread, vectors=resolved.vectors)
+        return cls(core, resolved.tokenizer, grammar_maker(resolved), seed, unread=unread, vectors=resolved.vectors)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
@@ -477,20 +482,6 @@ class AsyncLLM(PoolingAsyncMixin):
             if stream.parsed.requests[0].id == news.ids[0]:
                 stream.fail(error)
         self._pooled.fail(error, news.ids)
-
-
-def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:
-    """Makes what checks constraints; a model without a tokenizer has none."""
-    folder = Path(resolved.config.tokenizer or resolved.config.model.model)
-    stop_ids = frozenset(resolved.config.stop_ids)
-    backend = resolved.config.model.structured_outputs_backend
-
-    def make(info: CoreInfo) -> GrammarChecker:
-        from graphllm.engine.structured.compilers import GrammarCompilers
-
-        return GrammarCompilers(folder, info.vocab, stop_ids, backend)
-
-    return make if resolved.tokenizer else None
 
 
 class _Stream:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
@@ -12,6 +13,8 @@ from graphllm.config.pooling import Vectors, vectors_of
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
 from graphllm.engine.options import LogitsProcessor, name_of
+from graphllm.engine.processor import GrammarChecker
+from graphllm.engine.request import CoreInfo
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
 from graphllm.entrypoints.sentence_transformers import read_pooling
@@ -94,3 +97,17 @@ def checkpoint_defaults(args: EngineArgs, source: Source, base: SamplingParams |
     if args.generation_config != "vllm":
         base = SamplingParams.from_checkpoint(folder, base)
     return SamplingParams.from_overrides(args.override_generation_config or {}, base)
+
+
+def grammar_maker(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:
+    """Makes what checks constraints; a model without a tokenizer has none."""
+    folder = Path(resolved.config.tokenizer or resolved.config.model.model)
+    stop_ids = frozenset(resolved.config.stop_ids)
+    backend = resolved.config.model.structured_outputs_backend
+
+    def make(info: CoreInfo) -> GrammarChecker:
+        from graphllm.engine.structured.compilers import GrammarCompilers
+
+        return GrammarCompilers(folder, info.vocab, stop_ids, backend)
+
+    return make if resolved.tokenizer else None

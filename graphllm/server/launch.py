@@ -84,8 +84,8 @@ def serve(
     supervisor_options: SupervisorOptions,
     children: Sequence[Child],
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit status. children: processes of its engine cores. Raises ConfigError for an
-    address or a model that cannot be used."""
+    """Serve until SIGTERM or Ctrl-C; the exit status. children: processes of its engine cores. Raises ConfigError for
+    an address or a model that cannot be used."""
     from graphllm.entrypoints.tracing import Tracing
 
     tls = read_tls(options)

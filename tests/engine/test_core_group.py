@@ -221,13 +221,13 @@ async def test_another_front_shares_the_cores_and_is_told_of_their_load() -> Non
         await other.start()
         hold = [asyncio.create_task(tokens(llm, [i], 90, f"r{i}")) for i in range(6)]
         await asyncio.sleep(0.2)
-        assert [group._router.load(core) for core in (0, 1)] == [3.0, 3.0]
+        assert [group._router.load(core) for core in (0, 1)] == [3, 3]
         assert await asyncio.gather(*(tokens(other, [i], 10, f"o{i}") for i in range(4))) == [
             expected([i], 10) for i in range(4)
         ]
         assert await asyncio.gather(*hold) == [expected([i], 90) for i in range(6)]
         await asyncio.sleep(0.1)
-        assert [group._router.load(core) for core in (0, 1)] == [0.0, 0.0]
+        assert [group._router.load(core) for core in (0, 1)] == [0, 0]
         other.shutdown()
 
 

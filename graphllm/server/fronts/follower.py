@@ -128,8 +128,8 @@ class EngineFollower(EngineView):
         """Leave those of several cores that are gone, join those that have come."""
         assert self._engine is not None
         for number, (ours, theirs) in enumerate(zip(self._folders, state.folders, strict=True)):
-            coming, task = self._coming.get(number, (None, None))
-            if theirs in (ours, coming):
+            last, task = self._coming.get(number, (ours, None))
+            if theirs == last:
                 continue
             self._engine.lose(number, DeathCause(kind="exit", message=state.cores[number].cause or "it is gone"))
             self._folders[number] = ""
