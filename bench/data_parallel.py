@@ -102,7 +102,7 @@ def main() -> None:
     parser.add_argument("--folder", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     device = "cpu" if args.cpu else "cuda"
-    requests = args.requests or (120 if args.cpu else 1000)
+    requests = args.requests or (400 if args.cpu else 1000)
     if args.one:
         print(json.dumps(measure(args.one[0], Path(args.one[1]), args.folder, device, requests, args.runs)))
         return

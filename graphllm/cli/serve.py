@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +30,7 @@ from graphllm.server.rate_limit import RateLimit
 
 _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
+_ORPHAN_GRACE = 5.0  # seconds
 _FRONTS = 64  # more than any engine can feed
 
 
@@ -64,6 +67,19 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
         return resolved
 
     return serve_forever(open_or_explain, options, host, children)
+
+
+def end_with_supervisor() -> None:
+    """End this server in good order when the supervisor of ranks is gone, which holds the other end of stdin."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one ends it at once
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def started_at() -> float:

@@ -21,3 +21,15 @@ class ParallelConfig:
         ge=1,
         le=64,
     )
+    data_parallel_rank: int | None = setting(
+        None,
+        help="Of the one engine core that this process has of the data_parallel_size on this machine, behind somebody "
+        "else's load balancer; None: it has all of them.",
+        key=_PLACED,
+        ge=0,
+    )
+
+    @property
+    def cores(self) -> int:
+        """Of this process."""
+        return self.data_parallel_size if self.data_parallel_rank is None else 1

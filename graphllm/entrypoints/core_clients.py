@@ -18,7 +18,7 @@ def core_client(
 ) -> CoreClient | CoreGroup:
     """The engine of a model, not started: one core, or a group of them. children: processes that `spawn_cores` has
     started. The others: as for `CoreClient`."""
-    count = config.parallel.data_parallel_size
+    count = config.parallel.cores
     if count == 1:
         child = children[0] if children else None
         return CoreClient(config, unresponsive=unresponsive, stuck=stuck, child=child)

@@ -62,6 +62,10 @@ def resolve_model(
     """
     if (args.tensor_parallel_size or 1) != 1:
         raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
+    if (rank := args.data_parallel_rank) is not None and rank >= args.data_parallel_size:
+        raise ConfigError(
+            f"data_parallel_rank is {rank}: ranks of data_parallel_size {args.data_parallel_size} are below that"
+        )
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling or {}, checkpoint_defaults(args, source, base))
     vectors = vectors_of(source.config, read_pooling(source.folder, source.config))

@@ -27,7 +27,7 @@ def open_core(
 ) -> tuple[Core, GrammarChecker | None]:
     """The core of a model in this process, or where there are several, all of them in theirs; and what checks
     constraints. phases: as for `load_core`. Raises ConfigError."""
-    if resolved.config.parallel.data_parallel_size == 1:
+    if resolved.config.parallel.cores == 1:
         core = load_core(resolved.config, phases, resolved.processors)
         return core, core.grammars if resolved.tokenizer else None
     replicated = ReplicatedCore(resolved, phases)

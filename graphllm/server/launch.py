@@ -63,7 +63,7 @@ class Here:
         from graphllm.server.web import web_server
 
         self._supervisor, running = supervisor, Running()
-        self.metrics = Metrics(options.names[0], {"model": options.names[0]})
+        self.metrics = Metrics(options.names[0], {"model": options.names[0]}, rank=options.rank)
         overview = OwnOverview(supervisor, self.metrics, running)
         shared = in_memory(overview, options.max_body, options.access.rate, ResponseStore(), options.adapters)
         self._server = web_server(supervisor, self.metrics, running, shared, options, tls, tracing)

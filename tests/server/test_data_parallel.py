@@ -148,7 +148,7 @@ def test_aborts_and_the_cache_of_all_cores(serve: Callable[..., Served]) -> None
     assert server.stop() == 0
 
 
-@pytest.mark.parametrize("fronts", [1, 2])
+@pytest.mark.parametrize("fronts", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_core_fails_its_own_requests_and_comes_back(serve: Callable[..., Served], fronts: int) -> None:
     server = serve(*TWO, "--restart-engine", "--api-server-count", fronts).wait_ready()
     pids, body = server.engine_pids, {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
@@ -193,6 +193,7 @@ def test_a_killed_core_fails_its_own_requests_and_comes_back(serve: Callable[...
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
+@pytest.mark.slow
 def test_without_restart_the_other_core_goes_on_alone(serve: Callable[..., Served]) -> None:
     server = serve(*TWO).wait_ready()
     os.kill(server.engine_pids[0], signal.SIGKILL)
@@ -210,6 +211,7 @@ def test_without_restart_the_other_core_goes_on_alone(serve: Callable[..., Serve
     assert server.post("/v1/chat/completions", chat("Hello!"))[0] == 503
 
 
+@pytest.mark.slow
 def test_cores_end_with_a_server_that_is_killed(serve: Callable[..., Served]) -> None:
     server = serve(*TWO).wait_ready()
     pids = server.engine_pids

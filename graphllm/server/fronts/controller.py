@@ -127,7 +127,7 @@ class Fronts:
         self._state: EngineState | None = None  # as it was told last
         self._store = ResponseStore()
         name = options.names[0]
-        self.metrics = Metrics(name, {"model": name}, self._processes)
+        self.metrics = Metrics(name, {"model": name}, self._processes, options.rank)
         self._shared = in_memory(_Overview(self), options.max_body, options.access.rate, self._store, options.adapters)
         self._encode = msgspec.json.Encoder().encode
 

@@ -78,7 +78,7 @@ class EngineSupervisor(EngineView):
         self._engine, self.broken = engine, None
         self.phases |= {f"engine {name}": seconds for name, seconds in engine.ready.phases.items()}
         self.was_ready.set()
-        count = self.opened.config.parallel.data_parallel_size
+        count = self.opened.config.parallel.cores
         self.cores = [CoreStatus("ready") for _ in range(count)] if count > 1 else []
         self._become("ready")
 

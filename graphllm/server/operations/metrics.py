@@ -46,6 +46,7 @@ class Metrics(Collector):
 
     model_name: for vLLM's label of that name. build: what is served, shown as labels of graphllm_build_info beside the
     version. processes: ids of the server's processes by their names, where it has several; a label tells them apart.
+    rank: of the first engine core.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Metrics(Collector):
         model_name: str,
         build: Mapping[str, str] | None = None,
         processes: Callable[[], Mapping[str, int]] | None = None,
+        rank: int = 0,
     ) -> None:
-        self._alias_labels = {"model_name": model_name, "engine": "0"}  # requests are counted for all cores together
+        # Requests are counted for all cores together.
+        self._alias_labels = {"model_name": model_name, "engine": str(rank)}
         self._counts: dict[str, dict[Labels, float]] = {}
         self._spread: dict[str, dict[Labels, Distribution]] = {}
         for family in (*OF_REQUESTS, *COUNTED):
