@@ -7,6 +7,8 @@ import logging
 import math
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,12 +30,13 @@ from graphllm.server.rate_limit import RateLimit
 
 _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
+_ORPHAN_GRACE = 5.0  # seconds
 _FRONTS = 64  # more than any engine can feed
 
 
-def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, child: Child) -> int:
-    """Serve a model until it is told to stop; the exit status. child: the engine's process. Raises ConfigError for what
-    cannot be used."""
+def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, children: Sequence[Child]) -> int:
+    """Serve a model until it is told to stop; the exit status. children: processes of its engine cores. Raises
+    ConfigError for what cannot be used."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for setting, seconds in (("shutdown-timeout", options.shutdown_timeout), ("step-timeout", host.step_timeout)):
         if not 0 <= seconds < math.inf:
@@ -63,7 +66,20 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
         check_adapters(Path(resolved.config.load.artifact), [(a.name, a.path) for a in options.adapters])
         return resolved
 
-    return serve_forever(open_or_explain, options, host, child)
+    return serve_forever(open_or_explain, options, host, children)
+
+
+def end_with_supervisor() -> None:
+    """End this server in good order when the supervisor of ranks is gone, which holds the other end of stdin."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one ends it at once
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def started_at() -> float:

@@ -48,7 +48,7 @@ def load_core(
         ranks = start_ranks(config, degree, undo, exits) if degree > 1 else None
         counts = cache = None
         if compiled["target"]["device"] == "cpu" and ranks is None:
-            counts = cache_counts(manifest, config.cache)
+            counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)
             cache = cpu_cache_memory(place, counts)
         clock("artifact")
         from graphllm.runtime.stream import alone  # imports torch

@@ -71,7 +71,7 @@ def join_ranks(
     joined = contextlib.ExitStack()
     try:
         joined.enter_context(join_group(0, processes.degree, ranks.folder, device))
-        blocks, snapshots = cache_counts(manifest, config.cache, processes.degree)
+        blocks, snapshots = cache_counts(manifest, config.cache, processes.degree * config.parallel.data_parallel_size)
         for counted in processes.answers(Counted):
             blocks, snapshots = min(blocks, counted.blocks), min(snapshots, counted.snapshots)
         clock("join the ranks")

@@ -103,7 +103,8 @@ class RankShare:
 
     def count(self) -> CacheCounts:
         """Blocks and snapshots that there is memory for."""
-        return cache_counts(self._manifest, self._config.cache, self._settings.degree)
+        processes = self._settings.degree * self._config.parallel.data_parallel_size
+        return cache_counts(self._manifest, self._config.cache, processes)
 
     def executor(self, blocks: int, snapshots: int) -> Executor:
         """Runs the artifact."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from graphllm.engine.messages import EngineDeadError
@@ -63,7 +63,7 @@ class Here:
         from graphllm.server.web import web_server
 
         self._supervisor, running = supervisor, Running()
-        self.metrics = Metrics(options.names[0], {"model": options.names[0]})
+        self.metrics = Metrics(options.names[0], {"model": options.names[0]}, rank=options.rank)
         overview = OwnOverview(supervisor, self.metrics, running)
         shared = in_memory(overview, options.max_body, options.access.rate, ResponseStore(), options.adapters)
         self._server = web_server(supervisor, self.metrics, running, shared, options, tls, tracing)
@@ -79,10 +79,13 @@ class Here:
 
 
 def serve(
-    open: Callable[[], ResolvedModel], options: ServerOptions, supervisor_options: SupervisorOptions, child: Child
+    open: Callable[[], ResolvedModel],
+    options: ServerOptions,
+    supervisor_options: SupervisorOptions,
+    children: Sequence[Child],
 ) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
-    a model that cannot be used."""
+    """Serve until SIGTERM or Ctrl-C; the exit status. children: processes of its engine cores. Raises ConfigError for
+    an address or a model that cannot be used."""
     from graphllm.entrypoints.tracing import Tracing
 
     tls = read_tls(options)
@@ -94,7 +97,7 @@ def serve(
         from graphllm.server.operations.engine_supervisor import EngineSupervisor
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            supervisor = EngineSupervisor(open=open, options=supervisor_options, child=child)
+            supervisor = EngineSupervisor(open=open, options=supervisor_options, children=children)
             try:
                 return runner.run(_serve(supervisor, options, listener, tls, tracing))
             finally:

@@ -83,7 +83,7 @@ def openai_routes(service: Service) -> APIRouter:
 
     def card(name: str) -> ModelCard:
         supervisor = service.supervisor
-        ready = supervisor.engine.ready if supervisor.status == "ready" else None
+        ready = supervisor.engine.ready if supervisor.ready else None
         length = ready.info.max_model_len if ready else None
         parent = None if name in service.names else service.names[0]
         return ModelCard(id=name, created=service.created, root=service.names[0], parent=parent, max_model_len=length)

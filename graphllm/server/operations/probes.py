@@ -12,16 +12,18 @@ from graphllm.server.http.bodies import Answer
 from graphllm.server.http.document import METRICS, errors
 from graphllm.server.http.errors import without_folders
 from graphllm.server.http.wire import json_response
-from graphllm.server.operations.engine_view import EngineView
+from graphllm.server.operations.engine_view import CoreStatus, EngineView
 from graphllm.server.shared import Overview
 from graphllm.version import __version__
 
 
 class HealthStatus(BaseModel):
-    """status: starting, ready, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready."""
+    """status: starting, ready, degraded, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready.
+    engines: of each core, where there are several."""
 
     status: str
     cause: str | None = None
+    engines: list[HealthStatus] | None = None
 
 
 class Version(Answer):
@@ -37,8 +39,11 @@ def probe_routes(supervisor: EngineView, overview: Overview) -> APIRouter:
     router = APIRouter()
 
     def health(good: bool) -> Response:
-        cause = supervisor.cause and without_folders(supervisor.cause)
-        body = HealthStatus(status=supervisor.status, cause=cause)
+        def told(one: EngineView | CoreStatus) -> HealthStatus:
+            return HealthStatus(status=one.status, cause=one.cause and without_folders(one.cause))
+
+        body = told(supervisor)
+        body.engines = [told(core) for core in supervisor.cores] or None
         response = json_response(body.model_dump(exclude_none=True), 200 if good else 503)
         response.headers["cache-control"] = "no-store"
         return response
