@@ -150,17 +150,28 @@ def lookahead(graph: Graph, c: Any, config: CompileConfig) -> int:
     """Positions behind the tokens of a step for which the draft graph keeps something."""
     if not any(graph.states(c, t) for t in graph.layer_types(c)):
         return 0
+    if by_levels(graph, c, config):
+        return len(config.tree.inner) if config.tree is not None else 0
     return config.num_speculative_tokens - (0 if one_row_more(graph, c) else 1)
 
 
 def buckets(graph: Graph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
     """The sizes that a draft graph is compiled for."""
+    if by_levels(graph, c, config) and config.tree is not None and config.tree.inner:
+        count = len(config.tree.inner)
+        plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
+        return tuple(dict.fromkeys([*config.buckets, *(dataclasses.replace(b, query_len=count) for b in plain)]))
     if not one_row_more(graph, c):
         return config.buckets
     plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
     more = [dataclasses.replace(b, query_len=b.query_len + 1) for b in config.buckets if b.kind == "decode"]
     mixed = [dataclasses.replace(b, hi=b.hi + config.max_num_seqs) for b in config.buckets if b.kind == "mixed"]
     return (*plain, *more, *mixed)
+
+
+def by_levels(graph: Graph, c: Any, config: CompileConfig) -> bool:
+    """Whether the draft graph fills a tree of drafts level by level; see `trees`."""
+    return config.tree is not None and not one_row_more(graph, c) and not graph.drafts_at_once(c)
 
 
 def draws(config: CompileConfig) -> bool:
@@ -182,6 +193,7 @@ def states(hidden: Hidden | None, config: CompileConfig, vocab: int) -> tuple[St
     if hidden is not None:
         found += [StateSpec(name, "token", (hidden.size,), "model", "none") for name in _hidden_states(hidden)]
         found.append(StateSpec("draft_hidden", "slot", (hidden.width,), "model", "none"))
+        found += trees.hidden_of_nodes(config.tree, hidden.width) if config.tree is not None else ()
     if draws(config):
         found.append(StateSpec("draft_probs", "slot", (config.num_speculative_tokens, vocab), "float32", "none"))
     return tuple(found)
@@ -242,20 +254,26 @@ def programs(
     if 0 < at_once < wanted:
         told = "num_speculative_tokens is" if tree is None else "speculative_token_tree has paths of"
         raise ConfigError(f"{told} {wanted}: the draft model has {at_once} heads; give at most that")
+    levels = tree if by_levels(graph, c, config) else None
     choose = Stage("choose", lambda v: _choose(v, last), ())
+    if levels is not None:
+        choose = Stage("choose", lambda v: trees.choose_first(v, levels, last), ())
     if hidden is None:
         first = [Stage("first", lambda v: _first_of_own(v, last), _RESOLVED)]
     else:
         names = _hidden_states(hidden)
-        first = [Stage("first", lambda v: _first(v, names, tree), (*_RESOLVED, "step.hidden"))]
+        first = [Stage("first", lambda v: _first(v, names, tree, levels is not None), (*_RESOLVED, "step.hidden"))]
         if graph.project is not None:
             project = graph.project
             weights = tuple(graph.project_weights(c).items())
             first.append(
                 Stage("project", lambda v: (project(c, _own(v), v["step.hidden"]),), ("step.hidden",), weights=weights)
             )
-    if at_once:
+    if at_once or (levels is not None and not levels.inner):
         return {"first": (tuple(first), (choose,))}
+    if levels is not None:
+        before, behind = trees.next_level(levels, last)
+        return {"first": (tuple(first), (choose,)), "next": ((before,), (behind,))}
     resolved = _RESOLVED if hidden is None else (*_RESOLVED, "step.hidden")
     following = Stage("next", lambda v: _next(v, hidden is not None), resolved)
     return {"first": (tuple(first), (choose,)), "next": ((following,), (choose,))}
@@ -266,7 +284,7 @@ def _own(v: Values) -> Any:
     return SimpleNamespace(**{n[2:]: t for n, t in v.items() if n.startswith("w.")})
 
 
-def _first(v: Values, hidden: list[str], tree: TokenTree | None) -> tuple[Tensor, ...]:
+def _first(v: Values, hidden: list[str], tree: TokenTree | None, by_levels: bool) -> tuple[Tensor, ...]:
     """Of each token the one behind it, with the token's hidden states: the next one of the step, or behind the last one
     that is kept what was sampled, or what the host knows of a prompt that goes on. Of a tree the tokens of the path
     that was kept come first."""
@@ -285,7 +303,8 @@ def _first(v: Values, hidden: list[str], tree: TokenTree | None) -> tuple[Tensor
     start_S, count_S = v["step.query_start_loc"][:-1], v["step.query_start_loc"][1:] - v["step.query_start_loc"][:-1]
     end_S = torch.index_select(position_T, 0, start_S.clamp(max=ids_T.shape[0] - 1)) + count_S
     hidden_T = torch.cat([torch.index_select(v[f"state.{n}"], 0, from_T) for n in hidden], -1)
-    return next_T, position_T, position_T + 1, end_S, row_S.to(torch.int32), torch.zeros_like(row_S), hidden_T
+    rows = (trees.rows_of(row_S, v) if by_levels else row_S).to(torch.int32)
+    return next_T, position_T, position_T + 1, end_S, rows, torch.zeros_like(row_S), hidden_T
 
 
 def _first_of_own(v: Values, last_position: int) -> tuple[Tensor, ...]:
@@ -330,11 +349,13 @@ def _next(v: Values, hidden: bool) -> tuple[Tensor, ...]:
     return token_T, position_T, position_T + 1, end_S, row_S, places_S, *hidden_T
 
 
-def chosen(made: Any, v: Values, config: CompileConfig, at_once: bool) -> Tensor:
+def chosen(made: Any, v: Values, config: CompileConfig, graph: Graph, c: Any) -> Tensor:
     """[S, n] int32: the drafts that follow from what a draft graph's head makes, as many as are wanted at most: the
-    likeliest tokens, or draws. at_once: no further run follows."""
+    likeliest tokens, or draws. Where a tree is filled by levels, the likeliest ones in their order."""
     made = made if isinstance(made, Drafts) else Drafts((made,))
-    if config.tree is not None and at_once:
+    if config.tree is not None and by_levels(graph, c, config):
+        return _named(trees.likeliest(made.logits[0], config.tree), made.ids)
+    if config.tree is not None and graph.drafts_at_once(c):
         return _named(trees.fill(made, config.tree), made.ids)
     wanted = made.logits[: config.num_speculative_tokens]
     if draws(config):

@@ -394,7 +394,7 @@ def _flat(result: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
 
 def _results(made: Any, graph: Graph, c: Any, values: dict[str, Any], config: CompileConfig) -> tuple[Tensor, ...]:
     if graph.task == "draft":
-        return (drafting.chosen(made, values, config, graph.drafts_at_once(c) > 0),)
+        return (drafting.chosen(made, values, config, graph, c),)
     return () if made is None else (made,)
 
 

@@ -296,8 +296,6 @@ def _check_tree(config: CompileConfig, tree: TokenTree) -> None:
             f"num_speculative_tokens is {config.num_speculative_tokens}, but speculative_token_tree has {drafts} "
             "drafts; leave num_speculative_tokens out"
         )
-    if lengths := [b.name for b in config.buckets if b.query_len not in (1, drafts + 1)]:
-        raise ConfigError(f"buckets: {lengths[0]} verifies a part of speculative_token_tree; leave it out")
     wrong = {
         "dynamic_speculative_tokens is True": config.dynamic_speculative_tokens,
         "draft_sample_method is probabilistic": config.draft_sample_method != "greedy",
@@ -306,6 +304,8 @@ def _check_tree(config: CompileConfig, tree: TokenTree) -> None:
     for told, is_wrong in wrong.items():
         if is_wrong:
             raise ConfigError(f"{told}: drafts of a tree are all verified, by comparing; leave it or the tree out")
+    if lengths := [b.name for b in config.buckets if b.query_len not in (1, drafts + 1)]:
+        raise ConfigError(f"buckets: {lengths[0]} verifies a part of speculative_token_tree; leave it out")
     if config.prompt_lookup_max and tree.levels < drafts:
         raise ConfigError(
             f"prompt_lookup_max is {config.prompt_lookup_max}: it guesses one run of tokens; leave "

@@ -122,7 +122,11 @@ class Executor:
             program["drafts"]["next_seen"],
             token_tree(compiled["speculative_token_tree"]) if compiled["speculative_token_tree"] else None,
         )
-        self._drafts = DraftShape(program["drafts"]["one_row_more"], program["drafts"]["at_once"])
+        self._drafts = DraftShape(
+            program["drafts"]["one_row_more"],
+            program["drafts"]["at_once"],
+            self.layout.tree if program["drafts"]["by_levels"] else None,
+        )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
         )
