@@ -89,7 +89,9 @@ def _speculation(value: Any) -> Mapping[str, Any]:
         given = {"draft_proposer": method.removesuffix("_host")} | given if method != "custom_class" else given
     elif method not in _NGRAM:
         known |= {name: name for name in ("draft_sample_method", *_ACCEPTANCE)}
-        known["model"] = "speculative_model"
+        known |= {"model": "speculative_model", "speculative_token_tree": "speculative_token_tree"}
+        if isinstance(given.get("speculative_token_tree"), list | tuple):
+            given["speculative_token_tree"] = str(given["speculative_token_tree"])
     else:
         known |= {name: name for name in ("prompt_lookup_max", "prompt_lookup_min")}
         one = given.get("prompt_lookup_max", given.get("prompt_lookup_min", 5))

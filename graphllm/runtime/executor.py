@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from graphllm.config import ConfigError
+from graphllm.config.token_tree import token_tree
 from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
@@ -124,8 +125,13 @@ class Executor:
             next((t.shape[1] for name, t in self.states.tensors.items() if name == "state.history"), 0),
             program["drafts"]["lookahead"],
             program["drafts"]["next_seen"],
+            token_tree(compiled["speculative_token_tree"]) if compiled["speculative_token_tree"] else None,
         )
-        self._drafts = DraftShape(program["drafts"]["one_row_more"], program["drafts"]["at_once"])
+        self._drafts = DraftShape(
+            program["drafts"]["one_row_more"],
+            program["drafts"]["at_once"],
+            self.layout.tree if program["drafts"]["by_levels"] else None,
+        )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
         )
@@ -181,7 +187,9 @@ class Executor:
         whole = len(bound.parts) == 1
         copied = graph.host_results(program)
         if self._drafter is not None:
-            count = self.layout.query_lens[-1] - 1 if step.num_drafts is None else step.num_drafts
+            count = self.layout.ahead(self.layout.query_lens[-1]) - 1
+            if step.num_drafts is not None:
+                count = self.layout.ahead(step.num_drafts + 1) - 1
             handle.drafts = prepare_drafts(self._drafter, step, count, self._drafts)
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
@@ -255,7 +263,8 @@ class Executor:
             if scores:
                 bound.run("logprobs")
             for row in whole:
-                logits = torch.nan_to_num(bound.results["logits"][row].float(), nan=-math.inf)
+                kept = bound.results["path_rows"][row] if "path_rows" in bound.results else row
+                logits = torch.nan_to_num(bound.results["logits"][kept].float(), nan=-math.inf)
                 handle.whole[row] = torch.log_softmax(logits, dim=-1)
             self._finish(handle, copied)
 
