@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 TENSOR = "tensor"  # the ranks that hold one model together
-SYMMETRIC_BYTES = 16 << 20  # of a GPU's memory, which the others of its group read: `runtime.symmetric_memory`
+SYMMETRIC_BYTES = 64 << 20  # of a GPU's memory, which the others of its group read: `runtime.symmetric_memory`
 
 
 class Group(Protocol):
