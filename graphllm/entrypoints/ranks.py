@@ -84,8 +84,9 @@ def join_ranks(
     except BaseException:
         joined.close()
         raise
-    for rank, (before, after) in enumerate(zip(loaded, serving, strict=True), 1):
-        told = ", ".join(f"{name} {s:.2f}" for name, s in (before.seconds | after.seconds).items())
+    executor.rank_seconds = [before.seconds | after.seconds for before, after in zip(loaded, serving, strict=True)]
+    for rank, seconds in enumerate(executor.rank_seconds, 1):
+        told = ", ".join(f"{name} {s:.2f}" for name, s in seconds.items())
         _log.info("rank %d of %d is ready; seconds: %s", rank, processes.degree, told)
     joined.callback(ranks.forget_folder)
     return executor

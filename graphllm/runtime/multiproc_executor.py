@@ -58,6 +58,7 @@ class MultiprocExecutor(Executor):
     ) -> None:
         super().__init__(folder, manifest, weights, num_blocks, threads, cache, num_snapshots)
         self.ranks, self._joined = ranks, joined
+        self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
         self._stream = _WatchedStream(self._stream, ranks)
         self._checks = StepChecks()
         self._words = [0] * CHECKS
