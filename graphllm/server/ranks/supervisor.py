@@ -38,7 +38,8 @@ _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 @dataclass
 class _Rank:
     """One server. status: starting, ready, unhealthy, dead, restarting. cause: why it is not ready. failures: of
-    probes, in a row; dying: of those for liveness. due: when it is started again; pause: seconds before the next time."""
+    probes, in a row; dying: of those for liveness. due: when it is started again; pause: seconds before the next
+    time."""
 
     number: int
     port: int
