@@ -60,8 +60,6 @@ def resolve_model(
     checkpoint's defaults, and ``base`` what holds where it has none. Raises ConfigError, before anything is built where
     that is possible.
     """
-    if (args.tensor_parallel_size or 1) != 1:
-        raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
     if (rank := args.data_parallel_rank) is not None and rank >= args.data_parallel_size:
         raise ConfigError(
             f"data_parallel_rank is {rank}: ranks of data_parallel_size {args.data_parallel_size} are below that"

@@ -10,6 +10,7 @@ from graphllm.config import CompileConfig, ConfigError, EngineArgs, check, defau
 from graphllm.config.compilation import Quantization
 from graphllm.config.fields import MOST, section, whole
 from graphllm.config.setting import assemble
+from graphllm.config.token_tree import token_tree
 from graphllm.machine import detect_target, gpu_count, gpu_memory, usable_cores
 from graphllm.weights.checkpoint import DRAFT
 
@@ -38,6 +39,8 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     behind_padding = str(text.get("model_type")).endswith(("roberta", "camembert"))
     unused = whole(text, "pad_token_id", 1, 1, ge=0) + 1 if behind_padding else 0
     drafts = args.num_speculative_tokens
+    if not drafts and args.speculative_token_tree is not None:
+        drafts = len(token_tree(args.speculative_token_tree).paths)
     if not drafts and (drafter := section(model_config, DRAFT)):
         # What the draft model was made for; MLP speculators call it n_predict, Medusa has a head for each.
         said = ("num_speculative_tokens", "n_predict", "medusa_num_heads", "num_heads", "num_nextn_predict_layers")
