@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "phi3": ("Phi3", LLAMA, ["qkv_proj", "gate_up_proj"]),
     "gpt2": ("GPT2", GPT2, ["c_attn", "c_fc"]),
 }
+SCALED = {"gemma2": ("Gemma2", LLAMA | {"head_dim": 16, "sliding_window": 64}, ["q_proj"])}  # its embedding is scaled
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 4, "lora_alpha": 8},
     "some": {"r": 8, "lora_alpha": 4, "use_rslora": True},
@@ -51,7 +52,7 @@ class Family:
         changes: dict[str, Any] | None = None,
         adapters: dict[str, tuple[dict[str, Any], list[str]]] | None = None,
     ) -> None:
-        kind, config, some = FAMILIES[name]
+        kind, config, some = (FAMILIES | SCALED)[name]
         config = config | (changes or {})
         torch.manual_seed(sum(map(ord, name)))
         whole = getattr(transformers, f"{kind}Config")(**config)
@@ -174,8 +175,31 @@ def test_the_head(tied: bool, tmp_path: Path) -> None:
     requests = [a and family.adapters[a] for a in adapters]
     with _open(family, lora_target_modules=("lm_head", "up_proj")) as llm:
         family.check(llm.generate(_ids(_prompts(6)), GREEDY, lora_request=requests), adapters)
-        with pytest.raises(ConfigError, match=r"proj is none of the linear layers .* \(gate_proj, lm_head, up_proj\)"):
+        with pytest.raises(ConfigError, match=r"proj is none of the layers .* \(gate_proj, lm_head, up_proj\)"):
             llm.generate(_ids(_prompts(1)), GREEDY, lora_request=Family("qwen2", tmp_path / "all").adapters["all"])
+
+
+EMBEDDINGS = {
+    "untied": ("qwen2", False, ["embed_tokens", "up_proj"]),
+    "tied": ("qwen2", True, ["embed_tokens"]),
+    "with its head": ("qwen2", True, ["embed_tokens", "lm_head"]),
+    "gpt2": ("gpt2", True, ["wte", "c_attn"]),
+    "scaled": ("gemma2", True, ["embed_tokens", "q_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", EMBEDDINGS)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_the_embedding(case: str, tmp_path: Path) -> None:
+    """Tied to the head or not: an adapter of the embedding leaves the head as it is, one of both has two changes."""
+    name, tied, modules = EMBEDDINGS[case]
+    adapters = {"own": ({"r": 3, "lora_alpha": 5}, modules), "other": ({"r": 5, "use_rslora": True}, modules)}
+    family = Family(name, tmp_path, {"tie_word_embeddings": tied}, adapters)
+    mixed = [None, *adapters] * 2
+    with _open(family, lora_target_modules=tuple(modules)) as llm:
+        family.check(llm.generate(_ids(_prompts(2)), GREEDY, lora_request=family.adapters["own"]), ["own"] * 2)
+        requests = [a and family.adapters[a] for a in mixed]
+        family.check(llm.generate(_ids(_prompts(6)), GREEDY, lora_request=requests), mixed)
 
 
 def test_over_quantized_weights(tmp_path: Path) -> None:
@@ -221,7 +245,7 @@ def test_mistakes(qwen2: Family, tmp_path: Path) -> None:
         (broken("shape", None, lambda t: t | {first: torch.zeros(4, 65)}), "q_proj has 65 inputs"),
         (broken("half", None, lambda t: {n: v for n, v in t.items() if n != first}), "q_proj has no lora_A"),
         (broken("other", None, lambda t: {n.replace("q_proj", "x_proj"): v for n, v in t.items()}),
-         "x_proj is none of the linear layers that adapters may change here"),
+         "x_proj is none of the layers that adapters may change here"),
         (broken("nan", None, lambda t: t | {first: torch.full((4, 64), float("nan"))}), "not finite"),
         (broken("extra", None, lambda t: t | {"base_model.model.lm_head.weight": torch.zeros(1)}), "lm_head.weight is"),
     )  # fmt: skip
