@@ -61,7 +61,8 @@ class Pair(NamedTuple):
 @dataclass(frozen=True)
 class Adapter:
     """An opened folder. pairs: by the names of modules in the checkpoint, or of the tensors of all experts. saved:
-    tensors of the base that it brings whole, by their names there. transposed: the base stores matrices as [inputs, outputs] (`Conv1D`)."""
+    tensors of the base that it brings whole, by their names there. transposed: the base stores matrices as [inputs,
+    outputs] (`Conv1D`)."""
 
     folder: Path
     config: Mapping[str, Any]

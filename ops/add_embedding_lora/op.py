@@ -31,7 +31,7 @@ def add_embedding_lora(
     Source: Hu et al. 2021, of an embedding as the matrix of a product with one-hot rows.
     """
     wide = torch.promote_types(y_TD.dtype, torch.float32)
-    L, V, r = a_LVr.shape
+    L, V = a_LVr.shape[:2]
     place_T = adapter_ids_T.clamp(min=1).long() * V + token_ids_T.long()
     low_Tr = a_LVr.flatten(0, 1)[place_T].to(wide)
     own_TL = adapter_ids_T[:, None] == torch.arange(1, L, device=adapter_ids_T.device)
