@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,17 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=20, prompt_logpr
 class Family:
     """A checkpoint in a folder with adapters beside it, and what PEFT's models say."""
 
-    def __init__(self, name: str, folder: Path, adapters: dict[str, dict[str, Any]]) -> None:
+    def __init__(
+        self, name: str, folder: Path, adapters: dict[str, dict[str, Any]], change: Callable[[Any], None] | None = None
+    ) -> None:
         kind, more = FAMILIES[name]
         self.folder, self._kind = folder / "model", kind
         torch.manual_seed(sum(map(ord, name)))
         config = getattr(transformers, f"{kind}Config")(**SIZES | more)
-        transformers.AutoModelForCausalLM.from_config(config).float().eval().save_pretrained(self.folder)
+        base = transformers.AutoModelForCausalLM.from_config(config).float().eval()
+        if change is not None:
+            change(base)
+        base.save_pretrained(self.folder)
         self.models: dict[str | None, Any] = {None: self.base()}
         for adapter, fields in adapters.items():  # with parameters of modules, PEFT wants one model for each
             model = peft.get_peft_model(self.base(), peft.LoraConfig(**fields)).eval()
@@ -147,6 +152,62 @@ def test_names_of_each_expert(name: str, tmp_path: Path) -> None:
     with _open(family, lora_target_modules=("o_proj", "experts")) as llm:
         mixed = [None, "old"] * 2
         family.check(_run(family, llm, mixed), mixed)
+
+
+def _rounded(model: Any) -> None:
+    """Round every matrix to what int8 of groups of 64 holds, so that quantizing it changes nothing."""
+    for name, weight in model.named_parameters():
+        if weight.ndim >= 2 and not any(part in name for part in ("embed", "norm", "gate.weight")):
+            for group in weight.data.split(64, -1):
+                scale = (group.abs().amax(-1, keepdim=True) / 127).bfloat16().float()
+                group.copy_((group / scale).round().clamp(-127, 127) * scale)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_over_int8(name: str, tmp_path: Path) -> None:
+    """Quantized while it is loaded; what adapters add is as it is."""
+    family = Family(name, tmp_path, ADAPTERS, _rounded)
+    mixed = [None, *ADAPTERS] * 2
+    with _open(family, quantization="int8") as llm:
+        family.check(_run(family, llm, mixed), mixed, 1e-3)
+
+
+def test_over_a_quantized_checkpoint(tmp_path: Path) -> None:
+    """Matrices in float8 times a scale, as a checkpoint stores them, beside PEFT over the numbers that these are."""
+    family = Family("qwen3_moe", tmp_path, ADAPTERS)
+    tensors, stored = load_file(family.folder / "model.safetensors"), {}
+    for name, weight in list(tensors.items()):
+        if name.endswith("_proj.weight"):
+            scale = weight.abs().max() / 448
+            stored |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale": scale}
+            tensors[name] = stored[name].float() * scale
+    assert any(".experts.3.down_proj" in name for name in stored)
+    save_file(tensors, family.folder / "model.safetensors", {"format": "pt"})
+    family.models = {a: peft.PeftModel.from_pretrained(family.base(), tmp_path / a).eval() for a in ADAPTERS}
+    family.models[None] = family.base()
+    family.folder = tmp_path / "stored"
+    family.folder.mkdir()
+    save_file(tensors | stored, family.folder / "model.safetensors", {"format": "pt"})
+    fields = json.loads((tmp_path / "model" / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    (family.folder / "config.json").write_text(json.dumps(fields))
+    mixed = [None, *ADAPTERS] * 2
+    with _open(family) as llm:
+        family.check(_run(family, llm, mixed), mixed, 1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_compiled(tmp_path: Path) -> None:
+    """By the kernels of CPUs, with the embedding and the head; steps without an adapter run programs that have none."""
+    ends = {"r": 5, "target_modules": ["embed_tokens", "lm_head", "o_proj"], "target_parameters": BOTH}
+    adapters = {**ADAPTERS, "ends": ends}
+    family = Family("mixtral", tmp_path, adapters)
+    mixed = [None, *adapters] * 2
+    wanted = ("q_proj", "o_proj", "experts", "embed_tokens", "lm_head")
+    with _open(family, backend="inductor", lora_target_modules=wanted) as llm:
+        family.check(_run(family, llm, mixed), mixed)
+        family.check(_run(family, llm, [None] * 3), [None] * 3)
 
 
 def test_what_is_not_asked_for(tmp_path: Path) -> None:
