@@ -186,6 +186,10 @@ def _with_head(model: Model, causal: str, architecture: str, head: _Head) -> Mod
             ),
         ),
         states=lambda c: model.states(c.decoder),
+        shardable=model.shardable,
+        shared=model.shared,
+        of_experts=model.of_experts,
+        inner="decoder",
     )
 
 

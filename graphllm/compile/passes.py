@@ -32,11 +32,11 @@ class Pipeline(NamedTuple):
 PIPELINE = Pipeline(
     units=(
         canonicalize,
+        shard,
         add_adapters,
         quantize_linear,
         quantize_moe,
         scale_cache,
-        shard,
         fuse_attention,
     ),
     pieces=(

@@ -169,8 +169,8 @@ def compile_model(
         plan = as_quantized(make_plan(model, c, config.dtype), model_config, stored)
         if config.kv_cache_dtype == "fp8":
             plan = with_cache_scales(plan, stored)
-        plan = shard_plan(plan, degree)
-        c = model.local(c, degree)
+        plan = shard_plan(plan, degree, config.enable_expert_parallel)
+        c = model.local(c, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]

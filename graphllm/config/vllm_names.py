@@ -224,7 +224,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
         data_parallel_rank=0, data_parallel_start_rank=0, data_parallel_external_lb=False,
         data_parallel_hybrid_lb=False, data_parallel_multi_port_external_lb=False, decode_context_parallel_size=1,
         prefill_context_parallel_size=1, nnodes=1, node_rank=0, device_ids=(), worker_use_ray=False,
-        distributed_executor_backend=("uni", "mp"), enable_expert_parallel=False, enable_eplb=False,
+        distributed_executor_backend=("uni", "mp"), enable_eplb=False,
         enable_elastic_ep=False, elastic_ep_max_dp_size=(), enable_fault_tolerance=False,
         fault_tolerance_config=({},), fully_sharded_loras=False, enable_dbo=False, enable_batch_sharded_sampling=False,
         enable_hc_sp=False, enable_ep_weight_filter=False,

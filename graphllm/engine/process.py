@@ -43,6 +43,7 @@ from graphllm.engine.messages import (
 from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
+_CHECKED = 0.5  # seconds between looks at the health of a core that has nothing to do
 _CONNECTING = 1.0  # seconds that a front may take to connect its socket for answers
 
 
@@ -126,7 +127,8 @@ class _Loop:
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
                     return
-                self._handle(*self._requests.recv_multipart())
+                while not self._requests.poll(1000 * _CHECKED):
+                    self._core.check_health()
             while self._requests.poll(0):
                 self._handle(*self._requests.recv_multipart())
             if self._busy() and not self._over():
@@ -257,7 +259,11 @@ def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
     done.set()
     heart.join()
     context.destroy(linger=1000)  # milliseconds to write what was sent
-    sys.exit(int(failed))
+    if failed:  # it may have threads that wait for ever, for a rank that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(0)
 
 
 def _read_line(fd: int) -> bytes:

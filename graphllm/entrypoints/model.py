@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from graphllm.config import ConfigError, CoreConfig, EngineArgs
+from graphllm.config import CoreConfig, EngineArgs
 from graphllm.config.fields import read_json
 from graphllm.config.pooling import Vectors, vectors_of
 from graphllm.config.sampling import SamplingParams
@@ -57,8 +57,6 @@ def resolve_model(
     checkpoint's defaults, and ``base`` what holds where it has none. Raises ConfigError, before anything is built where
     that is possible.
     """
-    if (args.tensor_parallel_size or 1) != 1:
-        raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling or {}, checkpoint_defaults(args, source, base))
     vectors = vectors_of(source.config, read_pooling(source.folder, source.config))

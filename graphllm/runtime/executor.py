@@ -61,16 +61,21 @@ class StepHandle:
     def __init__(self, step: StepInput, buffer_index: int, size: Size, program: BoundProgram) -> None:
         self.rows, self.counts = step.rows, {"T": step.tokens, "S": step.sequences, "R": step.rows}
         self.buffer_index, self.size, self.program = buffer_index, size, program
-        self.job: Job | None = None
+        self.jobs: list[Job] = []  # one for each stretch of the step, in order
         self.drafts: DraftRuns | None = None
         self.wants_drafts = False
         self.outputs: dict[str, np.ndarray] = {}
         self.whole: dict[int, torch.Tensor] = {}
 
+    def settle(self) -> None:
+        """Block until the step is done; its results lie in ``outputs`` until the second step after it starts. Raises
+        what the device reported."""
+        for job in self.jobs:
+            job.result()
+
     def wait(self) -> StepResult:
         """Block until the step is done. Raises what the device reported."""
-        assert self.job is not None
-        self.job.result()
+        self.settle()
         logits = self.program.results.get("logits")
         return StepResult(
             {name: values.copy() for name, values in self.outputs.items()},
@@ -192,9 +197,10 @@ class Executor:
         return handle
 
     def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
-        handle.job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+        job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+        handle.jobs.append(job)
         if handle.drafts is not None:
-            handle.drafts.belong_to(handle.job)
+            handle.drafts.belong_to(job)
 
     def _item_input(self) -> tuple[InputSpec | None, int]:
         if self._encoder is None:
@@ -378,6 +384,9 @@ class Executor:
     def kernels_done(self) -> int:
         """See `Kernels.done`; any thread may ask."""
         return self._kernels.done
+
+    def check_health(self) -> None:
+        """This process runs the steps alone: it is there."""
 
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""

@@ -150,7 +150,8 @@ class BoundProgram:
 
 def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+    # Threads of libraries, as NCCL's that watches its collectives, may ask for events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         for launch in launches:
             launch()
     return [graph.replay]
