@@ -3,6 +3,7 @@ more of them than have tables, and through the ends of requests."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -86,6 +87,20 @@ class Family:
                 self.model.set_adapter(adapter)
                 logits = self.model(ids).logits[0]
         return torch.log_softmax(logits.double(), -1)
+
+    def quantize(self) -> None:
+        """Round PEFT's base as int8 does, in groups of 64."""
+        linear = [m for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and "lora_" not in n]
+        with torch.no_grad():
+            for group in (g for module in linear for g in module.weight.split(64, 1)):  # each row of one has a scale
+                scale = (group.abs().amax(1, keepdim=True) / 127).bfloat16().float()
+                group.copy_((group / scale).round().clamp(-127, 127) * scale)
+
+    def rounded(self) -> Family:
+        """The same with PEFT's model in bfloat16."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model).bfloat16()
+        return other
 
     def check(self, outputs: Sequence[Any], adapters: Sequence[str | None], tolerance: float = 1e-4) -> None:
         """Tokens are the likeliest ones, and all log-probabilities PEFT's."""
@@ -205,11 +220,7 @@ def test_the_embedding(case: str, tmp_path: Path) -> None:
 def test_over_quantized_weights(tmp_path: Path) -> None:
     """The base product reads int8; what the adapter adds is as it is."""
     family = Family("qwen2", tmp_path)
-    linear = [m for n, m in family.model.named_modules() if isinstance(m, torch.nn.Linear) and "lora_" not in n]
-    with torch.no_grad():
-        for group in (g for module in linear for g in module.weight.split(64, 1)):  # each row of one has a scale
-            scale = (group.abs().amax(1, keepdim=True) / 127).bfloat16().float()
-            group.copy_((group / scale).round().clamp(-127, 127) * scale)
+    family.quantize()
     adapters = [None, *ADAPTERS]
     with _open(family, quantization="int8") as llm:
         outputs = llm.generate(_ids(_prompts(4)), GREEDY, lora_request=[a and family.adapters[a] for a in adapters])

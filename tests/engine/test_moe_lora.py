@@ -3,6 +3,7 @@ quantized weights, and in the names of older checkpoints."""
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -29,6 +30,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
 }
+# Where every expert is chosen, rounding does not decide which ones are.
+ALL_CHOSEN = {"all_chosen": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4})}
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=20, prompt_logprobs=0)
 
@@ -39,7 +42,7 @@ class Family:
     def __init__(
         self, name: str, folder: Path, adapters: dict[str, dict[str, Any]], change: Callable[[Any], None] | None = None
     ) -> None:
-        kind, more = FAMILIES[name]
+        kind, more = (FAMILIES | ALL_CHOSEN)[name]
         self.folder, self._kind = folder / "model", kind
         torch.manual_seed(sum(map(ord, name)))
         config = getattr(transformers, f"{kind}Config")(**SIZES | more)
@@ -60,14 +63,24 @@ class Family:
     def base(self) -> Any:
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
 
+    def rounded(self) -> Family:
+        """The same with PEFT's models in bfloat16."""
+        other = copy.copy(self)
+        other.models = {name: copy.deepcopy(model).bfloat16() for name, model in self.models.items()}
+        return other
+
+    def logprobs(self, tokens: Sequence[int], adapter: str | None) -> torch.Tensor:
+        """[T, V]: log-probabilities behind each token."""
+        with torch.no_grad():
+            logits = self.models[adapter](torch.tensor([list(tokens)])).logits[0]
+        return torch.log_softmax(logits.double(), -1)
+
     def check(self, outputs: Sequence[Any], adapters: Sequence[str | None], tolerance: float = 1e-4) -> None:
         """Tokens are the likeliest ones, and all log-probabilities PEFT's."""
         for output, adapter in zip(outputs, adapters, strict=True):
             prompt, completion = output.prompt_token_ids, output.outputs[0]
             assert completion.finish_reason == "length", completion.error
-            with torch.no_grad():
-                logits = self.models[adapter](torch.tensor([[*prompt, *completion.token_ids]])).logits[0]
-            expected = torch.log_softmax(logits.double(), -1)
+            expected = self.logprobs([*prompt, *completion.token_ids], adapter)
             for i, token in enumerate(completion.token_ids):
                 row = expected[len(prompt) - 1 + i]
                 assert row.max() - row[token] < tolerance
