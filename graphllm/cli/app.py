@@ -199,6 +199,13 @@ def serve_command(
         list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
     ] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model beside the first, such as one that gives vectors: folder or name, or JSON with model, "
+            "served_model_name and its settings; may be repeated."
+        ),
+    ] = None,
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(help="An adapter as name=path, which requests give as their model; may be repeated."),
@@ -282,7 +289,8 @@ def serve_command(
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
     from graphllm.engine.spawn import spawn
 
-    child = spawn()  # first of all: what takes longest is its import of torch
+    # First of all: what takes longest is their import of torch.
+    children = [spawn() for _ in range(1 + len(also or ()))]
     try:
         from graphllm.cli import serve as told
         from graphllm.server.access import Access
@@ -343,9 +351,11 @@ def serve_command(
             reasoning_parser,
             chat_template=told.read_template(chat_template),
         )
-        raise typer.Exit(told.serve(replace(args, model=model), options, watched, child))
+        beside = told.parse_also(also or (), args)
+        raise typer.Exit(told.serve(replace(args, model=model), beside, options, watched, children))
     finally:
-        child.kill()
+        for child in children:
+            child.kill()
 
 
 @app.command("chat")
