@@ -241,7 +241,7 @@ def main() -> None:
         write(Path(place), args.shape)
         rows = compare(Path(place), args.dtype, args.device, args.texts, args.rounds)
     about = {"machine": machine(args.device), "threads": os.environ.get("OMP_NUM_THREADS"), "versions": versions()}
-    found = {"command": "python -m bench " + " ".join(sys.argv[1:]), **about, **rows}
+    found = {"command": "python -m bench pooling " + " ".join(sys.argv[1:]), **about, **rows}
     print(json.dumps(found, indent=1))
     if args.out:
         kept = json.loads(args.out.read_text()) if args.out.exists() else {}

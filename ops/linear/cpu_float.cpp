@@ -1,8 +1,9 @@
 // linear in float32: out [M, N] = x [M, K] times weight [N, K] transposed, plus bias [N].
 //
-// Up to kDotRows rows of x: dot products of some rows of each, so that the weights are read once and as they lie. More
-// rows: panels of two registers of weight rows, packed on the way as [k][2 registers], times tiles of rows of x; sums of
-// further parts of k are kept in `out`.
+// Up to kDotRows rows of x: dot products of some rows of each, so that the weights are read once and as they lie. Some more,
+// with AVX-512: x is packed, and the weights are read once as they lie. Many: panels of two registers of weight rows, packed
+// on the way as [k][2 registers], times tiles of rows of x; sums of further parts of k are kept in `out`. What is needed next
+// is asked for: weights of a model come from memory.
 #include <array>
 #include <utility>
 
@@ -93,18 +94,19 @@ void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
       a.out[(m + i) * a.N + n + j] = sum(acc[i][j]) + (a.bias ? a.bias[n + j] : 0.0f);
 }
 
-// All rows of x times kRowsW weight rows.
+// Rows of x from m on times kRowsW weight rows.
 template <int kRowsW>
-void dots_of(const FloatProduct& a, i64 n) {
-  i64 m = 0;
-  for (; m + kDotX <= a.M; m += kDotX) dots<kDotX, kRowsW>(a, m, n, m == 0);
-  for (; m < a.M; m++) dots<1, kRowsW>(a, m, n, m == 0);
+void rows_of(const FloatProduct& a, i64 m, i64 n) {
+  bool ask = m == 0;
+  for (; m + kDotX <= a.M; m += kDotX, ask = false) dots<kDotX, kRowsW>(a, m, n, ask);
+  for (; m + 2 <= a.M; m += 2, ask = false) dots<2, kRowsW>(a, m, n, ask);
+  for (; m < a.M; m++, ask = false) dots<1, kRowsW>(a, m, n, ask);
 }
 
 void few(const FloatProduct& a, Range mine) {
   i64 n = mine.from;
-  for (; n + kDotW <= mine.to; n += kDotW) dots_of<kDotW>(a, n);
-  for (; n < mine.to; n++) dots_of<1>(a, n);
+  for (; n + kDotW <= mine.to; n += kDotW) rows_of<kDotW>(a, 0, n);
+  for (; n < mine.to; n++) rows_of<1>(a, 0, n);
 }
 
 #ifdef GRAPHLLM_AVX512
@@ -126,6 +128,76 @@ inline void transpose4(const float* from, i64 stride, float* to) {
   _mm512_store_ps(to + 2 * kPanel, (__m512)_mm512_unpacklo_pd(high01, high23));
   _mm512_store_ps(to + 3 * kPanel, (__m512)_mm512_unpackhi_pd(high01, high23));
 }
+#endif
+
+#ifdef GRAPHLLM_AVX512
+// Some rows of x: their transpose is packed in place of the weights, sixteen or 32 rows side by side, and weights are
+// taken one number of each of kSomeW rows at a time, as they lie. The rows that are left over are dot products.
+constexpr int kSomeW = 12;
+constexpr i64 kSomeRows = 47, kLeft = 4;
+
+// kVectors times 16 rows of x from m on, of which xt is [K][16 kVectors], and kSomeW weight rows from n on.
+template <int kVectors>
+void some_tile(const FloatProduct& a, const float* xt, i64 m, i64 n, bool ask) {
+  const float* w = a.weight + n * a.weight_stride;
+  Reg acc[kSomeW][kVectors] = {};
+  auto add = [&](i64 k) __attribute__((always_inline)) {
+    Reg right[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; v++) right[v] = load(xt + (k * kVectors + v) * 16);
+#pragma GCC unroll 16
+    for (int j = 0; j < kSomeW; j++) {
+      const Reg left = w[j * a.weight_stride + k] - Reg{};
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; v++) acc[j][v] += left * right[v];
+    }
+  };
+  i64 k = 0;
+  for (; k + 16 <= a.K; k += 16) {
+    if (ask)
+      for (int j = 0; j < kSomeW; j++) __builtin_prefetch(w + (kSomeW + j) * a.weight_stride + k, 0, 3);
+    for (i64 i = 0; i < 16; i++) add(k + i);
+  }
+  for (; k < a.K; k++) add(k);
+  Reg bias{};
+  if (a.bias) std::memcpy(&bias, a.bias + n, kSomeW * 4);
+#pragma GCC unroll 4
+  for (int v = 0; v < kVectors; v++) {
+    __m512i r[16];
+#pragma GCC unroll 16
+    for (int j = 0; j < 16; j++) r[j] = j < kSomeW ? (__m512i)acc[j < kSomeW ? j : 0][v] : _mm512_setzero_si512();
+    transpose16(r);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+      _mm512_mask_storeu_ps(a.out + (m + v * 16 + i) * a.N + n, first16(kSomeW), (__m512)((Reg)r[i] + bias));
+  }
+}
+
+void some(const FloatProduct& a, Range mine) {
+  static thread_local Scratch scratch;
+  const i64 vectors = a.M / 16, lanes = vectors * 16;
+  float* xt = scratch.get<float>(a.K * lanes);
+  for (i64 v = 0; v < vectors; v++) {
+    i64 k = 0;
+    for (; k + 16 <= a.K; k += 16) {
+      __m512i r[16];
+      for (i64 i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(a.x + (v * 16 + i) * a.x_stride + k);
+      transpose16(r);
+      for (i64 i = 0; i < 16; i++) _mm512_store_si512(xt + (k + i) * lanes + v * 16, r[i]);
+    }
+    for (; k < a.K; k++)
+      for (i64 i = 0; i < 16; i++) xt[k * lanes + v * 16 + i] = a.x[(v * 16 + i) * a.x_stride + k];
+  }
+  i64 n = mine.from;
+  for (; n + kSomeW <= mine.to; n += kSomeW) {
+    vectors == 2 ? some_tile<2>(a, xt, 0, n, true) : some_tile<1>(a, xt, 0, n, true);
+    for (i64 j = 0; j < kSomeW; j += 4) rows_of<4>(a, lanes, n + j);
+  }
+  for (; n < mine.to; n++) rows_of<1>(a, 0, n);
+}
+
+// Whether that suits so many rows.
+bool some_rows(i64 M) { return M >= 16 && M <= kSomeRows && M % 16 <= kLeft; }
 #endif
 
 // Weight rows n .. n + kPanel for k in [k0, k0 + depth) as [depth][kPanel], zero behind the last row.
@@ -260,6 +332,11 @@ extern "C" void graphllm_linear_float(const void* x, const void* weight, const v
     if (M <= kDotRows) {
       const Range blocks = share(ceil_div(N, kDotW));
       few(a, {blocks.from * kDotW, std::min(N, blocks.to * kDotW)});
+#ifdef GRAPHLLM_AVX512
+    } else if (some_rows(M)) {
+      const Range blocks = share(ceil_div(N, kSomeW));
+      some(a, {blocks.from * kSomeW, std::min(N, blocks.to * kSomeW)});
+#endif
     } else if (count < 8 * team && M >= 4 * kTileRows * team) {  // few panels a thread: the rows are divided instead
       many(a, share(M), {0, count});
     } else {
