@@ -190,6 +190,10 @@ def _with_head(model: Model, language_model: str, architecture: str, head: _Head
             ),
         ),
         states=lambda c: model.states(c.decoder),
+        shardable=model.shardable,
+        shared=model.shared,
+        of_experts=model.of_experts,
+        inner="decoder",
     )
 
 

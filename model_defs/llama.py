@@ -143,29 +143,30 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 def attention_weights(c: Config) -> dict[str, Weight]:
     """Those of a layer's attention and its two norms."""
-    attn, parts = LAYER + "self_attn.", (c.H * c.E, c.K * c.E, c.K * c.E)
+    attn, parts, heads = LAYER + "self_attn.", (c.H * c.E, c.K * c.E, c.K * c.E), (c.H, c.K, c.K)
     weights = {
         "attn_norm": Weight((c.D,), (LAYER + "input_layernorm.weight",)),
-        "qkv": merged("q k v", attn, parts, c.D),
+        "qkv": merged("q k v", attn, parts, c.D, heads=heads),
         "o": Weight((c.D, c.H * c.E), (attn + "o_proj.weight",), shard="input"),
         "ffn_norm": Weight((c.D,), (LAYER + "post_attention_layernorm.weight",)),
     }
     if c.qkv_bias:
-        weights["qkv_bias"] = merged("q k v", attn, parts)
+        weights["qkv_bias"] = merged("q k v", attn, parts, heads=heads)
     if c.o_bias:
         weights["o_bias"] = Weight((c.D,), (attn + "o_proj.bias",))
     if c.qk_norm:
         widths = (c.H * c.E, c.K * c.E) if c.qk_norm == "row" else (c.E, c.E)
-        weights["q_norm"] = Weight(widths[:1], (attn + "q_norm.weight",))
-        weights["k_norm"] = Weight(widths[1:], (attn + "k_norm.weight",))
+        for name, width, count in zip("qk", widths, heads, strict=False):
+            divided: dict[str, Any] = {"shard": "output", "heads": (count,)} if c.qk_norm == "row" else {}
+            weights[f"{name}_norm"] = Weight((width,), (f"{attn}{name}_norm.weight",), **divided)
     return weights
 
 
-def merged(names: str, of: str, segments: tuple[int, ...], *width: int) -> Weight:
-    """Projections of the same rows as one: their matrices, or without a width their biases."""
+def merged(names: str, of: str, segments: tuple[int, ...], *width: int, heads: tuple[int, ...] = ()) -> Weight:
+    """Projections of the same rows as one: their matrices, or without a width their biases. heads: of each."""
     leaf = "weight" if width else "bias"
     sources = tuple(f"{of}{name}_proj.{leaf}" for name in names.split())
-    return Weight((sum(segments), *width), sources, segments, shard="output")
+    return Weight((sum(segments), *width), sources, segments, shard="output", heads=heads)
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
@@ -238,5 +239,6 @@ register_model(
             ),
         ),
         shardable=("H", "K", "F"),
+        shared=("K",),
     )
 )

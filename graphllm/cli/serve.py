@@ -8,6 +8,8 @@ import logging
 import math
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -30,6 +32,7 @@ from graphllm.server.rate_limit import RateLimit
 
 _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
+_ORPHAN_GRACE = 5.0  # seconds
 _FRONTS = 64  # more than any engine can feed
 
 
@@ -41,10 +44,15 @@ class Also(NamedTuple):
 
 
 def serve(
-    args: EngineArgs, also: Sequence[Also], options: ServerOptions, host: SupervisorOptions, children: Sequence[Child]
+    args: EngineArgs,
+    also: Sequence[Also],
+    options: ServerOptions,
+    host: SupervisorOptions,
+    children: Sequence[Child],
+    others: Sequence[Child],
 ) -> int:
-    """Serve models until told to stop; the exit status. children: processes of the engines. Raises ConfigError for what
-    cannot be used."""
+    """Serve models until told to stop; the exit status. children: processes of the first one's engine cores; others: of
+    the engines of those beside it. Raises ConfigError for what cannot be used."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for setting, seconds in (("shutdown-timeout", options.shutdown_timeout), ("step-timeout", host.step_timeout)):
         if not 0 <= seconds < math.inf:
@@ -75,11 +83,11 @@ def serve(
         return resolved
 
     beside = replace(host, chat_template=None)  # which is the first model's
-    others = [
-        Opening(one.names, functools.partial(_open, one.args), beside, child)
-        for one, child in zip(also, children[1:], strict=True)
-    ]
-    return serve_forever([Opening(options.names, open_first, host, children[0]), *others], options)
+    openings = [Opening(options.names, open_first, host, children)]
+    for one, child in zip(also, others, strict=True):
+        started = (child,) if one.args.data_parallel_size == 1 else ()
+        openings.append(Opening(one.names, functools.partial(_open, one.args), beside, started))
+    return serve_forever(openings, options)
 
 
 def _open(args: EngineArgs) -> ResolvedModel:
@@ -131,6 +139,19 @@ def parse_also(given: Sequence[str], first: EngineArgs) -> list[Also]:
             raise ConfigError(f"also: served_model_name is {names!r:.80}: give a name, or a list of names")
         found.append(Also(EngineArgs(**{**common, **said}), tuple(names)))
     return found
+
+
+def end_with_supervisor() -> None:
+    """End this server in good order when the supervisor of ranks is gone, which holds the other end of stdin."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one ends it at once
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def started_at() -> float:

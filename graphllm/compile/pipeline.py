@@ -169,8 +169,8 @@ def compile_model(
         plan = as_quantized(make_plan(model, c, config.dtype), model_config, stored)
         if config.kv_cache_dtype == "fp8":
             plan = with_cache_scales(plan, stored)
-        plan = shard_plan(plan, degree)
-        c = model.local(c, degree)
+        plan = shard_plan(plan, degree, config.enable_expert_parallel)
+        c = model.local(c, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
@@ -334,8 +334,9 @@ def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> dic
     for graph in (g.graph for g in graphs if g.graph.task == "draft"):
         reach = drafting.lookahead(graph, c, config)
         return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c),
-                "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c)}  # fmt: skip
-    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0}
+                "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c),
+                "by_levels": drafting.by_levels(graph, c, config)}  # fmt: skip
+    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0, "by_levels": False}
 
 
 def values_read(graph: TracedGraph) -> set[str]:

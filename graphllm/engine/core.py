@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import itertools
 import logging
@@ -379,7 +380,7 @@ class EngineCore:
     def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Write the masks of a request's rows; one whose grammar fails ends."""
         try:
-            self._constraints.write(state, masks, drafts)
+            self._constraints.write(state, masks, drafts, self._executor.layout.tree)
         except ConstraintError as problem:
             self._scheduler.fail(state, str(problem))
             self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem)))
@@ -407,11 +408,13 @@ class EngineCore:
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
             return None
-        rows = started.batch.rows
+        rows, tree = started.batch.rows, self._executor.layout.tree
         told = []
         for entry, place, index in zip(rows.entry.tolist(), rows.place.tolist(), rows.sample_index, strict=True):
             state = started.output.requests[entry]
             before = self._drafts_of(started, entry)[:place] if place else []
+            if before and tree is not None:
+                before = [draft for i, draft in enumerate(before, 1) if tree.ancestors[place] >> i & 1]
             # What is sampled behind a draft that there is not does not count.
             output = [*state.output, *itertools.takewhile(lambda draft: draft >= 0, before)]
             params = state.request.params
@@ -532,6 +535,10 @@ class EngineCore:
             self._scheduler.items.reset()
         return done
 
+    def check_health(self) -> None:
+        """Raise what a step would raise because a process that it needs is gone."""
+        self._executor.check_health()
+
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Have requests whose adapter has this digest read these tables, by the names of their states; a table is zero
         but for the beginning that is given. Raises ConfigError for what no table can hold."""
@@ -547,9 +554,11 @@ class EngineCore:
         return import_prefix(self._executor, self._scheduler.cache, entries)
 
     def close(self) -> None:
-        """Finish the step in flight and stop the threads."""
+        """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its
+        failure."""
         if self._in_flight is not None:
-            self._in_flight.handle.wait()
+            with contextlib.suppress(Exception):
+                self._in_flight.handle.wait()
             self._in_flight = None
         self._compiler.shutdown(cancel_futures=True)
         self._adapters.close()

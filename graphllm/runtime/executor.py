@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from graphllm.config import ConfigError
+from graphllm.config.token_tree import token_tree
 from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
@@ -61,16 +62,21 @@ class StepHandle:
     def __init__(self, step: StepInput, buffer_index: int, size: Size, program: BoundProgram) -> None:
         self.rows, self.counts = step.rows, {"T": step.tokens, "S": step.sequences, "R": step.rows}
         self.buffer_index, self.size, self.program = buffer_index, size, program
-        self.job: Job | None = None
+        self.jobs: list[Job] = []  # one for each stretch of the step, in order
         self.drafts: DraftRuns | None = None
         self.wants_drafts = False
         self.outputs: dict[str, np.ndarray] = {}
         self.whole: dict[int, torch.Tensor] = {}
 
+    def settle(self) -> None:
+        """Block until the step is done; its results lie in ``outputs`` until the second step after it starts. Raises
+        what the device reported."""
+        for job in self.jobs:
+            job.result()
+
     def wait(self) -> StepResult:
         """Block until the step is done. Raises what the device reported."""
-        assert self.job is not None
-        self.job.result()
+        self.settle()
         logits = self.program.results.get("logits")
         return StepResult(
             {name: values.copy() for name, values in self.outputs.items()},
@@ -119,8 +125,13 @@ class Executor:
             next((t.shape[1] for name, t in self.states.tensors.items() if name == "state.history"), 0),
             program["drafts"]["lookahead"],
             program["drafts"]["next_seen"],
+            token_tree(compiled["speculative_token_tree"]) if compiled["speculative_token_tree"] else None,
         )
-        self._drafts = DraftShape(program["drafts"]["one_row_more"], program["drafts"]["at_once"])
+        self._drafts = DraftShape(
+            program["drafts"]["one_row_more"],
+            program["drafts"]["at_once"],
+            self.layout.tree if program["drafts"]["by_levels"] else None,
+        )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
         )
@@ -176,7 +187,9 @@ class Executor:
         whole = len(bound.parts) == 1
         copied = graph.host_results(program)
         if self._drafter is not None:
-            count = self.layout.query_lens[-1] - 1 if step.num_drafts is None else step.num_drafts
+            count = self.layout.ahead(self.layout.query_lens[-1]) - 1
+            if step.num_drafts is not None:
+                count = self.layout.ahead(step.num_drafts + 1) - 1
             handle.drafts = prepare_drafts(self._drafter, step, count, self._drafts)
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
@@ -192,9 +205,10 @@ class Executor:
         return handle
 
     def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
-        handle.job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+        job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+        handle.jobs.append(job)
         if handle.drafts is not None:
-            handle.drafts.belong_to(handle.job)
+            handle.drafts.belong_to(job)
 
     def _item_input(self) -> tuple[InputSpec | None, int]:
         if self._encoder is None:
@@ -249,7 +263,8 @@ class Executor:
             if scores:
                 bound.run("logprobs")
             for row in whole:
-                logits = torch.nan_to_num(bound.results["logits"][row].float(), nan=-math.inf)
+                kept = bound.results["path_rows"][row] if "path_rows" in bound.results else row
+                logits = torch.nan_to_num(bound.results["logits"][kept].float(), nan=-math.inf)
                 handle.whole[row] = torch.log_softmax(logits, dim=-1)
             self._finish(handle, copied)
 
@@ -379,13 +394,19 @@ class Executor:
         """See `Kernels.done`; any thread may ask."""
         return self._kernels.done
 
+    def check_health(self) -> None:
+        """This process runs the steps alone: it is there."""
+
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
         self._stream.submit(_nothing).result()
 
     def close(self) -> None:
-        """Wait for everything and stop."""
+        """Wait for everything, stop, and give captured graphs back: a group of ranks cannot be left while one holds
+        its collectives."""
         self._stream.close()
+        for graph in self._graphs.values():
+            graph.release()
 
 
 def _nothing() -> None:

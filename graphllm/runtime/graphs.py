@@ -98,6 +98,12 @@ class GraphPrograms:
         self._bound.move_to_end(key)
         return self._bound[key]
 
+    def release(self) -> None:
+        """Forget what was bound and captured."""
+        for bound in self._bound.values():
+            bound.release()
+        self._bound.clear()
+
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
         key = f"{bucket.name} {name}"
         if key not in self._linked:
@@ -147,10 +153,15 @@ class BoundProgram:
             ]
             self._captured.add(part)
 
+    def release(self) -> None:
+        """Forget what was captured, whoever still holds this program."""
+        self._launches.clear()
+
 
 def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+    # Threads of libraries, as NCCL's that watches its collectives, may ask for events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         for launch in launches:
             launch()
     return [graph.replay]

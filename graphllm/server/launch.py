@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from graphllm.server.operations.engine_supervisor import EngineSupervisor
     from graphllm.server.operations.engine_view import SupervisorOptions
     from graphllm.server.operations.metrics import Metrics
+    from graphllm.server.shared import Overview
 
 _log = logging.getLogger(__name__)
 
@@ -33,7 +34,10 @@ _log = logging.getLogger(__name__)
 class Front(Protocol):
     """What speaks HTTP: this process (`Here`), or several others (`graphllm.server.fronts.controller.Fronts`)."""
 
-    metrics: Sequence[Metrics]  # of each model
+    @property
+    def metrics(self) -> Sequence[Metrics]:
+        """Of each model."""
+        ...
 
     async def serve(self, listener: socket.socket) -> None:
         """Until `stop`."""
@@ -49,13 +53,13 @@ class Front(Protocol):
 
 
 class Opening(NamedTuple):
-    """A model that is to be served. names: in requests. open: finds it, in a thread. child: its engine's process,
-    already started."""
+    """A model that is to be served. names: in requests. open: finds it, in a thread. children: processes of its engine
+    cores, already started."""
 
     names: Sequence[str]
     open: Callable[[], ResolvedModel]
     options: SupervisorOptions
-    child: Child
+    children: Sequence[Child]
 
 
 class Here:
@@ -75,9 +79,13 @@ class Here:
         from graphllm.server.web import service_of, web_server
 
         self._supervisors = [supervisor for _, supervisor in engines]
-        parts = {names[0]: (view, Metrics(names[0], {"model": names[0]}), Running()) for names, view in engines}
-        self.metrics = [metrics for _, metrics, _ in parts.values()]
-        http, overview = self.metrics[0], OwnOverview(*parts[engines[0][0][0]])
+        parts = {
+            names[0]: (view, Metrics(names[0], {"model": names[0]}, rank=options.rank), Running())
+            for names, view in engines
+        }
+        self._metrics = [metrics for _, metrics, _ in parts.values()]
+        http = self._metrics[0]
+        overview: Overview = OwnOverview(*parts[engines[0][0][0]])
         if len(engines) > 1:
             from graphllm.server.several import JointOverview
 
@@ -90,6 +98,11 @@ class Here:
             services.append(service_of(view, names, metrics, running, shared, options, tracing))
             shared = shared._replace(adapters=OwnAdapters(()))  # those that were given are beside the first model
         self._server = web_server(services, http, options, tls)
+
+    @property
+    def metrics(self) -> list[Metrics]:
+        """Of each model."""
+        return self._metrics
 
     async def serve(self, listener: socket.socket) -> None:
         await self._server.serve([listener])
@@ -115,7 +128,7 @@ def serve(models: Sequence[Opening], options: ServerOptions) -> int:
         from graphllm.server.operations.engine_supervisor import EngineSupervisor
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            engines = [(m.names, EngineSupervisor(open=m.open, options=m.options, child=m.child)) for m in models]
+            engines = [(m.names, EngineSupervisor(open=m.open, options=m.options, children=m.children)) for m in models]
             try:
                 return runner.run(_serve(engines, options, listener, tls, tracing))
             finally:

@@ -24,7 +24,7 @@ from graphllm.server.service import Service
 # What a route wants of a model; all others want one that generates text.
 _WANTED: Mapping[str, Callable[[CoreInfo], bool]] = {
     **dict.fromkeys(VECTORS, lambda info: info.task == "pool"),
-    **dict.fromkeys((LOAD, UNLOAD), lambda info: info.adapted),
+    **dict.fromkeys((LOAD, UNLOAD), lambda info: bool(info.adapted)),
 }
 
 

@@ -291,7 +291,10 @@ class _Lowering:
         self._job(expr, lambda fetch: put(evaluate(expr, fetch)))
 
     def _job(self, expr: Expr, compute: Callable[[Callable[[Region], Tensor]], object]) -> None:
-        self._jobs.append(_Evaluation({r: self._bytes(r) for r in regions_of(expr)}, compute))
+        if sources := {r: self._bytes(r) for r in regions_of(expr)}:
+            self._jobs.append(_Evaluation(sources, compute))
+        else:
+            compute(self._no_reads)
 
     def _cut(self, expr: Expr, units: tuple[int, int]) -> list[tuple[int, int, int, Expr]]:
         """The expression in slices (dim, start, stop, slice) that each read little, of rows if that does it and else of

@@ -30,6 +30,28 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
+def write_pairs(
+    acc, pair, block, scale_ptr, out_ptr,
+    ROWS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """What an expert gave: [BLOCK_N, BLOCK_T], the rows of pairs. Negative ones are none."""
+    there = pair >= 0
+    if GATED:
+        halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
+        gate, up = tl.split(halves)
+        out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
+        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        width = ROWS // 2
+    else:
+        out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        width = ROWS
+    inside = there[:, None] & (column < width)[None, :]
+    tl.store(out_ptr + pair[:, None] * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _add_kernel(
     y_ptr, experts_ptr, residual_ptr, out_ptr, A: tl.constexpr, D: tl.constexpr, RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr, EMULATED: tl.constexpr,
@@ -99,7 +121,7 @@ class Experts(NamedTuple):
             "FORM": self.form, "GROUP": self.group, "ZEROS": zeros is not None,
             "GROUPS": 1 if scales is None else scales.shape[1],
             "WEIGHT_ROW": (self.gate_up, self.down)[i].shape[2],
-            **({"BLOCK_K": span_of(self.form, inner, self.group)} if self.form else {}),
+            "SPAN": span_of(self.form, inner, self.group) if self.form else 0,
         }  # fmt: skip
 
 

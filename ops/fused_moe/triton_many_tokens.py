@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
-from graphllm.ops.fused_linear.triton_encoded import encoded_product
+from graphllm.ops.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.fused_moe.op import fused_moe
 from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
 
@@ -131,6 +131,7 @@ def experts_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,  # of encoded weights
     TILES: tl.constexpr,
     COUNTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -173,8 +174,8 @@ def experts_kernel(
             if not GATED:
                 x_row = x_ptr + (begin + t).to(tl.int64)[:, None] * X_ROW
             both = encoded_product(
-                weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
-                ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, K % BLOCK_K == 0 and WIDTH % BLOCK_N == 0,
+                weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, tiles_of(K, BLOCK_K, SPAN),
+                ROWS, K, FORM, GROUP, ZEROS, SPAN, BLOCK_N, BLOCK_T, BLOCK_K, K % SPAN == 0 and WIDTH % BLOCK_N == 0,
                 EMULATED,
             )  # fmt: skip
             acc, other = tl.split(tl.permute(tl.reshape(both, [HALF, 2, BLOCK_T]), (0, 2, 1)))
@@ -223,9 +224,12 @@ _TILES = (
 )  # fmt: skip
 
 
-_ENCODED_TILES = tuple(
-    ((n, 256, stages, warps, 4),) * 2 for n, stages, warps in ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 3, 4))
-)
+_ENCODED_TILES = tuple(  # with the inner entries of tiles of whole spans, or of halves
+    ((n, inner, stages, warps, 4),) * 2
+    for n, inner, stages, warps in (
+        (64, 256, 3, 4), (64, 256, 4, 4), (64, 128, 4, 4), (128, 256, 3, 8), (128, 128, 3, 4), (128, 256, 3, 4),
+    )
+)  # fmt: skip
 
 
 def configs(site: CallSite) -> list[Config]:
@@ -237,7 +241,8 @@ def configs(site: CallSite) -> list[Config]:
     for block_t in sorted({usual, min(128, 2 * usual)}):
         tiles = max(1, min(pairs, N + pairs // block_t))
         for products in _ENCODED_TILES if site.args["form"] else _TILES:
-            config = {"block_t": block_t, "tiles": tiles, "pairs": pairs}
+            parts = 256 // products[0][1] if site.args["form"] else 1
+            config = {"block_t": block_t, "tiles": tiles, "pairs": pairs, "parts": parts}
             for i, (n, k, stages, warps, most) in enumerate(products):
                 programs = min(most, programs_at_once(site, n, block_t, k, stages)) * site.target.multiprocessors
                 config |= {f"n{i}": n, f"k{i}": k, f"stages{i}": stages, f"warps{i}": warps, f"programs{i}": programs}
@@ -293,9 +298,10 @@ def many_tokens(
     )
     for i, (x, weight, out, sizes) in enumerate(products):
         bias = experts.biases[i]
+        encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": config[f"k{i}"], **sizes, **experts.encoding(i, int(sizes["K"])), "N": N, "A": A,
-            "BIAS": bias is not None, "ACTIVATION": experts.activation, "LIMIT": experts.limit,
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config[f"k{i}"], **sizes, **encoding, "N": N,
+            "A": A, "BIAS": bias is not None, "ACTIVATION": experts.activation, "LIMIT": experts.limit,
             "BLOCK_T": config["block_t"], "BLOCK_N": config[f"n{i}"], "TILES": config["tiles"],
             "COUNTS": counts.shape[0], "PROGRAMS": config[f"programs{i}"], "EMULATED": emulated,
             "num_warps": config[f"warps{i}"], "num_stages": config[f"stages{i}"],

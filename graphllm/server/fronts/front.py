@@ -118,7 +118,7 @@ async def _run(launch: FrontLaunch) -> int:
         name=launch.name,
         number=launch.number,
         fronts=options.fronts,
-        joined=lambda core: link.tell(Joined(core)),
+        joined=lambda folders: link.tell(Joined(folders)),
     )
     shared = remote(link, follower, writers, options.access.rate is not None)
     service = service_of(follower, options.names, metrics, running, shared, options, tracing)

@@ -34,7 +34,7 @@ def model_routes(services: Sequence[Service]) -> APIRouter:
 
     def card(service: Service, name: str) -> ModelCard:
         supervisor = service.supervisor
-        ready = supervisor.engine.ready if supervisor.status == "ready" else None
+        ready = supervisor.engine.ready if supervisor.ready else None
         length = ready.info.max_model_len if ready else None
         parent = None if name in service.names else service.names[0]
         return ModelCard(id=name, created=service.created, root=service.names[0], parent=parent, max_model_len=length)

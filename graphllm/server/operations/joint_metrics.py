@@ -25,8 +25,8 @@ class JointMetrics(Collector):
         self._registry.register(self)
         self._registry.register(prometheus.ProcessCollector(registry=None))
 
-    def render(self, stats: Sequence[CoreStats | None], openmetrics: bool) -> tuple[bytes, str]:
-        """As `Metrics.render`. stats: of each model's core."""
+    def render(self, stats: Sequence[Sequence[CoreStats | None]], openmetrics: bool) -> tuple[bytes, str]:
+        """As `Metrics.render`. stats: of each model's cores."""
         for metrics, known in zip(self._models.values(), stats, strict=True):
             metrics.refresh(known)
         return text_of(self._registry, openmetrics)

@@ -13,16 +13,18 @@ from graphllm.server.http.bodies import Answer
 from graphllm.server.http.document import METRICS, errors
 from graphllm.server.http.errors import without_folders
 from graphllm.server.http.wire import json_response
-from graphllm.server.operations.engine_view import EngineView
+from graphllm.server.operations.engine_view import CoreStatus, EngineView
 from graphllm.server.shared import Overview
 from graphllm.version import __version__
 
 
 class HealthStatus(BaseModel):
-    """status: starting, ready, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready."""
+    """status: starting, ready, degraded, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready.
+    engines: of each core, where there are several."""
 
     status: str
     cause: str | None = None
+    engines: list[HealthStatus] | None = None
 
 
 class Version(Answer):
@@ -40,8 +42,13 @@ def probe_routes(engines: Mapping[str, EngineView], overview: Overview) -> APIRo
     def health(good: Callable[[EngineView], bool]) -> Response:
         bad = [name for name, engine in engines.items() if not good(engine)]
         name = (bad or list(engines))[0]
-        cause = engines[name].cause and without_folders(f"{name}: " * (len(engines) > 1) + str(engines[name].cause))
-        body = HealthStatus(status=engines[name].status, cause=cause)
+        begin = f"{name}: " if len(engines) > 1 else ""
+
+        def told(one: EngineView | CoreStatus) -> HealthStatus:
+            return HealthStatus(status=one.status, cause=one.cause and without_folders(begin + one.cause))
+
+        body = told(engines[name])
+        body.engines = [told(core) for core in engines[name].cores] or None
         response = json_response(body.model_dump(exclude_none=True), 503 if bad else 200)
         response.headers["cache-control"] = "no-store"
         return response
