@@ -312,7 +312,7 @@ def serve_command(
             raise ConfigError(f"uds is {str(uds)!r}: each rank has a port of its own; leave it out")
         ranks = RankOptions(
             ranks=args.data_parallel_size,
-            gpus=args.tensor_parallel_size or 1,
+            gpus=(args.tensor_parallel_size or 1) * args.pipeline_parallel_size,
             host=host,
             port=port,
             supervisor_port=data_parallel_supervisor_port,

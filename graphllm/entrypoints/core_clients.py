@@ -33,7 +33,7 @@ def core_client(
             stuck=stuck,
             child=waiting.pop(rank, None),
             cpus=cpus_of(rank, count) if on_cpu else (),
-            gpus=gpus_of(rank, compiled["tensor_parallel_size"]),
+            gpus=gpus_of(rank, compiled["tensor_parallel_size"] * config.parallel.pipeline_parallel_size),
         )
 
     return CoreGroup(make, count, config.scheduler.enable_prefix_caching)
