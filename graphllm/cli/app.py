@@ -199,6 +199,13 @@ def serve_command(
         list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
     ] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model beside the first, such as one that gives vectors: folder or name, or JSON with model, "
+            "served_model_name and its settings; may be repeated."
+        ),
+    ] = None,
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(help="An adapter as name=path, which requests give as their model; may be repeated."),
@@ -294,7 +301,7 @@ def serve_command(
     ] = "info",
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
-    from graphllm.engine.spawn import spawn_cores
+    from graphllm.engine.spawn import spawn, spawn_cores
 
     alone = args.data_parallel_rank is not None
     if data_parallel_multi_port_external_lb and not alone:
@@ -319,6 +326,7 @@ def serve_command(
         raise typer.Exit(serve_ranks(args, ranks, log_format, log_level))
     # First of all: what takes longest is their import of torch.
     children = spawn_cores(1 if alone else args.data_parallel_size, args.tensor_parallel_size or 1)
+    others = [spawn() for _ in also or ()]
     try:
         from graphllm.cli import serve as told
         from graphllm.server.access import Access
@@ -382,9 +390,10 @@ def serve_command(
             reasoning_parser,
             chat_template=told.read_template(chat_template),
         )
-        raise typer.Exit(told.serve(replace(args, model=model), options, watched, children))
+        beside = told.parse_also(also or (), args)
+        raise typer.Exit(told.serve(replace(args, model=model), beside, options, watched, children, others))
     finally:
-        for child in children:
+        for child in (*children, *others):
             child.kill()
 
 

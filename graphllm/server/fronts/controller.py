@@ -127,7 +127,7 @@ class Fronts:
         self._state: EngineState | None = None  # as it was told last
         self._store = ResponseStore()
         name = options.names[0]
-        self.metrics = Metrics(name, {"model": name}, self._processes, options.rank)
+        self._metrics = Metrics(name, {"model": name}, self._processes, options.rank)
         self._shared = in_memory(_Overview(self), options.max_body, options.access.rate, self._store, options.adapters)
         self._encode = msgspec.json.Encoder().encode
 
@@ -204,6 +204,11 @@ class Fronts:
         return sum(await asyncio.gather(*map(ask, self._greeted)))
 
     @property
+    def metrics(self) -> list[Metrics]:
+        """Of the model."""
+        return [self._metrics]
+
+    @property
     def supervisor(self) -> EngineSupervisor:
         return self._supervisor
 
@@ -268,7 +273,7 @@ class Fronts:
         for id in front.writing:
             if (record := self._store.get(id)) is not None:
                 self._store.put(id, record.abandoned())
-        self.metrics.absorb(front.report.counted)
+        self._metrics.absorb(front.report.counted)
         self._tell()
         self._later(pause, self._start_again)
 
@@ -502,7 +507,7 @@ class _Overview:
     async def metrics(self, openmetrics: bool) -> tuple[bytes, str]:
         stats = await self._fronts.supervisor.stats()
         counted = [report.counted for report in await self._fronts.reports()]
-        return self._fronts.metrics.render(stats, openmetrics, counted)
+        return self._fronts.metrics[0].render(stats, openmetrics, counted)
 
     async def in_flight(self) -> int:
         return sum(report.in_flight for report in await self._fronts.reports())

@@ -75,8 +75,8 @@ class Metrics(Collector):
         self._registry.register(
             prometheus.ProcessCollector(registry=None) if processes is None else _Processes(processes)
         )
-        info = prometheus.Info("graphllm_build", "What is served, and by which version.", registry=self._registry)
-        info.info({**(build or {}), "version": __version__})
+        self._info = prometheus.Info("graphllm_build", "What is served, and by which version.", registry=None)
+        self._info.info({**(build or {}), "version": __version__})
 
     def track(self, params: SamplingParams) -> Tracker:
         """Begin to count a request."""
@@ -150,16 +150,16 @@ class Metrics(Collector):
         answer; its counters then stay what they were, and go on from there when another core has taken its place. Where
         there are several, the label engine tells them apart. others: what other processes of this server have
         counted."""
+        self.refresh(stats, others)
+        return text_of(self._registry, openmetrics)
+
+    def refresh(self, stats: Sequence[CoreStats | None], others: Sequence[Counted] = ()) -> None:
+        """Take in what others know now; as in `render`."""
         self._others = others
         while len(self._cores) < len(stats):
             self._cores.append(_CoreFigures())
         for core, now in zip(self._cores, stats, strict=False):
             core.see(now)
-        if openmetrics:
-            # Any other way of escaping replaces the colon of vLLM's names.
-            text = exposition.generate_latest(self._registry, escaping=exposition.ALLOWUTF8)
-            return text, exposition.CONTENT_TYPE_LATEST
-        return prometheus.generate_latest(self._registry), prometheus.CONTENT_TYPE_PLAIN_0_0_4
 
     def collect(self) -> Iterator[Metric]:
         """For the registry: every family under its own name, then under vLLM's."""
@@ -172,6 +172,7 @@ class Metrics(Collector):
                 yield metric
                 if family.alias:
                     yield _renamed(metric, "vllm:" + family.alias, self._alias_labels)
+        yield from self._info.collect()
 
     def _of_cores(self, family: Family) -> list[Metric]:
         """One for each core, with its number as a label where there are several."""
@@ -326,6 +327,15 @@ class _Processes(Collector):
                 kept = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 kept.samples += [sample._replace(labels={"process": name}) for sample in metric.samples]
         yield from found.values()
+
+
+def text_of(registry: prometheus.CollectorRegistry, openmetrics: bool) -> tuple[bytes, str]:
+    """All metrics of a registry, and the content type."""
+    if openmetrics:
+        # Any other way of escaping replaces the colon of vLLM's names.
+        text = exposition.generate_latest(registry, escaping=exposition.ALLOWUTF8)
+        return text, exposition.CONTENT_TYPE_LATEST
+    return prometheus.generate_latest(registry), prometheus.CONTENT_TYPE_PLAIN_0_0_4
 
 
 def _sum(first: Series, *others: Series) -> Series:
