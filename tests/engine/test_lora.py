@@ -217,6 +217,15 @@ def test_the_embedding(case: str, tmp_path: Path) -> None:
         family.check(llm.generate(_ids(_prompts(6)), GREEDY, lora_request=requests), mixed)
 
 
+def test_drafts_of_a_model(qwen2: Family) -> None:
+    """They are guessed without the adapter, by the base itself here, and verified with it."""
+    adapters = [None, *ADAPTERS] * 2
+    requests = [a and qwen2.adapters[a] for a in adapters]
+    given = {"speculative_model": str(qwen2.folder), "num_speculative_tokens": 2}
+    with _open(qwen2, **given) as llm:
+        qwen2.check(llm.generate(_ids(_prompts(len(adapters))), GREEDY, lora_request=requests), adapters)
+
+
 def test_over_quantized_weights(tmp_path: Path) -> None:
     """The base product reads int8; what the adapter adds is as it is."""
     family = Family("qwen2", tmp_path)
