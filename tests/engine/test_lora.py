@@ -221,8 +221,8 @@ def test_drafts_of_a_model(qwen2: Family) -> None:
     """They are guessed without the adapter, by the base itself here, and verified with it."""
     adapters = [None, *ADAPTERS] * 2
     requests = [a and qwen2.adapters[a] for a in adapters]
-    given = {"speculative_model": str(qwen2.folder), "num_speculative_tokens": 2}
-    with _open(qwen2, **given) as llm:
+    drafts = {"model": str(qwen2.folder), "num_speculative_tokens": 2}
+    with _open(qwen2, speculative_config=drafts) as llm:
         qwen2.check(llm.generate(_ids(_prompts(len(adapters))), GREEDY, lora_request=requests), adapters)
 
 
