@@ -24,6 +24,7 @@ from graphllm.model_defs.common import (
     split_heads,
 )
 from graphllm.ops.embedding import embedding
+from graphllm.ops.encoder_attention import encoder_attention
 from graphllm.ops.linear import linear
 from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
@@ -68,6 +69,7 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["", "head", "row"] = ""  # whether q and k are normalized: each head, or all of a row together
+    causal: bool = True  # False, in some embedders: tokens see those behind them too, and there is no cache
 
 
 def from_hf(hf: HF) -> Config:
@@ -174,7 +176,7 @@ def head_weights(c: Config) -> dict[str, Weight]:
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
-    return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),)
+    return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),) if c.causal else ()
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -203,6 +205,9 @@ def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: Fo
         q_THE, k_TKE = rms_norm(q_THE, w.q_norm, c.eps), rms_norm(k_TKE, w.k_norm, c.eps)
     q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
     window = c.window if layer_type == "sliding" else 0
+    if not c.causal:
+        a_THE = encoder_attention(q_THE, k_TKE, v_TKE, ctx.inputs.query_start_loc, c.scale)
+        return linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
     sinks_H = getattr(w, "sinks", None)
     a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.scale, window=window, sinks_H=sinks_H)
     return linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))

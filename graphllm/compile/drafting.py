@@ -19,8 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphllm.compile.sampling import Stage, Values
+from graphllm.compile import trees
+from graphllm.compile.sampling import ANCESTORS, Stage, Values
 from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.config.token_tree import TokenTree
 from graphllm.ir.model import Drafts, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
@@ -148,17 +150,28 @@ def lookahead(graph: Graph, c: Any, config: CompileConfig) -> int:
     """Positions behind the tokens of a step for which the draft graph keeps something."""
     if not any(graph.states(c, t) for t in graph.layer_types(c)):
         return 0
+    if by_levels(graph, c, config):
+        return len(config.tree.inner) if config.tree is not None else 0
     return config.num_speculative_tokens - (0 if one_row_more(graph, c) else 1)
 
 
 def buckets(graph: Graph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
     """The sizes that a draft graph is compiled for."""
+    if by_levels(graph, c, config) and config.tree is not None and config.tree.inner:
+        count = len(config.tree.inner)
+        plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
+        return tuple(dict.fromkeys([*config.buckets, *(dataclasses.replace(b, query_len=count) for b in plain)]))
     if not one_row_more(graph, c):
         return config.buckets
     plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
     more = [dataclasses.replace(b, query_len=b.query_len + 1) for b in config.buckets if b.kind == "decode"]
     mixed = [dataclasses.replace(b, hi=b.hi + config.max_num_seqs) for b in config.buckets if b.kind == "mixed"]
     return (*plain, *more, *mixed)
+
+
+def by_levels(graph: Graph, c: Any, config: CompileConfig) -> bool:
+    """Whether the draft graph fills a tree of drafts level by level; see `trees`."""
+    return config.tree is not None and not one_row_more(graph, c) and not graph.drafts_at_once(c)
 
 
 def draws(config: CompileConfig) -> bool:
@@ -180,6 +193,7 @@ def states(hidden: Hidden | None, config: CompileConfig, vocab: int) -> tuple[St
     if hidden is not None:
         found += [StateSpec(name, "token", (hidden.size,), "model", "none") for name in _hidden_states(hidden)]
         found.append(StateSpec("draft_hidden", "slot", (hidden.width,), "model", "none"))
+        found += trees.hidden_of_nodes(config.tree, hidden.width) if config.tree is not None else ()
     if draws(config):
         found.append(StateSpec("draft_probs", "slot", (config.num_speculative_tokens, vocab), "float32", "none"))
     return tuple(found)
@@ -198,7 +212,8 @@ _DRAWING = (
 def inputs(config: CompileConfig) -> tuple[InputSpec, ...]:
     """What a draft graph reads beside what every graph does."""
     known = InputSpec("next_tokens", ("S",), provider="next_tokens", neutral=-1)
-    return (InputSpec("sequence_ids", ("T",)), known, *(_DRAWING if draws(config) else ()))
+    tree = () if config.tree is None else (ANCESTORS,)
+    return (InputSpec("sequence_ids", ("T",)), known, *(_DRAWING if draws(config) else ()), *tree)
 
 
 # Of the main graph, behind what resolves its token ids.
@@ -234,23 +249,31 @@ def programs(
 ) -> Mapping[str, tuple[tuple[Stage, ...], tuple[Stage, ...]]]:
     """What comes before the graph's own units and behind its head, by program. Raises ConfigError for more drafts than
     it makes."""
-    wanted, at_once, last = config.num_speculative_tokens, graph.drafts_at_once(c), config.max_model_len - 1
+    tree, at_once, last = config.tree, graph.drafts_at_once(c), config.max_model_len - 1
+    wanted = config.num_speculative_tokens if tree is None else tree.levels
     if 0 < at_once < wanted:
-        raise ConfigError(f"num_speculative_tokens is {wanted}: the draft model has {at_once} heads; give at most that")
+        told = "num_speculative_tokens is" if tree is None else "speculative_token_tree has paths of"
+        raise ConfigError(f"{told} {wanted}: the draft model has {at_once} heads; give at most that")
+    levels = tree if by_levels(graph, c, config) else None
     choose = Stage("choose", lambda v: _choose(v, last), ())
+    if levels is not None:
+        choose = Stage("choose", lambda v: trees.choose_first(v, levels, last), ())
     if hidden is None:
         first = [Stage("first", lambda v: _first_of_own(v, last), _RESOLVED)]
     else:
         names = _hidden_states(hidden)
-        first = [Stage("first", lambda v: _first(v, names), (*_RESOLVED, "step.hidden"))]
+        first = [Stage("first", lambda v: _first(v, names, tree, levels is not None), (*_RESOLVED, "step.hidden"))]
         if graph.project is not None:
             project = graph.project
             weights = tuple(graph.project_weights(c).items())
             first.append(
                 Stage("project", lambda v: (project(c, _own(v), v["step.hidden"]),), ("step.hidden",), weights=weights)
             )
-    if at_once:
+    if at_once or (levels is not None and not levels.inner):
         return {"first": (tuple(first), (choose,))}
+    if levels is not None:
+        before, behind = trees.next_level(levels, last)
+        return {"first": (tuple(first), (choose,)), "next": ((before,), (behind,))}
     resolved = _RESOLVED if hidden is None else (*_RESOLVED, "step.hidden")
     following = Stage("next", lambda v: _next(v, hidden is not None), resolved)
     return {"first": (tuple(first), (choose,)), "next": ((following,), (choose,))}
@@ -261,20 +284,27 @@ def _own(v: Values) -> Any:
     return SimpleNamespace(**{n[2:]: t for n, t in v.items() if n.startswith("w.")})
 
 
-def _first(v: Values, hidden: list[str]) -> tuple[Tensor, ...]:
+def _first(v: Values, hidden: list[str], tree: TokenTree | None, by_levels: bool) -> tuple[Tensor, ...]:
     """Of each token the one behind it, with the token's hidden states: the next one of the step, or behind the last one
-    that is kept what was sampled, or what the host knows of a prompt that goes on."""
+    that is kept what was sampled, or what the host knows of a prompt that goes on. Of a tree the tokens of the path
+    that was kept come first."""
     ids_T = v["step.token_ids"]
     at_T = torch.arange(ids_T.shape[0], device=ids_T.device)
-    row_S = (v["step.query_start_loc"][1:] - 1 - _rejected(v)).clamp(min=0)
-    position_T = torch.index_select(v["state.step_positions"], 0, at_T)
-    behind_T = torch.index_select(v["state.step_ids"], 0, (at_T + 1).clamp(max=ids_T.shape[0] - 1))
+    if tree is None:
+        from_T, next_T = at_T, (at_T + 1).clamp(max=ids_T.shape[0] - 1)
+        row_S = (v["step.query_start_loc"][1:] - 1 - _rejected(v)).clamp(min=0)
+    else:
+        from_T, next_T, row_S = trees.along_path(v, tree)
+    position_T = torch.index_select(v["state.step_positions"], 0, from_T)
+    behind_T = torch.index_select(v["state.step_ids"], 0, next_T)
     last_T, row_T = (torch.index_select(t, 0, v["step.sequence_ids"]) for t in (_behind_last(v), row_S))
     next_T = torch.where(row_T == at_T, last_T, behind_T).clamp(min=0)
     # Sequence lengths are those of the whole step: attention finds the rows' positions by them.
-    end_S = torch.index_select(position_T, 0, (v["step.query_start_loc"][1:] - 1).clamp(min=0)) + 1
-    hidden_T = torch.cat([torch.index_select(v[f"state.{n}"], 0, at_T) for n in hidden], -1)
-    return next_T, position_T, position_T + 1, end_S, row_S.to(torch.int32), torch.zeros_like(row_S), hidden_T
+    start_S, count_S = v["step.query_start_loc"][:-1], v["step.query_start_loc"][1:] - v["step.query_start_loc"][:-1]
+    end_S = torch.index_select(position_T, 0, start_S.clamp(max=ids_T.shape[0] - 1)) + count_S
+    hidden_T = torch.cat([torch.index_select(v[f"state.{n}"], 0, from_T) for n in hidden], -1)
+    rows = (trees.rows_of(row_S, v) if by_levels else row_S).to(torch.int32)
+    return next_T, position_T, position_T + 1, end_S, rows, torch.zeros_like(row_S), hidden_T
 
 
 def _first_of_own(v: Values, last_position: int) -> tuple[Tensor, ...]:
@@ -319,18 +349,26 @@ def _next(v: Values, hidden: bool) -> tuple[Tensor, ...]:
     return token_T, position_T, position_T + 1, end_S, row_S, places_S, *hidden_T
 
 
-def chosen(made: Any, v: Values, config: CompileConfig) -> Tensor:
+def chosen(made: Any, v: Values, config: CompileConfig, graph: Graph, c: Any) -> Tensor:
     """[S, n] int32: the drafts that follow from what a draft graph's head makes, as many as are wanted at most: the
-    likeliest tokens, or draws."""
+    likeliest tokens, or draws. Where a tree is filled by levels, the likeliest ones in their order."""
     made = made if isinstance(made, Drafts) else Drafts((made,))
+    if config.tree is not None and by_levels(graph, c, config):
+        return _named(trees.likeliest(made.logits[0], config.tree), made.ids)
+    if config.tree is not None and graph.drafts_at_once(c):
+        return _named(trees.fill(made, config.tree), made.ids)
     wanted = made.logits[: config.num_speculative_tokens]
     if draws(config):
         tokens = [_drawn(logits_SV, made.ids, v, place) for place, logits_SV in enumerate(wanted)]
     else:
         tokens = [logits_SV.argmax(-1) for logits_SV in wanted]
-    tokens_SK = torch.stack(tokens, -1)
-    if made.ids is not None:
-        tokens_SK = torch.index_select(made.ids, 0, tokens_SK.flatten()).view(tokens_SK.shape)
+    return _named(torch.stack(tokens, -1), made.ids)
+
+
+def _named(tokens_SK: Tensor, ids: Tensor | None) -> Tensor:
+    """Tokens of the model, where the draft graph has a vocabulary of its own."""
+    if ids is not None:
+        tokens_SK = torch.index_select(ids, 0, tokens_SK.flatten()).view(tokens_SK.shape)
     return tokens_SK.to(torch.int32)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from graphllm.config import ConfigError
 from graphllm.passes.add_adapters import add_adapters
+from graphllm.passes.attend_tree import attend_tree
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.passes.fuse_attention import fuse_attention
 from graphllm.passes.fuse_linear import fuse_linear
@@ -37,6 +38,7 @@ PIPELINE = Pipeline(
         quantize_linear,
         quantize_moe,
         scale_cache,
+        attend_tree,
         fuse_attention,
     ),
     pieces=(

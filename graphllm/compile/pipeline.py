@@ -334,8 +334,9 @@ def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> dic
     for graph in (g.graph for g in graphs if g.graph.task == "draft"):
         reach = drafting.lookahead(graph, c, config)
         return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c),
-                "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c)}  # fmt: skip
-    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0}
+                "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c),
+                "by_levels": drafting.by_levels(graph, c, config)}  # fmt: skip
+    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0, "by_levels": False}
 
 
 def values_read(graph: TracedGraph) -> set[str]:

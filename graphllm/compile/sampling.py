@@ -14,9 +14,12 @@ from torch import Tensor
 from graphllm.config import CompileConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import sampling_columns
+from graphllm.config.token_tree import TokenTree
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.ops.accept_drafts import accept_drafts
+from graphllm.ops.accept_tree import accept_tree
+from graphllm.ops.keep_path import keep_path
 from graphllm.ops.ngram_drafts import ngram_drafts
 from graphllm.ops.process_logits import process_logits
 from graphllm.ops.record_tokens import record_tokens
@@ -39,6 +42,10 @@ class Stage(NamedTuple):
     outputs: tuple[str, ...]
     part: str = ""
     weights: tuple[tuple[str, Weight], ...] = ()
+
+
+# Of each row, the nodes on the path to it in the tree of drafts that its sequence verifies; -1 without one.
+ANCESTORS = InputSpec("ancestors", ("T",), "int64", neutral=-1)
 
 
 def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
@@ -66,13 +73,15 @@ def inputs(config: CompileConfig, vocab: int) -> tuple[InputSpec, ...]:
         InputSpec("sequence_ids", ("T",)),
         InputSpec("pending", ("S",)),
         InputSpec("row_start_loc", ("S + 1",), padding="last"),
+        *(() if config.tree is None else (ANCESTORS,)),
     )
 
 
 def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec, ...]:
     """What sampling keeps of each running sequence. versions: tokens of a step that may be verified, 1 without drafts.
     drafts: proposed tokens, -1 for none. rejected: how many of the last step's. version: which version of recurrent
-    states is valid. history: what `ngram_drafts` looks the last tokens up in."""
+    states is valid. history: what `ngram_drafts` looks the last tokens up in. path: the nodes of a tree of drafts that
+    the last step kept, see `accept_tree`."""
     verifying = (
         StateSpec("drafts", "slot", (versions - 1,), "int32", "none"),
         StateSpec("rejected", "slot", (), "int32", "none"),
@@ -80,8 +89,10 @@ def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec,
     )
     length = max(min(config.max_model_len, _MOST_HISTORY), versions + config.prompt_lookup_max)
     history = StateSpec("history", "slot", (length,), "int32", "none")
+    path = () if config.tree is None else (StateSpec("path", "slot", (config.tree.levels + 2,), "int32", "none"),)
     return (
         *(verifying if versions > 1 else ()),
+        *path,
         *((history,) if config.prompt_lookup_max else ()),
         StateSpec("last_token", "slot", (), "int32", "none"),
         StateSpec("counts", "slot", (vocab,), "int32", "none"),
@@ -97,6 +108,7 @@ OUTPUTS = (
     OutputSpec("logits", ("R", "V"), "model"),
     OutputSpec("adjusted", ("R", "V"), "float32"),
     OutputSpec("scores", ("R", "2 + 2 * ranked_logprobs"), "float32"),
+    OutputSpec("path_rows", ("R",), "int32"),
 )
 
 
@@ -110,27 +122,39 @@ def beginning(versions: int, declared: Iterable[InputSpec]) -> Stage:
     return Stage("resolve_drafts", lambda v: _resolve_drafts(v, counting), outputs)
 
 
-def programs(config: CompileConfig, versions: int) -> dict[str, tuple[Stage, ...]]:
+def programs(
+    config: CompileConfig, versions: int, caches: Iterable[tuple[str, int]] = ()
+) -> dict[str, tuple[Stage, ...]]:
     """The units behind the head by program: "plain" samples from the logits; "full" has the parts "adjust" (logits to
     "adjusted"), "sample" and "logprobs" ("scores") for steps in which a request asks for more. Where drafts are
-    verified, both keep of each sequence's sampled tokens the first "kept", and tell how many drafts were "drafted"."""
+    verified, both keep of each sequence's sampled tokens the first "kept", and tell how many drafts were "drafted"; of
+    a tree these are the tokens of rows "path_rows". caches: the names of the layers' keys and values, each with its
+    cache group."""
+    tree, caches = config.tree, tuple(caches)
 
     def sampled(logits: str) -> Stage:
         name = "sample" if logits == "logits" else "sample_adjusted"
         part = "" if logits == "logits" else "sample"
         if versions == 1:
             return Stage(name, lambda v: (_plain(v, logits),), ("tokens",), part)
+        if tree is not None:
+            outputs = ("tokens", "kept", "drafted", "path_rows", "path", "row_tokens")
+            return Stage(name, lambda v: _verify_tree(v, logits, tree, config), outputs, part)
         return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept", "drafted"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
         most = ranked_logprobs(config.max_logprobs)
-        return (token_logprobs(v["logits"], v["tokens"], v["step.target"], v["step.wanted"], most),)
+        tokens_R = v["tokens"] if tree is None else v["row_tokens"]
+        scores_RX = token_logprobs(v["logits"], tokens_R, v["step.target"], v["step.wanted"], most)
+        return (scores_RX if tree is None else torch.index_select(scores_RX, 0, v["path_rows"]),)
 
+    kept = () if tree is None else (Stage("keep_path", lambda v: _keep_path(v, caches), ()),)
     return {
-        "plain": (sampled("logits"),),
+        "plain": (sampled("logits"), *kept),
         "full": (
             Stage("process_logits", _process, ("adjusted",), part="adjust"),
             sampled("adjusted"),
+            *kept,
             Stage("logprobs", logprobs, ("scores",), part="logprobs"),
         ),
     }
@@ -214,11 +238,34 @@ def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tup
     newest_R, kept_R, kept_S, drafted_S = kept
     recorded_R = _record(v, tokens_R, newest_R, kept_R)
     if config.prompt_lookup_max:
-        next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
-        lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
-        slots = (v["step.row_slots"], newest_R)
-        ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
+        _look_up(v, tokens_R, newest_R, config)
     return recorded_R, kept_S, drafted_S
+
+
+def _verify_tree(v: Values, logits: str, tree: TokenTree, config: CompileConfig) -> tuple[Tensor, ...]:
+    sampled_R = _sample(v, logits)
+    rows = (v["step.row_slots"], v["drafts"], v["step.logits_indices"])
+    where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
+    kept = accept_tree(sampled_R, *rows, *where, v["state.rejected"], v["state.path"], tree.parents)
+    tokens_R, rows_R, newest_R, kept_R, kept_S, drafted_S, path_SD = kept
+    recorded_R = _record(v, tokens_R, newest_R, kept_R)
+    if config.prompt_lookup_max:
+        _look_up(v, tokens_R, newest_R, config)
+    return recorded_R, kept_S, drafted_S, rows_R, path_SD, sampled_R
+
+
+def _keep_path(v: Values, caches: Iterable[tuple[str, int]]) -> tuple[()]:
+    for name, group in caches:
+        where = (v[f"step.block_table.{group}"], v["step.query_start_loc"], v["step.seq_lens"])
+        keep_path(v[name], *where, v["path"], v["kept"])
+    return ()
+
+
+def _look_up(v: Values, tokens_R: Tensor, newest_R: Tensor, config: CompileConfig) -> None:
+    next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
+    lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
+    slots = (v["step.row_slots"], newest_R)
+    ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
 
 
 def _process(v: Values) -> tuple[Tensor]:
@@ -228,4 +275,5 @@ def _process(v: Values) -> tuple[Tensor]:
     # Without drafts none is read: each place is 0. Not the ids: they would be one output more of the first piece.
     drafts_T = v["drafts" if "drafts" in v else "step.positions"]
     given = (*(v[f"step.{n}"] for n in rows + penalties), *(v[f"state.{n}"] for n in state))
-    return (process_logits(v["logits"], *given, drafts_T, v["step.logits_indices"], v["step.draft_place"]),)
+    drafted = (drafts_T, v["step.logits_indices"], v["step.draft_place"], v.get("step.ancestors"))
+    return (process_logits(v["logits"], *given, *drafted),)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from graphllm.compile import drafting, expert_counts, sampling
+from graphllm.compile import drafting, expert_counts, sampling, trees
 from graphllm.compile.expert_counts import Counting
 from graphllm.compile.sampling import Stage
 from graphllm.config import CompileConfig, ConfigError
@@ -99,6 +99,7 @@ def plan_layout(model: Model, c: Any, config: CompileConfig) -> Layout:
         raise ConfigError(
             f"kv_cache_dtype is {config.kv_cache_dtype}: this model has no keys and values to round; use auto"
         )
+    trees.check_tree(model, c, config, layers)
     blocks = plan_blocks(layers, config.block_size, config.max_model_len)
     versions = config.longest_query
     states: dict[str, StatePlace] = {}
@@ -201,7 +202,7 @@ class _Tracer:
 
     def graph(self, drafted: bool, hidden: Hidden | None) -> TracedGraph:
         """drafted: whether there is a draft graph. hidden: what it reads of the main one."""
-        graph, c = self._graph, self._c
+        graph, c, layout = self._graph, self._c, self._layout
         layer_types = graph.layer_types(c)
         around = self.stages(drafted, hidden)
         resolved: dict[str, TensorSpec] = {}
@@ -227,7 +228,7 @@ class _Tracer:
         head = self.trace(
             "head",
             self.weights(graph.head_weights(c)) | carried,
-            lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v)), graph.task, v, self._config),
+            lambda v: _results(graph.head(c, _weights(v), v["x"], self.context(v)), graph, c, v, self._config),
             names,
         )
         pooled = output_specs(head)[0] if graph.task == "pool" else None
@@ -235,8 +236,9 @@ class _Tracer:
         if pooled is not None:
             made = (OutputSpec("pooled", pooled.shape, pooled.dtype, host=True),)
         values = carried | resolved | dict(zip(head.outputs, output_specs(head), strict=True))
+        caches = {} if self._config.tree is None else {n: self.state(layout.states[n]) for n, _ in self.caches()}
         for stage in dict.fromkeys(stage for _, after in around.values() for stage in after):
-            unit = self.trace(stage.name, values, stage.run, stage.outputs)
+            unit = self.trace(stage.name, values | caches, stage.run, stage.outputs)
             values |= zip(unit.outputs, output_specs(unit), strict=True)
         programs = {}
         for name, (before, after) in around.items():
@@ -260,7 +262,19 @@ class _Tracer:
             return {task: ((), ())}
         resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values())
         before = (resolve, drafting.KEEP_IDS) if drafted else (resolve,)
-        return {name: (before, after) for name, after in sampling.programs(config, layout.versions).items()}
+        made = sampling.programs(config, layout.versions, self.caches())
+        return {name: (before, after) for name, after in made.items()}
+
+    def caches(self) -> list[tuple[str, int]]:
+        """The keys and values of the graph's layers, by their names in programs, each with its cache group."""
+        layers, groups = self._layout.layers[self._number], self._layout.groups[self._number]
+        states = self._layout.states
+        return [
+            (name, group)
+            for own, group in zip(layers, groups, strict=True)
+            for name in own.values()
+            if states[name].axis == "block"
+        ]
 
     def layer(self, layer_type: str, layers: tuple[int, ...], carried: dict[str, TensorSpec]) -> None:
         """One layer of a type, traced with the states and the block table of the first such layer: linking puts those
@@ -378,9 +392,9 @@ def _flat(result: tuple[Tensor, tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
     return (result[0], *result[1])
 
 
-def _results(made: Any, task: str, values: dict[str, Any], config: CompileConfig) -> tuple[Tensor, ...]:
-    if task == "draft":
-        return (drafting.chosen(made, values, config),)
+def _results(made: Any, graph: Graph, c: Any, values: dict[str, Any], config: CompileConfig) -> tuple[Tensor, ...]:
+    if graph.task == "draft":
+        return (drafting.chosen(made, values, config, graph, c),)
     return () if made is None else (made,)
 
 

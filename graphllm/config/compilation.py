@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, parse_count, setting
+from graphllm.config.token_tree import TokenTree, token_tree
 
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -201,6 +202,11 @@ class CompileConfig:
         False,
         help="Compile programs that verify 1, 2, 4 ... drafts, too; a step takes what is the fastest as measured.",
     )
+    speculative_token_tree: str | None = setting(
+        None,
+        help="Which drafts a step verifies where a draft model guesses several tokens for one place: a list of paths, "
+        "such as [(0,), (1,), (0, 0)], each telling which of the likeliest tokens follow each other; None: one run.",
+    )
     prompt_lookup_max: int = setting(
         0,
         help="Drafts are what followed the last tokens where they stood before in the text, of them at most so many "
@@ -270,6 +276,11 @@ class CompileConfig:
         return max((b.query_len for b in self.buckets), default=1)
 
     @property
+    def tree(self) -> TokenTree | None:
+        """The tree of drafts that steps verify, None for one run of them."""
+        return None if self.speculative_token_tree is None else token_tree(self.speculative_token_tree)
+
+    @property
     def cache_dtype(self) -> str:
         """The torch dtype that `kv_cache_dtype` means."""
         return {"auto": self.dtype, "fp8": "float8_e4m3fn"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
@@ -278,6 +289,31 @@ class CompileConfig:
 def ranked_logprobs(max_logprobs: int) -> int:
     """How many of the likeliest tokens a step finds at each position; for more, the host ranks the vocabulary."""
     return 20 if max_logprobs == -1 else max_logprobs
+
+
+def _check_tree(config: CompileConfig, tree: TokenTree) -> None:
+    """Raise ConfigError for what does not go with a tree of drafts."""
+    drafts = len(tree.paths)
+    if config.num_speculative_tokens != drafts:
+        raise ConfigError(
+            f"num_speculative_tokens is {config.num_speculative_tokens}, but speculative_token_tree has {drafts} "
+            "drafts; leave num_speculative_tokens out"
+        )
+    wrong = {
+        "dynamic_speculative_tokens is True": config.dynamic_speculative_tokens,
+        "draft_sample_method is probabilistic": config.draft_sample_method != "greedy",
+        f"rejection_sample_method is {config.rejection_sample_method}": config.rejection_sample_method != "standard",
+    }
+    for told, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(f"{told}: drafts of a tree are all verified, by comparing; leave it or the tree out")
+    if lengths := [b.name for b in config.buckets if b.query_len not in (1, drafts + 1)]:
+        raise ConfigError(f"buckets: {lengths[0]} verifies a part of speculative_token_tree; leave it out")
+    if config.prompt_lookup_max and tree.levels < drafts:
+        raise ConfigError(
+            f"prompt_lookup_max is {config.prompt_lookup_max}: it guesses one run of tokens; leave "
+            "speculative_token_tree out"
+        )
 
 
 def check(config: CompileConfig) -> None:
@@ -306,6 +342,8 @@ def check(config: CompileConfig) -> None:
         )
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
         raise ConfigError("enable_expert_parallel: one rank has all experts; set tensor_parallel_size, or leave it out")
+    if config.tree is not None:
+        _check_tree(config, config.tree)
     if config.enable_lora and config.tensor_parallel_size != 1:
         raise ConfigError(
             f"enable_lora: adapters are served on one device, tensor_parallel_size is {config.tensor_parallel_size}; "

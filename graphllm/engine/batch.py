@@ -151,8 +151,10 @@ class SamplingTable:
             query_start_loc = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
             ends = query_start_loc[1:]
             positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
-            known = np.repeat(np.maximum(requests.num_tokens[slots], starts + output.fed), counts)
             verified = output.verified * output.query_len  # tokens, and rows
+            if layout.tree is not None and verified:
+                positions[:verified] = (starts[: output.verified, None] + np.array(layout.tree.depths)).ravel()
+            known = np.repeat(np.maximum(requests.num_tokens[slots], starts + output.fed), counts)
             known[:verified] = positions[:verified] + 1
             entry = np.repeat(np.arange(n), rows_of)
             back = np.repeat(np.cumsum(rows_of), rows_of) - np.arange(len(entry))
@@ -165,7 +167,7 @@ class SamplingTable:
             sample_index = positions[logits_indices] + 1 - self.prompt_len[slot_R]
         surely = sample_index
         if output.pending is not None:
-            surely = sample_index - (layout.query_lens[-1] - 1) * output.pending[entry]
+            surely = sample_index - (layout.ahead(layout.query_lens[-1]) - 1) * output.pending[entry]
         special = self.special[slot_R] | (surely < self.min_tokens[slot_R])
         full = hooked or np.count_nonzero(special) > 0
         longest = int(total.max()) + layout.lookahead
@@ -189,6 +191,8 @@ class SamplingTable:
             arrays |= _where_drafts_are(output, counts, rows_of)
         if output.verified and place is not None:
             arrays["draft_place"] = place
+        if output.verified and layout.tree is not None:
+            arrays["ancestors"] = np.tile(np.array(layout.tree.ancestors, dtype=np.int64), output.verified)
         uniform = int(n == T == len(logits_indices)) if output.verified < n else output.query_len
         step = StepInput(T, n, len(logits_indices), uniform, arrays, output.num_drafts)
         if not full:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from graphllm.config.token_tree import TokenTree, chain
 from graphllm.engine.batch import SamplingTable
 from graphllm.engine.request_table import RequestState
 
@@ -39,29 +40,39 @@ class Constraints:
         self._grammars.pop(id, None)
         self._matchers.pop(id, None)
 
-    def write(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
+    def write(
+        self, state: RequestState, masks: np.ndarray, drafts: Sequence[int], tree: TokenTree | None = None
+    ) -> None:
         """Write the masks [n, words] of a request's next tokens: the first one behind what is known, each other one
-        behind one draft more. Where a draft may not come next, what is sampled behind it does not count, and nothing is
-        written. Raises ConstraintError where no token may come next."""
+        behind one draft more, or in a tree behind those on the path to its node. Where a draft may not come next, what
+        is sampled behind it does not count, and nothing is written. Raises ConstraintError where no token may come
+        next."""
         from graphllm.engine.structured.source import GrammarError
 
         matcher, output = self._matchers.get(state.request.id), list(state.output)
-        taken = 0
+        tree = tree or chain(max(len(masks) - 1, 1))
+        parents, children = tree.parents, tree.children
+        path: list[tuple[int, bool]] = []  # the drafts behind the known output, and whether the matcher has taken each
+        todo = [0] if len(masks) else []
         try:
-            for i, mask in enumerate(masks):
-                if i:
-                    draft = drafts[i - 1]
-                    if draft < 0 or not masks[i - 1, draft >> 5] >> (draft & 31) & 1:
-                        break
-                    if matcher is not None and _holds(state, output):
+            while todo:
+                node = todo.pop()
+                kept = next((i for i, (on, _) in enumerate(path, 1) if on == parents[node]), 0)
+                _go_back(matcher, path, kept, output)
+                if node:
+                    draft = drafts[node - 1]
+                    if draft < 0 or not masks[parents[node], draft >> 5] >> (draft & 31) & 1:
+                        continue
+                    taken = matcher is not None and _holds(state, output)
+                    if matcher is not None and taken:
                         matcher.advance(draft)
-                        taken += 1
+                    path.append((node, taken))
                     output.append(draft)
                 if matcher is not None and _holds(state, output):
-                    matcher.allow(mask)
-                self._table.mask_row(mask, state.slot, state, output)
-            if matcher is not None:
-                matcher.rollback(taken)
+                    matcher.allow(masks[node])
+                self._table.mask_row(masks[node], state.slot, state, output)
+                todo += [child for child in reversed(children[node]) if child < len(masks)]
+            _go_back(matcher, path, 0, output)
         except GrammarError as problem:
             if len(output) == len(state.output):
                 raise ConstraintError(f"structured_outputs: {problem}") from problem
@@ -90,6 +101,15 @@ class Constraints:
         except GrammarError as problem:
             raise ConstraintError(f"structured_outputs: {problem}") from problem
         return None
+
+
+def _go_back(matcher: Matcher | None, path: list[tuple[int, bool]], kept: int, output: list[int]) -> None:
+    """Drop the drafts behind the first ``kept`` ones."""
+    if len(path) == kept:
+        return
+    if matcher is not None:
+        matcher.rollback(sum(taken for _, taken in path[kept:]))
+    del output[len(output) - len(path) + kept :], path[kept:]
 
 
 def _holds(state: RequestState, output: Sequence[int]) -> bool:

@@ -380,7 +380,7 @@ class EngineCore:
     def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
         """Write the masks of a request's rows; one whose grammar fails ends."""
         try:
-            self._constraints.write(state, masks, drafts)
+            self._constraints.write(state, masks, drafts, self._executor.layout.tree)
         except ConstraintError as problem:
             self._scheduler.fail(state, str(problem))
             self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem)))
@@ -408,11 +408,13 @@ class EngineCore:
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
             return None
-        rows = started.batch.rows
+        rows, tree = started.batch.rows, self._executor.layout.tree
         told = []
         for entry, place, index in zip(rows.entry.tolist(), rows.place.tolist(), rows.sample_index, strict=True):
             state = started.output.requests[entry]
             before = self._drafts_of(started, entry)[:place] if place else []
+            if before and tree is not None:
+                before = [draft for i, draft in enumerate(before, 1) if tree.ancestors[place] >> i & 1]
             # What is sampled behind a draft that there is not does not count.
             output = [*state.output, *itertools.takewhile(lambda draft: draft >= 0, before)]
             params = state.request.params

@@ -75,7 +75,7 @@ def take_verified(
 ) -> tuple[Commit, list[tuple[RequestState, str]]]:
     """Of a step that verifies, the tokens kept of each entry, up to a stop token or its limit, where it ends. What was
     counted for rejected tokens is taken back. drafted: how many drafts each entry had."""
-    query_len = output.query_len
+    query_len, ahead = output.query_len, output.ahead
     at = np.flatnonzero(live)
     slots, kept, new = output.slots[at], num_kept[at], tokens.reshape(-1, query_len)[at]
     places = np.arange(query_len)
@@ -86,9 +86,9 @@ def take_verified(
     last = np.where(ended, ending.argmax(axis=1), kept - 1)
     n = np.arange(len(at))
     taken = last + 1 - failed[n, last]
-    t.num_in_flight[slots] -= query_len
-    t.num_unsure[slots] -= query_len - 1
-    t.num_computed_tokens[slots] -= query_len - kept
+    t.num_in_flight[slots] -= ahead
+    t.num_unsure[slots] -= ahead - 1
+    t.num_computed_tokens[slots] -= ahead - kept
     t.num_tokens[slots] += taken
     t.last_token[slots] = new[n, last]
     requests = [output.requests[i] for i in at.tolist()]

@@ -59,8 +59,8 @@ class Scheduler:
 
     @property
     def most_drafts(self) -> int:
-        """Of a sequence in a step."""
-        return max(self._query_lens, default=1) - 1
+        """Of a sequence in a step, one behind the other."""
+        return self._layout.ahead(max(self._query_lens, default=1)) - 1
 
     @property
     def running(self) -> int:
@@ -183,8 +183,10 @@ class Scheduler:
         known = t.num_tokens + t.num_in_flight
         todo = known - t.num_computed_tokens
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
-        decode = ready & (todo == 1)
         ready &= todo > 0
+        if not (self._waiting or np.count_nonzero(ready)):
+            return None
+        decode = ready & (todo == 1)
         chosen = self._with_blocks(decode, known)
         chunks = np.count_nonzero(ready) > np.count_nonzero(decode)
         query_len = 1
@@ -208,18 +210,19 @@ class Scheduler:
     def _plan(self, slots: np.ndarray, counts: np.ndarray, query_len: int, verified: int) -> SchedulerOutput:
         t = self.requests
         starts, in_flight, known = t.num_computed_tokens[slots], t.num_in_flight[slots], t.num_tokens[slots]
-        ends = starts + counts
+        ends, ahead = starts + counts, self._layout.ahead(query_len)
         drafts = pending = None
         if self._query_lens and np.count_nonzero(unsure := t.num_unsure[slots]):
             pending = unsure > 0
         samples = ends == known + in_flight
         rows = samples.astype(np.int32)
         if verified:
-            samples[:verified], rows[:verified] = True, query_len
+            samples[:verified], rows[:verified] = True, ahead
             if not (self._limits.device_drafts or self._limits.late_drafts):
                 drafts = t.drafts(slots[:verified], query_len - 1)
-            t.num_unsure[slots[:verified]] += query_len - 1
+            t.num_unsure[slots[:verified]] += ahead - 1
         in_flight += rows
+        rows[:verified] = query_len
         by_slot = t.by_slot
         requests: list[RequestState] = [by_slot[s] for s in slots.tolist()]
         if np.count_nonzero(t.scoring):
@@ -229,6 +232,7 @@ class Scheduler:
         fed = starts >= known
         if self._layout.lookahead:
             self.cache.look_ahead(slots, ends)
+        ends[:verified] = starts[:verified] + ahead
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
         num_drafts = None
@@ -239,9 +243,9 @@ class Scheduler:
         if self.cache.snapshots and self.cache.caching and verified < len(slots):
             saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
         return SchedulerOutput(
-            requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, verified,
-            drafts, pending, num_drafts, self._copies, self._resets, self._loads, self._encodes, saves, self._admitted,
-            self.adapters.writes(),
+            requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, ahead,
+            verified, drafts, pending, num_drafts, self._copies, self._resets, self._loads, self._encodes, saves,
+            self._admitted, self.adapters.writes(),
         )  # fmt: skip
 
     def _reserve_snapshots(
@@ -470,7 +474,7 @@ class Scheduler:
         commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
         if v := output.verified:
             assert num_kept is not None
-            drafted = np.full(v, output.query_len - 1) if num_drafted is None else num_drafted[:v]
+            drafted = np.full(v, output.ahead - 1) if num_drafted is None else num_drafted[:v]
             if output.drafts is not None:  # the device takes those that there are not for tokens
                 drafted = (output.drafts >= 0).sum(axis=1)
             self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])

@@ -43,7 +43,8 @@ class SchedulerOutput(NamedTuple):
     slot is still the request's. tables: block tables of all slots, for each cache group [slots, blocks].
 
     query_len, verified: the first ``verified`` entries verify drafts: they have query_len tokens each, their newest and
-    drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. pending [n] bool, or
+    drafts [verified, query_len - 1] int32, negative for none; None where they lie on the device. ahead: by how many
+    tokens each of them may move on: query_len, fewer where the drafts are a tree. pending [n] bool, or
     None: starts, positions and lengths are upper bounds, to be lowered on the device by the drafts that the step in
     flight rejects. num_drafts: of each sequence, how many the device makes behind the step, None where it is not asked.
 
@@ -62,6 +63,7 @@ class SchedulerOutput(NamedTuple):
     epochs: np.ndarray
     tables: tuple[np.ndarray, ...]
     query_len: int
+    ahead: int
     verified: int
     drafts: np.ndarray | None
     pending: np.ndarray | None

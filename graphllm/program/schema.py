@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
+from graphllm.config.token_tree import TokenTree
+
 NEUTRAL = ".neutral"  # behind a program's name: the one for steps in which optional inputs are neutral throughout
 
 
@@ -27,7 +29,7 @@ class CacheLayout(NamedTuple):
     rows of item states. max_adapters: entries of adapter states beside the neutral one. query_lens: tokens a sequence
     that verification steps may have, none without. history: tokens of a sequence that its slot remembers.
     lookahead: positions behind a step's tokens that a draft graph writes. next_seen: what it keeps of a token depends
-    on the one behind it, too.
+    on the one behind it, too. tree: of the drafts that steps verify, None where they are one run.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -40,11 +42,16 @@ class CacheLayout(NamedTuple):
     history: int = 0
     lookahead: int = 0
     next_seen: bool = False
+    tree: TokenTree | None = None
 
     @property
     def stateless(self) -> bool:
         """Whether nothing is kept of a sequence between steps, so that its prompt is computed in one."""
         return not self.groups and not self.recurrent
+
+    def ahead(self, query_len: int) -> int:
+        """By how many tokens a sequence with so many rows in a step moves on at most."""
+        return query_len if self.tree is None or query_len == 1 else self.tree.levels + 1
 
     @property
     def block_size(self) -> int:

@@ -3,11 +3,12 @@ step on the device; the host prepares their inputs with the step's and learns no
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from graphllm.config.token_tree import TokenTree
 from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.staging import StepInput
 from graphllm.runtime.stream import Job
@@ -28,10 +29,25 @@ class DraftRuns(NamedTuple):
 
 class DraftShape(NamedTuple):
     """one_row_more: the first run has the step's tokens and one more of each sequence. at_once: drafts of a run that
-    none follows, 0 where each run makes one."""
+    none follows, 0 where each run makes one. tree: that they fill, level by level, None where each is one behind the
+    other."""
 
     one_row_more: bool
     at_once: int
+    tree: TokenTree | None
+
+
+def _inner_nodes(tree: TokenTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
+    """Rows of each sequence for the nodes of a tree that have others behind them."""
+    inner, n = tree.inner, np.arange(sequences + 1, dtype=np.int32)
+    count = len(inner)
+    bits = [sum(1 << i for i, other in enumerate(inner) if tree.ancestors[node] >> other & 1) for node in inner]
+    rows = {
+        "query_start_loc": n * count,
+        "sequence_ids": np.repeat(n[:-1], count),
+        "ancestors": np.tile(np.array(bits, dtype=np.int64), sequences),
+    }
+    return StepInput(count * sequences, sequences, count * sequences, count, {**kept, **rows})
 
 
 def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int, shape: DraftShape) -> DraftRuns:
@@ -42,7 +58,12 @@ def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int, shape: Dra
     one_each = StepInput(
         step.sequences, step.sequences, step.sequences, 1, {**kept, "query_start_loc": n, "sequence_ids": n[:-1]}
     )
-    first = step
+    # What is kept of a tree is a run of tokens, and rows that are sampled from are the draft graph's own matter.
+    other = ("ancestors", "logits_indices")
+    first = step._replace(arrays={name: array for name, array in given.items() if name not in other})
+    if shape.tree is not None:
+        first = first._replace(rows=step.sequences)
+        one_each = _inner_nodes(shape.tree, step.sequences, kept)
     if shape.one_row_more:
         starts = given["query_start_loc"] + n
         rows = {"query_start_loc": starts, "sequence_ids": np.repeat(n[:-1], np.diff(starts))}

@@ -17,9 +17,11 @@ import numpy as np
 import torch
 
 from graphllm.config import ConfigError
+from graphllm.config.token_tree import token_tree
 from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
+from graphllm.program.stages import Stage, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
@@ -90,7 +92,8 @@ class Executor:
     folder: the artifact, already verified. weights: finished parameters by name. num_blocks: of the paged cache; block
     0 is never written by a request. threads: of a CPU's kernels, None for torch's choice. cache: memory of those blocks
     on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a prefix are
-    valid behind any continuation. Raises ConfigError when the memory cannot be allocated.
+    valid behind any continuation. stage: of a pipeline, whose layers alone run here. Raises ConfigError when the memory
+    cannot be allocated.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class Executor:
         threads: int | None = None,
         cache: CacheMemory | None = None,
         num_snapshots: int = 0,
+        stage: Stage | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
@@ -112,7 +116,8 @@ class Executor:
         self.vocab, self.shareable = program["vocab"], program["shareable"]
         symbol, size = program["vector"]
         self.vector = str(symbol), int(size)
-        self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache)
+        reads = None if stage is None else stage_reads(program, stage)
+        self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache, reads)
         self.layout = CacheLayout(
             self.states.groups,
             num_blocks,
@@ -124,8 +129,13 @@ class Executor:
             next((t.shape[1] for name, t in self.states.tensors.items() if name == "state.history"), 0),
             program["drafts"]["lookahead"],
             program["drafts"]["next_seen"],
+            token_tree(compiled["speculative_token_tree"]) if compiled["speculative_token_tree"] else None,
         )
-        self._drafts = DraftShape(program["drafts"]["one_row_more"], program["drafts"]["at_once"])
+        self._drafts = DraftShape(
+            program["drafts"]["one_row_more"],
+            program["drafts"]["at_once"],
+            self.layout.tree if program["drafts"]["by_levels"] else None,
+        )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
         )
@@ -146,6 +156,7 @@ class Executor:
                 self.max_num_seqs,
                 longest_query,
                 _IN_FLIGHT * (2 if g["task"] == "draft" else 1),
+                stage,
             )
             for g in program["graphs"]
         }
@@ -181,7 +192,9 @@ class Executor:
         whole = len(bound.parts) == 1
         copied = graph.host_results(program)
         if self._drafter is not None:
-            count = self.layout.query_lens[-1] - 1 if step.num_drafts is None else step.num_drafts
+            count = self.layout.ahead(self.layout.query_lens[-1]) - 1
+            if step.num_drafts is not None:
+                count = self.layout.ahead(step.num_drafts + 1) - 1
             handle.drafts = prepare_drafts(self._drafter, step, count, self._drafts)
         tables = (step.arrays[n] for n in self._tables if n in step.arrays)
         highest = max((int(t.max(initial=0)) for t in tables), default=0) if self.device.type == "cpu" else 0
@@ -255,7 +268,8 @@ class Executor:
             if scores:
                 bound.run("logprobs")
             for row in whole:
-                logits = torch.nan_to_num(bound.results["logits"][row].float(), nan=-math.inf)
+                kept = bound.results["path_rows"][row] if "path_rows" in bound.results else row
+                logits = torch.nan_to_num(bound.results["logits"][kept].float(), nan=-math.inf)
                 handle.whole[row] = torch.log_softmax(logits, dim=-1)
             self._finish(handle, copied)
 
@@ -393,8 +407,11 @@ class Executor:
         self._stream.submit(_nothing).result()
 
     def close(self) -> None:
-        """Wait for everything and stop."""
+        """Wait for everything, stop, and give captured graphs back: a group of ranks cannot be left while one holds
+        its collectives."""
         self._stream.close()
+        for graph in self._graphs.values():
+            graph.release()
 
 
 def _nothing() -> None:

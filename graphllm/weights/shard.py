@@ -97,7 +97,7 @@ def _check_blocks(entry: Entry, expr: Expr, degree: int) -> None:
     """Raises ConfigError where a share of an encoded matrix that is kept so does not begin and end at its blocks: it
     would have to be decoded."""
     for e in walk(expr):
-        if isinstance(e, Slice) and isinstance(e.part, Decode) and e.per_rank and _is_kept(e.part.encoding):
+        if isinstance(e, Slice) and isinstance(e.part, Decode) and e.per_rank and _is_kept(entry, e.part.encoding):
             block = encoding_of(e.part.encoding).block[e.dim]
             extent = e.part.shape[e.dim]
             remedy = "a divisor" if entry.expert_axis is None else "a divisor, or enable_expert_parallel"
@@ -107,10 +107,10 @@ def _check_blocks(entry: Entry, expr: Expr, degree: int) -> None:
             )
 
 
-def _is_kept(encoding: str) -> bool:
-    """Whether ops read a matrix as it is stored, or repacked; others are decoded while they are loaded."""
-    found = encoding_of(encoding)
-    return found.op is not None or bool(found.repacked)
+def _is_kept(entry: Entry, name: str) -> bool:
+    """Whether an op reads such a parameter as it is stored, or repacked; others are decoded while they are loaded."""
+    found = [encoding_of(n) for n in (name, *(n for n, _ in encoding_of(name).repacked))]
+    return any((e.op if entry.expert_axis is None else e.moe_op) is not None for e in found)
 
 
 def _vocabulary(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
@@ -121,7 +121,7 @@ def _vocabulary(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
             raise ValueError(f"{entry.name}: tied to {entry.tie}, which is not divided by vocabulary")
         return dataclasses.replace(entry, shape=shape)
     missing = degree * rows - entry.shape[0]
-    stored = [e.encoding for e in walk(entry.expr) if isinstance(e, Decode) and _is_kept(e.encoding)]
+    stored = [e.encoding for e in walk(entry.expr) if isinstance(e, Decode) and _is_kept(entry, e.encoding)]
     if missing and stored:
         raise ConfigError(
             f"tensor_parallel_size is {degree}: {entry.name} is stored as {stored[0]} and has {entry.shape[0]} rows; "

@@ -49,6 +49,8 @@ def simplify(expr: Expr) -> Expr:
             return one
         if isinstance(part, Stack) and len(part.parts) == 1:  # a dimension of 1 more than its part
             part = part.parts[0]
+        if isinstance(part, Concat) and part.dim and part.shape == (1, *expr.to):
+            return simplify(Concat(tuple(simplify(Reshape(p, p.shape[1:])) for p in part.parts), part.dim - 1))
         return part if part.shape == expr.to else Reshape(part, expr.to)
     return expr
 

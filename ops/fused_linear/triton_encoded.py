@@ -4,7 +4,7 @@ Codes become numbers two at a time: the same bits of two neighbouring int16 are 
 16 bits, which the format of `graphllm.ops.encoded_weights` makes two neighbouring inner entries.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ namespace {
 
 constexpr i64 kMaxRows = 448;  // query rows an item: enough to make the transposition of values cheap
 constexpr i64 kMinRows = 64;   // but no fewer, when smaller items would keep all threads busy
-constexpr i64 kMinWork = 16 << 10;  // query-key pairs times heads below which a second thread is not worth waking
+constexpr i64 kMinWork = 4 << 10;  // query-key pairs times heads below which a second thread is not worth waking
 constexpr i64 kMinBytes = 64 << 10;  // the same in decode, in bytes of the cache
 
 // The items of a batch. In pure decode every thread takes the same share of the tokens of all contexts, one stretch of them,
@@ -97,7 +97,8 @@ class Batch {
   Item at(i64 number) const {
     const i64 s = sequence(number), n = queries(s), start = ((first_[s + 1] - 1 - number) / a_.K) * block_;
     Item item{s, number % a_.K, 1, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
-    item.from = first_seen(item.position), item.to = std::min(i64(a_.lengths[s]), item.position + item.tokens + a_.ahead);
+    const bool tree = a_.ancestors && a_.ancestors[item.row] >= 0;
+    item.from = first_seen(tree ? item.position - start : item.position), item.to = std::min(i64(a_.lengths[s]), item.position + item.tokens + a_.ahead);
     return item;
   }
 
@@ -200,7 +201,7 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
   const i64 apart = (reinterpret_cast<std::intptr_t>(v) - reinterpret_cast<std::intptr_t>(k)) / i64(sizeof(T));
   const Layout rows{E, 1, 0, apart, k_head, k_token};
   Args<T, T> a{rows, q, k, v, const_cast<T*>(k), nullptr, starts, lengths, out, tokens, S, H, K, q_token, q_head, k_token,
-               k_head, v_token, v_head, 0, scale, window > 0 ? window + 1 : 0, 0, nullptr, 1, 1};
+               k_head, v_token, v_head, 0, scale, window > 0 ? window + 1 : 0, 0, nullptr, 1, 1, nullptr};
   a.ahead = window > 0 ? window : i64(1) << 30;
   attend<T, T>(a);
 }
@@ -227,7 +228,8 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
                        std::int64_t q_head, std::int64_t k_token, std::int64_t k_head, std::int64_t v_token,          \
                        std::int64_t v_head, std::int64_t cache_block, std::int64_t cache_kind,                        \
                        std::int64_t cache_head, std::int64_t cache_slot, std::int64_t table_stride, double scale,     \
-                       std::int64_t window, double softcap, const void* sinks, const void* kv_scales) {               \
+                       std::int64_t window, double softcap, const void* sinks, const void* kv_scales,                 \
+                       const void* ancestors) {                                                                       \
     using Number = graphllm::T;                                                                                       \
     using Entry = graphllm::C;                                                                                        \
     const auto* scales = static_cast<const float*>(kv_scales);                                                        \
@@ -237,5 +239,5 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
         static_cast<const std::int32_t*>(table), static_cast<const std::int32_t*>(starts), static_cast<const          \
         std::int32_t*>(lengths), static_cast<Number*>(out), tokens, S, H, K, q_token, q_head, k_token, k_head,        \
         v_token, v_head, table_stride, float(scale) * key_scale, window, float(softcap), static_cast<const            \
-        Number*>(sinks), key_scale, value_scale});                                                                    \
+        Number*>(sinks), key_scale, value_scale, static_cast<const std::int64_t*>(ancestors)});                                                                    \
   }

@@ -36,6 +36,13 @@ def _drawn(make: Maker, shape: tuple[int, ...], dtype: str, kv_scales: torch.Ten
     return kv_cache
 
 
+def _bits(sequences: Sequence[tuple[int, int]], tree: Sequence[int]) -> list[int]:
+    nodes = [1]
+    for node, parent in enumerate(tree[1:], 1):
+        nodes.append(nodes[parent] | 1 << node)
+    return [bits for n, _ in sequences for bits in (nodes if n == len(tree) else [-1] * n)]
+
+
 def _case(
     name: str,
     sequences: Sequence[tuple[int, int]],
@@ -52,12 +59,14 @@ def _case(
     size: str = "small",
     cache: str = "",
     scales: tuple[float, float] | None = None,
+    tree: Sequence[int] = (),
 ) -> Case:
     """One case. sequences: (query tokens, length including them) of each; heads: H, K, E; fused: q, k, v are slices.
 
     sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
     output is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket, if
-    it has several and there are no prompts. cache: its dtype, if not that of the rest.
+    it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
+    node before it; sequences of as many tokens verify it.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
@@ -90,6 +99,7 @@ def _case(
             "seq_lens": make.tensor([length for _, length in sequences], torch.int32),
             "scale": E**-0.5, "window": window, "softcap": softcap,
             "sinks_H": make.normal(H, scale=2.0) if sinks else None, "kv_scales": kv_scales,
+            "ancestors_T": make.tensor(_bits(sequences, tree) + [-1] * pad, torch.int64) if tree else None,
         }  # fmt: skip
 
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket(kind, rows, max(rows, most), queries), size, _owned_rows)  # type: ignore[arg-type]
@@ -98,6 +108,8 @@ def _case(
 _FP8: dict[str, Any] = {"cache": "float8_e4m3fn"}
 _SCALED: dict[str, Any] = _FP8 | {"scales": (0.05, 0.0078)}  # of which some values are larger than fp8 holds
 _INT8: dict[str, Any] = {"cache": "int8"}
+_TREE = (-1, 0, 0, 1, 1, 2)  # two drafts, of which the first has two behind it and the second one
+_WIDE = (-1, *(i // 3 for i in range(21)))
 _8B, _06B = (32, 8, 128), (16, 8, 128)
 
 CASES = (
@@ -136,6 +148,14 @@ CASES = (
     _case("verify_many", [(2, 2100), (2, 64), (1, 17)], (16, 8, 32), queries=2, most=256, block_size=32),
     _case("verify_fp8", [(4, 4), (3, 40), (0, 0), (4, 333)], (8, 2, 32), queries=4, **_SCALED),
     _case("verify_too_many_rows", [(9, 70), (3, 20)], (8, 1, 32), queries=9),
+    _case("verify_tree", [(6, 6), (6, 37), (0, 0), (6, 333)], queries=6, tree=_TREE, fused=True, pad=3),
+    _case("verify_tree_ranges", [(6, 1500), (6, 40)], (2, 1, 32), queries=6, tree=_TREE, sinks=True),
+    _case("verify_tree_window", [(6, 6), (6, 20), (6, 200)], (8, 2, 80), queries=6, tree=_TREE, window=3),
+    _case("verify_tree_window_two", [(6, 33), (6, 67)], queries=6, tree=_TREE, window=2),
+    _case("verify_tree_softcap_fp8", [(6, 70), (6, 16)], (4, 2, 32), queries=6, tree=_TREE, softcap=2.0, **_SCALED),
+    _case("verify_wide_tree", [(22, 22), (22, 150), (22, 40)], (2, 1, 64), queries=22, tree=_WIDE),
+    _case("verify_wide_tree_window", [(22, 22), (22, 150)], (2, 1, 64), queries=22, tree=_WIDE, window=4),
+    _case("verify_tree_too_many_rows", [(22, 150), (22, 40)], (8, 1, 32), queries=22, tree=_WIDE),
     _case("prompt_one_token", [(1, 1), (2, 2)]),
     _case("prompt", [(70, 70)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),
@@ -152,6 +172,10 @@ CASES = (
     _case("mixed_sinks", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], (8, 1, 64), sinks=True, fused=True),
     _case("mixed_sinks_window_softcap", [(40, 70), (1, 70), (3, 60)], sinks=True, softcap=3.0, window=18),
     _case("mixed_block128", [(150, 150), (1, 129)], (2, 1, 32), block_size=128),
+    _case("mixed_tree", [(6, 77), (30, 30), (0, 0), (1, 16), (6, 6), (9, 100)], tree=_TREE, fused=True),
+    _case("mixed_tree_window", [(6, 77), (60, 130), (6, 200), (6, 6)], (2, 1, 80), tree=_TREE, window=20),
+    _case("mixed_wide_tree_window_int8", [(22, 70), (60, 70), (22, 22)], (8, 1, 32), tree=_WIDE, window=3, **_INT8),
+    _case("mixed_wide_tree_sinks", [(22, 70), (40, 70), (22, 130)], (14, 2, 64), tree=_WIDE, sinks=True),
     _case("decode_fp8", [(1, 1), (1, 40), (0, 0), (1, 333)], (8, 2, 32), **_SCALED),
     _case("decode_fp8_group7", [(1, 90), (1, 64)], (14, 2, 64), fused=True, **_FP8),
     _case("decode_fp8_ranges", [(1, 1500), (1, 40), (1, 700)], (14, 2, 64), sinks=True, fused=True, **_SCALED),
@@ -163,6 +187,7 @@ CASES = (
     _case("decode_int8_window_softcap", [(1, 3), (1, 200)], (3, 3, 80), softcap=2.0, window=20, **_INT8),
     _case("mixed_int8", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], fused=True, **_INT8),
     _case("mixed_int8_window", [(90, 200), (1, 70), (50, 50)], (2, 1, 36), window=33, **_INT8),
+    *(_case(f"verify_tree_8b_b{S}_ctx4096", [(6, 4096)] * S, _8B, queries=6, tree=_TREE, size="real") for S in (1, 32)),
     *(_case(f"verify_8b_b{S}_ctx{n}", [(4, n)] * S, _8B, queries=4, size="real") for S in (1, 32) for n in (512, 4096)),
     *(_case(f"decode_8b_b{S}_ctx{n}", [(1, n)] * S, _8B, size="real") for S in (1, 32, 128) for n in (512, 4096)),
     *(_case(f"decode_06b_b{S}_ctx{n}", [(1, n)] * S, _06B, size="real") for S in (1, 64, 256) for n in (384, 2048)),

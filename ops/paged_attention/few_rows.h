@@ -19,9 +19,18 @@ namespace {
 constexpr i64 kFewGroup = 8;  // query rows a group
 constexpr i64 kPiece = 16;    // tokens that lie in one block of the cache
 
-// Which tokens a row sees: positions (oldest, newest].
+// Which tokens a row sees: positions (oldest, newest], and of those from `begin` on, rows of its own step, number i where
+// bit i is set.
 struct Span {
-  std::int32_t oldest, newest;
+  std::int32_t oldest, newest, begin;
+  i64 bits;
+
+  // One bit for each token of the piece at position `from`.
+  std::int32_t open(i64 from) const {
+    const i64 ahead = from - begin;
+    if (ahead >= 0) return std::int32_t((ahead < 63 ? bits >> ahead : bits >> 63) & 0xFFFF);
+    return ahead <= -kPiece ? 0xFFFF : std::int32_t((std::uint64_t(bits) << -ahead | ((1 << -ahead) - 1)) & 0xFFFF);
+  }
 };
 
 // State of a row: largest score, broadcast; sums of weights by lane; then E weighted sums of values.
@@ -63,9 +72,10 @@ inline void soften_rows(i64 from, const Span* spans, float scale, const Adjust& 
       x[p] = reg_of<Reg>(scaled, p);
       if (spans) {
         const Ints numbers = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        const RegInts token = reg_of<RegInts>(numbers, p) + std::int32_t(from);
+        const RegInts number = reg_of<RegInts>(numbers, p), token = number + std::int32_t(from);
+        const RegInts open = ((RegInts{} + spans[r].open(from)) >> number) & 1;
         const Reg hidden = Reg{} - std::numeric_limits<float>::infinity();
-        x[p] = ((token <= spans[r].newest) & (token > spans[r].oldest)) ? x[p] : hidden;
+        x[p] = ((token <= spans[r].newest) & (token > spans[r].oldest) & (open > 0)) ? x[p] : hidden;
       }
       most = p == 0 ? x[p] : larger(most, x[p]);
     }

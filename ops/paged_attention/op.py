@@ -68,6 +68,16 @@ def _load(kv_cache: Tensor, kind: int, blocks: Tensor, E: int, scale: Tensor | N
     return found if scale is None else found * scale.to(dtype)
 
 
+def _seen_of_step(bits_n: Tensor | None, n: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which of its step's n rows each row of a sequence sees [n, n], and how far it stands behind the first [n]."""
+    row = torch.arange(n, device=device)
+    causal = row[None, :] <= row[:, None]
+    if bits_n is None:
+        return causal, row
+    bits = (bits_n[:, None] >> row) & 1 > 0
+    return torch.where(bits_n[:, None] < 0, causal, bits), torch.where(bits_n < 0, row, bits.sum(1) - 1)
+
+
 @op(boundary=True, mutates=("kv_cache",), cost=_cost)
 def paged_attention(
     q_THE: Tensor,
@@ -82,6 +92,7 @@ def paged_attention(
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    ancestors_T: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T new tokens over a paged KV cache, grouped-query heads, one ragged batch.
 
@@ -98,9 +109,14 @@ def paged_attention(
     int8, [B, 2, K, P, E + 4], holds of each head P * E numbers, then P float32 scales: that of a token and head is its
     largest magnitude / 127. Quotients are float32. All tokens, the step's own too, are read as entry times scale; what
     is read of an entry that is NaN is not specified.
+    ancestors_T [T] int64 (None: -1 throughout): -1 for a row that sees what was said above. The rows of other sequences
+    are nodes of a tree of drafts: such a row sees all of the cache before the step's rows, and row j of its own step
+    where bit j is set, as its own one is and none behind it. It stands as many positions behind the first row as it has
+    bits more than one, and a window counts by these. Rows lie in the cache as they do without.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
-    2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks).
+    2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks); Miao et al. 2024, SpecInfer
+    (trees).
     """
     H, E = q_THE.shape[1:]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
@@ -124,10 +140,12 @@ def paged_attention(
         scores = torch.einsum("the,lhe->htl", q_THE[a:b].to(accumulate), keys) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        at = torch.arange(length, device=q_THE.device)
-        visible = at[None, :] <= positions[:, None]
+        seen, depths = _seen_of_step(None if ancestors_T is None else ancestors_T[a:b], b - a, q_THE.device)
+        before = torch.arange(length - (b - a), device=q_THE.device)
+        visible = torch.cat([seen.new_ones(b - a, len(before)), seen], dim=1)
         if window > 0:
-            visible &= at[None, :] > positions[:, None] - window
+            standing = torch.cat([before, length - (b - a) + depths])
+            visible &= standing[None, :] > standing[len(before) :, None] - window
         values = values.masked_fill(~visible.any(0)[:, None, None], 0)  # 0 * NaN is NaN
         scores = scores.masked_fill(~visible, float("-inf"))
         if sinks_H is not None:

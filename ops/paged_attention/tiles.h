@@ -31,7 +31,18 @@ struct Args : Layout {
   float softcap;
   const T* sinks;
   float key_scale, value_scale;  // of the entries
+  const i64* ancestors = nullptr;  // of each row, null where none is a node of a tree
   i64 ahead = 0;
+
+  // How far a row of its sequence's stands behind the first one.
+  i64 depth(i64 row, i64 first) const {
+    return ancestors && ancestors[row] >= 0 ? __builtin_popcountll(std::uint64_t(ancestors[row])) - 1 : row - first;
+  }
+  // Whether a node sees a row of its own step.
+  bool sees(i64 row, i64 other, i64 first) const {
+    if (!(ancestors[row] >> (other - first) & 1)) return false;
+    return window <= 0 || depth(other, first) > depth(row, first) - window;
+  }
 
   // Where the keys of `count` tokens from position `from` lie; values are cache_kind elements further.
   void locate(i64 s, i64 head, i64 from, i64 count, C** rows) const {

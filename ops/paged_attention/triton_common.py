@@ -208,6 +208,21 @@ def load_rotated(
 
 
 @triton.jit
+def load_bits(ancestors_ptr, row, known, TREE: tl.constexpr):
+    """Which rows of their step the rows see, a bit for each; all that come before where there is no tree."""
+    if TREE:
+        return tl.load(ancestors_ptr + row, mask=known, other=-1)
+    else:
+        return tl.full(row.shape, -1, tl.int64)
+
+
+@triton.jit
+def count_bits(bits, BLOCK: tl.constexpr):
+    """How many of the first BLOCK bits are set."""
+    return tl.sum((bits[:, None] >> tl.arange(0, BLOCK)[None, :].to(tl.int64)) & 1, axis=1).to(tl.int32)
+
+
+@triton.jit
 def load_sinks(sinks_ptr, heads, known):
     """Scores of the heads' sinks, in units of log2."""
     return tl.load(sinks_ptr + heads, mask=known, other=0.0).to(tl.float32) * 1.4426950408889634

@@ -332,7 +332,7 @@ def launch_split(
     sinks_H: Tensor | None,
     kv_scales: Tensor | None,
     rotary: Rotary | None,
-    *,
+    *pointers: Tensor,
     heads: int,
     tokens: int,
     splits: int,
@@ -345,8 +345,8 @@ def launch_split(
     **own: int,
 ) -> None:
     """Start a kernel that divides contexts into ranges. heads: KV heads of a program. tokens: most query tokens of a
-    sequence. joined, few_joined: rows whose ranges are joined at once, and if there are few. own: constants that only
-    this kernel has."""
+    sequence. joined, few_joined: rows whose ranges are joined at once, and if there are few. pointers, own: tensors and
+    constants that only this kernel has."""
     H, E = q_THE.shape[1:]
     K, P = kv_cache.shape[2], kv_cache.shape[3]
     S = seq_lens.shape[0]
@@ -354,13 +354,13 @@ def launch_split(
     partial = torch.empty((*shape, E), dtype=torch.float32, device=q_THE.device)
     lse = torch.empty(shape, dtype=torch.float32, device=q_THE.device)
     score_scale, log2e_cap = score_constants(scale, softcap)
-    pointers, rotation = rotary_arguments(rotary, q_THE)
+    rotated, rotation = rotary_arguments(rotary, q_THE)
     line = 128 // kv_cache.element_size()
     launch_triton(
         kernel, (K // heads, S, splits),
         q_THE, k_TKE, v_TKE, kv_cache, out_THE, partial, lse, zeroed(q_THE, S * K if splits > 1 else 1),
-        block_table, query_start_loc, seq_lens, *pointers,
-        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales,
+        block_table, query_start_loc, seq_lens, *rotated,
+        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, *pointers,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
         V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), CACHE_BLOCK=kv_cache.stride(0), CACHE_KV=kv_cache.stride(1),
         CACHE_HEAD=kv_cache.stride(2), CACHE_POS=kv_cache.stride(3), TABLE_ROW=block_table.stride(0),

@@ -7,6 +7,7 @@ kernels of triton_decode, which spread a long context over many programs.
 """
 
 # mypy: allow-untyped-defs
+# ruff: noqa: SIM102  (a branch on a constexpr joins no other condition)
 
 from __future__ import annotations
 
@@ -22,6 +23,8 @@ from graphllm.ops.paged_attention.triton_common import (
     as_entries,
     as_queries,
     attends,
+    count_bits,
+    load_bits,
     load_rotated,
     load_scales,
     load_sinks,
@@ -114,11 +117,14 @@ def _attend_tiles(
     lo,
     hi,
     row_scale,
+    begin,
+    bits,
     CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_POS: tl.constexpr,
     LOG2E_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREE: tl.constexpr,  # rows may be nodes of a tree: from position begin on they see what their bits say
     MASKED: tl.constexpr,  # some rows do not see some of these tiles' tokens
     E: tl.constexpr,
     E_PAD: tl.constexpr,
@@ -147,7 +153,12 @@ def _attend_tiles(
         if LOG2E_CAP > 0:
             scores = soft_cap(scores, LOG2E_CAP, row_scale[:, None])
         if MASKED:
-            seen = at[None, :] <= position[:, None]
+            if TREE:
+                inner = tl.minimum(tl.maximum(at - begin, 0), 63).to(tl.int64)
+                node = (at < begin)[None, :] | ((at < end)[None, :] & (((bits[:, None] >> inner[None, :]) & 1) != 0))
+                seen = tl.where((bits < 0)[:, None], at[None, :] <= position[:, None], node)
+            else:
+                seen = at[None, :] <= position[:, None]
             if WINDOW > 0:
                 seen = seen & (at[None, :] > position[:, None] - WINDOW)
             scores = tl.where(seen, scores, float("-inf"))
@@ -190,6 +201,7 @@ def _flash_kernel(
     sin_ptr,
     sinks_ptr,
     kv_scales_ptr,
+    ancestors_ptr,
     S,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
@@ -216,6 +228,7 @@ def _flash_kernel(
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -251,9 +264,16 @@ def _flash_kernel(
         row_scale = SCALE * k_scale * powers
         table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
 
-        low = length - queries + skip  # position of the first token of the block
+        begin = length - queries
+        low = begin + skip  # position of the first token of the block
         end = tl.minimum(low + BLOCK_Q, length)  # one past the last
         last_tile = (end + BLOCK_N - 1) // BLOCK_N
+        bits = load_bits(ancestors_ptr, row, valid, TREE)
+        if TREE:  # nodes may stand anywhere from the first row on, and need not see it
+            if tl.load(ancestors_ptr + row0) >= 0:
+                low = begin - 1
+                if WINDOW > 0:
+                    position = tl.where(bits < 0, position, begin + count_bits(bits, 64) - 1)
         full = (low + 1) // BLOCK_N  # tiles that end at or before low: seen by all rows, but for the window
         acc = tl.zeros([BLOCK_M, E_PAD], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -265,16 +285,19 @@ def _flash_kernel(
             inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
             acc, top, total = _attend_tiles(
                 acc, top, total, q, head_ptr, table_row, position, end, first, inner, row_scale,
-                CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+                begin, bits,
+                CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, True, E, E_PAD, P, BLOCK_N, EMULATED,
             )  # fmt: skip
             first = inner
         acc, top, total = _attend_tiles(
             acc, top, total, q, head_ptr, table_row, position, end, first, full, row_scale,
-            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, EMULATED,
+            begin, bits,
+            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, False, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         acc, top, total = _attend_tiles(
             acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile, row_scale,
-            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, EMULATED,
+            begin, bits,
+            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, True, E, E_PAD, P, BLOCK_N, EMULATED,
         )  # fmt: skip
         if SINKS:
             total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
@@ -319,6 +342,7 @@ def triton_prefill(
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    ancestors_T: Tensor | None = None,
     rotary: Rotary | None = None,
     *,
     block_m: int,
@@ -348,10 +372,10 @@ def triton_prefill(
     launch_triton(
         _flash_kernel, ((T // (block_m // G) + S) * K,),
         q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
-        q_THE if sinks_H is None else sinks_H, scales, S,
+        q_THE if sinks_H is None else sinks_H, scales, q_THE if ancestors_T is None else ancestors_T, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, num_warps=warps,
-        num_stages=stages, **cache, **rotation,
+        SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, TREE=ancestors_T is not None,
+        num_warps=warps, num_stages=stages, **cache, **rotation,
     )  # fmt: skip
     launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,

@@ -22,7 +22,9 @@ from graphllm.ops.paged_attention.triton_common import (
     as_entries,
     as_queries,
     attends,
+    count_bits,
     load_angles,
+    load_bits,
     load_heads,
     load_norm,
     load_scales,
@@ -68,6 +70,7 @@ def _verify_kernel(
     sin_ptr,
     sinks_ptr,
     kv_scales_ptr,
+    ancestors_ptr,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
     K_ROW: tl.constexpr,
@@ -105,6 +108,7 @@ def _verify_kernel(
     SINKS: tl.constexpr,
     SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
+    TREE: tl.constexpr,  # rows may be nodes of a tree
 ):
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,6 +149,10 @@ def _verify_kernel(
         q = rotate(q, q_other, q_weight, q_other_weight, q_cos, q_sin, E, F, NORM, EPS)
         q, powers = as_queries(q, cache_ptr.dtype.element_ty)
         row_scale = (SCALE * k_scale * powers)[:, None]
+        stands = query  # how far behind the first row; windows count by that
+        bits = load_bits(ancestors_ptr, token, valid, TREE)
+        if TREE and WINDOW > 0:
+            stands = tl.where(bits < 0, query, count_bits(bits, 64) - 1)
         top = tl.full([M], float("-inf"), tl.float32)
         total = tl.zeros([M], tl.float32)
         acc = tl.zeros([M, E_PAD], tl.float32)
@@ -167,8 +175,14 @@ def _verify_kernel(
             else:
                 new_scores = new_scores * row_scale
             seen = new[None, :] & (j[None, :] <= query[:, None])
+            if TREE:
+                seen = seen & (((bits[:, None] >> j[None, :].to(tl.int64)) & 1) != 0)
             if WINDOW > 0:
-                seen = seen & (j[None, :] > query[:, None] - WINDOW)
+                new_stands = j
+                if TREE:
+                    new_bits = load_bits(ancestors_ptr, new_token, new, TREE)
+                    new_stands = tl.where(new_bits < 0, j, count_bits(new_bits, 64) - 1)
+                seen = seen & (new_stands[None, :] > stands[:, None] - WINDOW)
             new_scores = tl.where(seen, new_scores, float("-inf"))
             top = tl.max(new_scores, axis=1)
             if SINKS:
@@ -200,7 +214,7 @@ def _verify_kernel(
                 scores = scores * row_scale
             counts = there[None, :]
             if WINDOW > 0:
-                counts = counts & (at[None, :] > before + query[:, None] - WINDOW)
+                counts = counts & (at[None, :] > before + stands[:, None] - WINDOW)
             scores = tl.where(counts, scores, float("-inf"))
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             shift = new_top
@@ -266,6 +280,7 @@ def triton_verify(
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    ancestors_T: Tensor | None = None,
     rotary: Rotary | None = None,
     *,
     queries: int,
@@ -277,7 +292,8 @@ def triton_verify(
     rows = queries * H // K
     launch_split(
         _verify_kernel, q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window,
-        softcap, sinks_H, kv_scales, rotary, heads=1, tokens=queries, few_joined=joined_rows(rows, E, FEW_RANGES),
-        Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(rows), **plan,
+        softcap, sinks_H, kv_scales, rotary, q_THE if ancestors_T is None else ancestors_T,
+        heads=1, tokens=queries, few_joined=joined_rows(rows, E, FEW_RANGES),
+        Q=queries, BLOCK_Q=power_of_2(queries), M=power_of_2(rows), TREE=ancestors_T is not None, **plan,
     )  # fmt: skip
     return out_THE

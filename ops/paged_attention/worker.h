@@ -47,6 +47,15 @@ struct Rows {
   i64 first, last;  // the lowest and the highest position
   i64 least, most;  // the same of what they see
   int regs;         // registers of lanes that hold rows
+  i64 begin;        // of nodes of a tree, the first token of their step; of others the end of everything
+  i64 bits[kLanes];  // of nodes, which tokens from there on they see
+
+  // Which lanes of a register see a token from `begin` on.
+  RegInts open(i64 token, int reg) const {
+    RegInts found{};
+    for (i64 i = 0; i < kRegLanes; i++) found[i] = -std::int32_t(bits[reg * kRegLanes + i] >> (token - begin) & 1);
+    return found;
+  }
 };
 
 // One item: `tokens` query tokens of sequence s from its row `row`, key/value heads from `head`, context [from, to).
@@ -131,6 +140,27 @@ class Worker {
     }
   }
 
+  bool is_tree(const Item& item) const { return a_.ancestors && a_.ancestors[item.row] >= 0; }
+  // Which rows of its step a node sees, of those that lie within its window.
+  i64 seen_nodes(const Item& item, i64 row) const {
+    i64 found = 0;
+    for (i64 other = a_.starts[item.s]; other <= row; other++)
+      if (a_.sees(row, other, a_.starts[item.s])) found |= i64(1) << (other - a_.starts[item.s]);
+    return found;
+  }
+  // Where an item's first step token stands.
+  i64 step_begin(const Item& item) const { return item.position - (item.row - a_.starts[item.s]); }
+
+  void place_nodes(const Item& item, i64 tile, i64 used, Rows& rows) const {
+    rows.begin = rows.first = step_begin(item), rows.last = 0, rows.least = rows.begin - 1;
+    for (i64 i = 0; i < kLanes; i++) {
+      const i64 row = item.row + (tile * kLanes + std::min(i, used - 1)) / group_;
+      rows.position[i] = std::int32_t(rows.begin + a_.depth(row, a_.starts[item.s]));
+      rows.last = std::max(rows.last, i64(rows.position[i]));
+      rows.bits[i] = seen_nodes(item, row);
+    }
+  }
+
   void run_tiles(const Item& item, Vec* states) {
     const i64 count = item.tokens * group_, tiles = ceil_div(count, kLanes), depth = Math::query_depth(a_.E);
     for (i64 tile = 0; tile < tiles; tile++) {
@@ -142,9 +172,12 @@ class Worker {
         from[i] = query(item, r);
         rows.position[i] = std::int32_t(item.position + r / group_);
         rows.newest[i] = std::int32_t(std::min(rows.position[i] + a_.ahead, item.to - 1));
+        rows.bits[i] = -1;
       }
       rows.first = rows.position[0], rows.last = rows.position[kLanes - 1];
       rows.least = rows.newest[0], rows.most = rows.newest[kLanes - 1];
+      rows.begin = std::numeric_limits<i64>::max();
+      if (is_tree(item)) place_nodes(item, tile, used, rows);
       rows.regs = int(ceil_div(used, kRegLanes));
       Math::pack_query(from, used, a_.E, a_.scale < 0, query_ + tile * kLanes * depth);
       clear(states + tile * (2 + height_), 2 + height_);
@@ -234,9 +267,16 @@ class Worker {
         clear(states_ + (head * padded + r) * size, size);
       }
     Span spans[kFewRows];
+    const bool tree = is_tree(item);
+    i64 known = item.position + 1, oldest = -1;  // tokens that every row sees, but for those up to `oldest`
     for (i64 r = 0; r < padded; r++) {
-      spans[r].newest = std::int32_t(item.position + std::min(r, count - 1) / group_);
-      spans[r].oldest = a_.window > 0 ? spans[r].newest - std::int32_t(a_.window) : -1;
+      const i64 token = std::min(r, count - 1) / group_, begin = step_begin(item);
+      const i64 position = tree ? begin + a_.depth(item.row + token, a_.starts[item.s]) : item.position + token;
+      spans[r].newest = std::int32_t(item.position + token);
+      spans[r].oldest = std::int32_t(a_.window > 0 ? position - a_.window : -1);
+      spans[r].begin = std::int32_t(begin), spans[r].bits = tree ? seen_nodes(item, item.row + token) : -1;
+      oldest = std::max(oldest, i64(spans[r].oldest));
+      if (tree) known = begin;
     }
     const Steps steps = steps_of(std::min(kFewGroup, count));
     const i64 ahead = std::max(i64(1), kAheadBytes / (kPiece * a_.E * i64(sizeof(C))));
@@ -251,7 +291,7 @@ class Worker {
       const C** at = order;
       const T* numbers = nullptr;
       for (i64 from = j; from < end; from += kPiece, at += 2 * heads) {
-        const bool whole = from + kPiece <= spans[0].newest + 1 && spans[padded - 1].oldest < from;
+        const bool whole = from + kPiece <= known && oldest < from;
         const i64 used = std::min(kPiece, end - from);
         for (i64 r = 0; r < heads * padded; r += kFewGroup) {
           const i64 head = r / padded;
@@ -381,7 +421,9 @@ class Worker {
       const i64 seen = a_.window > 0 ? 0 : std::max(i64(0), rows.least + 1 - j);  // by every row
       for (i64 t = seen; t < count; t++) {
         const RegInts at = RegInts{} + std::int32_t(j + t);
-        put_reg(scores[t], reg, ((at <= newest) & (at > oldest)) ? score(t) : hidden);
+        RegInts open = (at <= newest) & (at > oldest);
+        if (j + t >= rows.begin) open &= rows.open(j + t, reg);
+        put_reg(scores[t], reg, open ? score(t) : hidden);
       }
     }
     Reg most[4] = {score(0), score(1), score(2), score(3)};

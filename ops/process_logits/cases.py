@@ -46,12 +46,13 @@ _DRAFTED = (
 _PROMPT = 1 << 30
 
 
-def _case(name: str, rows: Sequence[_Row], V: int, B: int = 12, size: str = "small") -> Case:
-    """One case. B: room in a slot's list of biases."""
+def _case(name: str, rows: Sequence[_Row], V: int, B: int = 12, size: str = "small", tree: bool = False) -> Case:
+    """One case. B: room in a slot's list of biases. tree: rows but for the first are nodes of one, of any form."""
     S, N, most = len(rows), len(rows) + 1, 1 + max((row.place for row in rows), default=0)
     T = most * S
 
     def inputs(make: Maker) -> dict[str, object]:
+        at_T = torch.arange(T, device=make.device)
         times_NV = make.integers(-6, 5, N, V).clamp(min=0)
         prompt_NV = (make.integers(0, 4, N, V) == 0) * _PROMPT
         # 7919 is prime, so no token comes twice.
@@ -72,6 +73,7 @@ def _case(name: str, rows: Sequence[_Row], V: int, B: int = 12, size: str = "sma
             "drafts_T": torch.where(make.integers(0, 3, T) > 0, make.integers(-1, 4, T), token_NB[0, :1].sum().int()),
             "logits_indices_S": make.tensor([most * (s + 1) - 1 for s in range(S)], torch.int32),
             "place_S": make.tensor([row.place for row in rows], torch.int32),
+            "ancestors_T": make.integers(-1, 256, T).long().where(at_T >= most, -1) if tree else None,
         }
 
     return Case(
@@ -99,6 +101,8 @@ CASES = (
     _case("no_room_for_bias", _repeat([_Row(mask=True), _Row(repetition=1.5)], 3), 64, B=0),
     _case("drafted", _DRAFTED, 37),
     _case("drafted_wide", _DRAFTED, 4500),
+    _case("tree", _DRAFTED, 37, tree=True),
+    _case("tree_wide", _DRAFTED, 4500, tree=True),
     *(_case(f"off_qwen_s{S}", _repeat([_OFF], S), _QWEN, size="real") for S in (1, 64, 256)),
     *(_case(f"mask_qwen_s{S}", _repeat([_Row(mask=True)], S), _QWEN, size="real") for S in (1, 64, 256)),
     *(_case(f"penalties_qwen_s{S}", _repeat([_Row(False, 0, 1.1, 0.2, 0.3)], S), _QWEN, size="real") for S in (1, 64)),

@@ -22,6 +22,7 @@ struct Args {
   const std::int32_t *counts, *bias_token;
   const float* bias_value;
   const std::int32_t *drafts, *logits_indices, *place;
+  const i64* ancestors;
   float* out;
   i64 S, V, logits_stride, mask_stride, counts_stride, token_stride, value_stride;
 };
@@ -69,13 +70,16 @@ void adjust(const Args<T>& a, i64 s, i64 from, i64 to) {
   const std::int32_t* counts = a.counts + slot * a.counts_stride;
   const i64 place = a.place[s];
   const std::int32_t* drafts = a.drafts + a.logits_indices[s] + 1 - place;
+  const i64 bits = a.ancestors ? a.ancestors[a.logits_indices[s]] : -1;
+  const auto before = [&](i64 i) { return bits < 0 || bits >> (i + 1) & 1; };
   std::vector<std::pair<std::int32_t, float>> drafted;  // the drafts of this chunk, and their logits so far
   for (i64 i = 0; i < place; i++)
-    if (from <= drafts[i] && drafts[i] < to) drafted.emplace_back(drafts[i], out[drafts[i]]);
+    if (before(i) && from <= drafts[i] && drafts[i] < to) drafted.emplace_back(drafts[i], out[drafts[i]]);
   penalize(out + from, to - from, counts + from, repetition, frequency, presence);
   for (const auto& [token, x] : drafted) {
-    const auto more = std::count(drafts, drafts + place, token);
-    out[token] = penalized(x, counts[token] + std::int32_t(more), repetition, frequency, presence);
+    std::int32_t more = 0;
+    for (i64 i = 0; i < place; i++) more += before(i) && drafts[i] == token;
+    out[token] = penalized(x, counts[token] + more, repetition, frequency, presence);
   }
 }
 
@@ -97,7 +101,7 @@ void adjust(const Args<T>& a) {
   extern "C" void name(const void* logits, const void* slot, const void* mask_row, const void* mask,               \
                        const void* bias_count, const void* repetition, const void* frequency, const void* presence, \
                        const void* counts, const void* bias_token, const void* bias_value, const void* drafts,       \
-                       const void* logits_indices, const void* place, void* out,                                   \
+                       const void* logits_indices, const void* place, const void* ancestors, void* out,            \
                        std::int64_t S, std::int64_t V, std::int64_t logits_stride, std::int64_t mask_stride,        \
                        std::int64_t counts_stride, std::int64_t token_stride, std::int64_t value_stride) {          \
     using namespace graphllm;                                                                                       \
@@ -105,7 +109,8 @@ void adjust(const Args<T>& a) {
     using Float = const float*;                                                                                     \
     adjust<T>({static_cast<const T*>(logits), Int(slot), Int(mask_row), Int(mask), Int(bias_count),                 \
                Float(repetition), Float(frequency), Float(presence), Int(counts), Int(bias_token),                  \
-               Float(bias_value), Int(drafts), Int(logits_indices), Int(place), static_cast<float*>(out), S, V,      \
+               Float(bias_value), Int(drafts), Int(logits_indices), Int(place),                                      \
+               static_cast<const i64*>(ancestors), static_cast<float*>(out), S, V,                                  \
                logits_stride, mask_stride, counts_stride, token_stride, value_stride});                             \
   }
 

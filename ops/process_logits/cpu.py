@@ -14,7 +14,7 @@ from graphllm.ops.process_logits.op import process_logits
 _SCHEMA = (
     "(Tensor logits, Tensor slot, Tensor mask_row, Tensor mask, Tensor bias_count, Tensor repetition, Tensor frequency,"
     " Tensor presence, Tensor counts, Tensor bias_token, Tensor bias_value, Tensor drafts, Tensor logits_indices,"
-    " Tensor place, Tensor(a!) out, SymInt S, SymInt V,"
+    " Tensor place, Tensor? ancestors, Tensor(a!) out, SymInt S, SymInt V,"
     " SymInt logits_stride, SymInt mask_stride, SymInt counts_stride, SymInt token_stride, SymInt value_stride) -> ()"
 )
 _SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -35,7 +35,7 @@ def _supports(site: CallSite) -> bool:
         args["logits_SV"].dtype in _kernels
         and all(args[n].dtype == torch.int32 for n in _INTS)
         and all(args[n].dtype == torch.float32 for n in _FLOATS)
-        and all(t.stride(-1) == 1 for t in args.values())
+        and all(t.stride(-1) == 1 for t in args.values() if t is not None)
     )
 
 
@@ -55,13 +55,15 @@ def cpu_process_logits(
     drafts_T: Tensor,
     logits_indices_S: Tensor,
     place_S: Tensor,
+    ancestors_T: Tensor | None = None,
 ) -> Tensor:
     """Parallel over rows and chunks of the vocabulary."""
     S, V = logits_SV.shape
     out_SV = logits_SV.new_empty((S, V), dtype=torch.float32)
     _kernels[logits_SV.dtype](
         *(logits_SV, slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S),
-        *(counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S, out_SV, S, V),
+        *(counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S),
+        *(ancestors_T, out_SV, S, V),
         *(t.stride(0) for t in (logits_SV, mask_SW, counts_NV, bias_token_NB, bias_value_NB)),
     )
     return out_SV

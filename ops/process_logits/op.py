@@ -30,6 +30,7 @@ def process_logits(
     drafts_T: Tensor,
     logits_indices_S: Tensor,
     place_S: Tensor,
+    ancestors_T: Tensor | None = None,
 ) -> Tensor:
     """Mask, bias and penalties on each row of logits, in this order and in float32.
 
@@ -44,7 +45,8 @@ def process_logits(
     subtracted, and presence_S [S] float32 once from each token that was sampled; 0 is off.
     Drafts: a row that verifies one sees what plain decoding would have there. Its place_S [S] int32 drafts before it in
     the step, of which the last one is drafts_T [T] int32 at logits_indices_S [S] int32, count as sampled, once each;
-    negative ones do not. 0: there are none.
+    negative ones do not. 0: there are none. ancestors_T [T] int64 (None: -1 throughout), see `paged_attention`: of the
+    drafts before a row those count whose bit is set at its token, bit i for the i-th draft.
     Returns [S, V] float32, contiguous (float64 for float64). NaN stays NaN unless banned. A row with all of it off is
     copied: implementations read a row's mask, list and counts only where something of theirs is on.
     Source: Keskar et al. 2019 (CTRL, repetition penalty); OpenAI API reference (logit bias, frequency and presence
@@ -64,6 +66,9 @@ def process_logits(
 
     step_T, at_S = torch.arange(drafts_T.shape[0], device=drafts_T.device), logits_indices_S.long()
     before_ST = (step_T <= at_S[:, None]) & (step_T > (at_S - place_S)[:, None]) & (drafts_T >= 0)
+    if ancestors_T is not None:
+        number_ST = (step_T - (at_S - place_S)[:, None]).clamp(0, 62)
+        before_ST &= (ancestors_T[at_S][:, None] >> number_ST) & 1 > 0
     drafts_ST = drafts_T.clamp(min=0).long().expand(before_ST.shape)
     counts_SV = counts_NV[slot].scatter_add(1, drafts_ST, before_ST.to(counts_NV.dtype))
     times_SV = counts_SV & (IN_PROMPT - 1)

@@ -25,6 +25,15 @@ def _penalized(x, count, repetition, frequency, presence):
 
 
 @triton.jit
+def _draft(first_draft_ptr, i, bits, TREE: tl.constexpr):
+    """The draft of that number among those before a row, -1 for one on another branch."""
+    draft = tl.load(first_draft_ptr + i)
+    if TREE:
+        draft = tl.where((bits < 0) | (((bits >> (i + 1)) & 1) != 0), draft, -1)
+    return draft
+
+
+@triton.jit
 def _adjust_kernel(
     logits_ptr,
     slot_ptr,
@@ -40,6 +49,7 @@ def _adjust_kernel(
     drafts_ptr,
     logits_indices_ptr,
     place_ptr,
+    ancestors_ptr,
     out_ptr,
     V: tl.constexpr,
     ROW: tl.constexpr,
@@ -50,6 +60,7 @@ def _adjust_kernel(
     VALUE_ROW: tl.constexpr,
     BLOCK: tl.constexpr,
     LIST: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     tile = tl.program_id(0)
     s = tl.program_id(1)
@@ -67,7 +78,11 @@ def _adjust_kernel(
     mask_row = tl.load(mask_row_ptr + s)
     allowed_ptr = mask_ptr + mask_row.to(tl.int64) * MASK_ROW
     place = tl.load(place_ptr + s)
-    first_draft_ptr = drafts_ptr + tl.load(logits_indices_ptr + s) + 1 - place
+    at = tl.load(logits_indices_ptr + s)
+    first_draft_ptr = drafts_ptr + at + 1 - place
+    bits = 0
+    if TREE:
+        bits = tl.load(ancestors_ptr + at)
 
     x = tl.load(row_ptr + token * COL, mask=inside, other=0.0).to(tl.float32)
     if mask_row >= 0:
@@ -76,7 +91,7 @@ def _adjust_kernel(
     if penalized:
         count = tl.load(counts_row_ptr + token, mask=inside, other=0)
         for i in range(place):
-            count += (token == tl.load(first_draft_ptr + i)).to(tl.int32)
+            count += (token == _draft(first_draft_ptr, i, bits, TREE)).to(tl.int32)
         x = _penalized(x, count, repetition, frequency, presence)
     tl.store(out_row_ptr + token, x, mask=inside)
 
@@ -84,19 +99,19 @@ def _adjust_kernel(
         # The tile's tokens that are in the list, once more from the start: the bias comes before the penalties.
         tl.debug_barrier()
         for start in range(0, bias_count, LIST):
-            at = start + tl.arange(0, LIST)
-            listed = at < bias_count
-            biased = tl.load(bias_token_ptr + slot * TOKEN_ROW + at, mask=listed, other=0)
+            entry = start + tl.arange(0, LIST)
+            listed = entry < bias_count
+            biased = tl.load(bias_token_ptr + slot * TOKEN_ROW + entry, mask=listed, other=0)
             mine = listed & (biased // BLOCK == tile)
             y = tl.load(row_ptr + biased * COL, mask=mine, other=0.0).to(tl.float32)
             if mask_row >= 0:
                 bits = tl.load(allowed_ptr + biased // 32, mask=mine, other=0)
                 y = tl.where(((bits >> (biased % 32)) & 1) != 0, y, float("-inf"))
-            y += tl.load(bias_value_ptr + slot * VALUE_ROW + at, mask=mine, other=0.0)
+            y += tl.load(bias_value_ptr + slot * VALUE_ROW + entry, mask=mine, other=0.0)
             if penalized:
                 times = tl.load(counts_row_ptr + biased, mask=mine, other=0)
                 for i in range(place):
-                    times += (biased == tl.load(first_draft_ptr + i)).to(tl.int32)
+                    times += (biased == _draft(first_draft_ptr, i, bits, TREE)).to(tl.int32)
                 y = _penalized(y, times, repetition, frequency, presence)
             tl.store(out_row_ptr + biased, y, mask=mine)
 
@@ -104,7 +119,7 @@ def _adjust_kernel(
 def _supports(site: CallSite) -> bool:
     args = site.args
     return args["logits_SV"].dtype in (torch.float32, torch.float16, torch.bfloat16) and all(
-        t.stride(-1) == 1 for name, t in args.items() if name != "logits_SV"
+        t.stride(-1) == 1 for name, t in args.items() if name != "logits_SV" and t is not None
     )
 
 
@@ -124,6 +139,7 @@ def triton_process_logits(
     drafts_T: Tensor,
     logits_indices_S: Tensor,
     place_S: Tensor,
+    ancestors_T: Tensor | None = None,
 ) -> Tensor:
     """One launch."""
     S, V = logits_SV.shape
@@ -131,9 +147,10 @@ def triton_process_logits(
     launch_triton(
         _adjust_kernel, (triton.cdiv(V, _BLOCK), S),
         logits_SV, slot_S, mask_row_S, mask_SW, bias_count_S, repetition_S, frequency_S, presence_S,
-        counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S, out_SV,
+        counts_NV, bias_token_NB, bias_value_NB, drafts_T, logits_indices_S, place_S,
+        logits_SV if ancestors_T is None else ancestors_T, out_SV,
         V=V, ROW=logits_SV.stride(0), COL=logits_SV.stride(1), MASK_ROW=mask_SW.stride(0),
         COUNTS_ROW=counts_NV.stride(0), TOKEN_ROW=bias_token_NB.stride(0), VALUE_ROW=bias_value_NB.stride(0),
-        BLOCK=_BLOCK, LIST=_LIST, num_warps=4,
+        BLOCK=_BLOCK, LIST=_LIST, TREE=ancestors_T is not None, num_warps=4,
     )  # fmt: skip
     return out_SV

@@ -59,4 +59,6 @@ CASES = (
     _case("verify_8b_b1_ctx4096"),
     _case("verify_8b_b32_ctx4096"),
     _case("decode_8b_b32_ctx4096"),
+    _case("verify_tree", norm=True),
+    _case("mixed_tree"),
 )

@@ -42,6 +42,7 @@ def rope_attention(
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    ancestors_T: Tensor | None = None,
 ) -> Tensor:
     """`paged_attention` of queries and keys that are first normalized and rotated: [T, H, E] in q's dtype.
 
@@ -55,6 +56,7 @@ def rope_attention(
         rope.reference(q_THE, cos_TF, sin_TF),
         rope.reference(k_TKE, cos_TF, sin_TF),
         *(v_TKE, kv_cache, block_table, query_start_loc, seq_lens, scale, window, softcap, sinks_H, kv_scales),
+        ancestors_T,
     )
 
 

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphllm.compile.pipeline import compile_model, find_model
 from graphllm.config import ConfigError, EngineArgs
+from graphllm.config.token_tree import TokenTree, token_tree
 from graphllm.embedded.draft_heads import Eagle3
 from graphllm.engine.core import EngineCore
 from graphllm.entrypoints.resolve import compile_config
@@ -79,26 +80,41 @@ def _layer_weights(at: str, normal: Callable[..., Tensor], width: int = D) -> di
     return w | {f"{at}{n}_layernorm.weight": 1 + normal(D) for n in ("input", "post_attention")}
 
 
-def _again(
-    known: Known, count: int, hidden: Tensor, run: Callable[[list[int], Tensor], tuple[Tensor, int]]
-) -> list[int]:
+Run = Callable[[list[int], Tensor], tuple[Tensor, list[int]]]  # hidden states, and the likeliest tokens in their order
+
+
+def _again(known: Known, count: int, hidden: Tensor, run: Run) -> list[int]:
     """Drafts of a head that reads, at each position, a hidden state and the token behind it, and then its own."""
-    ids, rows = known.tokens[1:], hidden
+    path: list[int] = []
     for _ in range(count):
-        own, token = run(ids, rows)
+        path.append(_behind(known, path, hidden, run)[0])
+    return path
+
+
+def _behind(known: Known, path: Sequence[int], hidden: Tensor, run: Run) -> list[int]:
+    """The likeliest tokens behind drafts."""
+    ids, rows = known.tokens[1:], hidden
+    for token in path:
+        own, _ = run(ids, rows)
         ids, rows = [*ids, token], torch.cat([rows, own[-1:]])
-    return ids[-count:]
+    return run(ids, rows)[1]
+
+
+def _ranked(logits: Tensor) -> list[int]:
+    found: list[int] = logits.argsort(descending=True)[:4].tolist()
+    return found
 
 
 class Method(NamedTuple):
     """config: fields of the draft model's config.json, w: its tensors, drafts: what it guesses. first: the logits [V]
-    of its first draft, for tests that draw."""
+    of its first draft, for tests that draw. behind: the likeliest tokens behind drafts, where it may branch."""
 
     name: str
     config: dict[str, Any]
     w: dict[str, Tensor]
     drafts: Callable[[LlamaForCausalLM, Known, int], list[int]]
     first: Callable[[LlamaForCausalLM, Known], Tensor] | None = None
+    behind: Callable[[LlamaForCausalLM, Known, Sequence[int]], list[int]] | None = None
 
 
 _SIZES = {"hidden_size": D, "vocab_size": V, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F,
@@ -118,17 +134,20 @@ def eagle(model: LlamaForCausalLM) -> Method:
         x = x + _attention(w, "layers.0.self_attn.", x)
         return x + _mlp(w, "layers.0.mlp.", _norm(x, w["layers.0.post_attention_layernorm.weight"]))
 
-    def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
-        def run(ids: list[int], rows: Tensor) -> tuple[Tensor, int]:
-            x = rows_of(model, ids, rows)
-            return x, int((model.lm_head.weight @ x[-1]).argmax())
+    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, list[int]]:
+        x = rows_of(model, ids, rows)
+        return x, _ranked(model.lm_head.weight @ x[-1])
 
+    def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
         return _again(known, count, known.last, run)
+
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
+        return _behind(known, path, known.last, run)
 
     def first(model: LlamaForCausalLM, known: Known) -> Tensor:
         return model.lm_head.weight @ rows_of(model, known.tokens[1:], known.last)[-1]
 
-    return Method("eagle", {**_SIZES, "architectures": ["LlamaForCausalLM"]}, w, drafts, first)
+    return Method("eagle", {**_SIZES, "architectures": ["LlamaForCausalLM"]}, w, drafts, first, behind)
 
 
 def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) -> Method:
@@ -143,23 +162,28 @@ def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) ->
     else:
         w["embed_tokens.weight"] = _normal(10)(V, D)
 
-    def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
-        embedding = model.model.embed_tokens.weight if small else w["embed_tokens.weight"]
+    embedding = model.model.embed_tokens.weight if small else w["embed_tokens.weight"]
 
-        def run(ids: list[int], rows: Tensor) -> tuple[Tensor, int]:
-            hidden = _norm(rows, w["midlayer.hidden_norm.weight"])
-            joint = torch.cat([_norm(embedding[ids], w["midlayer.input_layernorm.weight"]), hidden], -1)
-            x = (hidden if before else rows) + _attention(w, "midlayer.self_attn.", joint)
-            x = x + _mlp(w, "midlayer.mlp.", _norm(x, w["midlayer.post_attention_layernorm.weight"]))
-            best = int((w["lm_head.weight"] @ _norm(x[-1], w["norm.weight"])).argmax())
-            return x, int(kept[best]) if small else best
+    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, list[int]]:
+        hidden = _norm(rows, w["midlayer.hidden_norm.weight"])
+        joint = torch.cat([_norm(embedding[ids], w["midlayer.input_layernorm.weight"]), hidden], -1)
+        x = (hidden if before else rows) + _attention(w, "midlayer.self_attn.", joint)
+        x = x + _mlp(w, "midlayer.mlp.", _norm(x, w["midlayer.post_attention_layernorm.weight"]))
+        best = _ranked(w["lm_head.weight"] @ _norm(x[-1], w["norm.weight"]))
+        return x, kept[best].tolist() if small else best
 
+    def read(known: Known) -> Tensor:
         # Inputs of the layers 2, L // 2 and L - 3, counted from 0: what lies behind so many layers.
-        read = torch.cat([known.layers[i] for i in (2, L // 2, L - 3)], -1)
-        return _again(known, count, linear(read, w["fc.weight"]), run)
+        return linear(torch.cat([known.layers[i] for i in (2, L // 2, L - 3)], -1), w["fc.weight"])
+
+    def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
+        return _again(known, count, read(known), run)
+
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
+        return _behind(known, path, read(known), run)
 
     config = {**_SIZES, "architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": before, "pad_token_id": 0}
-    return Method("eagle3", {**config, **({"draft_vocab_size": own} if small else {})}, w, drafts)
+    return Method("eagle3", {**config, **({"draft_vocab_size": own} if small else {})}, w, drafts, None, behind)
 
 
 def medusa(model: LlamaForCausalLM) -> Method:
@@ -178,7 +202,11 @@ def medusa(model: LlamaForCausalLM) -> Method:
 
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": D, "vocab_size": V}
     config |= {"num_heads": 4, "num_hidden_layers": 2}
-    return Method("medusa", config, w, drafts, lambda model, known: logits(known, 0))
+
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
+        return _ranked(logits(known, len(path)))
+
+    return Method("medusa", config, w, drafts, lambda model, known: logits(known, 0), behind)
 
 
 def mlp_speculator(model: LlamaForCausalLM, tied: bool = False) -> Method:
@@ -237,19 +265,22 @@ def mtp(model: LlamaForCausalLM) -> Method:
     w[f"{at}input_proj.weight"] = torch.cat([0.1 * _normal(15)(D, D), torch.eye(D)], 1)
     w |= {f"{at}self_attn.{n}_proj.bias": _normal(16)(h * E) for n, h in (("q", H), ("k", K), ("v", K))}
 
-    def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
-        def run(ids: list[int], rows: Tensor) -> tuple[Tensor, int]:
-            tokens = _norm(model.model.embed_tokens.weight[ids], w[f"{at}token_layernorm.weight"])
-            joint = torch.cat([_norm(rows, w[f"{at}hidden_layernorm.weight"]), tokens], -1)
-            x = linear(joint, w[f"{at}input_proj.weight"])
-            x = x + _attention(w, f"{at}self_attn.", _norm(x, w[f"{at}input_layernorm.weight"]))
-            x = x + _mlp(w, f"{at}mlp.", _norm(x, w[f"{at}post_attention_layernorm.weight"]))
-            x = _norm(x, w[f"{at}final_layernorm.weight"])
-            return x, int((model.lm_head.weight @ x[-1]).argmax())
+    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, list[int]]:
+        tokens = _norm(model.model.embed_tokens.weight[ids], w[f"{at}token_layernorm.weight"])
+        joint = torch.cat([_norm(rows, w[f"{at}hidden_layernorm.weight"]), tokens], -1)
+        x = linear(joint, w[f"{at}input_proj.weight"])
+        x = x + _attention(w, f"{at}self_attn.", _norm(x, w[f"{at}input_layernorm.weight"]))
+        x = x + _mlp(w, f"{at}mlp.", _norm(x, w[f"{at}post_attention_layernorm.weight"]))
+        x = _norm(x, w[f"{at}final_layernorm.weight"])
+        return x, _ranked(model.lm_head.weight @ x[-1])
 
+    def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
         return _again(known, count, known.last, run)
 
-    return Method("mtp", {}, w, drafts)
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
+        return _behind(known, path, known.last, run)
+
+    return Method("mtp", {}, w, drafts, None, behind)
 
 
 def trained_eagle3(model: LlamaForCausalLM) -> Method:
@@ -375,7 +406,21 @@ def _texts(model: LlamaForCausalLM, seed: int, lengths: Sequence[int], count: in
     return found
 
 
-def _run(opened: Opened, model: LlamaForCausalLM, texts: Sequence[Text]) -> int:
+def tree_drafts(method: Method, model: LlamaForCausalLM, known: Known, tree: TokenTree | None) -> list[int]:
+    """The drafts of its nodes; of one run of them without a tree."""
+    if tree is None:
+        return method.drafts(model, known, DRAFTS)
+    assert method.behind is not None
+    found: dict[tuple[int, ...], int] = {}
+    for path in tree.paths:
+        before = [found[path[:i]] for i in range(1, len(path))]
+        found[path] = method.behind(model, known, before)[path[-1]]
+    return list(found.values())
+
+
+def _run(
+    opened: Opened, model: LlamaForCausalLM, texts: Sequence[Text], tree: TokenTree | None = None, **params_of: Any
+) -> int:
     """Answer them at once, and compare drafts and texts; how many steps' drafts were compared."""
     core, count = opened.core, 0
     tensors, one = core._executor.states.tensors, opened.method.name in ("medusa", "mlp_speculator")
@@ -388,15 +433,16 @@ def _run(opened: Opened, model: LlamaForCausalLM, texts: Sequence[Text]) -> int:
                 continue
             made = int(core._scheduler.requests.num_made[slot])
             behind = 1 if one else max(made, 1) + (opened.method.name == "draft_model")
+            behind = behind if tree is None else 1
             text, position = texts[int(state.request.id)], int(tensors["state.draft_position"][slot])
             known = text.known(position - behind) if position >= behind else None
             if known is None or position + 1 >= LEN:
                 continue
-            expected = opened.method.drafts(model, known, DRAFTS)
+            expected = tree_drafts(opened.method, model, known, tree)
             assert tensors["state.drafts"][slot].tolist()[:made] == expected[:made], (state.request.id, position)
             count += made > 0
 
-    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    params = GREEDY.__class__(**{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True, **params_of})
     found = finish(core, [request(str(i), t.prompt, params) for i, t in enumerate(texts)], compare)
     assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
     return count
@@ -415,6 +461,30 @@ def test_drafts(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     assert stats.drafts > 20
     if name in ("draft_model", "eagle"):
         assert 0.1 * stats.draft_tokens < sum(stats.accepted_tokens) < 0.95 * stats.draft_tokens
+    opened.core.close()
+    scarce = open_core(opened.folder, opened.place, 12, draft=opened.draft)
+    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    found = finish(scarce, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
+    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
+    assert scarce.stats().preemptions
+    scarce.close()
+
+
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 1)]"
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp"])
+def test_trees(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
+    """Every node's draft, whatever was kept before; and the text, which is that of plain decoding, in chunks, over the
+    ends of blocks, with prefixes found in the cache and with too few blocks."""
+    fields = {"speculative_token_tree": TREE, "num_speculative_tokens": 0}
+    opened = _open(model, METHODS[name](model), tmp_path, **fields)
+    texts = _texts(model, 1, (40, 31, 8, 39, 16, 52, 1))
+    assert _run(opened, model, texts, token_tree(TREE)) > 10
+    assert _run(opened, model, texts[3:] + texts[:2], token_tree(TREE)) > 5
+    stats = opened.core.stats()
+    assert stats.prefix_hits > 0
+    assert stats.drafts > 10
     opened.core.close()
     scarce = open_core(opened.folder, opened.place, 12, draft=opened.draft)
     params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)

@@ -171,7 +171,49 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
 @pytest.mark.parametrize("apart", [False, True])
 def test_ranks_keep_experts_of_gpt_oss_encoded(apart: bool, tmp_path: Path) -> None:
     """Divided by width or by number; what ranks compute together is what transformers does."""
-    model = _gpt_oss(tmp_path, 128)
+    _compare_two_ranks(tmp_path, _gpt_oss(tmp_path, 128), apart, "e2m1-32")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "kept", "apart"),
+    [
+        ("awq", "nibble_zeros_f16-32", True),
+        pytest.param("awq", "nibble_zeros_f16-32", False, marks=pytest.mark.slow),
+        pytest.param("fp8 blocks", "float8-16", True, marks=pytest.mark.slow),
+        pytest.param("fp8 blocks", "float8-16", False, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_keep_single_experts_encoded(name: str, kept: str, apart: bool, tmp_path: Path) -> None:
+    """Experts that the checkpoint stores one by one."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model, tensors, made = transformers.Qwen3MoeForCausalLM(config).eval(), {}, FORMATS[name]
+    for own, parameter in model.named_parameters():
+        stem = own.removesuffix(".weight")
+        if not own.endswith("proj.weight") and ".experts." not in own:
+            tensors[own] = parameter.detach().clone()
+            continue
+        experts = parameter.data if parameter.dim() == 3 else parameter.data[None]
+        for n, expert in enumerate(experts):
+            halves = ("gate_proj", "up_proj") if stem.endswith("gate_up_proj") else (stem.rpartition(".")[2],)
+            start = stem.rpartition(".")[0] + (f".{n}" if parameter.dim() == 3 else "")
+            for leaf, part in zip(halves, expert.chunk(len(halves)), strict=True):
+                stored, numbers = made.encode(part.float())
+                tensors |= {f"{start}.{leaf}.{k}": t.clone().contiguous() for k, t in stored.items()}
+                part.copy_(numbers)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    settings = {"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": made.config}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | settings))
+    _compare_two_ranks(tmp_path, model, apart, kept)
+
+
+def _compare_two_ranks(folder: Path, model: Any, apart: bool, kept: str) -> None:
+    """Their experts are kept in an encoding; what they compute together is what transformers does."""
     opened: list[Any] = []
 
     def ranks_of(place: Path, checkpoint: Any) -> Any:
@@ -179,9 +221,9 @@ def test_ranks_keep_experts_of_gpt_oss_encoded(apart: bool, tmp_path: Path) -> N
         return opened[0]
 
     settings = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
-    runner = _driver().Driver(tmp_path, "eager", tmp_path / "artifact", settings=settings, opened=ranks_of)
-    kept = {row["name"]: row["kept"] for row in artifact.verify(tmp_path / "artifact")["weights"]}
-    assert {kept["layers.*.gate_up"], kept["layers.*.down"]} == {"e2m1-32"}
+    runner = _driver().Driver(folder, "eager", folder / "artifact", settings=settings, opened=ranks_of)
+    shown = {row["name"]: row["kept"] for row in artifact.verify(folder / "artifact")["weights"]}
+    assert {shown["layers.*.gate_up"], shown["layers.*.down"]} == {kept}
     prompts = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 50)]
     with opened[0]:
         logits, _ = runner.generate(prompts, 2)

@@ -1,0 +1,95 @@
+"""TokenTree: which drafts a step verifies where a token has several that may follow it."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any, NamedTuple
+
+from graphllm.config.errors import ConfigError
+
+_MOST = 62  # drafts: each node, the token last sampled among them, has a bit of an int64 whose sign says "no tree"
+_FORM = (
+    "give a list of paths, such as [(0,), (1,), (0, 0)]: of each draft, which of the likeliest tokens each step takes"
+)
+
+
+class TokenTree(NamedTuple):
+    """A tree of drafts by its paths, shorter ones first: (0, 1) is the second likeliest token behind the likeliest one.
+
+    Nodes are numbered in that order from 1; node 0, the root, is the token that was sampled last. What is said of nodes
+    is in their order, the root first.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+
+    @property
+    def levels(self) -> int:
+        """Drafts of the longest path."""
+        return len(self.paths[-1])
+
+    @property
+    def depths(self) -> list[int]:
+        """How many tokens stand between each node's and the root's, plus one; of the root 0."""
+        return [0, *map(len, self.paths)]
+
+    @property
+    def parents(self) -> list[int]:
+        """The node before each one; of the root -1."""
+        number = {(): 0} | {path: i for i, path in enumerate(self.paths, 1)}
+        return [-1, *(number[path[:-1]] for path in self.paths)]
+
+    @property
+    def choices(self) -> list[int]:
+        """Of each draft, which of the likeliest tokens behind its parent it is. Without the root."""
+        return [path[-1] for path in self.paths]
+
+    @property
+    def children(self) -> list[list[int]]:
+        """The nodes behind each one."""
+        found: list[list[int]] = [[] for _ in self.parents]
+        for node, parent in enumerate(self.parents[1:], 1):
+            found[parent].append(node)
+        return found
+
+    @property
+    def ancestors(self) -> list[int]:
+        """Bit j of each is set where node j is on the path to the node, its own one included."""
+        found = [1]
+        for node, parent in enumerate(self.parents[1:], 1):
+            found.append(found[parent] | 1 << node)
+        return found
+
+    @property
+    def inner(self) -> list[int]:
+        """The drafts behind which there are others."""
+        return [node for node, behind in enumerate(self.children) if behind and node]
+
+
+def chain(length: int) -> TokenTree:
+    """The tree without branches."""
+    return TokenTree(tuple((0,) * n for n in range(1, length + 1)))
+
+
+def token_tree(said: str) -> TokenTree:
+    """A tree as vLLM writes it: the text of a list of paths, in any order. Raises ConfigError for what is none."""
+    try:
+        found = ast.literal_eval(said)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        found = None
+    if not isinstance(found, list | tuple) or not found or not all(map(_is_path, found)):
+        raise ConfigError(f"speculative_token_tree is {said!r:.80}: {_FORM}")
+    paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
+    if len(paths) != len(found):
+        raise ConfigError(f"speculative_token_tree is {said!r:.80}: a path is there twice; leave one out")
+    if alone := [path for path in paths if len(path) > 1 and path[:-1] not in paths]:
+        raise ConfigError(
+            f"speculative_token_tree: {alone[0]} has nothing to follow; give the path {alone[0][:-1]} as well"
+        )
+    if len(paths) > _MOST:
+        raise ConfigError(f"speculative_token_tree has {len(paths)} drafts; give at most {_MOST}")
+    return TokenTree(paths)
+
+
+def _is_path(value: Any) -> bool:
+    whole = isinstance(value, list | tuple) and len(value) > 0
+    return whole and all(type(i) is int and 0 <= i < _MOST for i in value)

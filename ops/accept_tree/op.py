@@ -1,0 +1,100 @@
+"""accept_tree: which path of a tree of drafted tokens a step keeps, decided where its tokens were sampled."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir import Cost, nbytes, op
+
+
+def _cost(tokens_R: Tensor, slots_S: Tensor, path_NL: Tensor) -> Cost:
+    return Cost(6 * nbytes(tokens_R) + (6 + path_NL.shape[1]) * nbytes(slots_S), 4 * tokens_R.numel())
+
+
+@op(cost=_cost, mutates=("rejected_N", "path_NL"))
+def accept_tree(
+    tokens_R: Tensor,
+    row_slots_R: Tensor,
+    drafts_T: Tensor,
+    logits_indices_R: Tensor,
+    sequence_ids_T: Tensor,
+    query_start_loc: Tensor,
+    row_start_loc: Tensor,
+    slots_S: Tensor,
+    rejected_N: Tensor,
+    path_NL: Tensor,
+    parents: list[int],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Keep of each sequence the longest path from the root whose drafts are what the rows before them sampled, and the
+    token sampled behind it.
+
+    The arguments are those of `accept_drafts`. parents: of each node the one before it, -1 of node 0, the root; parents
+    come first, and D is the longest path. A sequence verifies a tree where it has several rows and its first one has a
+    slot; then row and token i of it are node i's: the root is the token last sampled, node i > 0 the draft there, and
+    each row sampled what comes behind its node with the random numbers of that place, the same for all nodes of one
+    depth. So what is kept is what would be sampled without drafts, token by token. Of several children with the right
+    token the first is taken. Of other sequences the last row is kept.
+
+    Returns, as if the kept rows were the first ones of each tree: tokens_R and the rows that they come from, kept ones
+    in their order; row_slots_R with the scrap slot but for each sequence's last kept row; the same with the slot in all
+    kept rows; how many are kept [S], 0 for sequences without rows; how many drafts one behind the other there were [S],
+    up to the first depth without any; path [S, D + 1]: the node at each depth that is kept, from the root, and behind
+    these d at depth d.
+    Written at slots_S: rejected_N [N], how many of D + 1 tokens are not kept, 0 without a tree; path_NL [N, D + 2],
+    that path, and in the last column the place of the newest token that is kept among those of the step, or of the
+    path. Of padding all are unspecified. Source: Cai et al. 2024 (Medusa), Miao et al. 2024 (SpecInfer).
+    """
+    R, T, nodes, scrap = tokens_R.shape[0], drafts_T.shape[0], len(parents), rejected_N.shape[0] - 1
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    levels, device = max(depths), tokens_R.device
+    first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
+    count_S = (query_start_loc[1:] - query_start_loc[:-1]).long()
+    # Rows and tokens behind the last one are looked at, too.
+    slots_R = torch.cat([row_slots_R, row_slots_R.new_full((1,), scrap)])
+    sampled_R, draft_T = (torch.cat([t, t.new_full((1,), -1)]) for t in (tokens_R, drafts_T))
+    tree_S = (rows_S > 1) & (slots_R[first_S] != scrap)
+    node_N = torch.arange(nodes, device=device)
+    sampled_SN = sampled_R[(first_S[:, None] + node_N).clamp(max=R)]
+    draft_SN = draft_T[(query_start_loc[:-1].long()[:, None] + node_N).clamp(max=T)]
+    kept, there, right = [tree_S], [tree_S], [tree_S]
+    kept_S, drafted_S = (rows_S > 0).long(), torch.zeros_like(rows_S)
+    path = [torch.zeros_like(rows_S)]
+    for node in range(1, nodes):
+        parent = parents[node]
+        right.append((draft_SN[:, node] == sampled_SN[:, parent]) & (sampled_SN[:, parent] >= 0))
+        on_S = kept[parent] & right[node]
+        for other in range(1, node):
+            if parents[other] == parent:
+                on_S = on_S & ~right[other]
+        kept.append(on_S)
+        there.append(there[parent] & (draft_SN[:, node] >= 0))
+    for depth in range(1, levels + 1):
+        at = [node for node in range(nodes) if depths[node] == depth]
+        any_S, drafts_S, node_S = kept[at[0]], there[at[0]], torch.full_like(rows_S, depth)
+        for node in at:
+            any_S, drafts_S = any_S | kept[node], drafts_S | there[node]
+            node_S = torch.where(kept[node], node, node_S)
+        kept_S, drafted_S = kept_S + any_S.long(), drafted_S + drafts_S.long()
+        path.append(node_S)
+    path_SD = torch.stack(path, -1)
+    rejected_S = torch.where(tree_S, levels + 1 - kept_S, 0)
+    place_S = torch.where(tree_S, kept_S - 1, count_S - 1).clamp(min=0)
+    rejected_N.index_put_((slots_S.long(),), rejected_S.to(rejected_N.dtype))
+    entry_SL = torch.cat([path_SD, place_S[:, None]], -1).to(path_NL.dtype)
+    path_NL.index_put_((slots_S.long(),), entry_SL)
+
+    sequence_R = sequence_ids_T.long()[logits_indices_R.long()]
+    row_R = torch.arange(R, device=device)
+    inner_R = row_R - first_S[sequence_R]
+    node_R = path_SD[sequence_R, inner_R.clamp(0, levels)]
+    on_path_R = tree_S[sequence_R] & (inner_R <= levels)
+    from_R = torch.where(on_path_R, first_S[sequence_R] + node_R, row_R)
+    from_R = torch.minimum(from_R, row_R.new_full((1,), R - 1)).clamp(min=0)  # of padding
+    end_R = (first_S + torch.where(tree_S, kept_S, rows_S) - 1)[sequence_R]
+    newest_R = torch.where(row_R == end_R, row_slots_R, scrap)
+    kept_R = torch.where(row_R <= end_R, row_slots_R, scrap)
+    ints = (t.to(torch.int32) for t in (from_R, newest_R, kept_R, kept_S, drafted_S, path_SD))
+    return (tokens_R[from_R], *ints)
