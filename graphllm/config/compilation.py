@@ -251,7 +251,7 @@ class CompileConfig:
         (),
         parse=parse_names,
         help="Modules that adapters may change, by the ends of their names, such as q_proj,v_proj; default: all linear "
-        "layers. The fewer, the faster.",
+        "layers. The fewer, the faster. lm_head, embed_tokens and experts only by name.",
     )
     count_expert_tokens: bool = setting(
         False, help="Count the tokens of each expert in every layer, for metrics and benchmarks."
