@@ -30,7 +30,7 @@ from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.adapters import AdapterFiles
 from graphllm.entrypoints.build import POLICIES
 from graphllm.entrypoints.model import ResolvedModel, checkpoint_defaults, resolve_model
-from graphllm.entrypoints.replicated_core import open_core
+from graphllm.entrypoints.open_core import open_core
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import find_source, find_tokenizer
 from graphllm.server.chat.call import Call, Style, check_priority, write_out

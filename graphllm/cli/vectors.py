@@ -82,7 +82,7 @@ def _run(
     from graphllm.cli.run import tell
     from graphllm.engine.processor import Processor
     from graphllm.entrypoints.model import resolve_model
-    from graphllm.entrypoints.replicated_core import open_core
+    from graphllm.entrypoints.open_core import open_core
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with compile_progress(quiet) as progress, build_errors():

@@ -72,11 +72,12 @@ def generate(
 ) -> Generated:
     """Specialize, lower and generate.
 
-    known: what was generated so far. Buckets for which a piece is lowered to the same graph share what is generated.
+    known: what was generated so far. Buckets for which a piece is lowered to the same graph, over sizes with the same
+    names, share what is generated.
     """
     lowered, reports = lower_piece(piece, bucket, config, choices)
     text = lowered.graph.print_readable(print_output=False)  # before Inductor rewrites the graph
-    key = digest(piece) + text
+    key = digest(piece) + text + str([lowered.shapes.spec(t) for t in lowered.inputs])
     if key not in known:
         source = inductor.generate(lowered.graph, lowered.inputs, lowered.shapes)
         bundle = translate(source, lowered.inputs, lowered.shapes)

@@ -222,7 +222,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     # Several devices.
     **fixed(
-        _ONE_DEVICE, pipeline_parallel_size=1, data_parallel_size_local=1,
+        _ONE_DEVICE, data_parallel_size_local=1,
         data_parallel_start_rank=0, data_parallel_external_lb=False,
         data_parallel_hybrid_lb=False, decode_context_parallel_size=1,
         prefill_context_parallel_size=1, nnodes=1, node_rank=0, device_ids=(), worker_use_ray=False,

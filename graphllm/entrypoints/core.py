@@ -12,7 +12,7 @@ from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
-from graphllm.entrypoints.share import open_weights, rank_device, rank_threads
+from graphllm.entrypoints.share import open_weights, rank_device, rank_place, rank_threads, stage_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,8 @@ def load_core(
     place = Path(config.load.artifact)
     manifest = artifact.verify(place)
     compiled = manifest["factors"]["compile"]
-    degree = compiled["tensor_parallel_size"]
+    own = rank_place(config, manifest, 0)
+    manifest, degree = stage_manifest(place, manifest, own.stage), own.degree
     with contextlib.ExitStack() as undo:  # what a failure ends
         ranks = start_ranks(config, degree, undo, exits) if degree > 1 else None
         counts = cache = None
@@ -57,10 +58,10 @@ def load_core(
         with alone():
             device = rank_device(compiled["target"]["device"], 0, degree)
             threads = rank_threads(config, degree)
-            weights = open_weights(config, compiled, device, 0)
+            weights = open_weights(config, compiled, device, own)
             clock("weights")
             if ranks is not None:
-                executor: Executor = join_ranks(ranks, config, manifest, device, weights, threads, clock)
+                executor: Executor = join_ranks(ranks, config, manifest, own, device, weights, threads, clock)
                 undo.callback(executor.close)
             else:
                 from graphllm.runtime.executor import Executor

@@ -16,7 +16,7 @@ import msgspec
 from graphllm.config import CoreConfig
 from graphllm.entrypoints.memory import cache_counts
 from graphllm.entrypoints.rank_process import COMMAND
-from graphllm.entrypoints.share import join_group
+from graphllm.entrypoints.share import RankPlace, join_group
 from graphllm.runtime.rank_messages import Allocate, Counted, Loaded, Serving
 from graphllm.runtime.rank_processes import RankProcesses
 
@@ -56,6 +56,7 @@ def join_ranks(
     ranks: StartedRanks,
     config: CoreConfig,
     manifest: Mapping[str, Any],
+    place: RankPlace,
     device: torch.device,
     weights: Mapping[str, torch.Tensor],
     threads: int,
@@ -70,22 +71,22 @@ def join_ranks(
     clock("wait for the ranks")
     joined = contextlib.ExitStack()
     try:
-        joined.enter_context(join_group(0, processes.degree, ranks.folder, device))
+        joined.enter_context(join_group(place, ranks.folder, device))
         blocks, snapshots = cache_counts(manifest, config.cache, processes.degree * config.parallel.data_parallel_size)
         for counted in processes.answers(Counted):
             blocks, snapshots = min(blocks, counted.blocks), min(snapshots, counted.snapshots)
         clock("join the ranks")
         processes.send(Allocate(blocks, snapshots))
-        place = Path(config.load.artifact)
+        artifact = Path(config.load.artifact)
         executor = MultiprocExecutor(
-            processes, joined, place, manifest, weights, blocks, threads, num_snapshots=snapshots
+            processes, joined, artifact, manifest, weights, blocks, threads, None, snapshots, place.stage
         )
-        serving = processes.answers(Serving)
+        executor.others_serve(loaded, processes.answers(Serving))
     except BaseException:
         joined.close()
         raise
-    for rank, (before, after) in enumerate(zip(loaded, serving, strict=True), 1):
-        told = ", ".join(f"{name} {s:.2f}" for name, s in (before.seconds | after.seconds).items())
+    for rank, seconds in enumerate(executor.rank_seconds, 1):
+        told = ", ".join(f"{name} {s:.2f}" for name, s in seconds.items())
         _log.info("rank %d of %d is ready; seconds: %s", rank, processes.degree, told)
     joined.callback(ranks.forget_folder)
     return executor

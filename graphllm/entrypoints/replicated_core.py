@@ -13,26 +13,11 @@ from graphllm.config import ConfigError
 from graphllm.engine.client import CoreClient
 from graphllm.engine.group import CoreGroup, Lost
 from graphllm.engine.messages import EngineDeadError, Load, Rejected, Updates
-from graphllm.engine.processor import GrammarChecker
-from graphllm.engine.request import Core, CoreStats, EngineCoreOutput, EngineRequest
-from graphllm.entrypoints.core import load_core
+from graphllm.engine.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.entrypoints.core_clients import core_client
-from graphllm.entrypoints.model import ResolvedModel, grammar_maker
+from graphllm.entrypoints.model import ResolvedModel
 
 _T = TypeVar("_T")
-
-
-def open_core(
-    resolved: ResolvedModel, phases: Callable[[str, float], None] = lambda name, seconds: None
-) -> tuple[Core, GrammarChecker | None]:
-    """The core of a model in this process, or where there are several, all of them in theirs; and what checks
-    constraints. phases: as for `load_core`. Raises ConfigError."""
-    if resolved.config.parallel.cores == 1:
-        core = load_core(resolved.config, phases, resolved.processors)
-        return core, core.grammars if resolved.tokenizer else None
-    replicated = ReplicatedCore(resolved, phases)
-    make = grammar_maker(resolved)
-    return replicated, make(replicated.info) if make else None
 
 
 class ReplicatedCore:

@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 TENSOR = "tensor"  # the ranks that hold one model together
-SYMMETRIC_BYTES = 16 << 20  # of a GPU's memory, which the others of its group read: `runtime.symmetric_memory`
+SYMMETRIC_BYTES = 64 << 20  # of a GPU's memory, which the others of its group read: `runtime.symmetric_memory`
 
 
 class Group(Protocol):
@@ -25,6 +25,15 @@ class Group(Protocol):
         """out [.., m]: the first m entries of all ranks' x [.., n] in their order. work [size, .., n] may be written.
         All are contiguous."""
 
+    def send(self, x: Tensor, to: int) -> None:
+        """Give x, any view, to the rank ``to``."""
+
+    def receive(self, out: Tensor, origin: int) -> None:
+        """out, any view: what the rank ``origin`` sends."""
+
+    def broadcast(self, x: Tensor, origin: int) -> None:
+        """x, any view: what the rank ``origin`` has in it."""
+
 
 class Alone:
     """The group of one process."""
@@ -36,6 +45,15 @@ class Alone:
 
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         out.copy_(x[..., : out.shape[-1]])
+
+    def send(self, x: Tensor, to: int) -> None:
+        raise RuntimeError(f"there is no rank {to} to send to")
+
+    def receive(self, out: Tensor, origin: int) -> None:
+        raise RuntimeError(f"there is no rank {origin} to receive from")
+
+    def broadcast(self, x: Tensor, origin: int) -> None:
+        pass
 
 
 _groups: dict[str, Group] = {}

@@ -21,6 +21,21 @@ def all_reduce_into(x: Tensor, out: Tensor, group: str, ranks: int) -> None:
     group_of(group, ranks).all_reduce(x, out)
 
 
+def send_to(x: Tensor, group: str, ranks: int, to: int) -> None:
+    """Give a value to another rank of a group, which calls `receive_from`."""
+    group_of(group, ranks).send(x, to)
+
+
+def receive_from(out: Tensor, group: str, ranks: int, origin: int) -> None:
+    """Take what another rank of a group gives by `send_to`."""
+    group_of(group, ranks).receive(out, origin)
+
+
+def broadcast_from(x: Tensor, group: str, ranks: int, origin: int) -> None:
+    """Have every rank of a group hold what one holds."""
+    group_of(group, ranks).broadcast(x, origin)
+
+
 def all_gather_into(x: Tensor, work: Tensor, out: Tensor, group: str, ranks: int) -> None:
     """What all ranks of a group have, side by side; see the op all_gather."""
     group_of(group, ranks).all_gather(x, work, out)

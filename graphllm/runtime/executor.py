@@ -21,6 +21,7 @@ from graphllm.config.token_tree import token_tree
 from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
+from graphllm.program.stages import Stage, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
@@ -91,7 +92,8 @@ class Executor:
     folder: the artifact, already verified. weights: finished parameters by name. num_blocks: of the paged cache; block
     0 is never written by a request. threads: of a CPU's kernels, None for torch's choice. cache: memory of those blocks
     on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a prefix are
-    valid behind any continuation. Raises ConfigError when the memory cannot be allocated.
+    valid behind any continuation. stage: of a pipeline, whose layers alone run here. Raises ConfigError when the memory
+    cannot be allocated.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Executor:
         threads: int | None = None,
         cache: CacheMemory | None = None,
         num_snapshots: int = 0,
+        stage: Stage | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
@@ -113,7 +116,8 @@ class Executor:
         self.vocab, self.shareable = program["vocab"], program["shareable"]
         symbol, size = program["vector"]
         self.vector = str(symbol), int(size)
-        self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache)
+        reads = None if stage is None else stage_reads(program, stage)
+        self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache, reads)
         self.layout = CacheLayout(
             self.states.groups,
             num_blocks,
@@ -152,6 +156,7 @@ class Executor:
                 self.max_num_seqs,
                 longest_query,
                 _IN_FLIGHT * (2 if g["task"] == "draft" else 1),
+                stage,
             )
             for g in program["graphs"]
         }

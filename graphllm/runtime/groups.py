@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
 from graphllm.ir.groups import TENSOR, Group, set_group
+from graphllm.program.stages import PIPELINE
 from graphllm.runtime.collectives import LibraryGroup
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
 
 
 @contextmanager
-def joined(rank: int, degree: int, meeting: Path, device: torch.device) -> Iterator[None]:
+def joined(rank: int, degree: int, meeting: Path, device: torch.device, stages: int = 1) -> Iterator[None]:
     """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs. meeting: a file that does not exist yet,
     where the ranks of one machine find each other. device: of type cuda without a number it is the GPU of the rank's
-    number, which becomes the current one."""
+    number, which becomes the current one. stages: of a pipeline; the ranks of each are consecutive, and a
+    tensor-parallel group of their own."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         device = torch.device("cuda", rank if device.index is None else device.index)
@@ -33,12 +35,26 @@ def joined(rank: int, degree: int, meeting: Path, device: torch.device) -> Itera
         device_id=device if on_gpu else None,
     )
     assert torch.distributed.group.WORLD is not None
-    set_group(TENSOR, open_group(torch.distributed.group.WORLD, device))
+    if stages == 1:
+        set_group(TENSOR, open_group(torch.distributed.group.WORLD, device))
+    else:
+        width = degree // stages
+        of_stage = _own_group(rank, [range(first, first + width) for first in range(0, degree, width)])
+        if width > 1:
+            set_group(TENSOR, open_group(of_stage, device))
+        set_group(PIPELINE, LibraryGroup(_own_group(rank, [range(i, degree, width) for i in range(width)])))
     try:
         yield
     finally:
         set_group(TENSOR, None)
+        set_group(PIPELINE, None)
         torch.distributed.destroy_process_group()
+
+
+def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.ProcessGroup:
+    """The one of this rank; every process must make all of them."""
+    made = [torch.distributed.new_group(list(ranks)) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
 def open_group(members: torch.distributed.ProcessGroup, device: torch.device) -> Group:

@@ -9,6 +9,7 @@ That they do is checked: every rank makes a word of each step's tokens, and rank
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,22 +17,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphllm.program.stages import Stage
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.executor import Executor, Hook, StepHandle
 from graphllm.runtime.rank_messages import (
     Array,
     Contents,
     Encode,
+    Loaded,
     Move,
     Read,
     ResetSlots,
     Sample,
+    Serving,
     Start,
     Write,
     WriteEntry,
     packed,
 )
-from graphllm.runtime.rank_process import CHECKS, FIRST_CHECK, StepChecks, part
+from graphllm.runtime.rank_process import CHECKS, FIRST_CHECK, StepChecks
 from graphllm.runtime.rank_processes import RankError, RankProcesses
 from graphllm.runtime.staging import StepInput
 from graphllm.runtime.stream import Job, Stream
@@ -55,12 +59,22 @@ class MultiprocExecutor(Executor):
         threads: int | None = None,
         cache: CacheMemory | None = None,
         num_snapshots: int = 0,
+        stage: Stage | None = None,
     ) -> None:
-        super().__init__(folder, manifest, weights, num_blocks, threads, cache, num_snapshots)
+        super().__init__(folder, manifest, weights, num_blocks, threads, cache, num_snapshots, stage)
         self.ranks, self._joined = ranks, joined
+        self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
+        self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
         self._stream = _WatchedStream(self._stream, ranks)
         self._checks = StepChecks()
         self._words = [0] * CHECKS
+
+    def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:
+        """What the other ranks have said of their start; before the first step."""
+        for before, after in zip(loaded, serving, strict=True):
+            self.rank_seconds.append(before.seconds | after.seconds)
+            self._block_bytes.append(after.block_bytes)
+            self._snapshot_bytes.append(after.snapshot_bytes)
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """As of one rank."""
@@ -151,15 +165,17 @@ class MultiprocExecutor(Executor):
 
     def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
         """Put back what `read_blocks` gave. Raises ConfigError for contents of another size."""
-        self._check_size("block", contents, self.ranks.degree * self.states.block_bytes)
-        self.ranks.send(Write("write_blocks", list(blocks), list(contents)))
-        super().write_blocks(blocks, [part(c, 0, self.ranks.degree) for c in contents])
+        self._check_size("block", contents, sum(self._block_bytes))
+        own, *others = _divided(contents, self._block_bytes)
+        self.ranks.send(Write("write_blocks", list(blocks), others))
+        super().write_blocks(blocks, own)
 
     def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
         """Put back what `read_snapshots` gave. Raises ConfigError for contents of another size."""
-        self._check_size("snapshot", contents, self.ranks.degree * self.states.snapshot_bytes)
-        self.ranks.send(Write("write_snapshots", list(snapshots), list(contents)))
-        super().write_snapshots(snapshots, [part(c, 0, self.ranks.degree) for c in contents])
+        self._check_size("snapshot", contents, sum(self._snapshot_bytes))
+        own, *others = _divided(contents, self._snapshot_bytes)
+        self.ranks.send(Write("write_snapshots", list(snapshots), others))
+        super().write_snapshots(snapshots, own)
 
     def check_health(self) -> None:
         """Raise RankError when a rank is gone."""
@@ -175,6 +191,12 @@ class MultiprocExecutor(Executor):
             super().close()
             self._joined.close()
         self.ranks.close()
+
+
+def _divided(contents: Sequence[bytes], shares: Sequence[int]) -> list[list[bytes]]:
+    """What each rank has of contents that hold all ranks' shares one behind the other."""
+    ends = list(itertools.accumulate(shares))
+    return [[c[end - size : end] for c in contents] for end, size in zip(ends, shares, strict=True)]
 
 
 def send_logits(logits: torch.Tensor) -> None:

@@ -110,11 +110,11 @@ class Read(msgspec.Struct, tag=True, array_like=True):
 
 
 class Write(msgspec.Struct, tag=True, array_like=True):
-    """`Executor.write_blocks` or `write_snapshots`. contents: of all ranks, equal parts one behind the other."""
+    """`Executor.write_blocks` or `write_snapshots`. contents: for each of the ranks 1, 2 ..."""
 
     method: str
     numbers: list[int]
-    contents: list[bytes]
+    contents: list[list[bytes]]
 
 
 class Stop(msgspec.Struct, tag=True, array_like=True):
@@ -138,9 +138,11 @@ class Counted(msgspec.Struct, tag=True):
 
 
 class Serving(msgspec.Struct, tag=True):
-    """The executor is there; from now on commands are obeyed."""
+    """The executor is there; from now on commands are obeyed. block_bytes, snapshot_bytes: of this rank's share."""
 
     seconds: dict[str, float]
+    block_bytes: int
+    snapshot_bytes: int
 
 
 class Contents(msgspec.Struct, tag=True):

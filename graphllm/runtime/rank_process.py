@@ -155,7 +155,8 @@ def _live(
         assert isinstance(allocate, Allocate)
         executor = share.executor(allocate.blocks, allocate.snapshots)
         threading.Thread(target=_beat, args=(reader,), daemon=True).start()
-        report(Serving({"join": joined - loaded, "executor": time.monotonic() - joined}))
+        seconds = {"join": joined - loaded, "executor": time.monotonic() - joined}
+        report(Serving(seconds, executor.states.block_bytes, executor.states.snapshot_bytes))
         _Follower(executor, settings, reader, report).run(decode)
         executor.close()
 
@@ -191,7 +192,7 @@ class _Follower:
     def __init__(
         self, executor: Executor, settings: Settings, reader: Reader, report: Callable[[Report], None]
     ) -> None:
-        self._executor, self._rank, self._degree = executor, settings.rank, settings.degree
+        self._executor, self._rank = executor, settings.rank
         self._reader, self._report = reader, report
         self._checks = StepChecks()
         self._last: StepHandle | None = None
@@ -226,13 +227,7 @@ class _Follower:
             case Read(method, numbers):
                 self._report(Contents(getattr(executor, method)(numbers)))
             case Write(method, numbers, contents):
-                getattr(executor, method)(numbers, [part(c, self._rank, self._degree) for c in contents])
-
-
-def part(content: bytes, rank: int, degree: int) -> bytes:
-    """A rank's own of what all ranks hold of a block or snapshot."""
-    size = len(content) // degree
-    return content[rank * size : (rank + 1) * size]
+                getattr(executor, method)(numbers, contents[self._rank - 1])
 
 
 def _beat(reader: Reader) -> None:

@@ -31,7 +31,7 @@ from graphllm.ops.add_lora.triton_low_rank import (
     shrunk,
 )
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
+from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear, scaled
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
 
@@ -71,7 +71,7 @@ def row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -130,7 +130,7 @@ def _finish_row(
     else:
         inside_out = in_row
     if RESIDUAL:
-        out += tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
+        out += RESIDUAL * tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
 
 
@@ -152,7 +152,7 @@ def encoded_row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
     GATED: tl.constexpr,
     FORM: tl.constexpr,
     SPAN: tl.constexpr,
@@ -230,7 +230,8 @@ def _finish_tile(
     inside = (token < T)[:, None] & (column < width)[None, :]
     token64 = token.to(tl.int64)[:, None]
     if RESIDUAL:
-        out += tl.load(residual_ptr + token64 * RESIDUAL_ROW + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = residual_ptr + token64 * RESIDUAL_ROW + column[None, :]
+        out += RESIDUAL * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token64 * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -277,7 +278,7 @@ def tile_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,  # normalize x, which has one row
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -513,6 +514,7 @@ def triton_row(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
+    residual_scale: float = 1.0,
     *,
     block_n: int,
     block_k: int,
@@ -528,8 +530,8 @@ def triton_row(
     block_r = max(triton.next_power_of_2(ranks["RANK"]), 32 * warps // block_n)
     constants: dict[str, Any] = {
         "WEIGHT_ROW": weight_OI.stride(0), "N": N, "K": K, "EPS": eps, "NORM": norm_I is not None,
-        "BIAS": bias_O is not None, "RESIDUAL": residual_TN is not None, "GATED": gated, "BLOCK_N": block_n,
-        "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
+        "BIAS": bias_O is not None, "RESIDUAL": 0.0 if residual_TN is None else residual_scale, "GATED": gated,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
         "BLOCK_R": block_r, **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
     }  # fmt: skip
     if scales_GO is None:
@@ -549,6 +551,7 @@ def cublas(
     eps: float = 0.0,
     residual_TN: Tensor | None = None,
     gated: bool = False,
+    residual_scale: float = 1.0,
 ) -> Tensor:
     """The library's product with kernels before and after it."""
     if norm_I is not None:
@@ -561,7 +564,7 @@ def cublas(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
             EMULATED=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip
-    return out_TN if residual_TN is None else residual_TN + out_TN
+    return out_TN if residual_TN is None else scaled(residual_TN, residual_scale) + out_TN
 
 
 def tile_configs(site: CallSite) -> list[Config]:
@@ -665,6 +668,7 @@ def launch_tiles(
     norm: tuple[Tensor | None, float] = (None, 0.0),
     parts: bool = False,
     adapters: Adapters | None = None,
+    residual_scale: float = 1.0,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
     encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
@@ -684,7 +688,8 @@ def launch_tiles(
         zeroed(x_TI, count) if count else x_TI, *_tables(adapters, x_TI), T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
-        NORM=norm[0] is not None, BIAS=bias_O is not None, RESIDUAL=residual_TN is not None, GATED=gated,
+        NORM=norm[0] is not None, BIAS=bias_O is not None, GATED=gated,
+        RESIDUAL=0.0 if residual_TN is None else residual_scale,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
@@ -720,6 +725,7 @@ def triton_tile(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
+    residual_scale: float = 1.0,
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
@@ -731,6 +737,6 @@ def triton_tile(
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
-        norm=(norm_I if within else None, eps), adapters=adapters,
+        norm=(norm_I if within else None, eps), adapters=adapters, residual_scale=residual_scale,
     )  # fmt: skip
     return out_TN

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.encoded_weights import BITS, span_of
+from graphllm.ops.fused_moe.op import LORA_TABLES
+from graphllm.ops.fused_moe.triton_adapters import Lora, lora_supported
 
 
 @triton.jit
@@ -108,6 +110,7 @@ class Experts(NamedTuple):
     group: int
     activation: str
     limit: float
+    lora: Lora | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -130,11 +133,12 @@ def experts_of(
     gate_up_bias_N2F: Tensor | None = None, down_bias_ND: Tensor | None = None,
     gate_up_scales_NG2F: Tensor | None = None, gate_up_zeros_NG2F: Tensor | None = None,
     down_scales_NGD: Tensor | None = None, down_zeros_NGD: Tensor | None = None, form: str = "", group: int = 0,
+    lora: Lora | None = None,
 ) -> Experts:  # fmt: skip
     """From the op's arguments."""
     return Experts(
         gate_up_N2FD, down_NDF, (gate_up_bias_N2F, down_bias_ND), (gate_up_scales_NG2F, down_scales_NGD),
-        (gate_up_zeros_NG2F, down_zeros_NGD), form, group, activation, limit,
+        (gate_up_zeros_NG2F, down_zeros_NGD), form, group, activation, limit, lora,
     )  # fmt: skip
 
 
@@ -155,6 +159,7 @@ def supports(site: CallSite) -> bool:
         and all(t.is_contiguous() for t in tensors.values())
         and all(t.dtype == x_TD.dtype for n, t in tensors.items() if not form or n not in _ENCODED)
         and all(n % 8 == 0 for n in (x_TD.shape[1], F))
+        and lora_supported(site.args, LORA_TABLES)
         and group % (64 if BITS.get(form) == 8 else 32) == 0
         and site.args["experts_TA"].is_contiguous()
         and site.args["weights_TA"].is_contiguous()

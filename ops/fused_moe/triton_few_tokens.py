@@ -20,6 +20,7 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.fused_moe.op import fused_moe
+from graphllm.ops.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_rank
 from graphllm.ops.fused_moe.triton_common import (
     Experts,
     activated,
@@ -140,6 +141,9 @@ def few_kernel(
     bias_ptr,  # [N, ROWS]
     scale_ptr,  # [P] float32
     experts_ptr,  # [T, A]
+    ids_ptr,  # of adapters [T]
+    low_ptr,  # [P, RANK], for each of the gate and up; x @ A.T
+    lora_b_ptr,  # [L, N, RANK, ROWS]
     out_ptr,  # [P, ROWS / 2], or [P, ROWS]
     T,
     X_ROW: tl.constexpr,
@@ -150,6 +154,7 @@ def few_kernel(
     ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
+    N: tl.constexpr,
     A: tl.constexpr,
     A_PAD: tl.constexpr,
     BIAS: tl.constexpr,
@@ -163,6 +168,8 @@ def few_kernel(
     SPAN: tl.constexpr,  # of encoded weights
     BLOCK_S: tl.constexpr,  # tokens of an expert that are multiplied at a time, with weights read into registers; or 0
     WARPS: tl.constexpr,
+    RANK: tl.constexpr,  # of adapters, 0 without
+    BLOCK_R: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -235,6 +242,13 @@ def few_kernel(
             if EMULATED:
                 weight, x = weight.to(tl.float32), x.to(tl.float32)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+    if RANK:
+        for p in tl.static_range(2 if GATED else 1):
+            of_part = in_row & (r % 2 == p) if GATED else in_row
+            acc = plus_low_rank(
+                acc, pair, ids_ptr, low_ptr + p * RANK, lora_b_ptr, expert, row, of_part, A, N, ROWS, RANK,
+                2 * RANK if GATED else RANK, BLOCK_R, EMULATED,
+            )  # fmt: skip
     write_pairs(acc + bias[:, None], pair, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, BLOCK_T)
 
 
@@ -256,7 +270,8 @@ _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tile
 
 
 def supports_one(site: CallSite) -> bool:
-    return site.rows("x_TD") == 1 and site.args["form"] == "" and supports(site)
+    plain = site.args["form"] == "" and site.args["adapter_ids_T"] is None
+    return site.rows("x_TD") == 1 and plain and supports(site)
 
 
 def configs_of_one(site: CallSite) -> list[Config]:
@@ -311,13 +326,13 @@ def supports_few(site: CallSite) -> bool:
 def configs_of_few(site: CallSite) -> list[Config]:
     block_t = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
     # The inner entries of encoded tiles are their format's, whole spans or halves.
-    form, rows = site.args["form"], site.rows("x_TD")
+    form, rows, plain = site.args["form"], site.rows("x_TD"), site.args["adapter_ids_T"] is None
     common = {"block_t": block_t, "block_k": 0, "parts": 1, "block_s": 0, "stages": 1, "one": 0, "ahead": 2}
     found: list[Config] = []
-    if form and rows == 1:
+    if form and rows == 1 and plain:
         one = {**common, "one": 1}
         found += [{**one, "block_n": n, "warps": warps, "ahead": ahead} for n, warps, ahead in _ONE_ENCODED]
-    elif form and rows <= _MOST_DIRECT:
+    elif form and rows <= _MOST_DIRECT and plain:  # adapters need tiles of at least 16 tokens
         found += [{**common, "block_n": n, "block_s": tokens, "warps": warps} for n, tokens, warps in _DIRECT]
     for n, inner, stages, warps in _ENCODED_FEW if form else _FEW:
         if programs_at_once(site, n, block_t, 256 // inner if form else inner, stages):
@@ -343,12 +358,18 @@ def triton_few(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
     **config: int,
 ) -> Tensor:
     """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
     experts = experts_of(
         gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
         gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
     )  # fmt: skip
     return few_tokens(x_TD, experts, weights_TA, experts_TA, config)
 
@@ -369,11 +390,15 @@ def few_tokens(
         if config["one"]:
             launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
             continue
-        bias = experts.biases[i]
+        bias, lora = experts.biases[i], experts.lora
+        tables, of_lora = (x, x, x), NO_LORA
+        if lora is not None:
+            tables = lora.ids, lora.shrink_pairs(i, x, experts_TA, int(sizes["X_ROW"])), lora.b[i]
+            of_lora = lora.constants()
         encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding, "A": A,
-            "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding, **of_lora,
+            "N": N, "A": A, "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
             "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"],
             "BLOCK_N": config["block_n"], "BLOCK_S": config["block_s"], "WARPS": config["warps"],
             "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
@@ -381,6 +406,6 @@ def few_tokens(
         launch_triton(
             few_kernel, (-(-int(sizes["ROWS"]) // config["block_n"]), min(N, T * A)), x, weight,
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
-            weights_TA, experts_TA, out, T, **constants,
+            weights_TA, experts_TA, *tables, out, T, **constants,
         )  # fmt: skip
     return added(y_PD, experts_TA, residual_TD)

@@ -65,7 +65,7 @@ def _step_for_ever(llm: LLM) -> None:
         llm.llm_engine.step()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def one(checkpoint: Path, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -73,7 +73,7 @@ def one(checkpoint: Path, options: dict[str, Any], tmp_path_factory: pytest.Temp
             yield llm
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def two(checkpoint: Path, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -81,83 +81,83 @@ def two(checkpoint: Path, options: dict[str, Any], tmp_path_factory: pytest.Temp
             yield llm
 
 
-def test_greedy_text_and_logprobs(checkpoint: Path, two: LLM, tolerance: float) -> None:
-    """Beside transformers: its text, and its log-probabilities within 1e-4."""
-    model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    for output in two.generate(PROMPTS, GREEDY):
-        ids = list(output.prompt_token_ids)
-        found = output.outputs[0]
-        assert len(found.token_ids) == 12
-        with torch.no_grad():
-            logits = model(torch.tensor([[*ids, *found.token_ids]])).logits[0, len(ids) - 1 : -1]
-        assert logits.argmax(-1).tolist() == list(found.token_ids)
-        expected = logits.log_softmax(-1)
-        for row, ranked in zip(expected, found.logprobs, strict=True):
-            for token, told in ranked.items():
-                assert told.logprob == pytest.approx(float(row[token]), abs=tolerance)
+class TestTwoRanks:
+    """One engine for all of these. A process has one of several ranks at a time."""
+
+    def test_greedy_text_and_logprobs(self, checkpoint: Path, two: LLM, tolerance: float) -> None:
+        """Beside transformers: its text, and its log-probabilities within 1e-4."""
+        model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+        for output in two.generate(PROMPTS, GREEDY):
+            ids = list(output.prompt_token_ids)
+            found = output.outputs[0]
+            assert len(found.token_ids) == 12
+            with torch.no_grad():
+                logits = model(torch.tensor([[*ids, *found.token_ids]])).logits[0, len(ids) - 1 : -1]
+            assert logits.argmax(-1).tolist() == list(found.token_ids)
+            expected = logits.log_softmax(-1)
+            for row, ranked in zip(expected, found.logprobs, strict=True):
+                for token, told in ranked.items():
+                    assert told.logprob == pytest.approx(float(row[token]), abs=tolerance)
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"temperature": 1.0, "seed": 11, "top_p": 0.9},
+            {"temperature": 0.7, "seed": 5, "presence_penalty": 0.5, "repetition_penalty": 1.2, "top_k": 20},
+            {"temperature": 0.0, "logit_bias": {70: 4.0, 80: -100.0}, "prompt_logprobs": 2},
+            {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": [7, 300]},
+            {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(choice=["the mat", "a row", "cats"])},
+        ],
+        ids=["seeded", "penalties", "bias", "named tokens", "choice"],
+    )
+    def test_ways_of_sampling(self, one: LLM, two: LLM, tolerance: float, params: dict[str, Any]) -> None:
+        """The same as one process, whose own tests compare it with references."""
+        wanted = SamplingParams(max_tokens=10, **params)
+        for a, b in zip(one.generate(PROMPTS, wanted), two.generate(PROMPTS, wanted), strict=True):
+            assert b.outputs[0].text == a.outputs[0].text
+            assert b.outputs[0].finish_reason == a.outputs[0].finish_reason
+            scores = [(a.outputs[0].logprobs, b.outputs[0].logprobs), (a.prompt_logprobs, b.prompt_logprobs)]
+            for x, y in ((x, y) for pair in scores for x, y in zip(*(p or () for p in pair), strict=True)):
+                assert sorted(x or ()) == sorted(y or ())
+                for token, told in (x or {}).items():
+                    assert y[token].logprob == pytest.approx(told.logprob, abs=tolerance)
+
+    def test_a_cache_is_exported_and_imported(self, two: LLM, options: dict[str, Any]) -> None:
+        """Blocks hold what all ranks have of them: what comes back in is found, and the text behind it is the same."""
+        core: Any = two.llm_engine.core
+        core.reset_prefix_cache()
+        prompt = list(range(20, 21 + 4 * options["block_size"]))
+        greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+        before = two.generate({"prompt_token_ids": prompt}, greedy)[0]
+        entries = core.export_cache(request("export", prompt))
+        assert len(entries) == 4
+        assert {len(e.data) for e in entries} == {2 * executor_of(two).states.block_bytes}
+        assert core.reset_prefix_cache()
+        with pytest.raises(ConfigError, match=r"imported block has 8 bytes, here it has"):
+            executor_of(two).write_blocks([1], [entries[0].data[:8]])
+        assert core.import_cache(entries) == 4
+        after = two.generate({"prompt_token_ids": prompt}, greedy)[0]
+        assert after.num_cached_tokens == 4 * options["block_size"]
+        assert after.outputs[0].token_ids == before.outputs[0].token_ids
+
+    def test_each_rank_holds_its_share(self, one: LLM, two: LLM) -> None:
+        whole: Any = one.llm_engine.core
+        assert executor_of(two).states.block_bytes * 2 == whole._executor.states.block_bytes
+        assert executor_of(two).layout.num_blocks == two.llm_engine.core.info.num_blocks
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        {"temperature": 1.0, "seed": 11, "top_p": 0.9},
-        {"temperature": 0.7, "seed": 5, "presence_penalty": 0.5, "repetition_penalty": 1.2, "top_k": 20},
-        {"temperature": 0.0, "logit_bias": {70: 4.0, 80: -100.0}, "prompt_logprobs": 2},
-        {"temperature": 0.0, "logprobs": 2, "logprob_token_ids": [7, 300]},
-        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(choice=["the mat", "a row", "cats"])},
-    ],
-    ids=["seeded", "penalties", "bias", "named tokens", "choice"],
-)
-def test_ways_of_sampling(one: LLM, two: LLM, tolerance: float, params: dict[str, Any]) -> None:
-    """The same as one process, whose own tests compare it with references."""
-    wanted = SamplingParams(max_tokens=10, **params)
-    for a, b in zip(one.generate(PROMPTS, wanted), two.generate(PROMPTS, wanted), strict=True):
-        assert b.outputs[0].text == a.outputs[0].text
-        assert b.outputs[0].finish_reason == a.outputs[0].finish_reason
-        scores = [(a.outputs[0].logprobs, b.outputs[0].logprobs), (a.prompt_logprobs, b.prompt_logprobs)]
-        for x, y in ((x, y) for pair in scores for x, y in zip(*(p or () for p in pair), strict=True)):
-            assert sorted(x or ()) == sorted(y or ())
-            for token, told in (x or {}).items():
-                assert y[token].logprob == pytest.approx(told.logprob, abs=tolerance)
-
-
-def test_a_cache_is_exported_and_imported(two: LLM, options: dict[str, Any]) -> None:
-    """Blocks hold what all ranks have of them: what comes back in is found, and the text behind it is the same."""
-    core: Any = two.llm_engine.core
-    core.reset_prefix_cache()
-    prompt = list(range(20, 21 + 4 * options["block_size"]))
-    greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    before = two.generate({"prompt_token_ids": prompt}, greedy)[0]
-    entries = core.export_cache(request("export", prompt))
-    assert len(entries) == 4
-    assert {len(e.data) for e in entries} == {2 * executor_of(two).states.block_bytes}
-    assert core.reset_prefix_cache()
-    with pytest.raises(ConfigError, match=r"imported block has 8 bytes, here it has"):
-        executor_of(two).write_blocks([1], [entries[0].data[:8]])
-    assert core.import_cache(entries) == 4
-    after = two.generate({"prompt_token_ids": prompt}, greedy)[0]
-    assert after.num_cached_tokens == 4 * options["block_size"]
-    assert after.outputs[0].token_ids == before.outputs[0].token_ids
-
-
-def test_each_rank_holds_its_share(one: LLM, two: LLM) -> None:
-    whole: Any = one.llm_engine.core
-    assert executor_of(two).states.block_bytes * 2 == whole._executor.states.block_bytes
-    assert executor_of(two).layout.num_blocks == two.llm_engine.core.info.num_blocks
-
-
-def test_a_rank_that_dies(two: LLM) -> None:
-    """The last test with this engine. It is told which one, at once; nothing hangs, and no process stays."""
-    (pid,) = executor_of(two).ranks.pids
-    two.llm_engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
-    for _ in range(4):
-        two.llm_engine.step()
-    os.kill(pid, signal.SIGKILL)
-    begun = time.monotonic()
-    with pytest.raises(RankError, match=rf"rank 1 of 2 \(process {pid}\) was killed by signal 9 \(SIGKILL\)"):
-        _step_for_ever(two)
-    assert time.monotonic() - begun < 5
-    two.close()
+def test_a_rank_that_dies(checkpoint: Path, options: dict[str, Any]) -> None:
+    """The engine is told which one, at once; nothing hangs, and no process stays."""
+    with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
+        (pid,) = executor_of(llm).ranks.pids
+        llm.llm_engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(4):
+            llm.llm_engine.step()
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(RankError, match=rf"rank 1 of 2 \(process {pid}\) was killed by signal 9 \(SIGKILL\)"):
+            _step_for_ever(llm)
+        assert time.monotonic() - begun < 5
     assert ended(pid)
 
 
@@ -232,5 +232,9 @@ def test_a_rank_that_samples_something_else(
 
 
 def test_settings_that_cannot_be(checkpoint: Path, options: dict[str, Any]) -> None:
+    with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
+        with pytest.raises(ConfigError, match="this process has an engine of several ranks already; close it first"):
+            LLM(checkpoint, tensor_parallel_size=2, **options)
+        assert llm.generate(PROMPTS[0], GREEDY)[0].finished
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: "):
         LLM(checkpoint, tensor_parallel_size=3, **options)

@@ -43,13 +43,17 @@ def by_core(llm: LLM) -> list[int]:
     return [stats.generated_tokens for stats in llm._core.engine_stats()]  # type: ignore[attr-defined]
 
 
+def text(llm: LLM, tokens: list[int]) -> list[int]:
+    """Without what ends it and what comes after that."""
+    stops = llm.get_tokenizer().stop_ids
+    return tokens[: next((i for i, token in enumerate(tokens) if token in stops), len(tokens))]
+
+
 def test_greedy_text_of_two_cores(llm: LLM, expected: dict[tuple[int, ...], list[int]]) -> None:
     before = by_core(llm)
     outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in expected], GREEDY, use_tqdm=False)
     found = [list(output.outputs[0].token_ids) for output in outputs]
-    for tokens, wanted in zip(found, expected.values(), strict=True):
-        assert tokens == wanted[: len(tokens)]
-        assert len(tokens) == len(wanted) or llm.get_tokenizer().stop_ids
+    assert [text(llm, tokens) for tokens in found] == [text(llm, tokens) for tokens in expected.values()]
     made = [after - was for after, was in zip(by_core(llm), before, strict=True)]
     assert min(made) > 0.3 * sum(made), made
     assert sum(made) == sum(map(len, found))
@@ -65,9 +69,8 @@ def test_siblings_seeds_and_constraints(llm: LLM, place: Path) -> None:
     found = llm.generate(prompts, params, use_tqdm=False)
     with LLM(artifact=place) as alone:
         wanted = alone.generate(prompts, params, use_tqdm=False)
-    assert [[c.text for c in one.outputs] for one in found[::2]] == [
-        [c.text for c in one.outputs] for one in wanted[::2]
-    ]
+    texts = [[[c.text for c in one.outputs] for one in several[::2]] for several in (found, wanted)]
+    assert texts[0] == texts[1]
     assert all(len(one.outputs[0].text) == 5 and set(one.outputs[0].text) <= set("abc") for one in found[1::2])
 
 
@@ -104,9 +107,7 @@ def test_a_core_that_is_killed(place: Path) -> None:
         params = [SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), *[ENDLESS] * 9]
         outputs = llm.generate([f"{n}" for n in range(10)], params, use_tqdm=Bar)
         reasons = [output.outputs[0].finish_reason for output in outputs]
-        assert reasons.count("error") == 5 - (reasons[0] == "length" and outputs[0].outputs[0].error is None) or (
-            reasons.count("error") in (4, 5)
-        )
+        assert reasons.count("error") in (4, 5), reasons  # five were there; the short one may have been among them
         failed = [output.outputs[0].error for output in outputs if output.outputs[0].finish_reason == "error"]
         assert all("killed by signal 9" in str(error) for error in failed)
         assert all(len(o.outputs[0].token_ids) == 200 for o in outputs[1:] if o.outputs[0].finish_reason == "length")

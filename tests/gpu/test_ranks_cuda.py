@@ -18,16 +18,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from test_ranks import (  # noqa: E402, F401
     GREEDY,
     PROMPTS,
-    four_heads,
+    TestTwoRanks,
     one,
-    test_a_cache_is_exported_and_imported,
     test_a_rank_that_dies,
     test_a_rank_that_samples_something_else,
     test_a_rank_that_stops,
     test_drafts_by_lookup,
-    test_each_rank_holds_its_share,
-    test_greedy_text_and_logprobs,
-    test_ways_of_sampling,
     two,
 )
 
@@ -57,3 +53,12 @@ def test_long_batches_replay_the_same_graphs(checkpoint: Path, options: dict[str
     with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
         for _ in range(2):
             assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
+
+
+def test_stages(checkpoint: Path, options: dict[str, Any]) -> None:
+    """A layer on each GPU; what goes from one to the other is in their graphs."""
+    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    with LLM(checkpoint, **options) as alone:
+        expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS, greedy)]
+    with LLM(checkpoint, pipeline_parallel_size=2, **options) as llm:
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy)] == expected
