@@ -79,9 +79,8 @@ def work():
     return torch.get_num_threads()
 
 before = native()
-settings = CoreConfig(
-    ModelConfig(sys.argv[1]), LoadConfig(sys.argv[2], "dummy", int(sys.argv[3]) or None), CacheConfig(kv_cache_memory_bytes=1 << 20)
-)
+load = LoadConfig(sys.argv[2], "dummy", int(sys.argv[3]) or None)
+settings = CoreConfig(ModelConfig(sys.argv[1]), load, CacheConfig(kv_cache_memory_bytes=1 << 20))
 core = load_core(settings)
 held = core._executor._stream.submit(work).result()
 print(native() - before, held, torch.get_num_threads())
