@@ -53,6 +53,8 @@ SHAPES |= {
     "llama3.1-8b-fp8": {**SHAPES["llama3.1-8b"], "quantization_config": {"quant_method": "fbgemm_fp8"}},
     "llama3.1-8b-awq": {**SHAPES["llama3.1-8b"], "quantization_config": {"quant_method": "awq", "bits": 4,
                         "group_size": 128, "zero_point": True, "version": "gemm"}},
+    "llama3-70b": {**SHAPES["llama3.1-8b"], "hidden_size": 8192, "num_hidden_layers": 80, "num_attention_heads": 64,
+                   "intermediate_size": 28672},
     "gpt-oss-20b-mxfp4": {**SHAPES["gpt-oss-20b"], "quantization_config": {"quant_method": "mxfp4"}},
 }  # fmt: skip
 VLLM = {("llama3.1-8b", 1): 4.93, ("llama3.1-8b", 32): 5.55, ("llama3.1-8b", 64): 6.15, ("llama3.1-8b", 128): 7.42,

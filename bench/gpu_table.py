@@ -1,6 +1,7 @@
 """The table of targets on one GPU: every row of a shape with its target, its floor and the share of the floor reached.
 
     python bench/gpu_table.py [--shapes llama3.1-8b,qwen3-0.6b] [--runs 3] [--startup] [--out FILE.json]
+    python bench/gpu_table.py --shapes llama3.1-8b --tensor-parallel-size 2 --startup [--out FILE.json]
 
 Real shapes, random bf16 weights, greedy, through the engine core; each figure is the median of the runs. decode: that
 many requests at once, 128 tokens in and 256 out, median step. TTFT: one prompt of 8,192 tokens. mixed: 1,000 requests
@@ -10,7 +11,8 @@ safetensors file in the page cache.
 The floor counts what no engine can avoid on this GPU: weights read once a step or their products, whichever takes
 longer, and every cached key and value read once for every token that attends to it, at the rates measured on it,
 4.27 TB/s and 788 TFLOP/s. Attention and products are counted one after the other, as they run. Of experts, as many are
-read as tokens that choose at random would choose.
+read as tokens that choose at random would choose. With several ranks each has its share of both, and the layers' sums
+take what they take on two H200s of one host, in a graph.
 """
 
 from __future__ import annotations
@@ -43,12 +45,28 @@ TARGETS: dict[str, dict[str, tuple[float, float]]] = {
     "llama3.1-8b-fp8": {"decode 1": (2.6, 2.4), "decode 64": (3.6, 3.4), "TTFT 8192": (154, 144)},
     "llama3.1-8b-awq": {"decode 1": (2.0, 1.8), "decode 64": (4.3, 3.8)},
     "gpt-oss-20b-mxfp4": {"decode 1": (1.75, 1.5), "decode 32": (4.8, 4.3)},
+    "llama3.1-8b tp2": {"decode 1": (2.7, 2.5), "decode 32": (3.1, 3.0), "decode 64": (3.4, 3.2),
+                        "decode 128": (4.3, 4.1), "decode 256": (6.1, 5.8), "TTFT 8192": (122, 118),
+                        "mixed": (22000, 23000), "startup": (8, 5)},
+    "llama3-70b tp2": {"decode 1": (19.2, 18.6), "decode 64": (22.3, 21.5), "TTFT 8192": (1000, 970)},
 }  # fmt: skip
 PEER = {
     "llama3.1-8b": {"TTFT 8192": 219.9, "prefill 32x1024": 42796, "startup": 30.8},
     "qwen3-0.6b": {},
     "qwen3-30b-a3b": {"TTFT 8192": 156.6},
+    "llama3.1-8b tp2": {
+        "decode 1": 3.47,
+        "decode 32": 3.91,
+        "decode 64": 4.13,
+        "decode 128": 4.99,
+        "decode 256": 7.04,
+        "TTFT 8192": 127.6,
+        "mixed": 19960,
+    },
+    "llama3-70b tp2": {"decode 1": 20.6, "decode 64": 23.8, "TTFT 8192": 1026},
 }
+# An all-reduce of two ranks: seconds by bytes up to 1 MB, and the rate beyond.
+ALL_REDUCE, BETWEEN = ((0, 8 << 10, 64 << 10, 256 << 10, 1 << 20), (6.2e-6, 6.2e-6, 7.3e-6, 7.5e-6, 9.9e-6)), 390e9
 SAMPLED = ("gpt-oss-20b-mxfp4",)  # at temperature 1: greedy, random weights send all tokens to few experts
 # Bytes of a weight of a layer that is encoded, by quant_method, with its scales; of GPT-OSS only experts are.
 ENCODED = {"fbgemm_fp8": 1.0, "awq": 0.5 + 4 / 128, "mxfp4": 0.5 + 1 / 32}
@@ -57,14 +75,16 @@ UP = ("mixed", "prefill 32x1024")  # rows where more is better
 
 
 class Floor:
-    """Least seconds of a shape's work."""
+    """Least seconds of a shape's work, shared among ranks."""
 
-    def __init__(self, c: dict) -> None:
+    def __init__(self, c: dict, ranks: int = 1) -> None:
+        self.ranks, self.sums, self.width = ranks, 2 * c["num_hidden_layers"], c["hidden_size"]
         D, F, E = c["hidden_size"], c["intermediate_size"], c["head_dim"]
         H, K, L = c["num_attention_heads"], c["num_key_value_heads"], c["num_hidden_layers"]
         self.N, self.A = c.get("num_experts", c.get("num_local_experts", 1)), c.get("num_experts_per_tok", 1)
         self.expert = L * 3 * D * c.get("moe_intermediate_size", F)
         self.dense, self.head = L * (D * (H + 2 * K) * E + H * E * D), c["vocab_size"] * D
+        self.bandwidth, self.arithmetic = ranks * BANDWIDTH, ranks * ARITHMETIC
         self.layers = self.dense + self.A * self.expert  # weights that a token is multiplied with
         method = c.get("quantization_config", {}).get("quant_method")
         self.expert_bytes = self.expert * ENCODED.get(method, 2.0)
@@ -76,16 +96,24 @@ class Floor:
         flops = 2 * (self.layers * tokens + self.head * sampled)
         distinct = self.N * (1 - (1 - self.A / self.N) ** tokens)
         read = self.dense_bytes + self.expert_bytes * distinct + 2 * self.head
-        return max(read / BANDWIDTH, flops / ARITHMETIC)
+        return max(read / self.bandwidth, flops / self.arithmetic) + self.collectives(tokens)
+
+    def collectives(self, tokens: int) -> float:
+        """The sums of one step's layers."""
+        if self.ranks == 1:
+            return 0.0
+        nbytes = 2 * tokens * self.width
+        known, seconds = ALL_REDUCE
+        return self.sums * (float(np.interp(nbytes, known, seconds)) + max(0, nbytes - known[-1]) / BETWEEN)
 
     def decode(self, batch: int, context: float) -> float:
         """Of one step at that mean context."""
-        return self.products(batch, batch) + batch * context * self.kv / BANDWIDTH
+        return self.products(batch, batch) + batch * context * self.kv / self.bandwidth
 
     def prefill(self, lengths: list[int]) -> float:
         """Of prompts, causal, in one step."""
         pairs = sum(n * (n + 1) / 2 for n in lengths)
-        return self.products(sum(lengths), len(lengths)) + pairs * self.attention / ARITHMETIC
+        return self.products(sum(lengths), len(lengths)) + pairs * self.attention / self.arithmetic
 
     def mixed(self, lengths: np.ndarray) -> float:
         """Of all requests (prompt and output lengths), in steps so large that products are bound by arithmetic."""
@@ -93,7 +121,7 @@ class Floor:
         flops = 2 * (self.layers * (prompts + outputs).sum() + self.head * outputs.sum())
         flops += self.attention * (prompts * (prompts + 1) / 2).sum()
         read = (outputs * prompts + outputs * (outputs + 1) / 2).sum() * self.kv
-        return float(flops / ARITHMETIC + read / BANDWIDTH)
+        return float(flops / self.arithmetic + read / self.bandwidth)
 
 
 def compile_to(artifact: Path, folder: Path, *options: str) -> None:
@@ -111,10 +139,16 @@ def load(artifact: Path, folder: Path, **options: Any) -> Any:
     return load_core(resolve_model(args).config)
 
 
-def measure(shape: str, artifact: Path, folder: Path, runs: int, only: str = "") -> dict[str, Any]:
-    """Every row of a shape but start-up, from a finished artifact, in this process. only: the rows, between commas."""
+def case_of(shape: str, ranks: int) -> str:
+    """The name of a shape's targets."""
+    return shape if ranks == 1 else f"{shape} tp{ranks}"
+
+
+def measure(shape: str, artifact: Path, folder: Path, runs: int, only: str = "", ranks: int = 1) -> dict[str, Any]:
+    """Every row of a shape but start-up, from a finished artifact, in this process, which is rank 0. only: the rows,
+    between commas."""
     core = load(artifact, folder)
-    rng, vocab, floor = np.random.default_rng(0), SHAPES[shape]["vocab_size"], Floor(SHAPES[shape])
+    rng, vocab, floor = np.random.default_rng(0), SHAPES[shape]["vocab_size"], Floor(SHAPES[shape], ranks)
 
     def prompts(lengths: Any) -> list[list[int]]:
         return [rng.integers(0, vocab, n).tolist() for n in lengths]
@@ -126,7 +160,7 @@ def measure(shape: str, artifact: Path, folder: Path, runs: int, only: str = "")
     run(core, prompts(lengths[0][:300]), [20] * 300, greedy)
     host: dict[str, Any] = {}
     for turn in range(runs):
-        for row in only.split(",") if only else TARGETS[shape]:
+        for row in only.split(",") if only else TARGETS[case_of(shape, ranks)]:
             kind, _, size = row.partition(" ")
             if kind == "decode":
                 if turn == 0:
@@ -241,6 +275,8 @@ def first_token(folder: Path, artifact: Path, begun: float) -> dict[str, Any]:
     run(core, [[1] * 128], [1], {"temperature": 0.0})
     phases["first token"] = time.time() - before
     compilers = [m for m in COMPILERS if m in sys.modules]
+    for rank, seconds in enumerate(getattr(core._executor, "rank_seconds", []), 1):
+        phases |= {f"rank {rank}: {name}": s for name, s in seconds.items()}
     return {"s": time.time() - begun, "phases": phases, "compiler modules": compilers}
 
 
@@ -268,15 +304,17 @@ def last_line(*words: str) -> dict[str, Any] | None:
 
 def table(shape: str, rows: dict[str, Any]) -> str:
     """Markdown."""
+    targets = TARGETS.get(shape, {})
     lines = [
         f"| {shape} | measured | first target | goal | vLLM 0.26 | floor | share of the floor |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, row in rows.items():
-        value, (target, goal) = row["median"], TARGETS[shape].get(name, ("", ""))
+        value, (target, goal) = row["median"], targets.get(name, ("", ""))
         met = target == "" or (value >= target if name in UP else value <= target)
-        peer = VLLM.get((shape, int(name.split()[1]))) if name.startswith("decode") else PEER.get(shape, {}).get(name)
-        peer = MIXED[shape] if name == "mixed" else peer
+        peer = PEER.get(shape, {}).get(name, MIXED.get(shape) if name == "mixed" else None)
+        if name.startswith("decode"):
+            peer = VLLM.get((shape, int(name.split()[1])), peer)
         floor = row["floor"]
         share = "" if not floor else f"{(value / floor if name in UP else floor / value):.0%}"
         cells = [name, f"{value:g}{'' if met else ' (missed)'}", target, goal, peer or "", floor or "", share]
@@ -289,6 +327,7 @@ def main() -> None:
     parser.add_argument("--shapes", default="llama3.1-8b,qwen3-0.6b")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--startup", action="store_true")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, help="ranks, one GPU each")
     parser.add_argument("--compile", default="--max-model-len 8320", help="options of graphllm compile")
     parser.add_argument("--rows", default="", help='only these, such as "decode 1,TTFT 8192"; empty for all')
     parser.add_argument("--trace", default="", help="batches of which a step's kernels are listed, such as 1,64")
@@ -305,7 +344,8 @@ def main() -> None:
         return
     if args.worker:
         shape, artifact, folder = args.worker
-        print(json.dumps(measure(shape, Path(artifact), Path(folder), args.runs, args.rows)))
+        print(json.dumps(measure(shape, Path(artifact), Path(folder), args.runs, args.rows,
+                                 args.tensor_parallel_size)))  # fmt: skip
         return
     if args.experts:
         print(json.dumps(distinct_experts(*args.experts, (1, 32, 128))))
@@ -320,7 +360,9 @@ def main() -> None:
         "machine": torch.cuda.get_device_name(), "versions": {p: version(p) for p in ("torch", "triton")},
         "command": " ".join(sys.argv),
     }  # fmt: skip
-    dummy = ("--load-format", "dummy", *args.compile.split())
+    ranks = args.tensor_parallel_size
+    options = [*args.compile.split(), "--tensor-parallel-size", str(ranks)]
+    dummy = ("--load-format", "dummy", *options)
     for shape in args.shapes.split(","):
         folder = Path(tempfile.mkdtemp(prefix=f"{shape}-"))
         (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
@@ -328,7 +370,8 @@ def main() -> None:
         begin = time.perf_counter()
         compile_to(artifact, folder, *dummy)
         found: dict[str, Any] = {"compile s": round(time.perf_counter() - begin, 1), "rows": {}}
-        part = last_line("--runs", str(args.runs), "--rows", args.rows, "--worker", shape, str(artifact), str(folder))
+        words = ("--runs", str(args.runs), "--rows", args.rows, "--tensor-parallel-size", str(ranks))
+        part = last_line(*words, "--worker", shape, str(artifact), str(folder))
         parts = [part] if part else []
         found["traced"] = {
             n: last_line("--traced", str(artifact), str(folder), n, shape)
@@ -339,14 +382,15 @@ def main() -> None:
             counting = folder / "counting"
             compile_to(counting, folder, *dummy, "--count-expert-tokens")
             found["distinct experts of each layer, by batch"] = last_line("--experts", str(counting), str(folder))
-        if args.startup and "startup" in TARGETS[shape]:
-            parts.append(startup(folder, args.compile.split(), args.runs))
+        case = case_of(shape, ranks)
+        if args.startup and "startup" in TARGETS.get(case, {}):
+            parts.append(startup(folder, options, args.runs))
         for part in parts:
             rows = part.pop("rows")
             found["rows"] |= {name: {"median": round(statistics.median(r["runs"]), 3), **r} for name, r in rows.items()}
             found |= part
-        result[shape] = found
-        print(table(shape, found["rows"]), flush=True)
+        result[case] = found
+        print(table(case, found["rows"]), flush=True)
         if args.out:
             args.out.write_text(json.dumps(result, indent=1))
 

@@ -1,25 +1,31 @@
-"""Vectors of texts by encoders of random weights, beside sentence-transformers where that is installed.
+"""Vectors of texts by encoders of random weights, beside sentence-transformers, and on a CPU ONNX Runtime and
+llama.cpp, where these are installed.
 
     python -m bench pooling [--shape minilm] [--dtype float32] [--texts 256] [--device cpu] [--out FILE.json]
 
-One text of 32 words, and many of 4 to 200, in turns of all systems; the checkpoint is as sentence-transformers saves
-one, with a vocabulary of whole words. A further system is a class with ``vectors`` in SYSTEMS. Threads are those of
-OMP_NUM_THREADS, for all.
+One text of 32 words, and many of 4 to 200, in turns of all systems, each in a process of its own; the checkpoint is as
+sentence-transformers saves one, with a vocabulary of whole words. A further system is a class with ``vectors`` in
+SYSTEMS. Threads are those of OMP_NUM_THREADS, for all.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.metadata
 import json
-import platform
+import os
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from bench.pooling_peers import LlamaCpp, OnnxRuntime
 
 WORDS = 30_000
 SHAPES: dict[str, dict[str, int]] = {
@@ -89,42 +95,133 @@ class SentenceTransformers:
         return self._model.encode(list(texts), show_progress_bar=False)
 
 
-SYSTEMS = {"graphllm": Ours, "sentence-transformers": SentenceTransformers}
+SYSTEMS: dict[str, Any] = {
+    "graphllm": Ours,
+    "sentence-transformers": SentenceTransformers,
+    "onnxruntime": OnnxRuntime,
+    "llama.cpp": LlamaCpp,
+}
+PACKAGES = ("torch", "transformers", "sentence-transformers", "onnxruntime", "llama_cpp_python")
+
+
+def work(name: str, folder: Path, dtype: str, device: str) -> None:
+    """A system in a process of its own: it answers each line of stdin, how many texts of which seed how often, with the
+    seconds of each time; the vectors of the last go to the file that the line names."""
+    import numpy as np
+
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    try:
+        system = SYSTEMS[name](folder, dtype, device)
+    except ImportError as missing:
+        print(json.dumps(f"not here: {missing}"), file=out, flush=True)
+        return
+    system.vectors(texts_of(1, 0))
+    print(json.dumps("ready"), file=out, flush=True)
+    for line in sys.stdin:
+        count, seed, repeats, file = json.loads(line)
+        times = []
+        for i in range(repeats):
+            given = texts_of(count, seed + i)
+            begun = time.perf_counter()
+            vectors = system.vectors(given)
+            times.append(time.perf_counter() - begun)
+        np.save(file, vectors)
+        print(json.dumps(times), file=out, flush=True)
+
+
+class Worker:
+    """A process that does `work`. Systems in one process would take each other's threads: OpenMP's wait without
+    spinning where there are more of them than CPUs."""
+
+    def __init__(self, name: str, folder: Path, dtype: str, device: str) -> None:
+        command = [sys.executable, "-m", "bench", "pooling", "--worker", name, str(folder)]
+        begun = time.perf_counter()
+        self._process = subprocess.Popen(
+            [*command, "--dtype", dtype, "--device", device], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._file = folder / f"{name}.npy"
+        self.answer = self._read()
+        self.start = time.perf_counter() - begun
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else f"ended with {self._process.wait()}"
+
+    def run(self, count: int, seed: int, repeats: int) -> list[float]:
+        """Seconds of each time."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([count, seed, repeats, str(self._file)]) + "\n")
+        self._process.stdin.flush()
+        found = self._read()
+        if isinstance(found, str):
+            raise RuntimeError(found)
+        return list(found)
+
+    def vectors(self) -> Any:
+        """The last ones."""
+        import numpy as np
+
+        return np.load(self._file)
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
 
 
 def compare(folder: Path, dtype: str, device: str, texts: int, rounds: int) -> dict[str, Any]:
-    """Medians by system: milliseconds of one text, texts a second of many, seconds to the first vector; and how close
-    the vectors of the systems are."""
+    """Medians by system: milliseconds of one text, texts a second of many, seconds from a process's start to its first
+    vector; in how many turns it was behind ours; and how close its vectors are to ours."""
     import numpy as np
 
-    running: dict[str, Any] = {}
     found: dict[str, Any] = {}
-    for name, system in SYSTEMS.items():
-        begun = time.perf_counter()
-        try:
-            running[name] = system(folder, dtype, device)
-        except ImportError as missing:
-            found[name] = f"not installed: {missing}"
+    running: dict[str, Worker] = {}
+    for name in SYSTEMS:
+        worker = Worker(name, folder, dtype, device)
+        if worker.answer != "ready":
+            found[name] = worker.answer
             continue
-        running[name].vectors(texts_of(1, 0))
-        found[name] = {"start s": time.perf_counter() - begun}
-        running[name].vectors(texts_of(texts, 0))
+        worker.close()  # it has compiled, exported or converted what it starts with now
+        starts = []
+        for _ in range(3):
+            if name in running:
+                running[name].close()
+            running[name] = Worker(name, folder, dtype, device)
+            starts.append(running[name].start)
+        found[name] = {"start s": statistics.median(starts)}
+        running[name].run(texts, 0, 1)
+        running[name].run(1, 0, 10)
     times: dict[tuple[str, int], list[float]] = {}
-    last: dict[str, Any] = {}
+    least: dict[str, float] = {}
     for turn in range(rounds):
-        for count, repeats in ((1, 10), (texts, 1)):
-            for name, system in running.items():
-                for i in range(repeats):
-                    given = texts_of(count, 1 + turn * 10 + i)
-                    begun = time.perf_counter()
-                    last[name] = system.vectors(given)
-                    times.setdefault((name, count), []).append(time.perf_counter() - begun)
-    for name in running:
-        found[name]["one text ms"] = 1e3 * statistics.median(times[name, 1])
-        found[name][f"{texts} texts, texts/s"] = texts / statistics.median(times[name, texts])
-    if len(last) > 1:
-        one, other = list(last.values())[:2]
-        found["least cosine"] = float(np.min(np.sum(one * other, -1)))
+        for count, repeats in ((1, 20), (texts, 1)):
+            for name, worker in running.items():
+                times.setdefault((name, count), []).append(statistics.median(worker.run(count, 1 + turn * 20, repeats)))
+            ours = running["graphllm"].vectors()
+            for name, worker in running.items():
+                least[name] = min(least.get(name, 1.0), float(np.min(np.sum(ours * worker.vectors(), -1))))
+    for name, worker in running.items():
+        worker.close()
+        one, many = times[name, 1], times[name, texts]
+        found[name]["one text ms"] = 1e3 * statistics.median(one)
+        found[name][f"{texts} texts, texts/s"] = texts / statistics.median(many)
+        if name != "graphllm":
+            for what, count in (("one text", 1), (f"{texts} texts", texts)):
+                pairs = list(zip(times["graphllm", count], times[name, count], strict=True))
+                found[name][f"turns behind, {what}"] = f"{sum(a < b for a, b in pairs)} of {len(pairs)}"
+            found[name]["least cosine"] = least[name]
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of what is compared."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
     return found
 
 
@@ -135,15 +232,34 @@ def main() -> None:
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--texts", type=int, default=256)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="A JSON file; what is there of other shapes and types stays.")
+    parser.add_argument("--worker", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.worker:
+        return work(args.worker[0], Path(args.worker[1]), args.dtype, args.device)
     with tempfile.TemporaryDirectory() as place:
         write(Path(place), args.shape)
         rows = compare(Path(place), args.dtype, args.device, args.texts, args.rounds)
-    found = {"command": " ".join(sys.argv), "machine": platform.processor() or platform.machine(), **rows}
+    about = {"machine": machine(args.device), "threads": os.environ.get("OMP_NUM_THREADS"), "versions": versions()}
+    found = {"command": "python -m bench pooling " + " ".join(sys.argv[1:]), **about, **rows}
     print(json.dumps(found, indent=1))
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        kept = json.loads(args.out.read_text()) if args.out.exists() else {}
+        args.out.write_text(json.dumps({**kept, f"{args.shape} {args.dtype}": found}, indent=1) + "\n")
+    return None
+
+
+def machine(device: str) -> str:
+    """What it runs on."""
+    if device == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    flags = next((line for line in lines if line.startswith("flags")), "").split()
+    levels = [flag for flag in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if flag in flags]
+    return f"{name}, {os.cpu_count()} CPUs, {' '.join(levels)}"
 
 
 if __name__ == "__main__":

@@ -64,6 +64,12 @@ def gpu_memory() -> int:
     return 0 if driver is None or driver.cuDeviceTotalMem_v2(ctypes.byref(total), 0) else total.value
 
 
+def gpu_count() -> int:
+    """GPUs that this process may use."""
+    driver, count = _driver(), ctypes.c_int()
+    return 0 if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
+
+
 def _driver() -> ctypes.CDLL | None:
     """The CUDA driver, initialized, if there is a GPU and this torch can use it."""
     if version("torch").endswith("+cpu"):

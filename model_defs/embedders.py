@@ -2,7 +2,8 @@
 sequence classifiers, reward models, and rerankers that compare the logits of two tokens.
 
 Any family with a graph that has ``norm`` serves, under the names that transformers gives such models: ``QwenModel``
-beside ``QwenForCausalLM``, and so on. A vector is made of the last token's hidden state, or of each token's.
+beside ``QwenForCausalLM``, and so on. A vector is made of the last token's hidden state, or of each token's; of a
+decoder that attends both ways (``is_causal`` false), which computes a prompt whole, also of the first one or the mean.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 
 from graphllm.config import ConfigError
+from graphllm.config.fields import switch
 from graphllm.config.pooling_config import PoolingType
 from graphllm.ir import ForwardContext, Graph, Model, Weight, all_models, register_derivation
-from graphllm.model_defs.common import HF, only
+from graphllm.model_defs.common import HF
 from graphllm.model_defs.pooling import Pooling
 from graphllm.ops.linear import linear
 
@@ -135,7 +137,7 @@ def derived(architecture: str) -> Model | None:
     return None
 
 
-def _with_head(model: Model, causal: str, architecture: str, head: _Head) -> Model:
+def _with_head(model: Model, language_model: str, architecture: str, head: _Head) -> Model:
     """A family whose decoder is that of ``model``."""
     main = model.graphs[0]
     norm = main.norm
@@ -143,13 +145,15 @@ def _with_head(model: Model, causal: str, architecture: str, head: _Head) -> Mod
 
     def config(hf: HF) -> Config:
         pooling = Pooling.from_hf(hf, head.pooling)
-        if pooling.kind not in ("LAST", "ALL"):
+        causal = switch(hf, "is_causal", True)
+        if causal and pooling.kind not in ("LAST", "ALL"):
             raise ConfigError(
                 f"pooling_type is {pooling.kind}: {architecture} computes prompts in parts, of which it gives the last "
                 "token's vector or all; use LAST or ALL"
             )
-        only(hf, "is_causal", True)
-        decoder = model.config({**hf, "architectures": [causal]})
+        decoder = model.config({**hf, "architectures": [language_model], "is_causal": True})
+        if not causal:
+            decoder = _both_ways(decoder, architecture)
         return head.config(hf, Config(decoder, decoder.V, decoder.max_len, pooling))
 
     def head_weights(c: Config) -> dict[str, Weight]:
@@ -186,7 +190,20 @@ def _with_head(model: Model, causal: str, architecture: str, head: _Head) -> Mod
             ),
         ),
         states=lambda c: model.states(c.decoder),
+        shardable=model.shardable,
+        shared=model.shared,
+        of_experts=model.of_experts,
+        inner="decoder",
     )
+
+
+def _both_ways(decoder: Any, architecture: str) -> Any:
+    """The config of a decoder whose tokens see those behind them too, as those of GTE-Qwen2. Raises ConfigError."""
+    if not hasattr(decoder, "causal"):
+        raise ConfigError(f"config.json: is_causal is False: {architecture} attends one way; set it to true")
+    if decoder.window and "sliding" in decoder.layer_types:
+        raise ConfigError("config.json: is_causal is False beside sliding_window: not supported; turn one off")
+    return replace(decoder, causal=False)
 
 
 def _either_name(weights: dict[str, Weight]) -> dict[str, Weight]:

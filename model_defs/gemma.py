@@ -129,7 +129,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     gate_up = tuple(f"{hf}mlp.{p}_proj.weight" for p in ("gate", "up"))
     weights = {
         "attn_norm": Weight((c.D,), (hf + "input_layernorm.weight",)),
-        "qkv": Weight((sum(parts), c.D), qkv, parts, shard="output"),
+        "qkv": Weight((sum(parts), c.D), qkv, parts, shard="output", heads=(c.H, c.K, c.K)),
         "o": Weight((c.D, c.H * c.E), (hf + "self_attn.o_proj.weight",), shard="input"),
         "attn_post_norm": Weight((c.D,), (hf + "post_attention_layernorm.weight",)),
         "ffn_norm": Weight((c.D,), (hf + "pre_feedforward_layernorm.weight",)),
@@ -203,5 +203,7 @@ register_model(
                 states=states,
             ),
         ),
+        shardable=("H", "K", "F"),
+        shared=("K",),
     )
 )

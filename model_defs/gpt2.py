@@ -156,5 +156,6 @@ register_model(
                 states=states,
             ),
         ),
+        shardable=("H", "K", "F"),
     )
 )

@@ -64,15 +64,16 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     router, experts = llama.LAYER + "mlp.router.", llama.LAYER + "mlp.experts."
     gate_up = _halves(Read((experts + "gate_up_proj",), (c.N, c.D, 2 * c.F)))
     bias = _halves(Read((experts + "gate_up_proj_bias",), (c.N, 2 * c.F)))
+    halves = (c.F,) * (2 * c.N)
     down = Permute(Read((experts + "down_proj",), (c.N, c.F, c.D)), (0, 2, 1))
     return llama.attention_weights(c) | {
-        "sinks": Weight((c.H,), (llama.LAYER + "self_attn.sinks",)),
+        "sinks": Weight((c.H,), (llama.LAYER + "self_attn.sinks",), shard="output", heads=(c.H,)),
         "router": Weight((c.N, c.D), (router + "weight",), exact=True),
         "router_bias": Weight((c.N,), (router + "bias",)),
-        "gate_up": Weight((c.N, 2 * c.F, c.D), expr=gate_up, shard="expert", expert_axis=0),
-        "gate_up_bias": Weight((c.N, 2 * c.F), expr=bias, shard="expert", expert_axis=0),
-        "down": Weight((c.N, c.D, c.F), expr=down, shard="expert", expert_axis=0),
-        "down_bias": Weight((c.N, c.D), (experts + "down_proj_bias",), shard="expert", expert_axis=0),
+        "gate_up": Weight((c.N, 2 * c.F, c.D), (), halves, expr=gate_up, shard="output", expert_axis=0),
+        "gate_up_bias": Weight((c.N, 2 * c.F), (), halves, expr=bias, shard="output", expert_axis=0),
+        "down": Weight((c.N, c.D, c.F), expr=down, shard="input", expert_axis=0),
+        "down_bias": Weight((c.N, c.D), (experts + "down_proj_bias",), expert_axis=0),
     }
 
 
@@ -108,5 +109,8 @@ register_model(
                 states=llama.states,
             ),
         ),
+        shardable=("H", "K", "F"),
+        shared=("K",),
+        of_experts=("F",),
     )
 )

@@ -53,8 +53,10 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     moe = llama.LAYER + "block_sparse_moe."
     return llama.attention_weights(c) | {
         "router": Weight((c.N, c.D), (moe + "router.layer.weight",), exact=True),
-        "gate_up": Weight((c.N, 2 * c.F, c.D), (moe + "input_linear.weight",), shard="expert", expert_axis=0),
-        "down": Weight((c.N, c.D, c.F), (moe + "output_linear.weight",), shard="expert", expert_axis=0),
+        "gate_up": Weight(
+            (c.N, 2 * c.F, c.D), (moe + "input_linear.weight",), (c.F,) * (2 * c.N), shard="output", expert_axis=0
+        ),
+        "down": Weight((c.N, c.D, c.F), (moe + "output_linear.weight",), shard="input", expert_axis=0),
     }
 
 
@@ -95,5 +97,8 @@ register_model(
                 states=llama.states,
             ),
         ),
+        shardable=("H", "K", "F"),
+        shared=("K",),
+        of_experts=("F",),
     )
 )

@@ -24,6 +24,7 @@ from graphllm.model_defs.common import (
     split_heads,
 )
 from graphllm.ops.embedding import embedding
+from graphllm.ops.encoder_attention import encoder_attention
 from graphllm.ops.linear import linear
 from graphllm.ops.paged_attention import kv_state, paged_attention
 from graphllm.ops.rms_norm import rms_norm
@@ -68,6 +69,7 @@ class Config:
     o_bias: bool = False
     mlp_bias: bool = False
     qk_norm: Literal["", "head", "row"] = ""  # whether q and k are normalized: each head, or all of a row together
+    causal: bool = True  # False, in some embedders: tokens see those behind them too, and there is no cache
 
 
 def from_hf(hf: HF) -> Config:
@@ -141,29 +143,30 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
 
 def attention_weights(c: Config) -> dict[str, Weight]:
     """Those of a layer's attention and its two norms."""
-    attn, parts = LAYER + "self_attn.", (c.H * c.E, c.K * c.E, c.K * c.E)
+    attn, parts, heads = LAYER + "self_attn.", (c.H * c.E, c.K * c.E, c.K * c.E), (c.H, c.K, c.K)
     weights = {
         "attn_norm": Weight((c.D,), (LAYER + "input_layernorm.weight",)),
-        "qkv": merged("q k v", attn, parts, c.D),
+        "qkv": merged("q k v", attn, parts, c.D, heads=heads),
         "o": Weight((c.D, c.H * c.E), (attn + "o_proj.weight",), shard="input"),
         "ffn_norm": Weight((c.D,), (LAYER + "post_attention_layernorm.weight",)),
     }
     if c.qkv_bias:
-        weights["qkv_bias"] = merged("q k v", attn, parts)
+        weights["qkv_bias"] = merged("q k v", attn, parts, heads=heads)
     if c.o_bias:
         weights["o_bias"] = Weight((c.D,), (attn + "o_proj.bias",))
     if c.qk_norm:
         widths = (c.H * c.E, c.K * c.E) if c.qk_norm == "row" else (c.E, c.E)
-        weights["q_norm"] = Weight(widths[:1], (attn + "q_norm.weight",))
-        weights["k_norm"] = Weight(widths[1:], (attn + "k_norm.weight",))
+        for name, width, count in zip("qk", widths, heads, strict=False):
+            divided: dict[str, Any] = {"shard": "output", "heads": (count,)} if c.qk_norm == "row" else {}
+            weights[f"{name}_norm"] = Weight((width,), (f"{attn}{name}_norm.weight",), **divided)
     return weights
 
 
-def merged(names: str, of: str, segments: tuple[int, ...], *width: int) -> Weight:
-    """Projections of the same rows as one: their matrices, or without a width their biases."""
+def merged(names: str, of: str, segments: tuple[int, ...], *width: int, heads: tuple[int, ...] = ()) -> Weight:
+    """Projections of the same rows as one: their matrices, or without a width their biases. heads: of each."""
     leaf = "weight" if width else "bias"
     sources = tuple(f"{of}{name}_proj.{leaf}" for name in names.split())
-    return Weight((sum(segments), *width), sources, segments, shard="output")
+    return Weight((sum(segments), *width), sources, segments, shard="output", heads=heads)
 
 
 def head_weights(c: Config) -> dict[str, Weight]:
@@ -173,7 +176,7 @@ def head_weights(c: Config) -> dict[str, Weight]:
 
 
 def states(c: Config, layer_type: str) -> tuple[StateSpec, ...]:
-    return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),)
+    return (kv_state(c.K, c.E, c.window if layer_type == "sliding" else 0),) if c.causal else ()
 
 
 def embed(c: Config, w: SimpleNamespace, ctx: ForwardContext) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -202,6 +205,9 @@ def attend(c: Config, layer_type: str, w: SimpleNamespace, h_TD: Tensor, ctx: Fo
         q_THE, k_TKE = rms_norm(q_THE, w.q_norm, c.eps), rms_norm(k_TKE, w.k_norm, c.eps)
     q_THE, k_TKE = rope(q_THE, *ctx.shared), rope(k_TKE, *ctx.shared)
     window = c.window if layer_type == "sliding" else 0
+    if not c.causal:
+        a_THE = encoder_attention(q_THE, k_TKE, v_TKE, ctx.inputs.query_start_loc, c.scale)
+        return linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
     sinks_H = getattr(w, "sinks", None)
     a_THE = paged_attention(q_THE, k_TKE, v_TKE, ctx.state.kv, *ctx.attn, scale=c.scale, window=window, sinks_H=sinks_H)
     return linear(a_THE.flatten(1), w.o, getattr(w, "o_bias", None))
@@ -233,5 +239,6 @@ register_model(
             ),
         ),
         shardable=("H", "K", "F"),
+        shared=("K",),
     )
 )

@@ -73,6 +73,7 @@ register_model(
             ),
         ),
         shardable=("H", "K", "F"),
+        shared=("K",),
     )
 )
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.config.fields import switch, whole
 from graphllm.ir import ForwardContext, Graph, Model, StateSpec, Weight, register_model
+from graphllm.ir.weight import Shard
 from graphllm.model_defs import llama
 from graphllm.model_defs.common import HF, only
 from graphllm.ops.fused_moe import fused_moe
@@ -74,15 +75,15 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     moe = llama.LAYER + ("block_sparse_moe." if c.mixtral else "mlp.")
     gate, up, down = ("w1", "w3", "w2") if c.mixtral else ("gate_proj", "up_proj", "down_proj")
 
-    def stacked(names: tuple[str, ...], rows: int, inner: int) -> Weight:
+    def stacked(names: tuple[str, ...], rows: int, inner: int, shard: Shard) -> Weight:
         sources = tuple(f"{moe}experts.{n}.{name}.weight" for n in range(c.N) for name in names)
         segments = (rows,) * len(sources)
-        return Weight((c.N, len(names) * rows, inner), sources, segments, shard="expert", expert_axis=0)
+        return Weight((c.N, len(names) * rows, inner), sources, segments, shard=shard, expert_axis=0)
 
     weights = llama.attention_weights(c) | {
         "router": Weight((c.N, c.D), (moe + "gate.weight",), exact=True),
-        "gate_up": stacked((gate, up), c.F_expert, c.D),
-        "down": stacked((down,), c.D, c.F_expert),
+        "gate_up": stacked((gate, up), c.F_expert, c.D, "output"),
+        "down": stacked((down,), c.D, c.F_expert, "input"),
     }
     if c.F_shared:
         shared = moe + "shared_expert."
@@ -136,5 +137,8 @@ register_model(
                 states=states,
             ),
         ),
+        shardable=("H", "K", "F", "F_expert", "F_shared"),
+        shared=("K",),
+        of_experts=("F_expert",),
     )
 )

@@ -96,5 +96,6 @@ register_model(
                 states=gpt2.states,
             ),
         ),
+        shardable=("H", "K", "F"),
     )
 )

@@ -39,7 +39,9 @@ def layer_weights(c: llama.Config, layer_type: str) -> dict[str, Weight]:
     hf = "model.layers.{layer}."
     parts = (c.H * c.E, c.K * c.E, c.K * c.E)
     return llama.layer_weights(c, layer_type) | {
-        "qkv": Weight((sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="output"),
+        "qkv": Weight(
+            (sum(parts), c.D), (hf + "self_attn.qkv_proj.weight",), parts, shard="output", heads=(c.H, c.K, c.K)
+        ),
         "gate_up": Weight((2 * c.F, c.D), (hf + "mlp.gate_up_proj.weight",), (c.F, c.F), shard="output"),
     }
 
@@ -61,5 +63,7 @@ register_model(
                 states=llama.states,
             ),
         ),
+        shardable=("H", "K", "F"),
+        shared=("K",),
     )
 )

@@ -94,5 +94,8 @@ register_model(
                 states=moe.states,
             ),
         ),
+        shardable=("H", "K", "F_expert"),
+        shared=("K",),
+        of_experts=("F_expert",),
     )
 )

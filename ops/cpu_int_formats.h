@@ -38,22 +38,5 @@ struct Int4 : ZeroPoint<8> {
   static constexpr int parts = 2;
 };
 
-inline Vec load_vec(const float* from) {
-  Vec out;
-  std::memcpy(&out, from, sizeof(out));
-  return out;
-}
-inline Vec load_vec(const bf16* from) {
-#ifdef GRAPHLLM_AVX2
-  Vec out;
-  for (int h = 0; h < 2; h++) put_reg(out, h, load8(from + 8 * h));
-  return out;
-#else
-  Wide<kLanes>::Halves halves;
-  std::memcpy(&halves, from, sizeof(halves));
-  return (Vec)(__builtin_convertvector(halves, Ints) << 16);
-#endif
-}
-
 }  // namespace
 }  // namespace graphllm

@@ -1,89 +1,135 @@
 """add_adapters: the low-rank products of a step's adapters, behind the linear layers of the model's layers and, where
-that is asked for, behind its head."""
+that is asked for, in its experts and behind its embedding and its head."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import TensorSpec
-from graphllm.ir.op import op_of
+from graphllm.ir.op import Op, op_of
 from graphllm.ir.specs import InputSpec, StateSpec
+from graphllm.ops.add_embedding_lora import add_embedding_lora
 from graphllm.ops.add_lora import add_lora
+from graphllm.ops.embedding import embedding
+from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.fused_moe.op import LORA_TABLES
 from graphllm.ops.linear import linear
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
-from graphllm.weights.adapted import AdaptedLinear, adapted_linear
+from graphllm.weights.adapted import AdaptedLinear, adapted_layer
 from graphllm.weights.plan import WeightPlan
 
 _OF_TOKENS = InputSpec("adapter_ids", ("T",), provider="adapter_ids")
 _OF_ROWS = InputSpec("row_adapter_ids", ("R",), provider="adapter_ids")
-_HEAD = "lm_head"  # what checkpoints call the head, whatever it is tied to
 
 
 @register_pass(numerics="changes")
 def add_adapters(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Put `add_lora` behind every `linear` of a layer whose weight is made of modules of the checkpoint, such as q, k
     and v. Its tables are states of axis "adapter". It stands before quantization and fusion: steps without an adapter
-    run programs without it (`compile/variants.py`), which keep each of these. The head has one only if
-    `lora_target_modules` names it: its tables are as long as the vocabulary."""
-    is_head = unit.name == "head" and _HEAD in config.lora_target_modules
-    if not config.enable_lora or unit.prefix or not (unit.layers or is_head):
+    run programs without it (`compile/variants.py`), which keep each of these. The head, experts (which have adapters
+    as arguments) and the embedding have some only if `lora_target_modules` names them: their tables are large."""
+    if not config.enable_lora or unit.prefix or not (unit.layers or unit.name in ("embed", "head")):
         return PassReport(0)
-    ids = _OF_ROWS if is_head else _OF_TOKENS
+    ids = _OF_ROWS if unit.name == "head" else _OF_TOKENS
     states: list[StateSpec] = []
     notes = []
-    for node in [n for n in unit.graph.nodes if op_of(n.target) is linear]:
-        given = linear.bind(node.args, node.kwargs)
-        weight = given["weight_OI"]
-        label = weight.meta.get("label", "")
-        if not label.startswith("w.") or len(weight.users) != 1:
+    for node in list(unit.graph.nodes):
+        op = op_of(node.target)
+        if op is None or op.name not in _CHANGES:
             continue
-        name = label.removeprefix("w.")
-        entries = [entry for entry in unit.entries(name) if not plan[entry].exact]
-        found = [adapted_linear(plan, entry) for entry in entries]
-        if not found or found[0] is None or not _wanted(found[0], config):
+        weights, change = _CHANGES[op.name]
+        given = op.bind(node.args, node.kwargs)
+        found = [_layer(unit, plan, given[weight], config) for weight in weights]
+        layers = [layer for layer in found if layer is not None]
+        if len(layers) != len(found):
             continue
-        own = _tables(f"{unit.name}.{name}" if is_head else name, found[0], config.max_lora_rank)
-        _add(unit, node, given["x_TI"], own, ids, found[0].widths, config)
-        states += own
-        notes.append(f"{name}: {', '.join(part.modules[0].rpartition('.')[2] for part in found[0].parts)}")
+        tables = [_tables(unit, layer, config) for layer in layers]
+        change(unit, node, layers, [t for pair in tables for t in pair], _ids(unit, ids))
+        states += [state for layer in layers for state in layer.states]
+        notes += [f"{layer.name}: {layer.told}" for layer in layers]
     return PassReport(len(notes), tuple(notes), None, tuple(states), (ids,) if notes else ())
 
 
-def _wanted(layer: AdaptedLinear, config: CompileConfig) -> bool:
-    """Whether one of its modules is among those that adapters may change."""
-    suffixes = {module.rpartition(".")[2] for part in layer.parts for module in part.modules}
-    return not config.lora_target_modules or bool(suffixes & set(config.lora_target_modules))
+class _Layer(NamedTuple):
+    """A weight of a unit that adapters change. name: in the unit. adapted: what the first of its entries is made of."""
+
+    name: str
+    adapted: AdaptedLinear
+    states: tuple[StateSpec, StateSpec]
+
+    @property
+    def told(self) -> str:
+        modules = (
+            [part.modules for part in self.adapted.parts] if self.adapted.parts[0].modules else [self.adapted.stacked]
+        )
+        return ", ".join(names[0].rpartition(".")[2] for names in modules)
 
 
-def _tables(name: str, layer: AdaptedLinear, rank: int) -> tuple[StateSpec, StateSpec]:
-    return (
-        StateSpec(f"{name}.lora_a", "adapter", (len(layer.widths) * rank, layer.inputs)),
-        StateSpec(f"{name}.lora_b", "adapter", (rank, sum(layer.widths))),
-    )
+def _layer(unit: Unit, plan: WeightPlan, weight: Any, config: CompileConfig) -> _Layer | None:
+    """None for what adapters do not change."""
+    label = weight.meta.get("label", "")
+    if not label.startswith("w.") or len(weight.users) != 1:
+        return None
+    name = label.removeprefix("w.")
+    found = [adapted_layer(plan, entry) for entry in unit.entries(name) if not plan[entry].exact]
+    if not found or found[0] is None:
+        return None
+    wanted = bool(found[0].names & set(config.lora_target_modules))
+    plain = not config.lora_target_modules and found[0].kind == "linear" and bool(unit.layers)
+    if not (wanted or plain):
+        return None
+    shapes = found[0].tables(config.max_lora_rank)
+    state = name if unit.layers else f"{unit.name}.{name}"
+    a, b = (StateSpec(f"{state}.lora_{n}", "adapter", shape) for n, shape in zip("ab", shapes, strict=True))
+    return _Layer(name, found[0], (a, b))
 
 
-def _add(
-    unit: Unit, node: Node, x_TI: Node, tables: tuple[StateSpec, ...], ids: InputSpec, widths: tuple[int, ...],
-    config: CompileConfig,
-) -> None:  # fmt: skip
-    """The op behind a call of `linear`, for everything that reads it."""
+def _tables(unit: Unit, layer: _Layer, config: CompileConfig) -> tuple[Node, ...]:
     entries = config.max_loras + 1
-    a_LRI, b_LrO = (
-        _input(unit, f"state.{s.name}", TensorSpec.contiguous(config.dtype, entries, *s.shape)) for s in tables
-    )
-    adapter_ids = _input(unit, f"step.{ids.name}", TensorSpec.contiguous(ids.dtype, *ids.shape))
+    specs = (TensorSpec.contiguous(config.dtype, entries, *state.shape) for state in layer.states)
+    return tuple(_input(unit, f"state.{s.name}", spec) for s, spec in zip(layer.states, specs, strict=True))
+
+
+def _ids(unit: Unit, ids: InputSpec) -> Node:
+    return _input(unit, f"step.{ids.name}", TensorSpec.contiguous(ids.dtype, *ids.shape))
+
+
+def _behind_linear(unit: Unit, node: Node, layers: list[_Layer], tables: list[Node], ids: Node) -> None:
+    x_TI = linear.bind(node.args, node.kwargs)["x_TI"]
+    named = {"x_TI": x_TI, "a_LRI": tables[0], "b_LrO": tables[1], "widths": list(layers[0].adapted.widths)}
+    _behind(unit, node, add_lora, {"y_TO": node, **named, "adapter_ids_T": ids})
+
+
+def _behind_embedding(unit: Unit, node: Node, layers: list[_Layer], tables: list[Node], ids: Node) -> None:
+    given = embedding.bind(node.args, node.kwargs)
+    named = {"token_ids_T": given["token_ids_T"], "scale": given["scale"], "a_LVr": tables[0], "b_LrD": tables[1]}
+    _behind(unit, node, add_embedding_lora, {"y_TD": node, **named, "adapter_ids_T": ids})
+
+
+def _in_experts(unit: Unit, node: Node, layers: list[_Layer], tables: list[Node], ids: Node) -> None:
+    given = fused_moe.bind(node.args, node.kwargs)
+    unit.replace(node, fused_moe, **{**given, **dict(zip(LORA_TABLES, tables, strict=True)), "adapter_ids_T": ids})
+
+
+# By op: its weights that adapters change, and how.
+_CHANGES: dict[str, tuple[tuple[str, ...], Callable[..., None]]] = {
+    "linear": (("weight_OI",), _behind_linear),
+    "embedding": (("table_VD",), _behind_embedding),
+    "fused_moe": (("gate_up_N2FD", "down_NDF"), _in_experts),
+}
+
+
+def _behind(unit: Unit, node: Node, op: Op, arguments: dict[str, Any]) -> None:
+    """A call of an op behind a node, for everything that reads the node."""
     with unit.graph.inserting_after(node):
-        arguments: dict[str, Any] = {
-            "y_TO": node, "x_TI": x_TI, "a_LRI": a_LRI, "b_LrO": b_LrO, "adapter_ids_T": adapter_ids,
-            "widths": list(widths),
-        }  # fmt: skip
-        made = unit.graph.call_function(add_lora.overload, kwargs=arguments)
+        made = unit.graph.call_function(op.overload, kwargs=arguments)
     with unit.shapes.mode, torch.no_grad():
-        made.meta["val"] = add_lora.overload(**fake_values(arguments))
+        made.meta["val"] = op.overload(**fake_values(arguments))
     node.replace_all_uses_with(made, delete_user_cb=lambda user: user is not made)
 
 

@@ -88,10 +88,22 @@ def _forms(node: Node, bound: dict[str, Any], readers: Collection[Node] = ()) ->
             parts.insert(0, "norm")
         if gated:
             parts.append("gate")
-        if with_sum and add is not None:
-            arguments["residual_TN"], last = residual, add
+        if with_sum and add is not None and residual is not None:
+            arguments |= _scaled(residual, add)
+            last = add
             parts.append("residual")
         yield _Form(fused_linear, arguments, last, tuple(parts))
+
+
+def _scaled(residual: Node, add: Node) -> dict[str, Any]:
+    """The residual that an addition reads: a value times a number, which nothing else reads, as these two."""
+    arguments = residual.args
+    if residual.target is not torch.ops.aten.mul.Tensor or residual.kwargs or set(residual.users) != {add}:
+        return {"residual_TN": residual}
+    value, scale = arguments
+    if not isinstance(value, Node) or not isinstance(scale, float):
+        return {"residual_TN": residual}
+    return {"residual_TN": value, "residual_scale": scale}
 
 
 def _bound(node: Node, op: Op) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, all_ops, op_of
 from graphllm.ops.embedding import embedding
 from graphllm.ops.linear import linear
-from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
+from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.encodings import Encoding, encoding_of
 from graphllm.weights.expr import Concat, Encode, Expr, Read, Slice, Tie, Values, walk
 from graphllm.weights.plan import Entry, WeightPlan
@@ -127,11 +127,11 @@ def _multiply(
         if len(pieces) == 1:
             unit.replace(node, op, **_call(encoding, op, x_TI, parts, piece.stop, bias))
             return
-        own = None if bias is None else _insert(unit, node, aten.slice.Tensor, bias, 0, start, piece.stop)
+        own = None if bias is None else unit.insert(node, aten.slice.Tensor, bias, 0, start, piece.stop)
         call = _call(encoding, op, x_TI, parts, piece.stop - start, own)
-        made.append(_insert(unit, node, op.overload, **call))
+        made.append(unit.insert(node, op.overload, **call))
         start = piece.stop
-    node.replace_all_uses_with(_insert(unit, node, aten.cat.default, made, 1))
+    node.replace_all_uses_with(unit.insert(node, aten.cat.default, made, 1))
     unit.graph.erase_node(node)
 
 
@@ -141,15 +141,6 @@ def _look_up(unit: Unit, node: Node, given: dict[str, Any], piece: _Piece, parts
     op = all_ops()[str(encoding.row_op)]
     named = {"dtype": dtype, "scale": given["scale"], **encoding.settings}
     unit.replace(node, op, **op.bind((given["token_ids_T"], *parts), named))
-
-
-def _insert(unit: Unit, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
-    """A call that stands before a node."""
-    with unit.graph.inserting_before(before):
-        made = unit.graph.call_function(target, args, kwargs)
-    with unit.shapes.mode, torch.no_grad():
-        made.meta["val"] = target(*fake_values(args), **fake_values(kwargs))
-    return made
 
 
 def _call(encoding: Encoding, op: Op, x_TI: Any, parts: list[Node], rows: int, bias_O: Any) -> dict[str, Any]:

@@ -1,6 +1,12 @@
-"""shard: partial sums of row-parallel layers are added up over the ranks. The weights were divided with the plan."""
+"""shard: what tensor-parallel ranks compute apart is put together. The weights were divided with the plan.
+
+Products over divided inputs and the share of experts that a rank has are parts of a sum, `all_reduce`. Of a divided
+vocabulary, a rank looks up the tokens that it has, and its logits are put beside those of the others.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -8,43 +14,223 @@ from torch.fx import Node
 from graphllm.config import CompileConfig
 from graphllm.ir.groups import TENSOR
 from graphllm.ir.op import op_of
+from graphllm.ops.all_gather import all_gather
 from graphllm.ops.all_reduce import all_reduce
-from graphllm.rewrite import PassReport, Unit, register_pass
-from graphllm.weights.plan import WeightPlan
+from graphllm.ops.embedding import embedding
+from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.linear import linear
+from graphllm.ops.rms_norm import rms_norm
+from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
+from graphllm.weights.expr import Slice, Values
+from graphllm.weights.plan import Entry, WeightPlan
+from graphllm.weights.shard import on_first_rank
+
+aten = torch.ops.aten
 
 
 @register_pass(numerics="reorders")
 def shard(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Put `all_reduce` behind every op that multiplies with a weight whose inputs are divided (shard="input"). Its bias
-    is added once, to the sum."""
-    ranks = config.tensor_parallel_size
-    if ranks == 1:
+    """Put collectives behind the ops that read divided weights. A bias that is added to a part of a sum is kept by the
+    first rank alone."""
+    if config.tensor_parallel_size == 1:
         return PassReport(0)
-    changed: dict[Node, str] = {}
-    for weight in unit.graph.find_nodes(op="placeholder"):
-        label = weight.meta["label"]
-        if label.startswith("w.") and plan[unit.entries(label[2:])[0]].shard == "input":
-            changed |= {user: label[2:] for user in weight.users if op_of(user.target) is not None}
-    for node in changed:
-        _reduce(unit, node, ranks)
-    return PassReport(len(changed), tuple(f"{name}: all_reduce" for name in changed.values()))
+    work = _Sharding(unit, plan, config.tensor_parallel_size)
+    work.run()
+    return PassReport(len(work.notes), tuple(work.notes), work.plan)
 
 
-def _reduce(unit: Unit, node: Node, ranks: int) -> None:
-    """The sum of what the node gives on all ranks, in its place."""
-    op, graph = op_of(node.target), unit.graph
-    assert op is not None
-    arguments = op.bind(node.args, node.kwargs)
-    bias = arguments.pop("bias_O", None)
-    with graph.inserting_after(node):
-        total = graph.call_function(all_reduce.overload, (node, TENSOR, ranks))
-    total.meta["val"] = node.meta["val"]
-    last = total
-    if bias is not None:
-        if arguments.get("softcap"):
-            raise ValueError(f"{node.name}: a layer with divided inputs cannot have a bias and a soft cap")
-        node.args, node.kwargs = (), {**arguments, "bias_O": None}
-        with graph.inserting_after(total):
-            last = graph.call_function(torch.ops.aten.add.Tensor, (total, bias))
-        last.meta["val"] = node.meta["val"]
-    node.replace_all_uses_with(last, delete_user_cb=lambda user: user is not total)
+class _Sharding:
+    """One unit. plan: with the entries that the unit needs beside its weights."""
+
+    def __init__(self, unit: Unit, plan: WeightPlan, ranks: int) -> None:
+        self.unit, self.plan, self.ranks = unit, plan, ranks
+        self.notes: list[str] = []
+        self._reductions: dict[Node, None] = {}  # in the order of the graph
+
+    def run(self) -> None:
+        labels = {n: n.meta["label"] for n in self.unit.graph.find_nodes(op="placeholder")}
+        weights = {n: label.removeprefix("w.") for n, label in labels.items() if label.startswith("w.")}
+        shards = {n: self._entry(name).shard for n, name in weights.items()}
+        for node, name in weights.items():  # the trace knows the whole vocabulary and all experts
+            self._resize(node, self._entry(name).shape)
+        for node in list(self.unit.graph.nodes):
+            op = op_of(node.target)
+            if op is None:
+                continue
+            given = op.bind(node.args, node.kwargs)
+            divided = {n: shards[v] for n, v in given.items() if isinstance(v, Node) and shards.get(v) is not None}
+            if op is embedding and divided:
+                self._look_up(node, given)
+            elif op is linear and divided.get("weight_OI") == "vocab":
+                self._gather(node, given)
+            elif op is rms_norm and divided:
+                self._normalize(node, given)
+            elif op is fused_moe and divided:
+                self._experts(node, given, divided)
+            elif "input" in divided.values():
+                self._sum(node, given, "bias_O")
+        self._merge()
+        self._add_residuals_before()
+
+    def _entry(self, weight: str) -> Entry:
+        return self.plan[self.unit.entries(weight)[0]]
+
+    def _resize(self, node: Node, shape: tuple[int, ...]) -> None:
+        value = node.meta["val"]
+        if tuple(value.shape) != shape:
+            with self.unit.shapes.mode:
+                node.meta["val"] = value.new_empty(shape)
+
+    def _note(self, node: Node, given: dict[str, Any], what: str) -> None:
+        names = [v.meta["label"] for v in given.values() if isinstance(v, Node) and v.op == "placeholder"]
+        self.notes.append(f"{next(n.removeprefix('w.') for n in names if n.startswith('w.'))}: {what}")
+
+    def _sum(self, node: Node, given: dict[str, Any], bias: str | None) -> None:
+        """The sum of what the node gives on all ranks, in its place."""
+        if bias is not None and given.get(bias) is not None:
+            self._keep_on_first(given[bias])
+        self._reduce(node)
+        self._note(node, given, "all_reduce")
+
+    def _reduce(self, node: Node) -> None:
+        total = self.unit.insert(node.next, all_reduce.overload, node, TENSOR, self.ranks)
+        node.replace_all_uses_with(total, delete_user_cb=lambda user: user is not total)
+        self._reductions[total] = None
+
+    def _keep_on_first(self, bias: Node) -> None:
+        label = bias.meta.get("label", "")
+        if bias.op != "placeholder" or not label.startswith("w.") or len(bias.users) != 1:
+            raise ValueError(f"{bias.name}: what is added to a sum over ranks must be a weight that nothing else reads")
+        for name in self.unit.entries(label.removeprefix("w.")):
+            changed = on_first_rank(self.plan[name], self.ranks)
+            self.plan = WeightPlan(tuple(changed if e.name == name else e for e in self.plan))
+
+    def _experts(self, node: Node, given: dict[str, Any], divided: dict[str, Any]) -> None:
+        """The part of a layer that is this rank's: of all experts some of the width, or some of the experts."""
+        if divided["down_NDF"] != "expert":
+            self._sum(node, given, "down_bias_ND")
+            return
+        count = given["down_NDF"].meta["val"].shape[0]
+        local, inside = self._from_first(node, given["experts_TA"], count, "first_expert")
+        chosen = self.unit.insert(node, aten.where.ScalarOther, inside, local, -1)
+        node.args, node.kwargs = (), {**given, "experts_TA": chosen}
+        self._sum(node, given, None)
+
+    def _look_up(self, node: Node, given: dict[str, Any]) -> None:
+        """Rows of the tokens that this rank has, zeros for the others."""
+        count = given["table_VD"].meta["val"].shape[0]
+        local, inside = self._from_first(node, given["token_ids_T"], count, "first_token")
+        within = self.unit.insert(node, aten.clamp.default, local, 0, count - 1)
+        node.args, node.kwargs = (), {**given, "token_ids_T": within}
+        column = self.unit.insert(node.next, aten.unsqueeze.default, inside, 1)
+        kept = self.unit.insert(column.next, aten.where.ScalarOther, column, node, 0.0)
+        node.replace_all_uses_with(kept, delete_user_cb=lambda user: user is not kept)
+        self._sum(kept, given, None)
+
+    def _from_first(self, before: Node, ids: Node, count: int, name: str) -> tuple[Node, Node]:
+        """Numbers of tokens or experts less that of the first one that the rank has, of ``count``, and which of them it
+        has."""
+        first = self._constant(name, [rank * count for rank in range(self.ranks)])
+        local = self.unit.insert(before, aten.sub.Tensor, ids, first)
+        behind = self.unit.insert(before, aten.ge.Scalar, local, 0)
+        inside = self.unit.insert(before, aten.lt.Scalar, local, count)
+        return local, self.unit.insert(before, aten.logical_and.default, behind, inside)
+
+    def _constant(self, name: str, by_rank: list[int]) -> Node:
+        """An input of the unit that has one of these numbers on each rank, [1] int32."""
+        first = next(iter(self.unit.graph.nodes))
+        with self.unit.graph.inserting_before(first):
+            node = self.unit.graph.placeholder(name)
+        with self.unit.shapes.mode:
+            fake = torch.empty((1,), dtype=torch.int32, device=self.unit.shapes.device)
+        node.meta.update(val=fake, label=f"w.{name}")
+        whole = Values(tuple(map(float, by_rank)), (self.ranks,))
+        for entry in self.unit.entries(name):
+            made = Entry(entry, (1,), "int32", Slice(whole, 0, 0, 1, 1), exact=True)
+            owner = entry.removesuffix(name)
+            at = next(i for i, e in enumerate(self.plan) if e.name.startswith(owner))
+            self.plan = WeightPlan((*self.plan.entries[:at], made, *self.plan.entries[at:]))
+        return node
+
+    def _gather(self, node: Node, given: dict[str, Any]) -> None:
+        """The logits of the whole vocabulary, of those that the rank has."""
+        width = node.meta["val"].shape[1]
+        with self.unit.shapes.mode, torch.no_grad():
+            node.meta["val"] = node.target(*fake_values(node.args), **fake_values(node.kwargs))  # type: ignore[operator]
+        whole = self.unit.insert(node.next, all_gather.overload, node, TENSOR, self.ranks, width)
+        node.replace_all_uses_with(whole, delete_user_cb=lambda user: user is not whole)
+        self._note(node, given, "all_gather")
+
+    def _normalize(self, node: Node, given: dict[str, Any]) -> None:
+        """The norm of rows of which the rank has a part: their mean squares are of all parts. Heads that several ranks
+        have count as often in the sum as in the number of entries."""
+        x, weight, offset = given["x"], given["weight"], given["offset"]
+        value, add = x.meta["val"], self.unit.insert
+        wide = torch.promote_types(value.dtype, torch.float32)
+        x_wide = add(node, aten._to_copy.default, x, dtype=wide)
+        squares = add(node, aten.sum.dim_IntList, add(node, aten.mul.Tensor, x_wide, x_wide), [-1], True)
+        total = add(node, all_reduce.overload, squares, TENSOR, self.ranks)
+        mean = add(node, aten.div.Scalar, total, float(value.shape[-1] * self.ranks))
+        factor = add(node, aten.rsqrt.default, add(node, aten.add.Scalar, mean, given["eps"]))
+        normed = add(node, aten.mul.Tensor, x_wide, factor)
+        if offset:
+            scale = add(node, aten.add.Scalar, add(node, aten._to_copy.default, weight, dtype=wide), offset)
+            last = add(node, aten._to_copy.default, add(node, aten.mul.Tensor, normed, scale), dtype=value.dtype)
+        else:
+            last = add(node, aten.mul.Tensor, add(node, aten._to_copy.default, normed, dtype=value.dtype), weight)
+        node.replace_all_uses_with(last)
+        self.unit.graph.erase_node(node)
+        self._note(node, given, "all_reduce of mean squares")
+
+    def _merge(self) -> None:
+        """One reduction in place of two whose results, times something that all ranks have, are added."""
+        for node in list(self.unit.graph.find_nodes(op="call_function", target=aten.add.Tensor)):
+            if len(node.args) != 2 or node.kwargs:
+                continue
+            under = [self._reduction_under(a) for a in node.args]
+            if None in under or under[0] is under[1]:
+                continue
+            for reduction in under:
+                assert reduction is not None
+                reduction.replace_all_uses_with(reduction.args[0])  # type: ignore[arg-type]
+                del self._reductions[reduction]
+                self.unit.graph.erase_node(reduction)
+            self._reduce(node)
+            self.notes.append(f"{node.name}: one all_reduce of two")
+
+    def _add_residuals_before(self) -> None:
+        """Have each rank add its part of the residual to its part of a linear layer's products, which costs no kernel
+        where that is fused, in place of adding the residual to the sum. Only where such parts are exact."""
+        if self.ranks & (self.ranks - 1):
+            return
+        for reduction in list(self._reductions):
+            product, add = reduction.args[0], next(iter(reduction.users), None)
+            assert isinstance(product, Node)
+            if op_of(product.target) is not linear or add is None or len(reduction.users) != 1:
+                continue
+            others = [a for a in add.args if a is not reduction]
+            if add.target is not aten.add.Tensor or add.kwargs or len(others) != 1 or not isinstance(others[0], Node):
+                continue
+            value, own = others[0].meta["val"], product.meta["val"]
+            if (value.shape, value.dtype) != (own.shape, own.dtype):
+                continue
+            part = self.unit.insert(add, aten.mul.Tensor, others[0], 1 / self.ranks)
+            both = self.unit.insert(add, aten.add.Tensor, part, product)
+            total = self.unit.insert(add, all_reduce.overload, both, TENSOR, self.ranks)
+            add.replace_all_uses_with(total)
+            for gone in (add, reduction):
+                self.unit.graph.erase_node(gone)
+            del self._reductions[reduction]
+            self._reductions[total] = None
+
+    def _reduction_under(self, value: Any) -> Node | None:
+        """The reduction that makes a value, which nothing else reads, directly or times something that does not depend
+        on another one."""
+        if not isinstance(value, Node) or len(value.users) != 1:
+            return None
+        if value in self._reductions:
+            return value
+        if value.target is not aten.mul.Tensor:
+            return None
+        found = [r for a in value.args if (r := self._reduction_under(a)) is not None]
+        return found[0] if len(found) == 1 else None

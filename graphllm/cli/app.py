@@ -199,6 +199,13 @@ def serve_command(
         list[str] | None, typer.Option(help="Requests must bring it; may be repeated. Or GRAPHLLM_API_KEY.")
     ] = None,
     served_model_name: Annotated[list[str] | None, typer.Option(help="Name in requests; may be repeated.")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A model beside the first, such as one that gives vectors: folder or name, or JSON with model, "
+            "served_model_name and its settings; may be repeated."
+        ),
+    ] = None,
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(help="An adapter as name=path, which requests give as their model; may be repeated."),
@@ -228,6 +235,20 @@ def serve_command(
     ssl_ca_certs: Annotated[Path | None, typer.Option(help="Of who signs the certificates of clients.")] = None,
     ssl_cert_reqs: Annotated[int, typer.Option(help="Of clients: 0 none, 1 may have one, 2 must.")] = 0,
     api_server_count: Annotated[int, typer.Option(help="Processes that speak HTTP, of one engine.")] = 1,
+    data_parallel_multi_port_external_lb: Annotated[
+        bool,
+        typer.Option(
+            "--data-parallel-multi-port-external-lb",
+            help="A server for each of the data_parallel_size ranks, on --port and the ports behind it, for a load "
+            "balancer of yours.",
+        ),
+    ] = False,
+    data_parallel_supervisor_port: Annotated[int, typer.Option(help="Where the health of these is told.")] = 9256,
+    dp_supervisor_probe_interval_s: Annotated[float, typer.Option(help="Seconds between looks at each of them.")] = 5.0,
+    dp_supervisor_probe_timeout_s: Annotated[float, typer.Option(help="Seconds for their answer.")] = 5.0,
+    dp_supervisor_probe_failure_threshold: Annotated[
+        int, typer.Option(help="Failures in a row after which one counts as unhealthy.")
+    ] = 3,
     max_body_size: Annotated[str, typer.Option(help="Of one request.")] = "32MiB",
     sse_keep_alive_interval: Annotated[
         float, typer.Option(help="Seconds of silence in a stream before a sign of life; 0: none.", min=0)
@@ -280,9 +301,32 @@ def serve_command(
     ] = "info",
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
-    from graphllm.engine.spawn import spawn
+    from graphllm.engine.spawn import spawn, spawn_cores
 
-    child = spawn()  # first of all: what takes longest is its import of torch
+    alone = args.data_parallel_rank is not None
+    if data_parallel_multi_port_external_lb and not alone:
+        from graphllm.cli.serve_ranks import serve_ranks
+        from graphllm.server.ranks.options import RankOptions
+
+        if uds is not None:
+            raise ConfigError(f"uds is {str(uds)!r}: each rank has a port of its own; leave it out")
+        ranks = RankOptions(
+            ranks=args.data_parallel_size,
+            gpus=args.tensor_parallel_size or 1,
+            host=host,
+            port=port,
+            supervisor_port=data_parallel_supervisor_port,
+            tls=ssl_certfile is not None,
+            restart=restart_engine,
+            shutdown_timeout=shutdown_timeout,
+            probe_interval=dp_supervisor_probe_interval_s,
+            probe_timeout=dp_supervisor_probe_timeout_s,
+            probe_failure_threshold=dp_supervisor_probe_failure_threshold,
+        )
+        raise typer.Exit(serve_ranks(args, ranks, log_format, log_level))
+    # First of all: what takes longest is their import of torch.
+    children = spawn_cores(1 if alone else args.data_parallel_size, args.tensor_parallel_size or 1)
+    others = [spawn() for _ in also or ()]
     try:
         from graphllm.cli import serve as told
         from graphllm.server.access import Access
@@ -293,7 +337,9 @@ def serve_command(
         from graphllm.server.options import ServerOptions
 
         log = LogOptions(log_format, log_level, uvicorn_log_level, not disable_uvicorn_access_log)
-        start_log(log)
+        start_log(log, f"rank-{args.data_parallel_rank}" if alone else "")
+        if data_parallel_multi_port_external_lb:
+            told.end_with_supervisor()
         access = Access(
             keys=api_key or (),
             admin_keys=admin_api_key or (),
@@ -332,6 +378,7 @@ def serve_command(
             adapters=parse_modules(lora_modules or (), served_model_name or ()),
             lora_dir=told.lora_dir(lora_dir),
             fronts=told.front_count(api_server_count),
+            rank=args.data_parallel_rank or 0,
             log=log,
             started=told.started_at(),
         )
@@ -343,9 +390,11 @@ def serve_command(
             reasoning_parser,
             chat_template=told.read_template(chat_template),
         )
-        raise typer.Exit(told.serve(replace(args, model=model), options, watched, child))
+        beside = told.parse_also(also or (), args)
+        raise typer.Exit(told.serve(replace(args, model=model), beside, options, watched, children, others))
     finally:
-        child.kill()
+        for child in (*children, *others):
+            child.kill()
 
 
 @app.command("chat")

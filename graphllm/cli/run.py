@@ -29,8 +29,8 @@ from graphllm.engine.request import Adapter, Core
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.adapters import AdapterFiles
 from graphllm.entrypoints.build import POLICIES
-from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.model import ResolvedModel, checkpoint_defaults, resolve_model
+from graphllm.entrypoints.open_core import open_core
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import find_source, find_tokenizer
 from graphllm.server.chat.call import Call, Style, check_priority, write_out
@@ -208,7 +208,7 @@ class Engine(NamedTuple):
 
 
 def _load(resolved: ResolvedModel, phases: Callable[[str, float], None], adapters: Mapping[str, str] = {}) -> Engine:
-    core, tokenizer = load_core(resolved.config, phases, resolved.processors), resolved.tokenizer
+    (core, grammar), tokenizer = open_core(resolved, phases), resolved.tokenizer
     assert tokenizer is not None
     files = AdapterFiles(core.info)
     try:
@@ -219,7 +219,7 @@ def _load(resolved: ResolvedModel, phases: Callable[[str, float], None], adapter
     return Engine(
         core,
         tokenizer,
-        Processor(tokenizer, core.info, core.grammars),
+        Processor(tokenizer, core.info, grammar),
         OutputProcessor(tokenizer),
         resolved.config.scheduler,
         Style.of(tokenizer),

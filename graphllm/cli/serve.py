@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import math
 import os
 import re
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from graphllm.cli.build import build_errors
 from graphllm.config import ConfigError, EngineArgs
@@ -21,6 +24,7 @@ from graphllm.entrypoints.adapters import check_adapters
 from graphllm.entrypoints.hub import name_of
 from graphllm.entrypoints.model import ResolvedModel, resolve_model
 from graphllm.server.chat.call import check_template_kwargs
+from graphllm.server.launch import Opening
 from graphllm.server.launch import serve as serve_forever
 from graphllm.server.operations.engine_view import SupervisorOptions
 from graphllm.server.options import ServerOptions
@@ -28,12 +32,27 @@ from graphllm.server.rate_limit import RateLimit
 
 _KEY_VARIABLE = "GRAPHLLM_API_KEY"
 _EMBEDDED = "graphllm-embedded"
+_ORPHAN_GRACE = 5.0  # seconds
 _FRONTS = 64  # more than any engine can feed
 
 
-def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, child: Child) -> int:
-    """Serve a model until it is told to stop; the exit status. child: the engine's process. Raises ConfigError for what
-    cannot be used."""
+class Also(NamedTuple):
+    """A model beside the first one. names: in requests."""
+
+    args: EngineArgs
+    names: tuple[str, ...]
+
+
+def serve(
+    args: EngineArgs,
+    also: Sequence[Also],
+    options: ServerOptions,
+    host: SupervisorOptions,
+    children: Sequence[Child],
+    others: Sequence[Child],
+) -> int:
+    """Serve models until told to stop; the exit status. children: processes of the first one's engine cores; others: of
+    the engines of those beside it. Raises ConfigError for what cannot be used."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for setting, seconds in (("shutdown-timeout", options.shutdown_timeout), ("step-timeout", host.step_timeout)):
         if not 0 <= seconds < math.inf:
@@ -49,21 +68,90 @@ def serve(args: EngineArgs, options: ServerOptions, host: SupervisorOptions, chi
         logging.getLogger(__name__).warning(
             "listening on %s without --api-key: everybody there can use it", options.host
         )
+    _check_names(options, also)
+    adapted = [args.enable_lora, *(one.args.enable_lora for one in also)]
+    for given, missing in (
+        ("lora-modules", options.adapters and not adapted[0]),
+        ("lora-dir", options.lora_dir and not any(adapted)),
+    ):
+        if missing:
+            raise ConfigError(f"{given}: adapters are served with --enable-lora; give it too, or leave this out")
 
-    if (options.adapters or options.lora_dir) and not args.enable_lora:
-        given = "lora-modules" if options.adapters else "lora-dir"
-        raise ConfigError(f"{given}: adapters are served with --enable-lora; give it too, or leave this out")
-    for adapter in options.adapters:
-        if adapter.name in options.names:
-            raise ConfigError(f"lora-modules: {adapter.name!r} is the model's own name; give another one")
-
-    def open_or_explain() -> ResolvedModel:
-        with build_errors():
-            resolved = resolve_model(args, base=SamplingParams(max_tokens=None))
+    def open_first() -> ResolvedModel:
+        resolved = _open(args)
         check_adapters(Path(resolved.config.load.artifact), [(a.name, a.path) for a in options.adapters])
         return resolved
 
-    return serve_forever(open_or_explain, options, host, child)
+    beside = replace(host, chat_template=None)  # which is the first model's
+    openings = [Opening(options.names, open_first, host, children)]
+    for one, child in zip(also, others, strict=True):
+        started = (child,) if one.args.data_parallel_size == 1 else ()
+        openings.append(Opening(one.names, functools.partial(_open, one.args), beside, started))
+    return serve_forever(openings, options)
+
+
+def _open(args: EngineArgs) -> ResolvedModel:
+    with build_errors():
+        return resolve_model(args, base=SamplingParams(max_tokens=None))
+
+
+def _check_names(options: ServerOptions, also: Sequence[Also]) -> None:
+    """Raises ConfigError for a name that stands for two things."""
+    names = [*options.names]
+    for one in also:
+        for name in one.names:
+            if name in names:
+                raise ConfigError(
+                    f"also: the name {name!r:.80} is given twice; give JSON with model and another served_model_name"
+                )
+        names += one.names
+    for adapter in options.adapters:
+        if adapter.name in names:
+            raise ConfigError(f"lora-modules: {adapter.name!r} is a model's own name; give another one")
+    if also and options.fronts > 1:
+        raise ConfigError(f"api-server-count is {options.fronts}: one process speaks HTTP for several models; use 1")
+
+
+# Of the machine, the user and the server: what holds for one model holds for those beside it.
+_COMMON = (
+    "target", "backend", "threads", "jobs", "download_dir", "hf_token", "seed", "max_num_queued_reqs",
+    "disable_log_stats", "otlp_traces_endpoint",
+)  # fmt: skip
+
+
+def parse_also(given: Sequence[str], first: EngineArgs) -> list[Also]:
+    """Models that are served beside the first: folder or name each, or JSON with model, served_model_name and other
+    settings. Raises ConfigError."""
+    found = []
+    common = {name: getattr(first, name) for name in _COMMON}
+    for text in given:
+        said: Any = {"model": text}
+        if text.startswith("{"):
+            try:
+                said = json.loads(text)
+            except ValueError as damage:
+                raise ConfigError(f"also is {text!r:.80}: no JSON ({damage})") from damage
+        model, names = said.get("model"), said.pop("served_model_name", None)
+        if not isinstance(model, str) or not model:
+            raise ConfigError(f"also is {text!r:.80}: give a folder, a name, or JSON with model")
+        names = [name_of(model)] if names is None else [names] if isinstance(names, str) else names
+        if not (isinstance(names, list) and names and all(isinstance(name, str) and name for name in names)):
+            raise ConfigError(f"also: served_model_name is {names!r:.80}: give a name, or a list of names")
+        found.append(Also(EngineArgs(**{**common, **said}), tuple(names)))
+    return found
+
+
+def end_with_supervisor() -> None:
+    """End this server in good order when the supervisor of ranks is gone, which holds the other end of stdin."""
+
+    def watch() -> None:
+        while os.read(0, 1024):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(_ORPHAN_GRACE)
+        os.kill(os.getpid(), signal.SIGTERM)  # a second one ends it at once
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def started_at() -> float:

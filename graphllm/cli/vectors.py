@@ -81,14 +81,14 @@ def _run(
     """Load the model and run what is left; how many could not run."""
     from graphllm.cli.run import tell
     from graphllm.engine.processor import Processor
-    from graphllm.entrypoints.core import load_core
     from graphllm.entrypoints.model import resolve_model
+    from graphllm.entrypoints.open_core import open_core
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with compile_progress(quiet) as progress, build_errors():
         resolved = resolve_model(args, progress)
     refused = tokens = count = 0
-    with closing(load_core(resolved.config)) as core:
+    with closing(open_core(resolved)[0]) as core:
         processor = Processor(resolved.tokenizer, core.info)
         pooling = Pooling(processor, resolved.tokenizer, core.info, resolved.vectors)
         pooling.task(task, "task")

@@ -33,12 +33,12 @@ class Pipeline(NamedTuple):
 PIPELINE = Pipeline(
     units=(
         canonicalize,
+        shard,
         add_adapters,
         quantize_linear,
         quantize_moe,
         scale_cache,
         attend_tree,
-        shard,
         fuse_attention,
     ),
     pieces=(

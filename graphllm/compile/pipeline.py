@@ -40,7 +40,7 @@ from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, PassReport, Unit
-from graphllm.weights.adapted import AdaptedLinear, adapted_linear
+from graphllm.weights.adapted import AdaptedLinear, adapted_layer
 from graphllm.weights.cache_scales import with_cache_scales
 from graphllm.weights.checkpoint import DRAFT
 from graphllm.weights.plan import WeightPlan, make_plan
@@ -169,8 +169,8 @@ def compile_model(
         plan = as_quantized(make_plan(model, c, config.dtype), model_config, stored)
         if config.kv_cache_dtype == "fp8":
             plan = with_cache_scales(plan, stored)
-        plan = shard_plan(plan, degree)
-        c = model.local(c, degree)
+        plan = shard_plan(plan, degree, config.enable_expert_parallel)
+        c = model.local(c, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
@@ -359,7 +359,7 @@ def adapted_linears(added: Iterable[tuple[Unit, PassReport]], plan: WeightPlan) 
         if state.name.endswith(".lora_a")
     ]
     entries = [entry for unit, weight in weights for entry in unit.entries(weight)]
-    return [found for entry in entries if (found := adapted_linear(plan, entry)) is not None]
+    return [found for entry in entries if (found := adapted_layer(plan, entry)) is not None]
 
 
 def write_program(

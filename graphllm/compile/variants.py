@@ -1,5 +1,5 @@
-"""Program variants: units without the ops that change nothing in a step whose optional inputs are neutral throughout,
-such as one in which no request has an adapter."""
+"""Program variants: units without what changes nothing in a step whose optional inputs are neutral throughout, such as
+one in which no request has an adapter: whole ops, or some arguments of ops."""
 
 from __future__ import annotations
 
@@ -35,16 +35,23 @@ def without(unit: Unit, inputs: Iterable[str]) -> Unit:
     graph.output(graph.graph_copy(unit.graph, {}))
     for node in list(graph.nodes):
         given, kept = _skippable(node)
-        if given is not None and given.meta.get("label") in labels:
+        if given is None or given.meta.get("label") not in labels:
+            continue
+        if isinstance(kept, Node):
             node.replace_all_uses_with(kept)
+        else:
+            node.args, node.kwargs = (), kept
     eliminate_dead(graph)
     return unit._replace(graph=graph)
 
 
 def _skippable(node: Node) -> tuple[Node | None, Any]:
-    """Of a call that changes nothing where an argument is neutral: that argument, and what the result then is."""
+    """Of a call that changes nothing, or less, where an argument is neutral: that argument, and what the result then
+    is, or the call's arguments."""
     op = op_of(node.target)
     if op is None or op.neutral is None:
         return None, None
-    given, kept = (op.bind(node.args, node.kwargs)[name] for name in op.neutral)
-    return given, kept
+    (name, kept), bound = op.neutral, op.bind(node.args, node.kwargs)
+    if isinstance(kept, str):
+        return bound[name], bound[kept]
+    return bound[name], {n: v for n, v in bound.items() if n != name and n not in kept}

@@ -24,6 +24,7 @@ from graphllm.config.engine import (
 from graphllm.config.env import Env
 from graphllm.config.errors import ConfigError
 from graphllm.config.lora import LoRAConfig
+from graphllm.config.parallel import ParallelConfig
 from graphllm.config.setting import Setting, definitions, key_fields, parse_bytes, setting
 from graphllm.config.speculation import SpeculationConfig
 
@@ -41,6 +42,7 @@ __all__ = [
     "LoadConfig",
     "LogConfig",
     "ModelConfig",
+    "ParallelConfig",
     "Quantization",
     "SchedulerConfig",
     "Setting",

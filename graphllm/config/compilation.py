@@ -192,6 +192,9 @@ class CompileConfig:
     tensor_parallel_size: int = setting(
         1, help="Ranks that divide the matrices of the layers among them.", ge=1, le=2**10
     )
+    enable_expert_parallel: bool = setting(
+        False, help="Ranks divide the experts of a layer by their number, each whole, and not by their width."
+    )
     num_speculative_tokens: int = setting(
         0, help="Drafted tokens of a sequence that one step verifies; 0: none.", ge=0, le=2**10
     )
@@ -337,6 +340,8 @@ def check(config: CompileConfig) -> None:
             f"draft_sample_method is probabilistic: {config.rejection_sample_method} acceptance does not look at "
             "probabilities of drafts; use rejection_sample_method standard, or greedy drafts"
         )
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
+        raise ConfigError("enable_expert_parallel: one rank has all experts; set tensor_parallel_size, or leave it out")
     if config.tree is not None:
         _check_tree(config, config.tree)
     if config.enable_lora and config.tensor_parallel_size != 1:

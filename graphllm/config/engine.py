@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from graphllm.config.compilation import CompileConfig
 from graphllm.config.lora import LoRAConfig
+from graphllm.config.parallel import ParallelConfig
 from graphllm.config.pooling_config import PoolingType
 from graphllm.config.setting import parse_bytes, parse_object, setting
 from graphllm.config.speculation import SpeculationConfig
@@ -132,6 +133,13 @@ class FilesConfig:
 class LoadConfig:
     """Where compiled programs and weights come from, and what they run on."""
 
+    pipeline_parallel_size: int = setting(
+        1,
+        help="Stages of consecutive layers, each with its ranks; steps go through them one after the other.",
+        key="every rank has the same programs, and makes the calls of its stage",
+        ge=1,
+        le=2**10,
+    )
     artifact: str = setting(
         "build",
         written=str | Path,
@@ -146,7 +154,10 @@ class LoadConfig:
         key="what its tensors are, or that there are none, is in the key",
     )
     threads: int | None = setting(
-        None, help="Threads of a CPU's kernels; default: all CPUs that the process may use.", key=_LOADING, ge=1
+        None,
+        help="Threads of a CPU's kernels, in each engine core; default: all CPUs that the process may use, shared out.",
+        key=_LOADING,
+        ge=1,
     )
 
 
@@ -157,8 +168,8 @@ class CacheConfig:
     kv_cache_memory_bytes: int | None = setting(
         None,
         parse=functools.partial(parse_bytes, "kv_cache_memory_bytes"),
-        help="Memory of the cache, such as 2GiB; default: by gpu_memory_utilization, and on a CPU enough for every "
-        "sequence at full length, at most a quarter of free memory.",
+        help="Memory of an engine core's cache, such as 2GiB; default: by gpu_memory_utilization, and on a CPU enough "
+        "for every sequence at full length, at most a quarter of free memory.",
         key=_LOADING,
         ge=1,
     )
@@ -231,6 +242,7 @@ class EngineConfig:
     scheduler: SchedulerConfig
     speculation: SpeculationConfig
     lora: LoRAConfig
+    parallel: ParallelConfig
     log: LogConfig
 
 
@@ -249,3 +261,4 @@ class CoreConfig:
     tokenizer: str | None = None
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import signal
 import subprocess
@@ -45,9 +46,12 @@ class CoreClient(CoreLink):
         stuck: float = 60.0,
         grace: float = 5.0,
         child: Child | None = None,
+        cpus: Sequence[int] = (),
+        gpus: str | None = None,
     ) -> None:
         """settings: a `CoreConfig`, or what else ``command`` takes. command: starts a program that calls `run_core`.
-        child: one that has been started already, instead.
+        child: one that has been started already, instead. cpus: that it may use, where not all of this process's.
+        gpus: as for `spawn`.
 
         Seconds: between heartbeats; of silence until the core counts as unresponsive; of one step, without the end of
         a kernel, until it counts as stuck; that an orderly end may take before it is forced.
@@ -56,7 +60,8 @@ class CoreClient(CoreLink):
         self._settings, self._command = msgspec.to_builtins(settings), list(command)
         self._heartbeat, self._unresponsive, self._stuck = heartbeat, unresponsive, stuck
         self._tick, self._grace = heartbeat / 2, grace
-        self._child = child
+        self._child, self._cpus, self._gpus = child, cpus, gpus
+        self._folder = ""
         self._process: subprocess.Popen[bytes] | None = None
         self._silent = 0.0  # seconds; counted in ticks of this loop, so that a front that was held up accuses nobody
         self._beat: Heartbeat | None = None
@@ -75,7 +80,10 @@ class CoreClient(CoreLink):
         if self._cause is not None:
             raise EngineDeadError(self._cause)
         self._folder = tempfile.mkdtemp(prefix="graphllm-")  # mode 0700
-        child = self._child or spawn(self._command)
+        child = self._child or spawn(self._command, self._gpus)
+        if self._cpus:
+            with contextlib.suppress(ProcessLookupError):  # it is dead already, which _watch reports
+                os.sched_setaffinity(child.process.pid, self._cpus)
         launch = Launch(self._settings, self._folder, self.name, self._heartbeat, child.started)
         heartbeats = self._open(self._folder).socket(zmq.PULL)
         heartbeats.bind(address(self._folder, "heartbeats"))
@@ -102,6 +110,11 @@ class CoreClient(CoreLink):
         """Of the core's sockets, where other fronts `connect`; once it is started."""
         return self._folder
 
+    @property
+    def folders(self) -> list[str]:
+        """The same of each core."""
+        return [self._folder]
+
     def health(self) -> Health:
         """The state of the core, from what has been heard of it."""
         if self._cause is not None:
@@ -113,6 +126,10 @@ class CoreClient(CoreLink):
         if self._beat is not None and self._beat.activity == "step" and self._beat.quiet > self._stuck:
             return Health("stuck", self._beat.quiet)
         return Health("ready")
+
+    def healths(self) -> list[Health]:
+        """Of each core."""
+        return [self.health()]
 
     async def close(self, drain_timeout: float = 0.0) -> None:
         """End the core; with ``drain_timeout``, give it so many seconds to finish its requests. `updates` ends."""
@@ -128,6 +145,13 @@ class CoreClient(CoreLink):
             child.terminate()
             await self._exit(child, self._grace)
         await asyncio.sleep(self._tick)  # its last words are still on their way
+        self.kill(0)
+
+    async def destroy(self) -> None:
+        """End the core at once; others run on in this event loop meanwhile."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            await self._exit(self._process, self._grace)
         self.kill(0)
 
     def kill(self, grace: float | None = None) -> None:

@@ -8,6 +8,7 @@ them.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import itertools
 import logging
@@ -534,6 +535,10 @@ class EngineCore:
             self._scheduler.items.reset()
         return done
 
+    def check_health(self) -> None:
+        """Raise what a step would raise because a process that it needs is gone."""
+        self._executor.check_health()
+
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Have requests whose adapter has this digest read these tables, by the names of their states; a table is zero
         but for the beginning that is given. Raises ConfigError for what no table can hold."""
@@ -549,9 +554,11 @@ class EngineCore:
         return import_prefix(self._executor, self._scheduler.cache, entries)
 
     def close(self) -> None:
-        """Finish the step in flight and stop the threads."""
+        """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its
+        failure."""
         if self._in_flight is not None:
-            self._in_flight.handle.wait()
+            with contextlib.suppress(Exception):
+                self._in_flight.handle.wait()
             self._in_flight = None
         self._compiler.shutdown(cancel_futures=True)
         self._adapters.close()

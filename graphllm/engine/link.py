@@ -27,6 +27,7 @@ from graphllm.engine.messages import (
     GetStats,
     Heartbeat,
     Hello,
+    Load,
     Ready,
     Rejected,
     Reply,
@@ -41,17 +42,18 @@ _RETRY_MS = 10  # between two tries to connect to a core that does not listen ye
 
 
 class CoreLink:
-    """One front of one engine core, in the event loop that calls `connect`. name: no other front of the core has it."""
+    """One front of one engine core, in the event loop that calls `connect`. name: no other front of the core has it.
+    loads: be told of the core's load by all fronts."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, loads: bool = False) -> None:
+        self.name, self._loads = name, loads
         self._encode = msgspec.msgpack.Encoder().encode
         self._decode = msgspec.msgpack.Decoder(FromCore).decode
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._numbers = itertools.count()
-        self._news: asyncio.Queue[Updates | Rejected | None] = asyncio.Queue()
+        self._news: asyncio.Queue[Updates | Rejected | Load | None] = asyncio.Queue()
         self._cause: DeathCause | None = None
         self._loaded: asyncio.Future[Ready] | None = None
         self.ready: Ready | None = None
@@ -76,7 +78,7 @@ class CoreLink:
 
     async def _until_ready(self) -> Ready:
         self._loaded = asyncio.get_running_loop().create_future()
-        self._send(Hello())
+        self._send(Hello(self._loads))
         return await self._loaded
 
     def add(self, requests: Sequence[EngineRequest]) -> None:
@@ -93,12 +95,20 @@ class CoreLink:
         assert reply.stats is not None
         return reply.stats
 
+    async def engine_stats(self, seconds: float | None = None) -> list[CoreStats | None]:
+        """Of each core, this one; None where it is gone, or takes longer to answer."""
+        try:
+            return [await asyncio.wait_for(self.stats(), seconds)]
+        except (EngineDeadError, TimeoutError):
+            return [None]
+
     async def reset_prefix_cache(self) -> bool:
         """False when the core could not. Raises EngineDeadError."""
         return (await self._call(ResetPrefixCache)).reset
 
-    async def updates(self) -> AsyncIterator[Updates | Rejected]:
-        """What the core says of requests, for one reader; ends when the core is closed. Raises EngineDeadError."""
+    async def updates(self) -> AsyncIterator[Updates | Rejected | Load]:
+        """What the core says of requests and its load, for one reader; ends when the core is closed. Raises
+        EngineDeadError."""
         while (news := await self._news.get()) is not None:
             yield news
         if self._cause is not None and self._cause.kind != "closed":
@@ -154,7 +164,7 @@ class CoreLink:
 
     def _heard(self, message: FromCore) -> None:
         match message:
-            case Updates() | Rejected():
+            case Updates() | Rejected() | Load():
                 self._news.put_nowait(message)
             case Reply(call):
                 waiting = self._calls.get(call)

@@ -40,7 +40,9 @@ class EngineDeadError(RuntimeError):
 
 
 class Hello(msgspec.Struct, tag=True):
-    """A front is there; the answer is Ready."""
+    """A front is there; the answer is Ready. loads: tell it of the load by all fronts."""
+
+    loads: bool = False
 
 
 class Add(msgspec.Struct, tag=True):
@@ -91,6 +93,12 @@ class Rejected(msgspec.Struct, tag=True):
     kind: Literal["invalid", "queue_full", "closing"]
 
 
+class Load(msgspec.Struct, tag=True):
+    """Sequences of all fronts together, as of now."""
+
+    sequences: int
+
+
 class Reply(msgspec.Struct, tag=True):
     """The answer to ResetPrefixCache (reset) or GetStats (stats)."""
 
@@ -121,7 +129,7 @@ class Dead(msgspec.Struct, tag=True):
 
 
 ToCore = Hello | Add | Abort | ResetPrefixCache | GetStats | Shutdown
-FromCore = Ready | Updates | Rejected | Reply | BadMessage | Heartbeat | Dead
+FromCore = Ready | Updates | Rejected | Load | Reply | BadMessage | Heartbeat | Dead
 
 
 class Launch(msgspec.Struct):

@@ -258,10 +258,13 @@ COUNTED = (
         labels=("route",), start=(), bounds=_SECONDS,
     ),
     Family("startup_seconds", "gauge", "Time of each phase of the engine's start.", labels=("phase",), start=()),
-    Family("engine_up", "gauge", "1 if the engine core answered just now; without it its gauges are left out."),
+)  # fmt: skip
+UP = Family(
+    "engine_up", "gauge", "1 if the engine core answered just now; without it its gauges are left out.",
+    core=lambda s: {(): 1.0},
 )  # fmt: skip
 
-FAMILIES = (*OF_CORE, *OF_REQUESTS, *COUNTED)
+FAMILIES = (*OF_CORE, *OF_REQUESTS, *COUNTED, UP)
 BY_NAME = {family.name: family for family in FAMILIES}
 
 # vLLM's names for what there is not, with why.

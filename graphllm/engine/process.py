@@ -31,6 +31,7 @@ from graphllm.engine.messages import (
     Heartbeat,
     Hello,
     Launch,
+    Load,
     Ready,
     Rejected,
     Reply,
@@ -43,10 +44,12 @@ from graphllm.engine.messages import (
 from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
+_CHECKED = 0.5  # seconds between looks at the health of a core that has nothing to do
 _CONNECTING = 1.0  # seconds that a front may take to connect its socket for answers
+_LOADS = 0.05  # seconds between two words on the load
 
 
-Load = Callable[[dict[str, Any], Callable[[str, float], None]], Core]
+MakeCore = Callable[[dict[str, Any], Callable[[str, float], None]], Core]
 
 
 class _Terminated(BaseException):
@@ -116,6 +119,8 @@ class _Loop:
         self._progress = progress
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and whose they are
+        self._watching: set[bytes] = set()  # fronts that want to know the load
+        self._told, self._load = 0.0, Load(0)  # when they were told last, and what
         self._shutdown: Shutdown | None = None
         self._aborted = False  # the update of an abort comes with the next step, even when nothing else is left
 
@@ -123,10 +128,12 @@ class _Loop:
         progress = self._progress
         while not self._over():
             if not self._busy():
+                self._tell_load()
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
                     return
-                self._handle(*self._requests.recv_multipart())
+                while not self._requests.poll(1000 * _CHECKED):
+                    self._core.check_health()
             while self._requests.poll(0):
                 self._handle(*self._requests.recv_multipart())
             if self._busy() and not self._over():
@@ -156,6 +163,14 @@ class _Loop:
         for front, share in shares.items():
             if not self._answers.send(front, Updates(share)):
                 self._abort([id for id, owner in self.live.items() if owner == front])
+        if progress.since - self._told > _LOADS:
+            self._tell_load()
+
+    def _tell_load(self) -> None:
+        load = Load(len(self.live))
+        if self._watching and load != self._load:
+            self._told, self._load = time.monotonic(), load
+            self._watching = {front for front in self._watching if self._answers.send(front, load)}
 
     def _abort(self, ids: list[str]) -> None:
         if ids:
@@ -169,8 +184,10 @@ class _Loop:
             self._answers.send(front, BadMessage(f"{len(data)} bytes: {e}"))
             return
         match message:
-            case Hello():
+            case Hello(loads):
                 self._answers.send_first(front, self._ready)
+                if loads:
+                    self._watching.add(front)
             case Add(requests):
                 self._add(front, requests)
             case Abort(ids):
@@ -198,7 +215,7 @@ class _Loop:
             self.live[request.id] = front
 
 
-def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
+def run_core(load: MakeCore, preload: Callable[[], None] = lambda: None) -> None:
     """The child's whole life: read the settings from stdin, load the core, serve it; exits with 1 after a failure.
 
     load: makes the core from the settings, and tells the name and seconds of each phase. preload: imports what that
@@ -257,7 +274,11 @@ def run_core(load: Load, preload: Callable[[], None] = lambda: None) -> None:
     done.set()
     heart.join()
     context.destroy(linger=1000)  # milliseconds to write what was sent
-    sys.exit(int(failed))
+    if failed:  # it may have threads that wait for ever, for a rank that is gone
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+    sys.exit(0)
 
 
 def _read_line(fd: int) -> bytes:

@@ -183,8 +183,10 @@ class Scheduler:
         known = t.num_tokens + t.num_in_flight
         todo = known - t.num_computed_tokens
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
-        decode = ready & (todo == 1)
         ready &= todo > 0
+        if not (self._waiting or np.count_nonzero(ready)):
+            return None
+        decode = ready & (todo == 1)
         chosen = self._with_blocks(decode, known)
         chunks = np.count_nonzero(ready) > np.count_nonzero(decode)
         query_len = 1

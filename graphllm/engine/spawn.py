@@ -3,11 +3,14 @@ settings. Imports nothing heavy."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from graphllm.engine.placement import gpus_of
 
 COMMAND = (sys.executable, "-m", "graphllm.entrypoints.core_process")
 
@@ -24,8 +27,15 @@ class Child(NamedTuple):
         self.process.wait()
 
 
-def spawn(command: Sequence[str] = COMMAND) -> Child:
-    """Start a program that calls `graphllm.engine.process.run_core`."""
+def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None) -> Child:
+    """Start a program that calls `graphllm.engine.process.run_core`. gpus: the ones that it sees, as in
+    CUDA_VISIBLE_DEVICES; None: those of this process."""
     started = time.monotonic()
+    env = None if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
     # A session of its own: Ctrl-C is for the front. Its prints must not mix with the front's output.
-    return Child(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True), started)
+    return Child(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=env), started)
+
+
+def spawn_cores(count: int, gpus: int) -> list[Child]:
+    """A process for each of so many engine cores, and for several of them GPUs of its own, so many for each."""
+    return [spawn()] if count == 1 else [spawn(gpus=gpus_of(rank, gpus)) for rank in range(count)]

@@ -90,5 +90,8 @@ class StepExecutor(DeviceStates, Protocol):
     ) -> None:
         """Go on with a step of the program "full"; see `Executor.sample`."""
 
+    def check_health(self) -> None:
+        """Raise when a process that runs the steps is gone."""
+
     def close(self) -> None:
         """Wait for everything and stop."""

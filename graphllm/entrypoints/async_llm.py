@@ -12,15 +12,15 @@ import traceback
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, cast
 
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.config.pooling import Vectors
 from graphllm.config.sampling import RequestOutputKind, SamplingParams
 from graphllm.engine.client import CoreClient, Health
+from graphllm.engine.group import CoreGroup, Lost
 from graphllm.engine.limited_process import MAX_WAITING
-from graphllm.engine.messages import DeathCause, EngineDeadError, Ready, Rejected
+from graphllm.engine.messages import DeathCause, EngineDeadError, Load, Ready, Rejected, Updates
 from graphllm.engine.outputs import CompletionOutput, OutputProcessor, Processed, RequestOutput
 from graphllm.engine.pooling import Pooling
 from graphllm.engine.processor import GrammarChecker, ParsedRequest, Processor, Prompt
@@ -31,7 +31,8 @@ from graphllm.engine.text import Tokenizer
 from graphllm.engine.text_length import PIECE, encode_at_most
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
 from graphllm.entrypoints.async_pooling import PooledRequests, PoolingAsyncMixin
-from graphllm.entrypoints.model import ResolvedModel, resolve_model
+from graphllm.entrypoints.core_clients import core_client
+from graphllm.entrypoints.model import ResolvedModel, grammar_maker, resolve_model
 from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLogger, StatLoggerFactory, tell
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
@@ -58,11 +59,12 @@ class SlowReaderError(RuntimeError):
 
 
 class AsyncLLM(PoolingAsyncMixin):
-    """Serves one core to one event loop. The core starts with `start`, or with the first request."""
+    """Serves an engine, of one core or several, to one event loop. It starts with `start`, or with the first
+    request."""
 
     def __init__(
         self,
-        client: CoreClient | RemoteCore,
+        client: CoreClient | RemoteCore | CoreGroup,
         tokenizer: Tokenizer | None,
         grammar: Callable[[CoreInfo], GrammarChecker] | None = None,
         seed: int | None = None,
@@ -131,28 +133,34 @@ class AsyncLLM(PoolingAsyncMixin):
         seed: int | None,
         unresponsive: float = 10.0,
         stuck: float = 60.0,
-        child: Child | None = None,
+        children: Sequence[Child] = (),
         loggers: Sequence[StatLogger] | None = None,
         tracing: Tracing | None = None,
     ) -> AsyncLLM:
         """An engine for a model that is found. loggers: None for the line in the log, where it is not disabled. The
-        others: as for `CoreClient`. Raises ConfigError."""
+        others: as for `core_client`. Raises ConfigError."""
         if resolved.processors:
             raise ConfigError(
                 f"logits_processors has {resolved.processors[0]!r}: functions cannot cross to the engine's process; "
                 'give "package.module:name"'
             )
-        client = CoreClient(resolved.config, unresponsive=unresponsive, stuck=stuck, child=child)
+        client = core_client(resolved.config, unresponsive, stuck, children)
         if loggers is None:
             loggers = [] if resolved.config.log.disable_log_stats else [LoggingStatLogger()]
         return cls(
-            client, resolved.tokenizer, _grammar(resolved), seed, loggers, tracing=tracing, vectors=resolved.vectors
+            client,
+            resolved.tokenizer,
+            grammar_maker(resolved),
+            seed,
+            loggers,
+            tracing=tracing,
+            vectors=resolved.vectors,
         )
 
     @classmethod
-    def beside(cls, core: RemoteCore, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
+    def beside(cls, core: RemoteCore | CoreGroup, resolved: ResolvedModel, seed: int | None, unread: int) -> AsyncLLM:
         """One more front of an engine that another one has started. seed: another one than its."""
-        return cls(core, resolved.tokenizer, _grammar(resolved), seed, unread=unread, vectors=resolved.vectors)
+        return cls(core, resolved.tokenizer, grammar_maker(resolved), seed, unread=unread, vectors=resolved.vectors)
 
     async def start(self) -> None:
         """Wait until the core is loaded. Raises ConfigError for settings that cannot be, EngineDeadError."""
@@ -171,11 +179,14 @@ class AsyncLLM(PoolingAsyncMixin):
             self._teller = asyncio.create_task(self._tell())
 
     async def _tell(self) -> None:
-        """Tell the loggers, until the core is gone."""
-        with contextlib.suppress(EngineDeadError):
-            while True:
-                await asyncio.sleep(SECONDS)
+        """Tell the loggers, until the engine is gone for good."""
+        while True:
+            await asyncio.sleep(SECONDS)
+            try:
                 await self.do_log_stats()
+            except EngineDeadError:
+                if not isinstance(self._client, CoreGroup) or self._client.closed:
+                    return
 
     async def do_log_stats(self) -> None:
         """Tell the loggers now. Raises EngineDeadError."""
@@ -297,9 +308,9 @@ class AsyncLLM(PoolingAsyncMixin):
         return self._client.ready
 
     @property
-    def folder(self) -> str:
-        """Of the core's sockets, for fronts `beside` this one; once it is started."""
-        return self._client.folder
+    def folders(self) -> list[str]:
+        """Of each core's sockets, for fronts `beside` this one; once it is started."""
+        return self._client.folders
 
     @property
     def unfinished(self) -> int:
@@ -327,15 +338,39 @@ class AsyncLLM(PoolingAsyncMixin):
         health = self._client.health()
         return health if self._cause is None else Health("dead", health.seconds, self._cause)
 
-    def fail_requests(self, error: Exception) -> int:
-        """End all streams with this error, for a core that does not answer; how many. It is told to abort them."""
-        self._fail(error)
-        return len(self._streams) + len(self._pooled)
+    def healths(self) -> list[Health]:
+        """The state of each core."""
+        return self._client.healths()
 
-    def _fail(self, error: Exception) -> None:
-        for stream in self._streams.values():
+    async def restart(self, engine: int) -> None:
+        """Put another core in the place of one of several, whose requests fail if they have not. Raises what its start
+        raises."""
+        assert isinstance(self._client, CoreGroup)
+        await self._client.restart(engine)
+
+    def lose(self, engine: int, cause: DeathCause) -> None:
+        """One of several cores does not answer any more, as another process knows; its requests fail."""
+        assert isinstance(self._client, CoreGroup)
+        self._client.lose(engine, cause)
+
+    def fail_requests(self, error: Exception, engine: int | None = None) -> int:
+        """End streams with this error, those of one core of several or all, for a core that does not answer; how many.
+        It is told to abort them."""
+        ids = None
+        if engine is not None:
+            assert isinstance(self._client, CoreGroup)
+            ids = self._client.requests_of(engine)
+        return self._fail(error, ids)
+
+    def _fail(self, error: Exception, ids: Sequence[str] | None = None) -> int:
+        """ids: what the core calls the requests; None for all of them."""
+        streams = list(self._streams.values())
+        if ids is not None:
+            some = set(ids)
+            streams = [stream for stream in streams if stream.parsed.requests[0].id in some]
+        for stream in streams:
             stream.fail(error)
-        self._pooled.fail(error)
+        return len(streams) + self._pooled.fail(error, ids)
 
     async def check_health(self) -> None:
         """Raises EngineDeadError for a core that is gone, EngineUnhealthyError for one that is silent or stuck."""
@@ -353,6 +388,11 @@ class AsyncLLM(PoolingAsyncMixin):
         """The core's counters; the answer comes between two steps. Raises EngineDeadError."""
         await self.start()
         return await self._client.stats()
+
+    async def engine_stats(self, seconds: float | None = None) -> list[CoreStats | None]:
+        """Of each core; None for one that is gone, or takes longer to answer."""
+        await self.start()
+        return await self._client.engine_stats(seconds)
 
     async def reset_prefix_cache(self) -> bool:
         """Forget cached prompts; False, and nothing done, while requests use some. Raises EngineDeadError."""
@@ -383,12 +423,17 @@ class AsyncLLM(PoolingAsyncMixin):
     async def _receive(self) -> None:
         try:
             async for news in self._client.updates():
-                if isinstance(news, Rejected):
-                    self._reject(news)
-                    continue
-                for start in range(0, len(news.updates), _SLICE):
-                    self._deliver(news.updates[start : start + _SLICE])
-                    await asyncio.sleep(0)
+                match news:
+                    case Updates(updates):
+                        for start in range(0, len(updates), _SLICE):
+                            self._deliver(updates[start : start + _SLICE])
+                            await asyncio.sleep(0)
+                    case Rejected():
+                        self._reject(news)
+                    case Lost(ids, cause):
+                        self._fail(EngineDeadError(cause), ids)
+                    case Load():  # for who shares the requests out
+                        pass
         except EngineDeadError:
             pass
         except Exception as e:
@@ -397,9 +442,9 @@ class AsyncLLM(PoolingAsyncMixin):
                 kind="exception", message=f"in the front: {type(e).__name__}: {e}", traceback=traceback.format_exc()
             )
             await self._client.close()
-        cause = self.health().cause
-        assert cause is not None
-        self._fail(EngineDeadError(cause))
+        gone = self.health().cause
+        assert gone is not None
+        self._fail(EngineDeadError(gone))
 
     def _deliver(self, updates: Sequence[EngineCoreOutput]) -> None:
         self._pooled.take(updates)
@@ -437,20 +482,6 @@ class AsyncLLM(PoolingAsyncMixin):
             if stream.parsed.requests[0].id == news.ids[0]:
                 stream.fail(error)
         self._pooled.fail(error, news.ids)
-
-
-def _grammar(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:
-    """Makes what checks constraints; a model without a tokenizer has none."""
-    folder = Path(resolved.config.tokenizer or resolved.config.model.model)
-    stop_ids = frozenset(resolved.config.stop_ids)
-    backend = resolved.config.model.structured_outputs_backend
-
-    def make(info: CoreInfo) -> GrammarChecker:
-        from graphllm.engine.structured.compilers import GrammarCompilers
-
-        return GrammarCompilers(folder, info.vocab, stop_ids, backend)
-
-    return make if resolved.tokenizer else None
 
 
 class _Stream:

@@ -14,6 +14,7 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.config.pooling import PoolingParams
 from graphllm.engine.client import CoreClient
+from graphllm.engine.group import CoreGroup
 from graphllm.engine.messages import DeathCause, EngineDeadError
 from graphllm.engine.pooling import Pair, Pooling, PoolingRequest
 from graphllm.engine.pooling_outputs import PoolingRequestOutput, pooling_output
@@ -38,7 +39,7 @@ class PooledRequests:
     def __contains__(self, name: str) -> bool:
         return name in self._waiting
 
-    async def run(self, client: CoreClient | RemoteCore, request: EngineRequest) -> EngineCoreOutput:
+    async def run(self, client: CoreClient | RemoteCore | CoreGroup, request: EngineRequest) -> EngineCoreOutput:
         """The last output of a request. Raises what it fails with; one that nobody waits for any more is aborted."""
         future = self._waiting[request.id] = asyncio.get_running_loop().create_future()
         try:
@@ -57,18 +58,19 @@ class PooledRequests:
             if future is not None and update.finish_reason is not None and not future.done():
                 future.set_result(update)
 
-    def fail(self, error: Exception, names: Sequence[str] | None = None) -> None:
-        """End these, None for all, with an error."""
-        for name in list(self._waiting) if names is None else names:
-            future = self._waiting.get(name)
-            if future is not None and not future.done():
-                future.set_exception(error)
+    def fail(self, error: Exception, names: Sequence[str] | None = None) -> int:
+        """End these, None for all, with an error; how many."""
+        found = [self._waiting.get(name) for name in (list(self._waiting) if names is None else names)]
+        waiting = [future for future in found if future is not None and not future.done()]
+        for future in waiting:
+            future.set_exception(error)
+        return len(waiting)
 
 
 class PoolingAsyncMixin:
     """The methods for vectors; what they need is `AsyncLLM`'s."""
 
-    _client: CoreClient | RemoteCore
+    _client: CoreClient | RemoteCore | CoreGroup
     _names: dict[str, str]
     _numbers: itertools.count[int]
     _pooling: Pooling | None

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from graphllm import artifact
-from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, definitions
-from graphllm.config.setting import plain
+from graphllm.config import Bucket, CompileConfig, ConfigError, EngineArgs, Env, ParallelConfig, definitions
+from graphllm.config.setting import assemble, plain
 from graphllm.cpp import check_compiler
 from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.memory import check_cache_memory
-from graphllm.entrypoints.resolve import compile_config, kernel_threads
+from graphllm.entrypoints.resolve import check_devices, compile_config, kernel_threads
 from graphllm.entrypoints.source import Source
 from graphllm.weights import baked
 
@@ -165,7 +165,9 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple
     device = config.target.device
     if folder is not None:
         device = artifact.read_manifest(folder)["factors"]["compile"]["target"]["device"]
-    threads = kernel_threads(args.threads, device)
+    cores = assemble(ParallelConfig, vars(args)).cores
+    threads = kernel_threads(args.threads, device, cores)
+    check_devices(device, cores, config.tensor_parallel_size)
     check_cache_memory(args, device)
     place, manifest = find_or_build(source, config, Env.read(), policy, progress, folder)
     if folder is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
-from graphllm.entrypoints.memory import CacheCounts, cache_counts, cpu_cache_memory
-from graphllm.entrypoints.source import open_tensors
-from graphllm.runtime.cpu_cache_memory import CacheMemory
-from graphllm.weights import baked
+from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
+from graphllm.entrypoints.ranks import join_ranks, start_ranks
+from graphllm.entrypoints.share import open_weights, rank_device, rank_place, rank_threads, stage_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -31,81 +31,68 @@ def load_core(
     config: CoreConfig,
     phases: Callable[[str, float], None] = lambda name, seconds: None,
     processors: Sequence[LogitsProcessor] = (),
+    exits: bool = False,
 ) -> EngineCore:
     """Load weights, open the artifact and make an engine core.
 
-    phases: told the seconds of each start-up phase. processors: further logits processors, as objects. Raises
-    ConfigError when memory does not suffice.
+    phases: told the seconds of each start-up phase. processors: further logits processors, as objects. exits: the
+    process is the core's own, and ends where a rank is gone whose work its threads wait for in vain. Raises ConfigError
+    when memory does not suffice, RankError when a rank dies.
     """
     clock = _Phases(phases)
-    manifest = artifact.verify(Path(config.load.artifact))
-    counts = cache = None
-    if manifest["factors"]["compile"]["target"]["device"] == "cpu":
-        counts = cache_counts(manifest, config.cache)
-        cache = cpu_cache_memory(Path(config.load.artifact), counts)
-    clock("artifact")
-    import torch
+    place = Path(config.load.artifact)
+    manifest = artifact.verify(place)
+    compiled = manifest["factors"]["compile"]
+    own = rank_place(config, manifest, 0)
+    manifest, degree = stage_manifest(place, manifest, own.stage), own.degree
+    with contextlib.ExitStack() as undo:  # what a failure ends
+        ranks = start_ranks(config, degree, undo, exits) if degree > 1 else None
+        counts = cache = None
+        if compiled["target"]["device"] == "cpu" and ranks is None:
+            counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)
+            cache = cpu_cache_memory(place, counts)
+        clock("artifact")
+        from graphllm.runtime.stream import alone  # imports torch
 
-    from graphllm.runtime.stream import alone
+        clock("import torch")
+        with alone():
+            device = rank_device(compiled["target"]["device"], 0, degree)
+            threads = rank_threads(config, degree)
+            weights = open_weights(config, compiled, device, own)
+            clock("weights")
+            if ranks is not None:
+                executor: Executor = join_ranks(ranks, config, manifest, own, device, weights, threads, clock)
+                undo.callback(executor.close)
+            else:
+                from graphllm.runtime.executor import Executor
 
-    clock("import torch")
-    threads = config.load.threads or torch.get_num_threads()
-    with alone():
-        return _load(config, manifest, counts, cache, processors, threads, clock)
+                counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
+                executor = Executor(place, manifest, weights, counts.blocks, threads, cache, counts.snapshots)
+            core = _make_core(config, compiled, executor, processors, clock)
+        undo.pop_all()
+        return core
 
 
-def _load(
+def _make_core(
     config: CoreConfig,
-    manifest: Mapping[str, Any],
-    counts: CacheCounts | None,
-    cache: CacheMemory | None,
+    compiled: Mapping[str, Any],
+    executor: Executor,
     processors: Sequence[LogitsProcessor],
-    threads: int,
     clock: Callable[[str], None],
 ) -> EngineCore:
-    import torch
-
     from graphllm.engine.core import EngineCore
     from graphllm.engine.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
     from graphllm.engine.options import imported
     from graphllm.engine.structured.compilers import GrammarCompilers
-    from graphllm.runtime.executor import Executor
-    from graphllm.weights.formats.integers import KERNELS
-    from graphllm.weights.loader import load_weights
-    from graphllm.weights.plan import WeightPlan
-    from graphllm.weights.random import random_weights
 
-    place = Path(config.load.artifact)
-    folder = Path(config.model.model)
-    checkpoint, absent = open_tensors(folder, config.load.load_format, config.model.speculative_model)
     named = [imported("logits_processors", name) for name in config.model.logits_processors]
-    compiled = manifest["factors"]["compile"]
-    if compiled["tensor_parallel_size"] != 1:
-        raise ConfigError(
-            f"tensor_parallel_size is {compiled['tensor_parallel_size']}: an engine runs on one device; use 1"
-        )
-    plan = WeightPlan.from_json((place / "weights.json").read_text())
-    device = compiled["target"]["device"]
-    if baked.is_baked(place):
-        weights = baked.open_weights(place, device)
-    elif absent is not None:
-        raise absent
-    elif checkpoint is not None:
-        weights = load_weights(plan, checkpoint, device, kernels=place / KERNELS)
-    else:
-        weights = random_weights(plan, device, kernels=place / KERNELS)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    clock("weights")
-    counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
-    executor = Executor(place, manifest, weights, counts.blocks, threads, cache, counts.snapshots)
     grammars = None
-    tokenizer = Path(config.tokenizer or folder)
+    tokenizer = Path(config.tokenizer or config.model.model)
     if (tokenizer / "tokenizer.json").is_file():
         backend = config.model.structured_outputs_backend
         grammars = GrammarCompilers(tokenizer, executor.vocab, frozenset(config.stop_ids), backend)
     clock("executor")
-    if device == "cuda":
+    if executor.device.type == "cuda":
         executor.warm_up()
         warm_up_host(executor, compiled["max_model_len"], compiled["max_num_batched_tokens"])
         clock("warm up")

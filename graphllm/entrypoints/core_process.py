@@ -17,7 +17,7 @@ def _load(settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core
     from graphllm.config import CoreConfig
     from graphllm.entrypoints.core import load_core
 
-    return load_core(msgspec.convert(settings, CoreConfig), phase)
+    return load_core(msgspec.convert(settings, CoreConfig), phase, exits=True)
 
 
 def _preload() -> None:

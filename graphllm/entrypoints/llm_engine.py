@@ -16,9 +16,9 @@ from graphllm.engine.processor import GrammarChecker, Processor, Prompt
 from graphllm.engine.request import Core
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.adapters import AdapterFiles, LoRARequest
-from graphllm.entrypoints.core import load_core
 from graphllm.entrypoints.metrics_reader import Metric, MetricsReader
 from graphllm.entrypoints.model import resolve_model
+from graphllm.entrypoints.open_core import open_core
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
@@ -182,8 +182,7 @@ def load_engine(args: EngineArgs, factories: Sequence[StatLoggerFactory] | None 
     """An engine of this process. Raises ConfigError."""
     tracing = Tracing(args.otlp_traces_endpoint) if args.otlp_traces_endpoint else None
     resolved = resolve_model(args)
-    core = load_core(resolved.config, processors=resolved.processors)
-    grammar = core.grammars if resolved.tokenizer else None
+    core, grammar = open_core(resolved)
     loggers = stat_loggers(args, factories)
     return LLMEngine(
         core, resolved.tokenizer, resolved.defaults, grammar, args.seed, loggers, tracing, resolved.vectors

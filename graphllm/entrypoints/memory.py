@@ -49,12 +49,14 @@ def cpu_cache_memory(place: Path, counts: CacheCounts) -> CacheMemory | None:
     return CacheMemory(described["tensors"], counts.blocks, described["bytes"])
 
 
-def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts:
-    """What memory allows; on a GPU, of what the weights have left. Raises ConfigError where that is not enough."""
+def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig, processes: int = 1) -> CacheCounts:
+    """What memory allows; on a GPU, of what the weights have left. processes: ranks and engine cores that each need as
+    much of a CPU's memory. Raises ConfigError where that is not enough."""
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     size, most = cache.kv_cache_memory_bytes, None
     if compiled["target"]["device"] == "cpu":
         needed, left = sum(memory[name] for name in ("weights", "arena", "state")) + (size or 0), available_memory()
+        needed *= processes
         if needed > left:
             raise ConfigError(
                 f"memory: weights, arena and cache take {needed / 1e9:.1f} GB, there are {left / 1e9:.1f} GB left; "
@@ -66,7 +68,7 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig) -> CacheCounts
         free, total = torch.cuda.mem_get_info()
         size = int(free - (1 - cache.gpu_memory_utilization) * total) - (gpu_bytes(memory, 0) - memory["weights"])
     elif size is None:
-        size = max(0, available_memory() - memory["weights"]) // 4
+        size = max(0, available_memory() - processes * memory["weights"]) // (4 * processes)
         # A full batch of the longest sequences, and room for the prefix cache.
         most = 4 * memory["blocks of a sequence"] * compiled["max_num_seqs"] + 1
     snapshots = 0

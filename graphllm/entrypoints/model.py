@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
@@ -12,6 +13,8 @@ from graphllm.config.pooling import Vectors, vectors_of
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
 from graphllm.engine.options import LogitsProcessor, name_of
+from graphllm.engine.processor import GrammarChecker
+from graphllm.engine.request import CoreInfo
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
 from graphllm.entrypoints.sentence_transformers import read_pooling
@@ -57,8 +60,10 @@ def resolve_model(
     checkpoint's defaults, and ``base`` what holds where it has none. Raises ConfigError, before anything is built where
     that is possible.
     """
-    if (args.tensor_parallel_size or 1) != 1:
-        raise ConfigError(f"tensor_parallel_size is {args.tensor_parallel_size}: an engine runs on one device; use 1")
+    if (rank := args.data_parallel_rank) is not None and rank >= args.data_parallel_size:
+        raise ConfigError(
+            f"data_parallel_rank is {rank}: ranks of data_parallel_size {args.data_parallel_size} are below that"
+        )
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling or {}, checkpoint_defaults(args, source, base))
     vectors = vectors_of(source.config, read_pooling(source.folder, source.config))
@@ -94,3 +99,17 @@ def checkpoint_defaults(args: EngineArgs, source: Source, base: SamplingParams |
     if args.generation_config != "vllm":
         base = SamplingParams.from_checkpoint(folder, base)
     return SamplingParams.from_overrides(args.override_generation_config or {}, base)
+
+
+def grammar_maker(resolved: ResolvedModel) -> Callable[[CoreInfo], GrammarChecker] | None:
+    """Makes what checks constraints; a model without a tokenizer has none."""
+    folder = Path(resolved.config.tokenizer or resolved.config.model.model)
+    stop_ids = frozenset(resolved.config.stop_ids)
+    backend = resolved.config.model.structured_outputs_backend
+
+    def make(info: CoreInfo) -> GrammarChecker:
+        from graphllm.engine.structured.compilers import GrammarCompilers
+
+        return GrammarCompilers(folder, info.vocab, stop_ids, backend)
+
+    return make if resolved.tokenizer else None

@@ -11,7 +11,7 @@ from graphllm.config.compilation import Quantization
 from graphllm.config.fields import MOST, section, whole
 from graphllm.config.setting import assemble
 from graphllm.config.token_tree import token_tree
-from graphllm.machine import detect_target, gpu_memory, usable_cores
+from graphllm.machine import detect_target, gpu_count, gpu_memory, usable_cores
 from graphllm.weights.checkpoint import DRAFT
 
 _LARGE_GPU = 70e9  # bytes of memory from which 1,024 sequences are worth their tables and activations
@@ -74,9 +74,9 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     return config
 
 
-def kernel_threads(threads: int | None, device: str) -> int | None:
-    """Threads for a CPU's kernels: as the user says, else as OMP_NUM_THREADS does (None), else one for each CPU that
-    this process may use. Raises ConfigError for more than those, and on a GPU."""
+def kernel_threads(threads: int | None, device: str, cores: int = 1) -> int | None:
+    """Threads for a CPU's kernels, in each of so many engine cores: as the user says, else as OMP_NUM_THREADS does
+    (None), else one for each CPU that this process may use. Raises ConfigError for more than those, and on a GPU."""
     if device != "cpu":
         if threads is not None:
             raise ConfigError(
@@ -84,7 +84,17 @@ def kernel_threads(threads: int | None, device: str) -> int | None:
             )
         return None
     if threads is None:
-        return None if "OMP_NUM_THREADS" in os.environ else usable_cores()
+        return None if "OMP_NUM_THREADS" in os.environ else max(1, usable_cores() // cores)
     if not 1 <= threads <= usable_cores():
         raise ConfigError(f"threads is {threads}: give 1 to {usable_cores()}, the CPUs that this process may use")
     return threads
+
+
+def check_devices(device: str, cores: int, each: int) -> None:
+    """Raise ConfigError unless there are so many GPUs for each of so many engine cores. A CPU is shared."""
+    if device == "cuda" and cores > 1 and (there := gpu_count()) < cores * each:
+        of = "" if each == 1 else f" with tensor_parallel_size {each}"
+        raise ConfigError(
+            f"data_parallel_size is {cores}{of}: that takes {cores * each} GPUs, and this process sees {there}; give "
+            f"{there // each or 1} or less, or more GPUs in CUDA_VISIBLE_DEVICES"
+        )

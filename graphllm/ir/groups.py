@@ -3,21 +3,74 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
+
+from torch import Tensor
 
 TENSOR = "tensor"  # the ranks that hold one model together
+SYMMETRIC_BYTES = 64 << 20  # of a GPU's memory, which the others of its group read: `runtime.symmetric_memory`
 
-_groups: dict[str, Any] = {}
+
+class Group(Protocol):
+    """Processes that compute together, each with its number ``rank`` of ``size``. All of them make the same calls in
+    the same order. On a GPU a call works on the current stream, without waiting for it, and may be captured."""
+
+    rank: int
+    size: int
+
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        """out: the sum of all ranks' x, of its shape, bitwise the same on each of them. Both are contiguous."""
+
+    def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        """out [.., m]: the first m entries of all ranks' x [.., n] in their order. work [size, .., n] may be written.
+        All are contiguous."""
+
+    def send(self, x: Tensor, to: int) -> None:
+        """Give x, any view, to the rank ``to``."""
+
+    def receive(self, out: Tensor, origin: int) -> None:
+        """out, any view: what the rank ``origin`` sends."""
+
+    def broadcast(self, x: Tensor, origin: int) -> None:
+        """x, any view: what the rank ``origin`` has in it."""
 
 
-def set_group(name: str, group: Any) -> None:
-    """Make a ``torch.distributed`` process group known; None forgets it."""
+class Alone:
+    """The group of one process."""
+
+    rank, size = 0, 1
+
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+    def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        out.copy_(x[..., : out.shape[-1]])
+
+    def send(self, x: Tensor, to: int) -> None:
+        raise RuntimeError(f"there is no rank {to} to send to")
+
+    def receive(self, out: Tensor, origin: int) -> None:
+        raise RuntimeError(f"there is no rank {origin} to receive from")
+
+    def broadcast(self, x: Tensor, origin: int) -> None:
+        pass
+
+
+_groups: dict[str, Group] = {}
+
+
+def set_group(name: str, group: Group | None) -> None:
+    """Make a group known; None forgets it."""
     if group is None:
         _groups.pop(name, None)
     else:
         _groups[name] = group
 
 
-def group_of(name: str) -> Any:
-    """The process group of that name, None for this process alone."""
-    return _groups.get(name)
+def group_of(name: str, ranks: int) -> Group:
+    """The group of that name. Raises RuntimeError where it has not so many ranks: a graph is made for a number of
+    them, and the parts of another would not make the whole."""
+    group = _groups.get(name, Alone())
+    if group.size != ranks:
+        raise RuntimeError(f"compiled for {ranks} ranks of the group {name!r}, this process is in one of {group.size}")
+    return group

@@ -140,6 +140,10 @@ class Model:
     read and write them. shardable: the fields of Config that a tensor-parallel rank has a share of; empty where that is
     not supported. method: of a family of draft graphs, what users call it. part_of: the architectures in whose
     checkpoints it is found; empty for one that has its own.
+
+    Of the shardable fields, shared: heads that several ranks may have the same of, where they are fewer than ranks;
+    of_experts: what stays whole where experts are divided by number. inner: the field of Config that has all of them,
+    "" for Config itself.
     """
 
     architectures: tuple[str, ...]
@@ -149,23 +153,32 @@ class Model:
     shardable: tuple[str, ...] = ()
     method: str = ""
     part_of: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    of_experts: tuple[str, ...] = ()
+    inner: str = ""
 
-    def local(self, c: Any, degree: int) -> Any:
-        """The Config of one of ``degree`` tensor-parallel ranks: its shares of heads and feed-forward width. Raises
-        ConfigError for what cannot be divided evenly."""
+    def local(self, c: Any, degree: int, experts_apart: bool = False) -> Any:
+        """The Config of one of ``degree`` tensor-parallel ranks: its shares of heads and feed-forward width.
+        experts_apart: each has some experts, of the whole width. Raises ConfigError for what cannot be divided
+        evenly."""
         if degree == 1:
             return c
         if not self.shardable:
             raise ConfigError(
                 f"tensor_parallel_size is {degree}: {', '.join(self.architectures)} cannot be divided; use 1"
             )
-        whole = {name: getattr(c, name) for name in self.shardable}
-        for name, extent in whole.items():
-            if extent % degree:
+        own, shares = getattr(c, self.inner) if self.inner else c, {}
+        for name in self.shardable:
+            extent = getattr(own, name)
+            if experts_apart and name in self.of_experts:
+                continue
+            if extent % degree and (name not in self.shared or degree % extent):
                 raise ConfigError(
                     f"tensor_parallel_size is {degree}: the model's {name} is {extent}, which is no multiple of it"
                 )
-        return dataclasses.replace(c, **{name: extent // degree for name, extent in whole.items()})
+            shares[name] = extent // degree or min(extent, 1)
+        local = dataclasses.replace(own, **shares)
+        return dataclasses.replace(c, **{self.inner: local}) if self.inner else local
 
 
 def register_model(model: Model) -> Model:

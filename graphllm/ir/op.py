@@ -32,6 +32,10 @@ class Cost(NamedTuple):
     flops: int
 
 
+Neutral = tuple[str, str | tuple[str, ...]]
+"""Of `op`: an argument, and another one or those that only it uses."""
+
+
 class CallSite(NamedTuple):
     """One place where an op is called in a graph: what an implementation may look at to say whether it applies.
 
@@ -93,7 +97,7 @@ class Op:
     collective: bool
     cost: Callable[..., Cost]
     rowwise: bool = False
-    neutral: tuple[str, str] | None = None
+    neutral: Neutral | None = None
     impls: dict[str, Impl] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -224,14 +228,15 @@ def op(
     mutates: tuple[str, ...] = (),
     collective: bool = False,
     rowwise: bool = False,
-    neutral: tuple[str, str] | None = None,
+    neutral: Neutral | None = None,
 ) -> Callable[[Callable[..., Any]], Op]:
     """Declare an op; the decorated function's signature is the schema and its body the specification.
 
     boundary: a graph may be cut here (attention, collectives). mutates: the tensor parameters written in place.
     rowwise: the result's row t depends on row t of the arguments that have a row for each token, and on all of the
-    others. neutral: two arguments; where the first is an input that is neutral throughout a step, the result is the
-    second, and such steps run a program without the op. cost: bytes and flops from the op's own arguments, those that
+    others. neutral: an argument and what is left where it is an input that is neutral throughout a step: another one,
+    which then is the result, or the op without the arguments of a tuple; such steps run a program with that in the
+    op's place. cost: bytes and flops from the op's own arguments, those that
     it names, for rooflines. Raises ValueError when the name is taken.
     """
 

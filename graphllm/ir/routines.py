@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphllm.ir.groups import group_of
+
 
 def scaled_product(codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
     """Rows times weights, both float8 in pairs; see the op scaled_linear."""
@@ -12,3 +14,28 @@ def scaled_product(codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Te
     torch._scaled_mm(
         rows, columns.t(), scale_a=row_scales, scale_b=scales, out_dtype=out.dtype, use_fast_accum=True, out=out
     )
+
+
+def all_reduce_into(x: Tensor, out: Tensor, group: str, ranks: int) -> None:
+    """The sum over the ranks of a group; see the op all_reduce."""
+    group_of(group, ranks).all_reduce(x, out)
+
+
+def send_to(x: Tensor, group: str, ranks: int, to: int) -> None:
+    """Give a value to another rank of a group, which calls `receive_from`."""
+    group_of(group, ranks).send(x, to)
+
+
+def receive_from(out: Tensor, group: str, ranks: int, origin: int) -> None:
+    """Take what another rank of a group gives by `send_to`."""
+    group_of(group, ranks).receive(out, origin)
+
+
+def broadcast_from(x: Tensor, group: str, ranks: int, origin: int) -> None:
+    """Have every rank of a group hold what one holds."""
+    group_of(group, ranks).broadcast(x, origin)
+
+
+def all_gather_into(x: Tensor, work: Tensor, out: Tensor, group: str, ranks: int) -> None:
+    """What all ranks of a group have, side by side; see the op all_gather."""
+    group_of(group, ranks).all_gather(x, work, out)

@@ -96,6 +96,11 @@ def _changes(
     changes: dict[str, _Change] = {}
     for adapter, weight in adapters:
         for module, pair in adapter.pairs.items():
+            if pair.rank_of_each:
+                raise ConfigError(
+                    f"{adapter.file}: {module} is of all experts at once, which is not merged here; serve it with "
+                    "--enable-lora, or merge it with PEFT (merge_and_unload) and save that"
+                )
             name = _in_base(adapter, f"{module}.weight", checkpoint)
             _check_shape(adapter, name, pair, checkpoint.tensors[name])
             change = changes.setdefault(name, _Change())

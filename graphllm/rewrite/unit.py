@@ -41,6 +41,14 @@ class Unit(NamedTuple):
         owners = tuple(f"{self.prefix}layers.{i}" for i in self.layers) or (self.name,)
         return tuple(f"{owner}.{weight}" for owner in owners)
 
+    def insert(self, before: Node, target: Any, *args: Any, **kwargs: Any) -> Node:
+        """A call of an op's overload or of aten that stands before a node; the call."""
+        with self.graph.inserting_before(before):
+            made = self.graph.call_function(target, args, kwargs)
+        with self.shapes.mode, torch.no_grad():
+            made.meta["val"] = target(*fake_values(args), **fake_values(kwargs))
+        return made
+
     def replace(self, node: Node | Sequence[Node], op: Op, **arguments: Any) -> Node:
         """Put a call of the op where a node is, for everything that reads the node; the call.
 

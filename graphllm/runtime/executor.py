@@ -21,6 +21,7 @@ from graphllm.config.token_tree import token_tree
 from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import ZEROED
 from graphllm.program.schema import CacheLayout
+from graphllm.program.stages import Stage, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
@@ -62,16 +63,21 @@ class StepHandle:
     def __init__(self, step: StepInput, buffer_index: int, size: Size, program: BoundProgram) -> None:
         self.rows, self.counts = step.rows, {"T": step.tokens, "S": step.sequences, "R": step.rows}
         self.buffer_index, self.size, self.program = buffer_index, size, program
-        self.job: Job | None = None
+        self.jobs: list[Job] = []  # one for each stretch of the step, in order
         self.drafts: DraftRuns | None = None
         self.wants_drafts = False
         self.outputs: dict[str, np.ndarray] = {}
         self.whole: dict[int, torch.Tensor] = {}
 
+    def settle(self) -> None:
+        """Block until the step is done; its results lie in ``outputs`` until the second step after it starts. Raises
+        what the device reported."""
+        for job in self.jobs:
+            job.result()
+
     def wait(self) -> StepResult:
         """Block until the step is done. Raises what the device reported."""
-        assert self.job is not None
-        self.job.result()
+        self.settle()
         logits = self.program.results.get("logits")
         return StepResult(
             {name: values.copy() for name, values in self.outputs.items()},
@@ -86,7 +92,8 @@ class Executor:
     folder: the artifact, already verified. weights: finished parameters by name. num_blocks: of the paged cache; block
     0 is never written by a request. threads: of a CPU's kernels, None for torch's choice. cache: memory of those blocks
     on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a prefix are
-    valid behind any continuation. Raises ConfigError when the memory cannot be allocated.
+    valid behind any continuation. stage: of a pipeline, whose layers alone run here. Raises ConfigError when the memory
+    cannot be allocated.
     """
 
     def __init__(
@@ -98,6 +105,7 @@ class Executor:
         threads: int | None = None,
         cache: CacheMemory | None = None,
         num_snapshots: int = 0,
+        stage: Stage | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
@@ -108,7 +116,8 @@ class Executor:
         self.vocab, self.shareable = program["vocab"], program["shareable"]
         symbol, size = program["vector"]
         self.vector = str(symbol), int(size)
-        self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache)
+        reads = None if stage is None else stage_reads(program, stage)
+        self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache, reads)
         self.layout = CacheLayout(
             self.states.groups,
             num_blocks,
@@ -147,6 +156,7 @@ class Executor:
                 self.max_num_seqs,
                 longest_query,
                 _IN_FLIGHT * (2 if g["task"] == "draft" else 1),
+                stage,
             )
             for g in program["graphs"]
         }
@@ -200,9 +210,10 @@ class Executor:
         return handle
 
     def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
-        handle.job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+        job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+        handle.jobs.append(job)
         if handle.drafts is not None:
-            handle.drafts.belong_to(handle.job)
+            handle.drafts.belong_to(job)
 
     def _item_input(self) -> tuple[InputSpec | None, int]:
         if self._encoder is None:
@@ -388,13 +399,19 @@ class Executor:
         """See `Kernels.done`; any thread may ask."""
         return self._kernels.done
 
+    def check_health(self) -> None:
+        """This process runs the steps alone: it is there."""
+
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
         self._stream.submit(_nothing).result()
 
     def close(self) -> None:
-        """Wait for everything and stop."""
+        """Wait for everything, stop, and give captured graphs back: a group of ranks cannot be left while one holds
+        its collectives."""
         self._stream.close()
+        for graph in self._graphs.values():
+            graph.release()
 
 
 def _nothing() -> None:

@@ -14,6 +14,7 @@ from graphllm.config import Bucket, ConfigError
 from graphllm.ir.specs import input_from
 from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
 from graphllm.program.schema import NEUTRAL
+from graphllm.program.stages import Stage, stage_calls
 from graphllm.runtime import padding
 from graphllm.runtime.binding import Bound, bind
 from graphllm.runtime.kernels import Kernels, Launch
@@ -27,7 +28,7 @@ _BOUND_KEPT = 128
 class GraphPrograms:
     """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
     max_num_seqs: sequences of a step. longest_query: tokens of one that verifies. steps_in_flight: runs that may be
-    prepared before the first of them has ended."""
+    prepared before the first of them has ended. stage: of a pipeline, whose calls alone run here."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class GraphPrograms:
         max_num_seqs: int,
         longest_query: int,
         steps_in_flight: int,
+        stage: Stage | None = None,
     ) -> None:
         self.name, self.task = described["name"], described["task"]
         self.buckets = [Bucket(**b) for b in described["buckets"]]
@@ -46,7 +48,7 @@ class GraphPrograms:
         self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
         self._outside, self._arena, self._kernels, self._max_num_seqs = outside, arena, kernels, max_num_seqs
-        self._longest_query = longest_query
+        self._longest_query, self._stage = longest_query, stage
         limits = [b.limits(max_num_seqs, longest_query) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
         self.staging = Staging(list(self.inputs.values()), self.most, arena.device, steps_in_flight)
@@ -98,11 +100,19 @@ class GraphPrograms:
         self._bound.move_to_end(key)
         return self._bound[key]
 
+    def release(self) -> None:
+        """Forget what was bound and captured."""
+        for bound in self._bound.values():
+            bound.release()
+        self._bound.clear()
+
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
         key = f"{bucket.name} {name}"
         if key not in self._linked:
             described = self._programs[name]
             calls = [Call(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in described["calls"]]
+            if self._stage is not None:
+                calls = stage_calls(calls, described["results"], self._stage)
             program = LinkedProgram(calls, described["results"], described["parts"])
             plan = MemoryPlan(*described["memory"][bucket.name])
             if plan.arena_bytes > self._arena.numel():
@@ -147,10 +157,15 @@ class BoundProgram:
             ]
             self._captured.add(part)
 
+    def release(self) -> None:
+        """Forget what was captured, whoever still holds this program."""
+        self._launches.clear()
+
 
 def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream()):
+    # Threads of libraries, as NCCL's that watches its collectives, may ask for events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
         for launch in launches:
             launch()
     return [graph.replay]

@@ -3,31 +3,67 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from graphllm.ir.groups import TENSOR, set_group
+from graphllm.ir.groups import TENSOR, Group, set_group
+from graphllm.program.stages import PIPELINE
+from graphllm.runtime.collectives import LibraryGroup
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
 
 
 @contextmanager
-def joined(rank: int, degree: int, meeting: Path, device: torch.device) -> Iterator[None]:
+def joined(rank: int, degree: int, meeting: Path, device: torch.device, stages: int = 1) -> Iterator[None]:
     """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs. meeting: a file that does not exist yet,
-    where the ranks of one machine find each other."""
+    where the ranks of one machine find each other. device: of type cuda without a number it is the GPU of the rank's
+    number, which becomes the current one. stages: of a pipeline; the ranks of each are consecutive, and a
+    tensor-parallel group of their own."""
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        device = torch.device("cuda", rank if device.index is None else device.index)
+        torch.cuda.set_device(device)
     torch.distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "nccl" if on_gpu else "gloo",
         init_method=f"file://{meeting}",
         rank=rank,
         world_size=degree,
         timeout=_PATIENCE,
+        device_id=device if on_gpu else None,
     )
-    set_group(TENSOR, torch.distributed.group.WORLD)
+    assert torch.distributed.group.WORLD is not None
+    if stages == 1:
+        set_group(TENSOR, open_group(torch.distributed.group.WORLD, device))
+    else:
+        width = degree // stages
+        of_stage = _own_group(rank, [range(first, first + width) for first in range(0, degree, width)])
+        if width > 1:
+            set_group(TENSOR, open_group(of_stage, device))
+        set_group(PIPELINE, LibraryGroup(_own_group(rank, [range(i, degree, width) for i in range(width)])))
     try:
         yield
     finally:
         set_group(TENSOR, None)
+        set_group(PIPELINE, None)
         torch.distributed.destroy_process_group()
+
+
+def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.ProcessGroup:
+    """The one of this rank; every process must make all of them."""
+    made = [torch.distributed.new_group(list(ranks)) for ranks in groups]
+    return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
+
+
+def open_group(members: torch.distributed.ProcessGroup, device: torch.device) -> Group:
+    """The group of some processes of which this is one, each with its device. All of them must call this. On GPUs of
+    one host small collectives go through symmetric memory. The library's communicator is made now: it cannot be while
+    a graph is captured."""
+    if device.type != "cuda":
+        return LibraryGroup(members)
+    from graphllm.runtime.symmetric_memory import SymmetricGroup, is_reachable
+
+    torch.distributed.all_reduce(torch.zeros(1, device=device), group=members)
+    return SymmetricGroup(members, device) if is_reachable(members.size()) else LibraryGroup(members)

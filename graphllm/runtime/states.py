@@ -16,6 +16,7 @@ from torch import Tensor
 from graphllm.config import ConfigError
 from graphllm.hugepages import zeros
 from graphllm.program.schema import CacheGroup
+from graphllm.program.stages import own_states, own_tensors
 from graphllm.program.states import StatePlace, place_from
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 
@@ -23,7 +24,8 @@ from graphllm.runtime.cpu_cache_memory import CacheMemory
 class States:
     """described: program.json. num_blocks: of the pool, block 0 is never written by a request. counts: entries by axis
     of the other states. num_snapshots: copies of recurrent states. cache: the pool's memory on a CPU, None to make it
-    here. Raises ConfigError when the memory cannot be allocated."""
+    here. reads: the states of layers that this stage of a pipeline has, None for all. Raises ConfigError when the
+    memory cannot be allocated."""
 
     def __init__(
         self,
@@ -33,13 +35,17 @@ class States:
         counts: Mapping[str, int],
         num_snapshots: int = 0,
         cache: CacheMemory | None = None,
+        reads: frozenset[str] | None = None,
     ) -> None:
         self._device, self.num_blocks, self.num_snapshots = device, num_blocks, num_snapshots
         blocks = described["blocks"]
         self.groups = tuple(CacheGroup(*g) for g in blocks["groups"])
         self._cache = cache
-        self._pool = self._allocate(blocks["tensors"], blocks["bytes"])
-        places = {name: place_from(p) for name, p in described["states"].items()}
+        own = described["states"] if reads is None else own_states(described, reads)
+        used = range(blocks["tensors"]) if reads is None else sorted(own_tensors(own))
+        self._pool = self._allocate(len(used), blocks["bytes"])
+        self._numbers = {tensor: at for at, tensor in enumerate(used)}  # of the pool's tensors, by those of all stages
+        places = {name: place_from(p) for name, p in own.items()}
         self.tensors = {
             name: self._block_view(p) if p.axis == "block" else self.zeros((counts[p.axis], *p.shape), p.dtype)
             for name, p in places.items()
@@ -91,7 +97,7 @@ class States:
             ) from failure
 
     def _block_view(self, place: StatePlace) -> Tensor:
-        typed = self._pool[place.tensor].view(-1).view(getattr(torch, place.dtype))
+        typed = self._pool[self._numbers[place.tensor]].view(-1).view(getattr(torch, place.dtype))
         return typed.as_strided((self.num_blocks, *place.shape), place.stride, place.offset)
 
     def reach(self, block: int) -> None:

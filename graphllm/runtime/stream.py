@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
@@ -17,6 +18,9 @@ class Job(Protocol):
 
     def result(self) -> Any:
         """Wait until it is done. Raises what it raised."""
+
+    def wait(self, seconds: float) -> bool:
+        """Whether it is done within that time; raises nothing."""
 
 
 class Stream(Protocol):
@@ -78,6 +82,12 @@ class _Queued:
         self._work = None  # it may hold the job
         self._done.release()
 
+    def wait(self, seconds: float) -> bool:
+        done = self._done.acquire(timeout=seconds)
+        if done:
+            self._done.release()
+        return done
+
     def result(self) -> Any:
         with self._done:
             if self._failure is not None:
@@ -133,6 +143,13 @@ class CudaStream:
 class _Recorded:
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event = event
+
+    def wait(self, seconds: float) -> bool:
+        """Look again and again, as waiting for an event does, and let other threads run in between."""
+        until = time.monotonic() + seconds
+        while not (done := self._event.query()) and time.monotonic() < until:
+            time.sleep(0)
+        return done
 
     def result(self) -> None:
         """Wait for the event."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import Depends, FastAPI, Request
@@ -19,19 +20,41 @@ from graphllm.server.http.errors import KNOWN, describe, error_response
 from graphllm.server.http.unserved import UNSERVED
 from graphllm.server.http.wire import App, GoneError, record_of
 from graphllm.server.openai.adapters import adapter_routes
+from graphllm.server.openai.models import model_routes
 from graphllm.server.openai.routes import openai_routes
 from graphllm.server.operations.admin import admin_routes
+from graphllm.server.operations.metrics import Metrics
 from graphllm.server.operations.middleware import Middleware
 from graphllm.server.operations.probes import probe_routes
 from graphllm.server.page.routes import page_routes
 from graphllm.server.pooling.routes import pooling_routes
 from graphllm.server.responses.routes import responses_routes
 from graphllm.server.service import Service
+from graphllm.server.several import ByModel
 from graphllm.version import __version__
 
 
-def create_app(service: Service, access: Access, lora_dir: str | None = None) -> App:
-    """The ASGI application of one service. lora_dir: folder of the adapters that requests may load, None for none."""
+def create_app(services: Sequence[Service], http: Metrics, access: Access, lora_dir: str | None = None) -> App:
+    """The ASGI application of a server. services: of its models. http: counts what comes. lora_dir: folder of the
+    adapters that requests may load, None for none."""
+    apps = [_application(service, services, access, lora_dir) for service in services]
+    app = apps[0] if len(apps) == 1 else ByModel(services, apps)
+    middleware = Middleware(app, access, services[0].limits.body, http, services[0].shared)
+    if not access.origins:
+        return middleware
+    headers = ["x-request-id", "retry-after", "x-max-tokens-clamped"]
+    return CORSMiddleware(
+        middleware,
+        access.origins,
+        allow_methods=access.methods,
+        allow_headers=access.headers,
+        allow_credentials=access.credentials,
+        expose_headers=headers,
+    )
+
+
+def _application(service: Service, services: Sequence[Service], access: Access, lora_dir: str | None) -> FastAPI:
+    """The routes of one service, and those that tell of all."""
     kind = FastAPIOffline if access.docs else FastAPI  # with the scripts of /docs: there may be no way to the Internet
     app = kind(
         title="graphllm",
@@ -44,23 +67,13 @@ def create_app(service: Service, access: Access, lora_dir: str | None = None) ->
     )
     for routes in (openai_routes, responses_routes, anthropic_routes, pooling_routes, admin_routes):
         app.include_router(routes(service))
-    app.include_router(probe_routes(service.supervisor, service.shared.overview))
+    app.include_router(model_routes(services))
+    app.include_router(probe_routes({s.names[0]: s.supervisor for s in services}, service.shared.overview))
     app.include_router(page_routes())
     if lora_dir is not None:
         app.include_router(adapter_routes(service, lora_dir))
     _add_errors(app)
-    middleware = Middleware(app, access, service.limits.body, service.metrics, service.shared)
-    if not access.origins:
-        return middleware
-    headers = ["x-request-id", "retry-after", "x-max-tokens-clamped"]
-    return CORSMiddleware(
-        middleware,
-        access.origins,
-        allow_methods=access.methods,
-        allow_headers=access.headers,
-        allow_credentials=access.credentials,
-        expose_headers=headers,
-    )
+    return app
 
 
 def _add_errors(app: FastAPI) -> None:

@@ -9,7 +9,6 @@ from graphllm.config.vllm_names import ForeignName, fixed, hints
 
 _TEXT = "models here read text only; leave it out"
 _OWN_HTTP = "the limits of HTTP are fixed: 64 KiB and 256 headers (docs/serving.md); leave it out"
-_ONE_ENGINE = "one server has one engine; start one for each device behind a proxy, and leave it out"
 _NO_CODE = "no code from outside runs in the server; leave it out, and put a proxy before it"
 _ALWAYS = "that is always done"
 
@@ -34,8 +33,7 @@ FRONTEND_NAMES: Mapping[str, ForeignName] = {
             anthropic_disabled_thinking_effort="auto"),
     **fixed("Cohere's API is not served; leave it out", cohere_is_reasoning_model=True, cohere_format="cmd4"),
     **fixed("a server speaks text; send token ids to /v1/completions, and return_token_ids", tokens_only=False),
-    **fixed(_ONE_ENGINE, enable_scale_out=False, data_parallel_supervisor_port=9256, dp_supervisor_probe_interval_s=5.0,
-            dp_supervisor_probe_timeout_s=5.0, dp_supervisor_probe_failure_threshold=3),
+    **fixed("the number of engine cores is fixed while they run; see data_parallel_size", enable_scale_out=False),
     **fixed("answers have no system_fingerprint; /server_info tells what is served",
             fingerprint_mode=("full", "none"), fingerprint_value=()),
     **fixed("gRPC is not served; use --port", grpc_port=()),

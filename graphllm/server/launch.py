@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import os
@@ -10,12 +11,13 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.spawn import Child
 from graphllm.entrypoints.model import ResolvedModel
+from graphllm.server.adapters import OwnAdapters
 from graphllm.server.network import listening, prepare_process, read_tls
 from graphllm.server.options import ServerOptions
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     from graphllm.server.operations.engine_supervisor import EngineSupervisor
     from graphllm.server.operations.engine_view import SupervisorOptions
     from graphllm.server.operations.metrics import Metrics
+    from graphllm.server.shared import Overview
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +34,10 @@ _log = logging.getLogger(__name__)
 class Front(Protocol):
     """What speaks HTTP: this process (`Here`), or several others (`graphllm.server.fronts.controller.Fronts`)."""
 
-    metrics: Metrics
+    @property
+    def metrics(self) -> Sequence[Metrics]:
+        """Of each model."""
+        ...
 
     async def serve(self, listener: socket.socket) -> None:
         """Until `stop`."""
@@ -46,12 +52,22 @@ class Front(Protocol):
         ...
 
 
+class Opening(NamedTuple):
+    """A model that is to be served. names: in requests. open: finds it, in a thread. children: processes of its engine
+    cores, already started."""
+
+    names: Sequence[str]
+    open: Callable[[], ResolvedModel]
+    options: SupervisorOptions
+    children: Sequence[Child]
+
+
 class Here:
-    """This process speaks HTTP."""
+    """This process speaks HTTP. engines: with the names of their models."""
 
     def __init__(
         self,
-        supervisor: EngineSupervisor,
+        engines: Sequence[tuple[Sequence[str], EngineSupervisor]],
         options: ServerOptions,
         tls: ssl.SSLContext | None,
         tracing: Tracing | None,
@@ -60,29 +76,47 @@ class Here:
         from graphllm.server.generation import Running
         from graphllm.server.operations.metrics import Metrics
         from graphllm.server.responses.store import ResponseStore
-        from graphllm.server.web import web_server
+        from graphllm.server.web import service_of, web_server
 
-        self._supervisor, running = supervisor, Running()
-        self.metrics = Metrics(options.names[0], {"model": options.names[0]})
-        overview = OwnOverview(supervisor, self.metrics, running)
+        self._supervisors = [supervisor for _, supervisor in engines]
+        parts = {
+            names[0]: (view, Metrics(names[0], {"model": names[0]}, rank=options.rank), Running())
+            for names, view in engines
+        }
+        self._metrics = [metrics for _, metrics, _ in parts.values()]
+        http = self._metrics[0]
+        overview: Overview = OwnOverview(*parts[engines[0][0][0]])
+        if len(engines) > 1:
+            from graphllm.server.several import JointOverview
+
+            http = Metrics("")
+            overview = JointOverview(http, parts)
         shared = in_memory(overview, options.max_body, options.access.rate, ResponseStore(), options.adapters)
-        self._server = web_server(supervisor, self.metrics, running, shared, options, tls, tracing)
+        services = []
+        for names, view in engines:
+            _, metrics, running = parts[names[0]]
+            services.append(service_of(view, names, metrics, running, shared, options, tracing))
+            shared = shared._replace(adapters=OwnAdapters(()))  # those that were given are beside the first model
+        self._server = web_server(services, http, options, tls)
+
+    @property
+    def metrics(self) -> list[Metrics]:
+        """Of each model."""
+        return self._metrics
 
     async def serve(self, listener: socket.socket) -> None:
         await self._server.serve([listener])
 
     async def running(self) -> int:
-        return self._supervisor.running
+        return sum(supervisor.running for supervisor in self._supervisors)
 
     async def stop(self) -> None:
         self._server.should_exit = True
 
 
-def serve(
-    open: Callable[[], ResolvedModel], options: ServerOptions, supervisor_options: SupervisorOptions, child: Child
-) -> int:
-    """Serve until SIGTERM or Ctrl-C; the exit status. child: the engine's process. Raises ConfigError for an address or
-    a model that cannot be used."""
+def serve(models: Sequence[Opening], options: ServerOptions) -> int:
+    """Serve until SIGTERM or Ctrl-C; the exit status. Raises ConfigError for an address or a model that cannot be
+    used."""
     from graphllm.entrypoints.tracing import Tracing
 
     tls = read_tls(options)
@@ -94,16 +128,16 @@ def serve(
         from graphllm.server.operations.engine_supervisor import EngineSupervisor
 
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            supervisor = EngineSupervisor(open=open, options=supervisor_options, child=child)
+            engines = [(m.names, EngineSupervisor(open=m.open, options=m.options, children=m.children)) for m in models]
             try:
-                return runner.run(_serve(supervisor, options, listener, tls, tracing))
+                return runner.run(_serve(engines, options, listener, tls, tracing))
             finally:
                 if tracing is not None:
                     tracing.close()
 
 
 async def _serve(
-    supervisor: EngineSupervisor,
+    engines: Sequence[tuple[Sequence[str], EngineSupervisor]],
     options: ServerOptions,
     listener: socket.socket,
     tls: ssl.SSLContext | None,
@@ -111,6 +145,7 @@ async def _serve(
 ) -> int:
     ended = asyncio.Event()
     loop = asyncio.get_running_loop()
+    supervisors = [supervisor for _, supervisor in engines]
     presses = 0
 
     def end() -> None:
@@ -118,71 +153,83 @@ async def _serve(
         presses += 1
         if presses > 1:
             _log.warning("a second signal: stopping at once")
-            supervisor.kill()
+            for supervisor in supervisors:
+                supervisor.kill()
             os._exit(130)
         ended.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end)
-    supervisor.phases["imports"] = time.monotonic() - options.started
-    engine = asyncio.create_task(supervisor.run())
+    for supervisor in supervisors:
+        supervisor.phases["imports"] = time.monotonic() - options.started
+    running = [asyncio.create_task(supervisor.run()) for supervisor in supervisors]
     # The engine's process loads while the application is imported here; its start must not wait for that.
-    await asyncio.wait({engine}, timeout=0.05)
+    await asyncio.wait(running, timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
     begun = time.monotonic()
-    front = _front(supervisor, options, tls, tracing)
-    supervisor.phases["application"] = time.monotonic() - begun
+    front = _front(engines, options, tls, tracing)
+    for supervisor in supervisors:
+        supervisor.phases["application"] = time.monotonic() - begun
     http = asyncio.create_task(front.serve(listener))
     scheme = "https" if tls else "http"
     _log.info("listening on %s", options.uds or f"{scheme}://{options.host}:{listener.getsockname()[1]}")
-    telling = asyncio.create_task(_tell(supervisor, front.metrics, options))
-    await asyncio.wait({engine, http, asyncio.create_task(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
+    telling = asyncio.create_task(_tell(supervisors, front.metrics, options))
+    await asyncio.wait({*running, http, asyncio.create_task(ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
     telling.cancel()
     code = 0
     if ended.is_set():
-        await _drain(supervisor, front, options.shutdown_timeout)
-    engine.cancel()
+        await _drain(supervisors, front, options.shutdown_timeout)
+    for engine in running:
+        engine.cancel()
     try:
-        await engine
-    except asyncio.CancelledError:
-        pass
+        for engine in running:
+            with contextlib.suppress(asyncio.CancelledError):
+                await engine
     except EngineDeadError as death:
         _log.error("the engine did not start: %s\n%s", death, death.cause.traceback)
         code = 1
     finally:
-        await supervisor.close()
+        for supervisor in supervisors:
+            await supervisor.close()
         await front.stop()
         await http
     return code
 
 
 def _front(
-    supervisor: EngineSupervisor, options: ServerOptions, tls: ssl.SSLContext | None, tracing: Tracing | None
+    engines: Sequence[tuple[Sequence[str], EngineSupervisor]],
+    options: ServerOptions,
+    tls: ssl.SSLContext | None,
+    tracing: Tracing | None,
 ) -> Front:
     if options.fronts == 1:
-        return Here(supervisor, options, tls, tracing)
+        return Here(engines, options, tls, tracing)
     from graphllm.server.fronts.controller import Fronts
 
+    ((_, supervisor),) = engines
     return Fronts(supervisor, options)
 
 
-async def _tell(supervisor: EngineSupervisor, metrics: Metrics, options: ServerOptions) -> None:
-    """The start-up line, once the engine is ready."""
-    await supervisor.was_ready.wait()
+async def _tell(supervisors: Sequence[EngineSupervisor], metrics: Sequence[Metrics], options: ServerOptions) -> None:
+    """The start-up line, once all engines are ready."""
+    for supervisor in supervisors:
+        await supervisor.was_ready.wait()
     gc.collect()
     gc.freeze()  # the program itself is never garbage; to look for more of it then takes a millisecond
-    supervisor.phases["total"] = time.monotonic() - options.started
-    supervisor.changed.set()
-    metrics.startup(supervisor.phases)
-    _log.info(
-        "ready in %.2f s",
-        supervisor.phases["total"],
-        extra={"notes": {k: round(v, 3) for k, v in supervisor.phases.items()}},
-    )
+    for supervisor, counts in zip(supervisors, metrics, strict=True):
+        supervisor.phases["total"] = time.monotonic() - options.started
+        supervisor.changed.set()
+        counts.startup(supervisor.phases)
+        _log.info(
+            "ready in %.2f s",
+            supervisor.phases["total"],
+            extra={"notes": {k: round(v, 3) for k, v in supervisor.phases.items()}},
+        )
 
 
-async def _drain(supervisor: EngineSupervisor, front: Front, seconds: float) -> None:
+async def _drain(supervisors: Sequence[EngineSupervisor], front: Front, seconds: float) -> None:
     """Refuse new requests and let those in flight end."""
-    supervisor.drain()
+    for supervisor in supervisors:
+        supervisor.drain()
     count = await front.running()
     _log.info("shutting down: %d requests in flight, %.0f s for them", count, seconds)
     deadline = time.monotonic() + seconds

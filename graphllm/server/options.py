@@ -21,8 +21,8 @@ class ServerOptions:
     of this server, in PEM, for TLS; keyfile None: in certfile. ca_certs: of those who sign clients' certificates;
     cert_reqs: whether clients must have one, as a number of `ssl.VerifyMode`. traces: URL of a collector of
     OpenTelemetry's. adapters: served beside the model. lora_dir: folder whose adapters may be loaded and unloaded by
-    requests, None for none. fronts: processes that speak HTTP. log: of all of them. started: `time.monotonic` when the
-    process began."""
+    requests, None for none. fronts: processes that speak HTTP. rank: of this server's engine, in metrics. log: of all
+    of them. started: `time.monotonic` when the process began."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -41,5 +41,6 @@ class ServerOptions:
     adapters: Sequence[ServedAdapter] = ()
     lora_dir: str | None = None
     fronts: int = 1
+    rank: int = 0
     log: LogOptions = field(default_factory=LogOptions)
     started: float = field(default_factory=time.monotonic)

@@ -112,21 +112,23 @@ class Service:
         that this server does not have, ConfigError for an adapter that it cannot serve."""
         if not name or name in self.names:
             return None
-        found = await self.shared.adapters.find(name) or await self._resolved(name)
+        served = await self.shared.adapters.find(name)
+        found = served or await self._resolved(name)
         if found is None:
             raise NotFoundError(
                 f"model is {name!r:.80}: not served here; give {' or '.join(map(repr, self.names))}", "model_not_found"
             )
-        return await self.supervisor.engine.open_adapter(LoRARequest(name, lora_path=found.path))
+        opened = await self.supervisor.engine.open_adapter(LoRARequest(name, lora_path=found.path))
+        if served is None:
+            await self.shared.adapters.put(found)
+        return opened
 
     async def _resolved(self, name: str) -> ServedAdapter | None:
-        """An adapter that an installed package knows; it is served from now on."""
+        """An adapter that an installed package knows; once it has been opened it is served."""
         if self.resolvers and self.info.adapted:
             for resolve in self.resolvers:
                 if path := await asyncio.to_thread(resolve, name):
-                    found = ServedAdapter(name, str(path))
-                    await self.shared.adapters.put(found)
-                    return found
+                    return ServedAdapter(name, str(path))
         return None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
@@ -36,19 +36,20 @@ class WebServer(uvicorn.Server):
         yield
 
 
-def web_server(
+def service_of(
     view: EngineView,
+    names: Sequence[str],
     metrics: Metrics,
     running: Running,
     shared: Shared,
     options: ServerOptions,
-    tls: ssl.SSLContext | None,
     tracing: Tracing | None,
-) -> WebServer:
-    """metrics, running: what this process counts, and its requests in the engine."""
-    service = Service(
+) -> Service:
+    """Of one model. names: in requests. metrics, running: what this process counts of it, and its requests in the
+    engine."""
+    return Service(
         view,
-        tuple(options.names),
+        tuple(names),
         metrics,
         shared,
         Limits(body=options.max_body),
@@ -57,8 +58,14 @@ def web_server(
         running=running,
         tracing=tracing,
     )
+
+
+def web_server(
+    services: Sequence[Service], http: Metrics, options: ServerOptions, tls: ssl.SSLContext | None
+) -> WebServer:
+    """services: of the models. http: what this process counts of all requests."""
     config = uvicorn.Config(
-        create_app(service, options.access, options.lora_dir),
+        create_app(services, http, options.access, options.lora_dir),
         http=LimitedProtocol,
         ws="none",
         lifespan="off",

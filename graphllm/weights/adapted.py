@@ -1,10 +1,12 @@
-"""Linear layers that LoRA adapters may change, and which modules of a checkpoint they are made of. No torch."""
+"""What LoRA adapters may change: linear layers, embeddings and experts, and which modules of a checkpoint they are made
+of. No torch."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+import re
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from graphllm.weights.expr import Concat, Decode, Expr, Permute, Read, Slice
+from graphllm.weights.expr import Concat, Decode, Expr, Permute, Read, Reshape, Slice, Stack, walk
 
 if TYPE_CHECKING:  # plan imports torch
     from graphllm.weights.plan import WeightPlan
@@ -12,7 +14,8 @@ if TYPE_CHECKING:  # plan imports torch
 
 class AdapterPart(NamedTuple):
     """One of the matrices that a linear layer consists of. modules: what the checkpoint calls it, one of them, such as
-    "model.layers.0.self_attn.q_proj". start, stop: which of its outputs these are; stop is 0 for all."""
+    "model.layers.0.self_attn.q_proj", or "model.layers.0.mlp.experts.{}.up_proj" of as many experts; none where they
+    are one tensor. start, stop: which of its outputs these are; stop is 0 for all."""
 
     modules: tuple[str, ...]
     start: int
@@ -20,16 +23,42 @@ class AdapterPart(NamedTuple):
 
 
 class AdaptedLinear(NamedTuple):
-    """A linear layer that adapters may change.
+    """A linear layer that adapters may change, an embedding, or one of the two layers of all experts of a layer.
 
     name: in the weight plan, such as "layers.0.qkv"; its tables are the states "<name>.lora_a" [n r, I] (r rows for
-    each of n parts) and "<name>.lora_b" [r, O], as the op `add_lora` says. inputs: I. widths: outputs of each part.
+    each of n parts) and "<name>.lora_b" [r, O], as the op `add_lora` says. inputs: I. widths: outputs of each part. Of
+    an embedding I is the vocabulary, and the first table is the other way round, [I, r]. experts: how many have such
+    tables, one behind the other. stacked: what PEFT calls the tensor of all experts' matrices, one of them, such as
+    "model.layers.0.mlp.experts.gate_up_proj". by_turns: its outputs are those of the two parts by turns.
     """
 
     name: str
     inputs: int
     widths: tuple[int, ...]
     parts: tuple[AdapterPart, ...]
+    kind: Literal["linear", "embedding", "experts"] = "linear"
+    experts: int = 0
+    stacked: tuple[str, ...] = ()
+    by_turns: bool = False
+
+    def tables(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of both tables for that rank."""
+        lead, n = (self.experts,) if self.experts else (), len(self.parts)
+        a = (self.inputs, rank) if self.kind == "embedding" else (n * rank, self.inputs)
+        return (*lead, *a), (*lead, rank, sum(self.widths))
+
+    @property
+    def names(self) -> set[str]:
+        """By which `lora_target_modules` may name it."""
+        modules = [module for part in self.parts for module in part.modules] + list(self.stacked)
+        return {module.rpartition(".")[2] for module in modules} | ({"experts"} if self.experts else set())
+
+
+def adapted_layer(plan: WeightPlan, name: str) -> AdaptedLinear | None:
+    """How adapters find an entry of the plan: of the unit "embed" an embedding, stacked experts, or a linear layer."""
+    if name.startswith("embed."):
+        return adapted_embedding(plan, name)
+    return adapted_linear(plan, name) if plan[name].expert_axis is None else adapted_experts(plan, name)
 
 
 def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
@@ -47,11 +76,64 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     return AdaptedLinear(name, shape[1], tuple(matrix.shape[0] for matrix in matrices), found)
 
 
+def adapted_embedding(plan: WeightPlan, name: str) -> AdaptedLinear | None:
+    """The same for a table of rows."""
+    part, shape = _part(plan.expr_of(name)), plan[name].shape
+    return None if part is None or part.stop else AdaptedLinear(name, shape[0], shape[1:], (part,), "embedding")
+
+
+def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:
+    """The same for stacked matrices of experts: of gates above ups, or a single one of each."""
+    expr, shape = plan.expr_of(name), plan[name].shape
+    if len(shape) != 3:
+        return None
+    N, outputs, inputs = shape
+    if (parts := _of_each_expert(expr)) is not None:
+        folders = [module.partition("{}")[0] for module in parts[0].modules]
+        tensor = "gate_up_proj" if len(parts) > 1 else "down_proj"
+        # transformers 5 has one name for what checkpoints call in several ways.
+        names = [n + tensor for folder in folders for n in (folder, folder.replace(".block_sparse_moe.", ".mlp."))]
+        widths = (outputs // len(parts),) * len(parts)
+        return AdaptedLinear(name, inputs, widths, parts, "experts", N, tuple(dict.fromkeys(names)))
+    reads = [re.match(r".+\.experts\.(gate_up|down)_proj", e.sources[0]) for e in walk(expr) if isinstance(e, Read)]
+    stacked = tuple(dict.fromkeys(found[0] for found in reads if found is not None))
+    if len(stacked) != 1 or None in reads:
+        return None
+    matrices = 2 if stacked[0].endswith("gate_up_proj") else 1
+    turns = matrices > 1 and isinstance(expr, Reshape) and isinstance(expr.part, Permute)
+    parts, widths = (AdapterPart((), 0, 0),) * matrices, (outputs // matrices,) * matrices
+    return AdaptedLinear(name, inputs, widths, parts, "experts", N, stacked, turns)
+
+
 def linear_from(plain: list[object]) -> AdaptedLinear:
     """What was written as JSON."""
-    name, inputs, widths, parts = plain
+    name, inputs, widths, parts, kind, experts, stacked, by_turns = plain
     found = tuple(AdapterPart(tuple(modules), start, stop) for modules, start, stop in parts)  # type: ignore[attr-defined]
-    return AdaptedLinear(str(name), int(inputs), tuple(widths), found)  # type: ignore[call-overload, arg-type]
+    return AdaptedLinear(
+        str(name),
+        int(inputs),
+        tuple(widths),
+        found,
+        kind,
+        int(experts),
+        tuple(stacked),
+        bool(by_turns),  # type: ignore[call-overload, arg-type]
+    )
+
+
+def _of_each_expert(expr: Expr) -> tuple[AdapterPart, ...] | None:
+    """The parts of a stack in which every expert's matrices are modules of their own, named alike."""
+    if not isinstance(expr, Stack):
+        return None
+    alike: set[tuple[AdapterPart, ...]] = set()
+    for n, expert in enumerate(expr.parts):
+        of_one = expert.parts if isinstance(expert, Concat) and expert.dim == 0 else (expert,)
+        found = [part for part in map(_part, of_one) if part is not None and not part.stop]
+        if len(found) != len(of_one) or any(f".experts.{n}." not in m for part in found for m in part.modules):
+            return None
+        named = ([m.replace(f".experts.{n}.", ".experts.{}.") for m in part.modules] for part in found)
+        alike.add(tuple(AdapterPart(tuple(modules), 0, 0) for modules in named))
+    return alike.pop() if len(alike) == 1 else None
 
 
 def _part(expr: Expr) -> AdapterPart | None:

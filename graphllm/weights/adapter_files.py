@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm.config import ConfigError
-from graphllm.config.fields import number, read_json, section, switch, whole
+from graphllm.config.fields import number, read_json, section, strings, switch, whole
 from graphllm.weights.checkpoint import read_header
 from graphllm.weights.dtypes import BY_TAG, PLAIN
 from graphllm.weights.tensor_info import TensorInfo
@@ -31,9 +31,10 @@ _NAME = re.compile(
 )
 # Kinds of adapters beside LoRA's own sums, by the field that asks for them; {} and [] count as nothing, too.
 _OTHERS = (
-    "layer_replication", "target_parameters", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
+    "layer_replication", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
     "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
 )  # fmt: skip
+_OF_EXPERTS = ("gate_up_proj", "down_proj")  # tensors with the matrices of all experts, as they follow in a module
 # Of init_lora_weights: ways to begin that leave the base as it is.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -41,7 +42,8 @@ _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 class Pair(NamedTuple):
     """What the file holds of a module: A and B, and the scale of their product. embedding: A has a column for each
     token, and B a row for each entry of its vector. magnitude: of DoRA, one for each output. bias: times the scale
-    it is added to the module's own."""
+    it is added to the module's own. rank_of_each: of a tensor with the matrices of all experts; A [N r, inputs] has r
+    rows for one after the other, B [outputs, r N] columns for each of them by turns."""
 
     a: TensorInfo
     b: TensorInfo
@@ -49,16 +51,18 @@ class Pair(NamedTuple):
     embedding: bool = False
     magnitude: TensorInfo | None = None
     bias: TensorInfo | None = None
+    rank_of_each: int = 0
 
     @property
     def rank(self) -> int:
-        return self.a.shape[0]
+        return self.rank_of_each or self.a.shape[0]
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An opened folder. pairs: by the names of modules in the checkpoint. saved: tensors of the base that it brings
-    whole, by their names there. transposed: the base stores matrices as [inputs, outputs] (`Conv1D`)."""
+    """An opened folder. pairs: by the names of modules in the checkpoint, or of the tensors of all experts. saved:
+    tensors of the base that it brings whole, by their names there. transposed: the base stores matrices as [inputs,
+    outputs] (`Conv1D`)."""
 
     folder: Path
     config: Mapping[str, Any]
@@ -103,7 +107,11 @@ def open_adapter(folder: Path) -> Adapter:
         of[key] = info
     if not found and not saved:
         raise ConfigError(f"{folder / TENSORS}: there is no tensor in it; save the adapter again")
-    pairs = {module: _pair(folder, settings, module, tensors) for module, tensors in found.items()}
+    stacked = _stacked(found, settings.targets)
+    pairs = {
+        stacked.get(module, module): _pair(folder, settings, stacked.get(module, module), tensors, module in stacked)
+        for module, tensors in found.items()
+    }
     return Adapter(folder, config, pairs, saved, settings.transposed)
 
 
@@ -139,12 +147,14 @@ def read_tensor(info: TensorInfo, what: str) -> Tensor:
 
 
 class _Settings(NamedTuple):
-    """Of adapter_config.json. Patterns: of the ends of modules' names, the first one that fits counts."""
+    """Of adapter_config.json. targets: the last parts of target_parameters. Patterns: of the ends of modules' names,
+    the first one that fits counts."""
 
     rank: int
     alpha: float
     rslora: bool
     transposed: bool
+    targets: tuple[str, ...]
     ranks: list[tuple[re.Pattern[str], int]]
     alphas: list[tuple[re.Pattern[str], float]]
 
@@ -166,11 +176,40 @@ def _settings(config: Mapping[str, Any]) -> _Settings:
 
     return _Settings(
         whole(config, "r", 8), number(config, "lora_alpha", 8), switch(config, "use_rslora", False),
-        switch(config, "fan_in_fan_out", False), patterns("rank_pattern", whole), patterns("alpha_pattern", number),
+        switch(config, "fan_in_fan_out", False), _targets(config), patterns("rank_pattern", whole),
+        patterns("alpha_pattern", number),
     )  # fmt: skip
 
 
-def _pair(folder: Path, settings: _Settings, module: str, tensors: dict[str, TensorInfo]) -> Pair:
+def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+    found = tuple(name.rpartition(".")[2] for name in strings(config, "target_parameters"))
+    if others := [name for name in found if name not in _OF_EXPERTS]:
+        raise ConfigError(
+            f"target_parameters has {others[0]!r:.80}; of parameters that are no modules those of experts "
+            f"({', '.join(_OF_EXPERTS)}) can be used; merge it into the model with PEFT (merge_and_unload) and save "
+            "that"
+        )
+    return found
+
+
+def _stacked(modules: Iterable[str], targets: tuple[str, ...]) -> dict[str, str]:
+    """Of modules those that change a tensor of all experts, with its name. PEFT wraps a module once for each of its
+    tensors that are changed: what is behind ".base_layer" stands before what is not."""
+    wanted = [name for name in _OF_EXPERTS if name in targets]
+    found: dict[str, list[str]] = {}
+    for module in modules:
+        if wanted and (owner := module.replace(".base_layer", "")).endswith(".experts"):
+            found.setdefault(owner, []).append(module)
+    return {
+        module: f"{owner}.{name}"
+        for owner, wrappers in found.items()
+        for module, name in zip(sorted(wrappers, key=len, reverse=True), wanted[-len(wrappers) :], strict=False)
+    }
+
+
+def _pair(
+    folder: Path, settings: _Settings, module: str, tensors: dict[str, TensorInfo], stacked: bool = False
+) -> Pair:
     embedding = any(kind.startswith("lora_embedding") for kind in tensors)
     kinds = ("lora_embedding_A", "lora_embedding_B") if embedding else ("lora_A", "lora_B")
     if missing := [kind for kind in kinds if kind not in tensors]:
@@ -193,11 +232,14 @@ def _pair(folder: Path, settings: _Settings, module: str, tensors: dict[str, Ten
             )
     rank = a.shape[0]
     said, alpha = settings.of(module)
-    if said != rank:
+    if stacked and rank % said == 0:
+        rank = said
+    elif said != rank:
         raise ConfigError(
             f"{folder / CONFIG}: r of {module} is {said}, its tensors have {rank}; save the adapter again"
         )
-    return Pair(a, b, alpha / (math.sqrt(rank) if settings.rslora else rank), embedding, magnitude, bias)
+    scale = alpha / (math.sqrt(rank) if settings.rslora else rank)
+    return Pair(a, b, scale, embedding, magnitude, bias, rank if stacked else 0)
 
 
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:

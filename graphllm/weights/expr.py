@@ -90,13 +90,14 @@ class Tie(Expr):
 @dataclass(frozen=True)
 class Slice(Expr):
     """Entries start to stop (exclusive) of dimension ``dim``; for rank r of a parallel group both move on by
-    r * per_rank."""
+    r // share * per_rank: so many ranks in a row have the same."""
 
     part: Expr
     dim: int
     start: int
     stop: int
     per_rank: int = 0
+    share: int = 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,7 +109,8 @@ class Slice(Expr):
         return tuple(shape)
 
     def __str__(self) -> str:
-        by = f" + {self.per_rank} rank" if self.per_rank else ""
+        rank = "rank" if self.share == 1 else f"(rank // {self.share})"
+        by = f" + {self.per_rank} {rank}" if self.per_rank else ""
         return f"slice({self.part}, dim {self.dim}, {self.start}:{self.stop}{by})"
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -55,16 +55,18 @@ def load_weights(
     progress: Progress | None = None,
     kernels: Path | None = None,
     rank: int = 0,
+    names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
     """The finished parameters by name, on ``device``, as ``rank`` of a parallel group holds them. Tied ones are the
     same tensor.
 
-    kernels: the artifact's library, which makes encoding fast; see `Encoding`. progress: see `read_all`. Raises
-    WeightError before anything big is allocated, naming everything about the checkpoint that does not fit the plan.
+    names: those that are loaded, with what they are tied to; None for all. kernels: the artifact's library, which makes
+    encoding fast; see `Encoding`. progress: see `read_all`. Raises WeightError before anything big is allocated, naming
+    everything about the checkpoint that does not fit the plan.
     """
     device = torch.device(device)
     check_checkpoint(plan, checkpoint)
-    plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in plan))
+    plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in chosen(plan, names)))
     tensors = allocate(plan, device)
     with opened(sorted({info.file for info in checkpoint.tensors.values()})) as fds:
         lowering = _Lowering(checkpoint, fds, kernels, _EVALUATED[device.type])
@@ -73,6 +75,14 @@ def load_weights(
                 lowering.place(entry.expr, tensors[entry.name])
         read_all(lowering.jobs(), device, progress)
     return tensors
+
+
+def chosen(plan: WeightPlan, names: Collection[str] | None) -> WeightPlan:
+    """The entries with these names and those that they are tied to; None for all."""
+    if names is None:
+        return plan
+    roots = {entry.tie for entry in plan if entry.name in names and entry.tie}
+    return WeightPlan(tuple(entry for entry in plan if entry.name in names or entry.name in roots))
 
 
 def read_tensors(file: Path, tensors: Mapping[int, Tensor], progress: Progress | None = None) -> None:
@@ -291,7 +301,10 @@ class _Lowering:
         self._job(expr, lambda fetch: put(evaluate(expr, fetch)))
 
     def _job(self, expr: Expr, compute: Callable[[Callable[[Region], Tensor]], object]) -> None:
-        self._jobs.append(_Evaluation({r: self._bytes(r) for r in regions_of(expr)}, compute))
+        if sources := {r: self._bytes(r) for r in regions_of(expr)}:
+            self._jobs.append(_Evaluation(sources, compute))
+        else:
+            compute(self._no_reads)
 
     def _cut(self, expr: Expr, units: tuple[int, int]) -> list[tuple[int, int, int, Expr]]:
         """The expression in slices (dim, start, stop, slice) that each read little, of rows if that does it and else of

@@ -44,8 +44,8 @@ FORMAT = 2
 class Entry:
     """One finished parameter. dtype: a key of `ITEMSIZE`; what the expression gives is cast to it.
 
-    shard, segments, expert_axis: what the model says about dividing it, see `Weight`; a pass that divides the plan
-    reads them. They are not about bytes: who replaces an entry by what is encoded hands them on. exact: is not to be
+    shard, segments, expert_axis, heads: what the model says about dividing it, see `Weight`; who divides the plan reads
+    them. They are not about bytes: who replaces an entry by what is encoded hands them on. exact: is not to be
     encoded, unless the checkpoint does so.
     """
 
@@ -57,6 +57,7 @@ class Entry:
     segments: tuple[int, ...] = ()
     expert_axis: int | None = None
     exact: bool = False
+    heads: tuple[int, ...] = ()
 
     @property
     def tie(self) -> str | None:
@@ -180,7 +181,7 @@ def _entry(name: str, w: Weight, model_dtype: str, layer: int | None) -> Entry:
             raise ValueError(f"its expression gives {expr.shape}, not {w.shape}")
     except ValueError as contradiction:
         raise ValueError(f"{name}: {contradiction}") from contradiction
-    return Entry(name, w.shape, dtype, expr, w.shard, w.segments, w.expert_axis, w.exact)
+    return Entry(name, w.shape, dtype, expr, w.shard, w.segments, w.expert_axis, w.exact, w.heads)
 
 
 def _of_sources(name: str, w: Weight, layer: int | None) -> Expr:

@@ -6,52 +6,142 @@ from __future__ import annotations
 import dataclasses
 
 from graphllm.config import ConfigError
-from graphllm.weights.expr import Concat, Expr, Slice
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import Concat, Decode, Expr, Pad, Reshape, Slice, walk
 from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.simplify import simplify
 
 
-def shard_plan(plan: WeightPlan, degree: int) -> WeightPlan:
-    """The plan of one rank's share, as the entries say: "output" and "expert" divide, each segment by itself, and
-    "input" divides the last dimension. "vocab" is copied to every rank.
+def shard_plan(plan: WeightPlan, degree: int, experts_apart: bool = False) -> WeightPlan:
+    """The plan of one rank's share, as the entries say: "output" divides each segment by itself, "input" the last
+    dimension, "vocab" the rows, the last rank's share filled up with zeros, and "expert" the experts.
 
-    Raises ConfigError for what cannot be divided evenly.
+    A segment of heads that are fewer than ranks is copied, each head to as many ranks. experts_apart: whatever belongs
+    to experts is divided by expert. Raises ConfigError for what cannot be divided evenly, or in whole blocks of the
+    encoding that a checkpoint stores it in.
     """
-    return WeightPlan(tuple(_divided(e, degree) for e in plan)) if degree > 1 else plan
+    if degree == 1:
+        return plan
+    if experts_apart:
+        if all(entry.expert_axis is None for entry in plan):
+            raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
+        plan = WeightPlan(tuple(_by_expert(entry) for entry in plan))
+    return WeightPlan(tuple(_divided(entry, plan, degree) for entry in plan))
 
 
-def _divided(entry: Entry, degree: int) -> Entry:
-    if entry.shard is None or entry.shard == "vocab":
+def on_first_rank(entry: Entry, degree: int) -> Entry:
+    """The same parameter on rank 0, zeros on the others: for what is added to a sum over the ranks."""
+    rows = entry.shape[0]
+    alone = Slice(Pad(entry.expr, 0, 0, (degree - 1) * rows), 0, 0, rows, rows)
+    return dataclasses.replace(entry, expr=alone)
+
+
+def _by_expert(entry: Entry) -> Entry:
+    return entry if entry.expert_axis is None else dataclasses.replace(entry, shard="expert")
+
+
+def _divided(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
+    if entry.shard is None:
         return entry
+    if entry.shard == "vocab":
+        return _vocabulary(entry, plan, degree)
     if entry.tie:
         raise ValueError(f"{entry.name}: tied to {entry.tie}; a parameter that is divided cannot be")
-    dim, segments = _cut(entry)
-    for length in segments:
-        if length % degree:
-            raise ConfigError(
-                f"tensor_parallel_size is {degree}: {entry.name} has {length} entries to divide; use a divisor of it"
-            )
-    parts: list[Expr] = []
-    at = 0
-    for length in segments:
-        share = length // degree
-        parts.append(Slice(Slice(entry.expr, dim, at, at + length), dim, 0, share, share))
-        at += length
-    expr = simplify(Concat(tuple(parts), dim))
-    shape = (*entry.shape[:dim], entry.shape[dim] // degree, *entry.shape[dim + 1 :])
-    local = tuple(n // degree for n in entry.segments) if entry.shard == "output" else entry.segments
+    dim, segments, heads = _cut(entry)
+    shares = [_share(entry, n, h, degree) for n, h in zip(segments, heads, strict=True)]
+    expr = _of_segments(entry.expr, dim, segments, shares)
+    shape = (*entry.shape[:dim], sum(length for length, _ in shares), *entry.shape[dim + 1 :])
+    local = entry.segments
+    if entry.shard == "output" and local:
+        lengths = [length for length, _ in shares]
+        local = tuple(lengths * (len(local) // len(lengths)))
+    _check_blocks(entry, expr, degree)
     return dataclasses.replace(entry, shape=shape, expr=expr, segments=local)
 
 
-def _cut(entry: Entry) -> tuple[int, tuple[int, ...]]:
-    """The dimension that is divided, and the lengths of what is divided by itself."""
+def _share(entry: Entry, length: int, heads: int, degree: int) -> tuple[int, int]:
+    """A rank's entries of a segment, and how many ranks have the same. heads: what the segment is of, 0 for single
+    entries."""
+    if heads and degree % heads == 0:
+        return length // heads, degree // heads
+    if (heads or length) % degree:
+        what = f"{heads} heads" if heads else f"{length} entries"
+        raise ConfigError(f"tensor_parallel_size is {degree}: {entry.name} has {what} to divide; use a divisor of it")
+    return length // degree, 1
+
+
+def _of_segments(expr: Expr, dim: int, segments: tuple[int, ...], shares: list[tuple[int, int]]) -> Expr:
+    """A rank's share of each segment, one behind the other."""
+    parts: list[Expr] = []
+    at = 0
+    for length, (each, same) in zip(segments, shares, strict=True):
+        parts.append(Slice(Slice(expr, dim, at, at + length), dim, 0, each, each, same))
+        at += length
+    divided = simplify(Concat(tuple(parts), dim))
+    if len(segments) == 1 or len(set(segments)) > 1 or not _is_read_whole(divided):
+        return divided
+    # Where the segments are a dimension of the stored tensor, one slice of all of them reads less.
+    each, same = shares[0]
+    before, behind = expr.shape[:dim], expr.shape[dim + 1 :]
+    apart = Reshape(expr, (*before, len(segments), segments[0], *behind))
+    cut = Slice(apart, dim + 1, 0, each, each, same)
+    return simplify(Reshape(simplify(cut), (*before, len(segments) * each, *behind)))
+
+
+def _is_read_whole(expr: Expr) -> bool:
+    """Whether there are slices that cannot come down to what is stored."""
+    return any(isinstance(e, Slice) and isinstance(e.part, Reshape) for e in walk(expr))
+
+
+def _check_blocks(entry: Entry, expr: Expr, degree: int) -> None:
+    """Raises ConfigError where a share of an encoded matrix that is kept so does not begin and end at its blocks: it
+    would have to be decoded."""
+    for e in walk(expr):
+        if isinstance(e, Slice) and isinstance(e.part, Decode) and e.per_rank and _is_kept(entry, e.part.encoding):
+            block = encoding_of(e.part.encoding).block[e.dim]
+            extent = e.part.shape[e.dim]
+            remedy = "a divisor" if entry.expert_axis is None else "a divisor, or enable_expert_parallel"
+            raise ConfigError(
+                f"tensor_parallel_size is {degree}: {entry.name} is stored as {e.part.encoding} in blocks of {block} "
+                f"entries, of which {extent} / {degree} is no multiple; use {remedy}"
+            )
+
+
+def _is_kept(entry: Entry, name: str) -> bool:
+    """Whether an op reads such a parameter as it is stored, or repacked; others are decoded while they are loaded."""
+    found = [encoding_of(n) for n in (name, *(n for n, _ in encoding_of(name).repacked))]
+    return any((e.op if entry.expert_axis is None else e.moe_op) is not None for e in found)
+
+
+def _vocabulary(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
+    rows = -(-entry.shape[0] // degree)
+    shape = (rows, *entry.shape[1:])
+    if entry.tie:
+        if plan[entry.tie].shard != "vocab":
+            raise ValueError(f"{entry.name}: tied to {entry.tie}, which is not divided by vocabulary")
+        return dataclasses.replace(entry, shape=shape)
+    missing = degree * rows - entry.shape[0]
+    stored = [e.encoding for e in walk(entry.expr) if isinstance(e, Decode) and _is_kept(entry, e.encoding)]
+    if missing and stored:
+        raise ConfigError(
+            f"tensor_parallel_size is {degree}: {entry.name} is stored as {stored[0]} and has {entry.shape[0]} rows; "
+            "use a divisor of it"
+        )
+    whole = Pad(entry.expr, 0, 0, missing) if missing else entry.expr
+    expr = simplify(Slice(whole, 0, 0, rows, rows))
+    _check_blocks(entry, expr, degree)
+    return dataclasses.replace(entry, shape=shape, expr=expr)
+
+
+def _cut(entry: Entry) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """The dimension that is divided, the lengths of what is divided by itself, and the heads of each."""
     experts = entry.expert_axis
     if entry.shard == "expert":
         if experts is None:
             raise ValueError(f'{entry.name}: shard="expert" needs expert_axis')
-        return experts, (entry.shape[experts],)
+        return experts, (entry.shape[experts],), (0,)
     if entry.shard == "input":
-        return len(entry.shape) - 1, (entry.shape[-1],)
+        return len(entry.shape) - 1, (entry.shape[-1],), (0,)
     dim = 0 if experts is None else experts + 1
     total = entry.shape[dim]
     segments = entry.segments or (total,)
@@ -59,4 +149,4 @@ def _cut(entry: Entry) -> tuple[int, tuple[int, ...]]:
         segments = segments[: len(segments) // entry.shape[experts]] or (total,)
     if sum(segments) != total:
         raise ValueError(f"{entry.name}: segments {entry.segments} do not add up to {total}")
-    return dim, segments
+    return dim, segments, entry.heads or (0,) * len(segments)

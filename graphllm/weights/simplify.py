@@ -21,7 +21,9 @@ from graphllm.weights.expr import (
     Reshape,
     Slice,
     Stack,
+    Values,
     map_parts,
+    parts_of,
     walk,
 )
 
@@ -43,17 +45,45 @@ def simplify(expr: Expr) -> Expr:
         return expr.part if expr.dims == tuple(range(len(expr.dims))) else expr
     if isinstance(expr, Reshape):
         part = expr.part.part if isinstance(expr.part, Reshape) else expr.part
+        if (one := _one_of_stack(part, expr.to)) is not None:
+            return one
         if isinstance(part, Stack) and len(part.parts) == 1:  # a dimension of 1 more than its part
             part = part.parts[0]
+        if isinstance(part, Concat) and part.dim and part.shape == (1, *expr.to):
+            return simplify(Concat(tuple(simplify(Reshape(p, p.shape[1:])) for p in part.parts), part.dim - 1))
         return part if part.shape == expr.to else Reshape(part, expr.to)
     return expr
+
+
+def _one_of_stack(part: Expr, to: tuple[int, ...]) -> Expr | None:
+    """One matrix of a stack of encoded ones, which one depends on the rank: the parts of one, decoded. None for
+    others."""
+    if not isinstance(part, Slice) or part.dim or not isinstance(part.part, Stack) or part.shape != (1, *to):
+        return None
+
+    def one(parts: tuple[Expr, ...]) -> Expr:
+        first = parts[0]
+        if isinstance(first, Decode) and {(p.encoding, p.matrix) for p in parts if isinstance(p, Decode)} == {
+            (first.encoding, first.matrix)
+        }:
+            return Decode(first.encoding, _each(parts), first.matrix)
+        if isinstance(first, Concat):
+            return Concat(_each(parts), first.dim)
+        return Reshape(dataclasses.replace(part, part=Stack(parts)), first.shape)
+
+    def _each(parts: tuple[Expr, ...]) -> tuple[Expr, ...]:
+        return tuple(map(one, zip(*(parts_of(p) for p in parts), strict=True)))
+
+    parts, leaves = part.part.parts, {type(e) for e in walk(part.part)}
+    alike = len({tuple((type(e), e.shape) for e in walk(p)) for p in parts}) == 1
+    return one(parts) if Decode in leaves and leaves <= {Stack, Concat, Decode, Read} and alike else None
 
 
 def at_rank(expr: Expr, rank: int) -> Expr:
     """The expression as one rank of a parallel group evaluates it."""
     expr = map_parts(expr, lambda part: at_rank(part, rank))
     if isinstance(expr, Slice) and expr.per_rank:
-        by = rank * expr.per_rank
+        by = rank // expr.share * expr.per_rank
         return Slice(expr.part, expr.dim, expr.start + by, expr.stop + by)
     return expr
 
@@ -85,8 +115,8 @@ def _is_taken(expr: Expr, name: str) -> bool:
 
 
 def rows_moved(expr: Expr) -> Expr:
-    """A stack of matrices that the checkpoint stores as one encoded matrix, its rows in another order or transposed:
-    the same rows of the parts, decoded. Other expressions stay as they are."""
+    """A stack of matrices that the checkpoint stores as one encoded matrix, its rows in another order or transposed, or
+    some of them: the same rows of the parts, decoded. Other expressions stay as they are."""
     found = _moved(expr)
     if found is None or found[1] != len(expr.shape) - 1 or not isinstance(decode := found[0], Decode):
         return expr
@@ -100,13 +130,16 @@ def rows_moved(expr: Expr) -> Expr:
 
 
 def _moved(expr: Expr) -> tuple[Expr, int] | None:
-    """The decoded matrix under reshapes and permutations that keep its inner dimension whole, and where that is."""
+    """The decoded matrix under reshapes, permutations and slices that keep its inner dimension whole, and where that
+    is."""
     if isinstance(expr, Decode):
         return expr, 1
-    under = _moved(expr.part) if isinstance(expr, (Reshape, Permute)) else None
+    under = _moved(expr.part) if isinstance(expr, (Reshape, Permute, Slice)) else None
     if under is None:
         return None
     decode, at = under
+    if isinstance(expr, Slice):
+        return None if expr.dim == at else under
     if isinstance(expr, Permute):
         return decode, expr.dims.index(at)
     assert isinstance(expr, Reshape)
@@ -122,13 +155,15 @@ def _kept(expr: Reshape, at: int) -> int | None:
 
 
 def _in_place_of(expr: Expr, decode: Expr, stored: Expr) -> Expr:
-    """The reshapes and permutations of `_moved`, of a part in place of the decoded matrix."""
+    """The reshapes, permutations and slices of `_moved`, of a part in place of the decoded matrix."""
     if expr is decode:
         return stored
-    assert isinstance(expr, (Reshape, Permute))
+    assert isinstance(expr, (Reshape, Permute, Slice))
     inner = _in_place_of(expr.part, decode, stored)
     if isinstance(expr, Permute):
         return Permute(inner, expr.dims)
+    if isinstance(expr, Slice):
+        return dataclasses.replace(expr, part=inner)
     under = _moved(expr.part)
     assert under is not None
     place = _kept(expr, under[1])
@@ -165,8 +200,11 @@ def _slice(expr: Slice) -> Expr:
         return simplify(dataclasses.replace(expr, part=inner, dim=to))
 
     if isinstance(part, Slice) and part.dim == dim:
-        by = part.per_rank + expr.per_rank
-        return simplify(Slice(part.part, dim, part.start + start, part.start + stop, by))
+        moving = [s for s in (part, expr) if s.per_rank]
+        if len({s.share for s in moving}) > 1:
+            return expr
+        by, share = part.per_rank + expr.per_rank, moving[0].share if moving else 1
+        return simplify(Slice(part.part, dim, part.start + start, part.start + stop, by, share))
     if isinstance(part, Slice) and part.dim > dim:  # slices stand in one order, so that two of a dimension meet
         return simplify(dataclasses.replace(part, part=of(part.part, dim)))
     if isinstance(part, Permute):
@@ -181,6 +219,8 @@ def _slice(expr: Slice) -> Expr:
         return Stack(tuple(of(p, dim - 1) for p in part.parts))
     if isinstance(part, Decode):
         return _slice_of_decode(expr, part)
+    if isinstance(part, Reshape):
+        return _slice_of_reshape(expr, part)
     if expr.per_rank:
         return expr
     if isinstance(part, Stack):
@@ -189,10 +229,10 @@ def _slice(expr: Slice) -> Expr:
         return simplify(Slice(Concat((part.part,) * part.times, dim), dim, start, stop))
     if isinstance(part, Concat):
         return _slice_of_concat(expr, part)
+    if isinstance(part, Values) and len(part.extents) == 1:
+        return Values(part.values[start:stop], (stop - start,))
     if isinstance(part, Pad):
         return _slice_of_pad(expr, part)
-    if isinstance(part, Reshape) and dim == 0:
-        return _slice_of_reshape(expr, part)
     return expr
 
 
@@ -210,24 +250,33 @@ def _slice_of_concat(expr: Slice, part: Concat) -> Expr:
 
 
 def _slice_of_pad(expr: Slice, part: Pad) -> Expr:
-    """A slice of the part with what is left of its padding; stays where nothing of the part is in it."""
+    """A slice of the part with what is left of its padding."""
     extent = part.part.shape[part.dim]
     a, b = max(expr.start - part.before, 0), min(expr.stop - part.before, extent)
     if a >= b:
-        return expr
+        filled: Expr = Values((part.value,), (1,) * len(expr.shape))
+        for dim, times in enumerate(expr.shape):
+            filled = Repeat(filled, dim, times)
+        return filled
     inner = simplify(Slice(part.part, part.dim, a, b))
     before, after = max(part.before - expr.start, 0), max(expr.stop - part.before - extent, 0)
     return Pad(inner, part.dim, before, after, part.value) if before or after else inner
 
 
 def _slice_of_reshape(expr: Slice, part: Reshape) -> Expr:
-    """A slice of what is reshaped, where the slice's numbers are whole rows of it."""
-    inside = part.part.shape
-    width, rows = math.prod(part.to[1:]), math.prod(inside[1:])
-    if not inside or not rows or (expr.start * width) % rows or (expr.stop * width) % rows:
-        return expr
-    inner = simplify(Slice(part.part, 0, expr.start * width // rows, expr.stop * width // rows))
-    return simplify(Reshape(inner, (expr.stop - expr.start, *part.to[1:])))
+    """A slice of what is reshaped, where a dimension of it begins at the same place and its entries make up the
+    slice's."""
+    inside, dim = part.part.shape, expr.dim
+    before, width = math.prod(part.to[:dim]), math.prod(part.to[dim + 1 :])
+    to = (*part.to[:dim], expr.stop - expr.start, *part.to[dim + 1 :])
+    for place in range(len(inside)):
+        rows = math.prod(inside[place + 1 :])
+        at = [n * width for n in (expr.start, expr.stop, expr.per_rank)]
+        if math.prod(inside[:place]) != before or inside[place] == 1 or not rows or any(n % rows for n in at):
+            continue
+        start, stop, by = (n // rows for n in at)
+        return simplify(Reshape(simplify(Slice(part.part, place, start, stop, by, expr.share)), to))
+    return expr
 
 
 def _slice_of_decode(expr: Slice, part: Decode) -> Expr:
@@ -247,7 +296,7 @@ def _slice_of_decode(expr: Slice, part: Decode) -> Expr:
             continue
         to, each = where
         start, stop = (-(-n // block) * each for n in (expr.start, expr.stop))
-        cut.append(simplify(Slice(stored, to, start, stop, expr.per_rank // block * each)))
+        cut.append(simplify(Slice(stored, to, start, stop, expr.per_rank // block * each, expr.share)))
     matrix = list(part.matrix)
     matrix[dim] = expr.stop - expr.start
     return Decode(part.encoding, tuple(cut), (matrix[0], matrix[1]))

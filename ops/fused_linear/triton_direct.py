@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from graphllm.ops.fused_linear.triton_encoded import as_float, lost_exponent, numbers_of, scales_at
+from graphllm.ops.fused_linear.triton_encoded import as_float, less, lost_exponent, numbers_of, scales_at
 
 
 @triton.jit
@@ -29,22 +29,6 @@ def _operand(loaded, COUNT: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.conste
     """[WARPS, rows, entries] of what was loaded as [8, WARPS, COUNT, CHUNKS, 32]."""
     parts = tl.reshape(loaded, [8, WARPS, COUNT, CHUNKS, 4, 2, 2, 2])
     return tl.reshape(tl.permute(parts, (1, 2, 0, 3, 5, 6, 4, 7)), [WARPS, COUNT * 8, CHUNKS * 32])
-
-
-@triton.jit
-def _less(numbers, zeros, EMULATED: tl.constexpr):
-    if EMULATED:
-        return numbers - zeros.to(numbers.dtype)
-    elif numbers.dtype == tl.bfloat16:
-        return tl.inline_asm_elementwise(
-            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros.to(tl.bfloat16)], dtype=tl.bfloat16, is_pure=True,
-            pack=2,
-        )  # fmt: skip
-    else:
-        return tl.inline_asm_elementwise(
-            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros.to(tl.float16)], dtype=tl.float16, is_pure=True,
-            pack=2,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -79,6 +63,7 @@ def direct_product(
     BLOCK_T: tl.constexpr,  # a multiple of 8
     SPAN: tl.constexpr,
     WARPS: tl.constexpr,  # of the program
+    AHEAD: tl.constexpr,  # steps of a warp whose weights are under way
     WAIT: tl.constexpr,  # for the kernel that makes x, once the first weights are asked for
     EMULATED: tl.constexpr,
 ):
@@ -105,16 +90,13 @@ def direct_product(
     x_at = x_ptr + _loaded_order(x_row, BLOCK_T // 8) * X_ROW + span * SPAN + entry
     norm_at = tl.broadcast_to(norm_ptr + span * SPAN + entry, x_at.shape)
     acc = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
-    constants = _constants(
-        0, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS, WIDTH,
-        TOGETHER,
-    )  # fmt: skip
-    after = constants
-    if STEPS > 1:
-        after = _constants(
-            1, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS,
+    pending = ()
+    for step in tl.static_range(AHEAD if AHEAD < STEPS else STEPS):
+        constants = _constants(
+            step, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN, WARPS,
             WIDTH, TOGETHER,
         )  # fmt: skip
+        pending += (constants,)
     if WAIT and not EMULATED:
         tl.extra.cuda.gdc_wait()
     operands = ()
@@ -126,20 +108,19 @@ def direct_product(
             )  # fmt: skip
             operands += (operand,)
     for step in tl.static_range(STEPS):
-        numbers = numbers_of(constants[0], dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
-        zeros = constants[1]
-        scales = constants[2]
-        constants = after
-        if step + 2 < STEPS:
-            after = _constants(
-                step + 2, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS, SPAN,
-                WARPS, WIDTH, TOGETHER,
+        words, zeros, scales = pending[step]
+        numbers = numbers_of(words, dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
+        if step + AHEAD < STEPS:
+            constants = _constants(
+                step + AHEAD, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS,
+                SPAN, WARPS, WIDTH, TOGETHER,
             )  # fmt: skip
+            pending += (constants,)
         part = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
         for j in tl.static_range(CODES):
             number = numbers[j]
             if ZEROS:
-                number = _less(number, zeros[j // TOGETHER] + ADDED, EMULATED)
+                number = less(number, zeros[j // TOGETHER] + ADDED, EMULATED)
             number = _operand(number, BLOCK_N // 8, CHUNKS, WARPS)
             if KEPT:
                 x = operands[step * CODES + j]

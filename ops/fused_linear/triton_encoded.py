@@ -4,7 +4,7 @@ Codes become numbers two at a time: the same bits of two neighbouring int16 are 
 16 bits, which the format of `graphllm.ops.encoded_weights` makes two neighbouring inner entries.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -18,6 +18,12 @@ def lost_exponent(form, half):
     all: the difference of the exponents' biases. 0 for integers."""
     bias = {"float8": 7, "e2m1": 1}.get(form)
     return 0 if bias is None else {"bf16": 127, "f16": 15}[half] - bias
+
+
+@triton.constexpr_function
+def tiles_of(inner, block_k, span):
+    """Of so many inner entries, with the padding of encoded weights, which have spans."""
+    return -(-inner // span) * (span // block_k) if span else -(-inner // block_k)
 
 
 @triton.constexpr_function
@@ -148,6 +154,23 @@ def as_float(scales):
 
 
 @triton.jit
+def less(numbers, zeros, EMULATED: tl.constexpr):
+    """Numbers less zero points, two at a time."""
+    if EMULATED:
+        return numbers - zeros.to(numbers.dtype)
+    elif numbers.dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros.to(tl.bfloat16)], dtype=tl.bfloat16, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+    else:
+        return tl.inline_asm_elementwise(
+            "sub.rn.f16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros.to(tl.float16)], dtype=tl.float16, is_pure=True,
+            pack=2,
+        )  # fmt: skip
+
+
+@triton.jit
 def _entries(x_row, at, there, K: tl.constexpr, EVEN: tl.constexpr, EMULATED: tl.constexpr):
     """[entries, tokens] of x; zeros where there is no token."""
     mask = there[:, None] if EVEN else there[:, None] & (at < K)[None, :]
@@ -157,11 +180,55 @@ def _entries(x_row, at, there, K: tl.constexpr, EVEN: tl.constexpr, EMULATED: tl
     return tl.trans(x)
 
 
+PUT_OFF = tl.constexpr(63)  # of scales that become part of numbers, the powers of two that sums get in the end
+
+
 @triton.jit
-def _product(part, number, zero, x, ZEROS: tl.constexpr):
-    if ZEROS:
-        number = number - zero.to(number.dtype)[:, None]
-    return tl.dot(number, x, part, input_precision="ieee")
+def _with_scale(numbers, scales, LOST: tl.constexpr, EMULATED: tl.constexpr):
+    """Numbers that were only moved to their places, in bf16 too small by 2 ** LOST, times their rows' powers of two:
+    exact. Less 2 ** PUT_OFF, so that scales from 2 ** -63 to 2 ** 64 fit beside LOST; larger ones become that."""
+    if EMULATED:
+        return numbers * as_float(scales)[:, None] * 2.0**-PUT_OFF
+    else:
+        power = (tl.minimum(scales.to(tl.int32), 254 - LOST + PUT_OFF) + (LOST - PUT_OFF)) << 7
+        factor = tl.maximum(power, 0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return tl.inline_asm_elementwise(
+            "mul.rn.bf16x2 $0, $1, $2;", "=r,r,r", [numbers, factor[:, None]], dtype=tl.bfloat16, is_pure=True, pack=2
+        )
+
+
+@triton.jit
+def _side_by_side(numbers, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """[rows, COUNT * width]: numbers of some of the codes, in the order of inner entries."""
+    if COUNT == 1:
+        return numbers[FIRST]
+    elif COUNT == 2:
+        pair = tl.permute(tl.join(numbers[FIRST], numbers[FIRST + 1]), (0, 2, 1))
+        return tl.reshape(pair, [pair.shape[0], 2 * pair.shape[2]])
+    else:
+        even = tl.join(numbers[0], numbers[2])
+        four = tl.permute(tl.join(even, tl.join(numbers[1], numbers[3])), (0, 2, 3, 1))
+        return tl.reshape(four, [four.shape[0], 4 * four.shape[3]])
+
+
+@triton.jit
+def _groups_of(
+    tile, scale_at, zero_at, in_row, SCALE_ROW: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr,
+    SPAN: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr, CODES: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Scales and zero points of a tile: of each run of codes that have one."""
+    scales = ()
+    zeros = ()
+    if GROUP != 0:
+        for j in tl.static_range(0, CODES, TOGETHER):
+            first = (tile // (SPAN // BLOCK_K) * SPAN + j * (SPAN // CODES)) // GROUP
+            scaled = in_row & (tl.zeros([BLOCK_N], tl.int32) + first * GROUP < K)  # what pads a row has no scale
+            scales += (tl.load(scale_at + first * SCALE_ROW, mask=scaled, other=0.0),)
+            if ZEROS:
+                zeros += (tl.load(zero_at + first * SCALE_ROW, mask=scaled, other=0),)
+    elif ZEROS:
+        zeros = (tl.load(zero_at, mask=in_row, other=0),)
+    return scales, zeros
 
 
 @triton.jit
@@ -179,43 +246,72 @@ def encoded_product(
     FORM: tl.constexpr,
     GROUP: tl.constexpr,
     ZEROS: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # a span, or half of it
     EVEN: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, over tiles lo to hi of BLOCK_K inner entries."""
+    """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, over tiles lo to hi of BLOCK_K inner entries.
+
+    A tile that is a part of a span has that part of its int16 numbers, so entries in as many stretches as a number has
+    codes. Scales are read a tile ahead: they are too small to go through shared memory as the rest does. Those that
+    are powers of two become part of the numbers, and the sums go on over groups.
+    """
     acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     dtype: tl.constexpr = tl.float32 if EMULATED else x_row.dtype.element_ty
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
     WIDTH: tl.constexpr = BLOCK_K // CODES
+    STRETCH: tl.constexpr = SPAN // CODES
     # How many of the products of a tile have one scale.
-    TOGETHER: tl.constexpr = CODES if GROUP == 0 or GROUP >= BLOCK_K else GROUP // WIDTH
+    TOGETHER: tl.constexpr = CODES if GROUP == 0 or GROUP >= SPAN else GROUP // STRETCH
+    ADDED: tl.constexpr = (136 if dtype == tl.bfloat16 else 1032) if FORM == "int4" and ZEROS and not EMULATED else 0
+    FOLDED: tl.constexpr = GROUP != 0 and scale_at.dtype.element_ty == tl.uint8 and dtype != tl.float16
+    LOST: tl.constexpr = 0 if EMULATED else lost_exponent(FORM, "bf16" if dtype == tl.bfloat16 else "f16")
+    AT_ONCE: tl.constexpr = CODES if FOLDED or GROUP == 0 else 1  # codes in one product
     k = tl.arange(0, WIDTH)
+    one = tl.arange(0, AT_ONCE * WIDTH)
+    entry = one // WIDTH * STRETCH + one % WIDTH
+    scales, zeros = _groups_of(
+        lo, scale_at, zero_at, in_row, SCALE_ROW, K, GROUP, ZEROS, SPAN, BLOCK_K, TOGETHER, CODES, BLOCK_N
+    )
     for tile in range(lo, hi):
         if EVEN:
             words = tl.load(weight_row + (tile * WIDTH + k)[None, :])
         else:
             words = tl.load(weight_row + (tile * WIDTH + k)[None, :], mask=in_row[:, None], other=0)
-        numbers = numbers_of(words, dtype, FORM, EMULATED)
+        scales_now = scales
+        zeros_now = zeros
+        if GROUP != 0:
+            scales, zeros = _groups_of(
+                tl.minimum(tile + 1, hi - 1), scale_at, zero_at, in_row, SCALE_ROW, K, GROUP, ZEROS, SPAN, BLOCK_K,
+                TOGETHER, CODES, BLOCK_N,
+            )  # fmt: skip
+        numbers = numbers_of(words, dtype, FORM, EMULATED, ADDED > 0 or (FOLDED and LOST > 0))
         part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+        ready = ()
         for j in tl.static_range(CODES):
-            at = tile * BLOCK_K + j * WIDTH
-            group = (at // GROUP) * SCALE_ROW if GROUP != 0 else 0
-            first = at // GROUP * GROUP if GROUP != 0 else 0
-            scaled = in_row & (tl.zeros([BLOCK_N], tl.int32) + first < K)  # what pads a row has no scale
-            zero = 0
+            number = numbers[j]
             if ZEROS:
-                zero = tl.load(zero_at + group, mask=scaled, other=0)
-            x = _entries(x_row, at + k, there, K, EVEN, EMULATED)
-            if GROUP == 0:
-                acc = _product(acc, numbers[j], zero, x, ZEROS)
+                zero = zeros_now[0 if GROUP == 0 else j // TOGETHER]
+                number = less(number, (zero + ADDED)[:, None], EMULATED)
+            if FOLDED:
+                number = _with_scale(number, scales_now[j // TOGETHER], LOST, EMULATED)
+            ready += (number,)
+        for j in tl.static_range(0, CODES, AT_ONCE):
+            number = _side_by_side(ready, j, AT_ONCE)
+            at = tile // (SPAN // BLOCK_K) * SPAN + tile % (SPAN // BLOCK_K) * WIDTH + j * STRETCH
+            x = _entries(x_row, at + entry, there, K, EVEN, EMULATED)
+            if GROUP == 0 or FOLDED:
+                acc = tl.dot(number, x, acc, input_precision="ieee")
             else:
-                part = _product(part, numbers[j], zero, x, ZEROS)
+                part = tl.dot(number, x, part, input_precision="ieee")
                 if (j + 1) % TOGETHER == 0:
-                    acc += part * scales_at(scale_at + group, scaled)[:, None]
+                    acc += part * as_float(scales_now[j // TOGETHER])[:, None]
                     part = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
     if GROUP == 0:
         acc *= scales_at(scale_at, in_row)[:, None]
+    elif FOLDED:
+        acc *= 2.0**PUT_OFF
     return acc

@@ -31,9 +31,9 @@ from graphllm.ops.add_lora.triton_low_rank import (
     shrunk,
 )
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
+from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear, scaled
 from graphllm.ops.fused_linear.triton_direct import direct_product
-from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at
+from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -130,7 +130,7 @@ def _finish_row(
     else:
         inside_out = in_row
     if RESIDUAL:
-        out += tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
+        out += RESIDUAL * tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
 
 
@@ -152,7 +152,7 @@ def encoded_row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
     GATED: tl.constexpr,
     FORM: tl.constexpr,
     SPAN: tl.constexpr,
@@ -230,7 +230,8 @@ def _finish_tile(
     inside = (token < T)[:, None] & (column < width)[None, :]
     token64 = token.to(tl.int64)[:, None]
     if RESIDUAL:
-        out += tl.load(residual_ptr + token64 * RESIDUAL_ROW + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        at = residual_ptr + token64 * RESIDUAL_ROW + column[None, :]
+        out += RESIDUAL * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token64 * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -277,7 +278,7 @@ def tile_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,  # normalize x, which has one row
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
+    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -290,6 +291,7 @@ def tile_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,  # of encoded weights
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     DIRECT: tl.constexpr,  # warps of a program that reads weights into registers, or 0
@@ -302,9 +304,9 @@ def tile_kernel(
     tile_t = tl.program_id(2)
     row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    TILES: tl.constexpr = tiles_of(K, BLOCK_K, SPAN)
     PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
-    EVEN: tl.constexpr = (N % BLOCK_N == 0) and (K % BLOCK_K == 0)
+    EVEN: tl.constexpr = (N % BLOCK_N == 0) and (K % (BLOCK_K if FORM == "" else SPAN) == 0)
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 1 if FORM == "" else 2
     lo = split * PER_SPLIT
     hi = tl.minimum(lo + PER_SPLIT, TILES)
@@ -331,7 +333,7 @@ def tile_kernel(
         acc = direct_product(
             weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
             token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT,
-            True, EMULATED,
+            2, True, EMULATED,
         )  # fmt: skip
         if NORM:
             ALL: tl.constexpr = triton.next_power_of_2(K)
@@ -341,7 +343,7 @@ def tile_kernel(
     elif FORM != "":
         acc = encoded_product(
             weight_row, scales_ptr + row, zeros_ptr + row, in_row, x_row, token < T, lo, hi,
-            N, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, EVEN, EMULATED,
+            N, K, FORM, GROUP, ZEROS, SPAN, BLOCK_N, BLOCK_T, BLOCK_K, EVEN, EMULATED,
         )  # fmt: skip
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -446,7 +448,9 @@ _TILES = (  # block_n, block_k, stages, warps
 )  # fmt: skip
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
-_ENCODED_TILES = ((64, 4, 4), (64, 6, 4), (128, 4, 8), (64, 3, 4), (128, 3, 4))  # block_n, stages, warps
+_ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
+    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 4, 8), (64, 2, 4, 4),
+)  # fmt: skip
 _DIRECT = ((16, 4), (16, 8), (32, 4), (32, 8))  # block_n, warps
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
@@ -510,6 +514,7 @@ def triton_row(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
+    residual_scale: float = 1.0,
     *,
     block_n: int,
     block_k: int,
@@ -525,8 +530,8 @@ def triton_row(
     block_r = max(triton.next_power_of_2(ranks["RANK"]), 32 * warps // block_n)
     constants: dict[str, Any] = {
         "WEIGHT_ROW": weight_OI.stride(0), "N": N, "K": K, "EPS": eps, "NORM": norm_I is not None,
-        "BIAS": bias_O is not None, "RESIDUAL": residual_TN is not None, "GATED": gated, "BLOCK_N": block_n,
-        "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
+        "BIAS": bias_O is not None, "RESIDUAL": 0.0 if residual_TN is None else residual_scale, "GATED": gated,
+        "BLOCK_N": block_n, "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
         "BLOCK_R": block_r, **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
     }  # fmt: skip
     if scales_GO is None:
@@ -546,6 +551,7 @@ def cublas(
     eps: float = 0.0,
     residual_TN: Tensor | None = None,
     gated: bool = False,
+    residual_scale: float = 1.0,
 ) -> Tensor:
     """The library's product with kernels before and after it."""
     if norm_I is not None:
@@ -558,7 +564,7 @@ def cublas(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
             EMULATED=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip
-    return out_TN if residual_TN is None else residual_TN + out_TN
+    return out_TN if residual_TN is None else scaled(residual_TN, residual_scale) + out_TN
 
 
 def tile_configs(site: CallSite) -> list[Config]:
@@ -571,13 +577,15 @@ def _tile_configs(site: CallSite) -> list[Config]:
     found = _direct_configs(site)
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
+    form = site.args["form"]
+    span = span_of(form, inner, site.args["group"]) if form else 0
     for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
         token_tiles = -(-most // block_t)
         for block_n, block_k, stages, warps in _tiles(site):
-            shared = (block_n * BITS.get(site.args["form"], 16) // 8 + block_t * 2) * block_k * stages
+            shared = (block_n * BITS.get(form, 16) // 8 + block_t * 2) * block_k * stages
             if shared > _SHARED or block_n * block_t > 64 * 32 * warps:
                 continue
-            programs, tiles = -(-width // block_n) * token_tiles, -(-inner // block_k)
+            programs, tiles = -(-width // block_n) * token_tiles, tiles_of(inner, block_k, span)
             possible = [n for n in (1, 2, 4, 8) if n <= tiles]
             filling = [n for n in possible if _FEWEST <= programs * n <= _MOST]
             for splits in filling or [possible[-1] if programs < _FEWEST else 1]:
@@ -608,7 +616,7 @@ def _tiles(site: CallSite) -> Sequence[tuple[int, int, int, int]]:
     if form == "":
         return _TILES
     span = span_of(form, site.args["x_TI"].shape[1], group)
-    return [(rows, span, stages, warps) for rows, stages, warps in _ENCODED_TILES]
+    return [(rows, span // parts, stages, warps) for rows, parts, stages, warps in _ENCODED_TILES]
 
 
 def _ahead(inner: int, row: int, config: Config) -> int:
@@ -660,6 +668,7 @@ def launch_tiles(
     norm: tuple[Tensor | None, float] = (None, 0.0),
     parts: bool = False,
     adapters: Adapters | None = None,
+    residual_scale: float = 1.0,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
     encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
@@ -679,9 +688,11 @@ def launch_tiles(
         zeroed(x_TI, count) if count else x_TI, *_tables(adapters, x_TI), T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
-        NORM=norm[0] is not None, BIAS=bias_O is not None, RESIDUAL=residual_TN is not None, GATED=gated,
+        NORM=norm[0] is not None, BIAS=bias_O is not None, GATED=gated,
+        RESIDUAL=0.0 if residual_TN is None else residual_scale,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
-        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits,
+        BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
+        SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
         DIRECT=config["direct"] * config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
@@ -714,6 +725,7 @@ def triton_tile(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
+    residual_scale: float = 1.0,
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
@@ -725,6 +737,6 @@ def triton_tile(
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
-        norm=(norm_I if within else None, eps), adapters=adapters,
+        norm=(norm_I if within else None, eps), adapters=adapters, residual_scale=residual_scale,
     )  # fmt: skip
     return out_TN

@@ -12,6 +12,7 @@ from graphllm.ops.encoded_weights import encoded
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1.2e-3}
 _REASON = "hidden numbers, what each expert gives and the sum are rounded to the dtype, in the interpreter towards zero"
+_WITH_LORA = {"float32": 2e-6, "bfloat16": 1.6e-2, "float16": 2e-3}  # x @ A.T is rounded as well, and the sum behind it
 Routing = Literal["random", "skewed", "collapsed", "some_none"]
 
 
@@ -28,7 +29,7 @@ def choose(make: Maker, T: int, N: int, k: int, routing: Routing) -> torch.Tenso
 
 def _case(
     T: int, N: int, k: int, D: int, F: int, routing: Routing = "random", biases: bool = False,
-    size: Literal["small", "real"] = "small", encoding: str = "", **more: Any,
+    size: Literal["small", "real"] = "small", encoding: str = "", rank: int = 0, **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
         encoded = encoded_experts(make, encoding, N, D, F) if encoding else {}
@@ -41,13 +42,29 @@ def _case(
             "gate_up_bias_N2F": make.normal(N, 2 * F, scale=0.3) if biases else None,
             "down_bias_ND": make.normal(N, D, scale=0.3) if biases else None,
             **encoded,
+            **(lora_tables(make, T, N, D, F, rank) if rank else {}),
             **more,
         }
 
     said = [routing, *(str(v) for v in more.values()), *["bias"] * biases, *[encoding] * bool(encoding)]
+    said += [f"r{rank}"] * bool(rank)
     name = "_".join([f"T{T}_N{N}_k{k}_D{D}_F{F}", *said])
     bucket = Bucket("mixed" if T > 64 else "decode", T, T)
-    return Case(name, inputs, _TOLERANCE, _REASON, bucket, size)
+    return Case(name, inputs, _WITH_LORA if rank else _TOLERANCE, _REASON, bucket, size)
+
+
+def lora_tables(make: Maker, T: int, N: int, D: int, F: int, rank: int, adapters: int = 3) -> dict[str, Any]:
+    """Arguments: adapters of a step's tokens, some of which have none; entry 0 is never read."""
+    L = adapters + 1
+    made = {
+        "gate_up_lora_a_LNRD": make.normal(L, N, 2 * rank, D, scale=D**-0.5),
+        "gate_up_lora_b_LNrO": make.normal(L, N, rank, 2 * F, scale=rank**-0.5),
+        "down_lora_a_LNrF": make.normal(L, N, rank, F, scale=F**-0.5),
+        "down_lora_b_LNrD": make.normal(L, N, rank, D, scale=rank**-0.5),
+    }
+    for table in made.values():
+        table[0] = float("nan")
+    return {**made, "adapter_ids_T": make.integers(0, L, T)}
 
 
 def encoded_experts(make: Maker, encoding: str, N: int, D: int, F: int) -> dict[str, Any]:
@@ -83,6 +100,14 @@ CASES = (
     _case(5, 8, 2, 256, 160, "some_none", encoding="int4-zeros-64"),
     _case(70, 8, 2, 160, 96, "skewed", biases=True, encoding="e2m1-32", **_CLAMPED),
     _case(66, 4, 2, 128, 136, "some_none", encoding="float8-0"),
+    _case(1, 4, 2, 40, 24, rank=4),
+    _case(3, 8, 2, 32, 48, "some_none", rank=16),
+    _case(9, 16, 4, 48, 40, "collapsed", biases=True, rank=3, **_CLAMPED),
+    _case(70, 8, 2, 32, 48, "skewed", rank=20),
+    _case(300, 8, 2, 16, 8, rank=8),
+    _case(2, 8, 2, 96, 64, biases=True, encoding="e2m1-32", rank=8, **_CLAMPED),
+    _case(66, 4, 2, 128, 136, "some_none", encoding="float8-0", rank=16),
+    *(_case(T, 32, 8, 2048, 768, size="real", rank=16) for T in (1, 8, 64, 1024)),
     # Qwen3-30B-A3B, Mixtral 8x7B, GPT-OSS 20B.
     *(_case(T, 128, 8, 2048, 768, size="real") for T in (1, 8, 32, 64, 128, 1024, 8192)),
     *(_case(T, 128, 8, 2048, 768, "skewed", size="real") for T in (32, 1024)),

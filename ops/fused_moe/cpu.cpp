@@ -4,6 +4,7 @@
 // stream, however many rows it has. bfloat16 products are those of linear: dot products or AMX for few rows, panels for
 // many. float32 is for tests and small models: plain loops.
 #include "cpu_experts.h"
+#include "cpu_experts_lora.h"
 #include "cpu_few_rows.h"
 #include "cpu_many_rows.h"
 #include "cpu_tiles.h"
@@ -56,8 +57,9 @@ i64 least(i64 row_bytes) { return std::max<i64>(1, kPartBytes / (kBlock * row_by
 
 template <typename T>
 void moe(const T* x, const T* gate_up, const T* down, const float* weights, const std::int32_t* experts, const T* gate_up_bias,
-         const T* down_bias, T* out, i64 tokens, i64 A, i64 N, i64 D, i64 F, i64 x_stride, Activation kind, float limit) {
-  static thread_local Scratch rows_scratch, halves_scratch, h_scratch, y_scratch;
+         const T* down_bias, T* out, i64 tokens, i64 A, i64 N, i64 D, i64 F, i64 x_stride, Activation kind, float limit,
+         const LoraTables& lora) {
+  static thread_local Scratch rows_scratch, halves_scratch, h_scratch, y_scratch, first_low, second_low;
   const Sorted sorted(experts, tokens, A, N);
   const i64 pairs = i64(sorted.token.size()), count = i64(sorted.groups.size());
   T* rows = rows_scratch.get<T>(pairs * D);
@@ -70,6 +72,8 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
   ups.weight += F * D, ups.out += F;
   if (ups.bias) ups.bias += F;
   const Layer<T> downs{h, down, down_bias, y, D, F, F, D, F, D * F, D};
+  const ExpertsLora<T> of_halves = lora.first<T>(sorted, first_low, N, D, F);
+  const ExpertsLora<T> of_downs = lora.second<T>(sorted, second_low, N, D, F);
   const int threads = int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, count * 3 * F * D * size / kMinBytes)));
   Shares first(count * ceil_div(F, kBlock), least(2 * D * size), threads);
   Shares second(count * ceil_div(D, kBlock), least(F * size), threads);
@@ -77,14 +81,24 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
   {
     const Range mine = share(pairs);
     for (i64 p = mine.from; p < mine.to; p++) std::memcpy(rows + p * D, x + sorted.token[p] * x_stride, D * size);
+    of_halves.shrink(rows, mine);
 #pragma omp barrier
     each_block(first, sorted.groups, F, [&](const Group& g, Range part) {
       multiply(gates, g, part);
       multiply(ups, g, part);
+      of_halves.add(halves, 2 * F, g, 0, part);
+      of_halves.add(halves + F, 2 * F, g, 1, part);
       activate(halves, h, g, F, part, kind, limit);
     });
 #pragma omp barrier
-    each_block(second, sorted.groups, D, [&](const Group& g, Range part) { multiply(downs, g, part); });
+    if (lora.ids) {
+      of_downs.shrink(h, mine);
+#pragma omp barrier
+    }
+    each_block(second, sorted.groups, D, [&](const Group& g, Range part) {
+      multiply(downs, g, part);
+      of_downs.add(y, D, g, 0, part);
+    });
 #pragma omp barrier
     combine(sorted, y, weights, out, tokens, A, D);
   }
@@ -96,14 +110,16 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
 #define GRAPHLLM_FUSED_MOE(kind, T)                                                                                       \
   extern "C" void graphllm_fused_moe_##kind(                                                                              \
       const void* x, const void* gate_up, const void* down, const void* weights, const void* experts,                     \
-      const void* gate_up_bias, const void* down_bias, void* out, std::int64_t tokens, std::int64_t A, std::int64_t N,    \
-      std::int64_t D, std::int64_t F, std::int64_t x_stride, std::int64_t activation, double limit) {                     \
+      const void* gate_up_bias, const void* down_bias, const void* gate_up_a, const void* gate_up_b, const void* down_a,  \
+      const void* down_b, const void* ids, void* out, std::int64_t tokens, std::int64_t A, std::int64_t N,                \
+      std::int64_t D, std::int64_t F, std::int64_t x_stride, std::int64_t activation, double limit, std::int64_t rank) {  \
     using namespace graphllm;                                                                                             \
     if (tokens <= 0) return;                                                                                              \
     moe(static_cast<const T*>(x), static_cast<const T*>(gate_up), static_cast<const T*>(down),                            \
         static_cast<const float*>(weights), static_cast<const std::int32_t*>(experts),                                    \
         static_cast<const T*>(gate_up_bias), static_cast<const T*>(down_bias), static_cast<T*>(out), tokens, A, N, D, F,  \
-        x_stride, Activation(activation), float(limit));                                                                  \
+        x_stride, Activation(activation), float(limit),                                                                   \
+        {gate_up_a, gate_up_b, down_a, down_b, static_cast<const std::int32_t*>(ids), rank});                             \
   }
 GRAPHLLM_FUSED_MOE(bf16, bf16)
 GRAPHLLM_FUSED_MOE(f32, float)

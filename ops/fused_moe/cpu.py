@@ -9,15 +9,16 @@ from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
-from graphllm.ops.fused_moe.op import fused_moe
+from graphllm.ops.fused_moe.op import LORA_TABLES, fused_moe
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu.cpp
 _KERNELS = {
     dtype: CKernel(
         f"graphllm_fused_moe_{name}",
         "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"
-        " Tensor? down_bias, Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride,"
-        " int activation, float limit) -> ()",
+        " Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? ids,"
+        " Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride, int activation,"
+        " float limit, int rank) -> ()",
         Path(__file__).with_name("cpu.cpp"),
     )
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
@@ -33,6 +34,7 @@ def _supports(site: CallSite) -> bool:
         and x_TD.stride(-1) == 1
         and weights_TA.dtype == torch.float32
         and all(t.is_contiguous() for t in rest)
+        and all(t.dtype == x_TD.dtype for n in LORA_TABLES if (t := site.args[n]) is not None)
     )
 
 
@@ -47,13 +49,21 @@ def experts_in_turn(
     limit: float = 0.0,
     gate_up_bias_N2F: Tensor | None = None,
     down_bias_ND: Tensor | None = None,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
 ) -> Tensor:
-    """Tokens are sorted by expert. For bfloat16, gate, up and what each expert gives are rounded to it as well."""
+    """Tokens are sorted by expert. For bfloat16, gate, up and what each expert gives are rounded to it as well,
+    before and after an adapter's product is added."""
     T, A = experts_TA.shape
     N, D, F = down_NDF.shape
     out_TD = x_TD.new_empty((T, D))
     _KERNELS[x_TD.dtype](
-        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, gate_up_bias_N2F, down_bias_ND, out_TD, T, A, N, D, F,
+        x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, gate_up_bias_N2F, down_bias_ND, gate_up_lora_a_LNRD,
+        gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T, out_TD, T, A, N, D, F,
         x_TD.stride(0), _ACTIVATIONS.index(activation), limit,
+        0 if down_lora_a_LNrF is None else down_lora_a_LNrF.shape[2],
     )  # fmt: skip
     return out_TD

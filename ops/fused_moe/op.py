@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,16 +11,32 @@ from einops import rearrange, reduce
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.add_lora.op import adapted
 from graphllm.ops.encoded_weights import decoded
+
+LORA_TABLES = ("gate_up_lora_a_LNRD", "gate_up_lora_b_LNrO", "down_lora_a_LNrF", "down_lora_b_LNrD")
 
 
 def _cost(
     x_TD: Tensor, gate_up_N2FD: Tensor, down_NDF: Tensor, weights_TA: Tensor, experts_TA: Tensor, **others: Any
 ) -> Cost:
     (T, A), (N, twice), D = experts_TA.shape, gate_up_N2FD.shape[:2], x_TD.shape[1]
-    tensors = (gate_up_N2FD, down_NDF, *(t for t in others.values() if isinstance(t, Tensor)))
-    read = int(distinct_experts(T, N, A) * nbytes(*(t[:1] for t in tensors)))
-    return Cost(read + 2 * nbytes(x_TD) + nbytes(weights_TA, experts_TA), 3 * T * A * twice * D)
+    own = {n: t for n, t in others.items() if isinstance(t, Tensor) and n not in (*LORA_TABLES, "adapter_ids_T")}
+    of_one = nbytes(*(t[:1] for t in (gate_up_N2FD, down_NDF, *own.values())))
+    tables = lora_cost(T, A, others)
+    read = int(distinct_experts(T, N, A) * of_one) + tables.bytes
+    return Cost(read + 2 * nbytes(x_TD) + nbytes(weights_TA, experts_TA), 3 * T * A * twice * D + tables.flops)
+
+
+def lora_cost(T: int, A: int, arguments: Mapping[str, Any]) -> Cost:
+    """Of the tables of adapters among an op's arguments, in the cheapest step with some, one with a single adapter."""
+    tables = [arguments.get(name) for name in LORA_TABLES]
+    given = [t for t in tables if t is not None]
+    if not given:
+        return Cost(0, 0)
+    N = given[0].shape[1]
+    of_expert = sum(t.shape[2] * t.shape[3] for t in given)
+    return Cost(int(distinct_experts(T, N, A) * of_expert) * given[0].element_size(), 2 * T * A * of_expert)
 
 
 def distinct_experts(T: int, N: int, A: int) -> float:
@@ -27,7 +44,7 @@ def distinct_experts(T: int, N: int, A: int) -> float:
     return N * (1 - (1 - A / N) ** T)
 
 
-@op(cost=_cost, rowwise=True)
+@op(cost=_cost, rowwise=True, neutral=("adapter_ids_T", LORA_TABLES))
 def fused_moe(
     x_TD: Tensor,
     gate_up_N2FD: Tensor,
@@ -44,6 +61,11 @@ def fused_moe(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
 ) -> Tensor:
     """sum over a of weights_TA[:, a] * mlp(x_TD, experts_TA[:, a]): [T, D] in x's dtype, contiguous.
 
@@ -57,6 +79,12 @@ def fused_moe(
 
     Scales, zeros, form and group: where the matrices are encoded, each expert's as
     `graphllm.ops.encoded_weights.decoded` says; a decoded matrix may be rounded to x's dtype.
+
+    Low-rank adapters: to each of an expert's products belongs (x @ A.T) @ B as for `add_lora`, with the tables of the
+    token's adapter and that expert, before the activation; for down x is h, as it was rounded. gate_up_lora_a_LNRD [L,
+    N, 2r, D], r rows for the gate before those for up, gate_up_lora_b_LNrO [L, N, r, 2F], down_lora_a_LNrF [L, N, r,
+    F], down_lora_b_LNrD [L, N, r, D], in x's dtype. adapter_ids_T [T] int32, 0 for tokens without one. All of them are
+    given, or none.
 
     Products, biases and activation are in float32 (float64 for float64 inputs); h is rounded to x's dtype once, and the
     weighted sum once in the end. Sources: Shazeer et al. 2017; OpenAI 2025, gpt-oss (clamped).
@@ -78,11 +106,17 @@ def fused_moe(
             zeros = [None if z is None else z[n] for z in (gate_up_zeros_NG2F, down_zeros_NGD)]
             first = decoded(first, gate_up_scales_NG2F[n], zeros[0], form, group, D).to(x_TD.dtype)
             second = decoded(second, down_scales_NGD[n], zeros[1], form, group, len(first) // 2).to(x_TD.dtype)
-        gate_up = x_TD[pairs // A].to(wide) @ first.to(wide).T
+        rows = x_TD[pairs // A]
+        gate_up = rows.to(wide) @ first.to(wide).T
+        ids = None if adapter_ids_T is None else adapter_ids_T[pairs // A]
         if gate_up_bias_N2F is not None:
             gate_up = gate_up + gate_up_bias_N2F[n].to(wide)
+        a, b, *of_down = (None if t is None else t[:, n] for t in (
+            gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD,
+        ))  # fmt: skip
+        gate_up = adapted(gate_up, rows, a, b, ids, [gate_up.shape[1] // 2] * 2)
         hidden = activate(gate_up, activation, limit).to(x_TD.dtype)
-        out = hidden.to(wide) @ second.to(wide).T
+        out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, *of_down, ids, [D])
         out_PD[pairs] = out if down_bias_ND is None else out + down_bias_ND[n].to(wide)
     weighted_PD = out_PD * rearrange(weights_TA.to(wide), "t a -> (t a) 1")
     return reduce(weighted_PD, "(t a) d -> t d", "sum", a=A).to(x_TD.dtype)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.encoded_weights import BITS, span_of
+from graphllm.ops.fused_moe.op import LORA_TABLES
+from graphllm.ops.fused_moe.triton_adapters import Lora, lora_supported
 
 
 @triton.jit
@@ -27,6 +29,28 @@ def activated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
     else:
         scaled = gate
     return gate / (1.0 + tl.exp(-scaled)) * up
+
+
+@triton.jit
+def write_pairs(
+    acc, pair, block, scale_ptr, out_ptr,
+    ROWS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """What an expert gave: [BLOCK_N, BLOCK_T], the rows of pairs. Negative ones are none."""
+    there = pair >= 0
+    if GATED:
+        halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
+        gate, up = tl.split(halves)
+        out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
+        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        width = ROWS // 2
+    else:
+        out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
+        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
+        width = ROWS
+    inside = there[:, None] & (column < width)[None, :]
+    tl.store(out_ptr + pair[:, None] * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -86,6 +110,7 @@ class Experts(NamedTuple):
     group: int
     activation: str
     limit: float
+    lora: Lora | None = None
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -99,7 +124,7 @@ class Experts(NamedTuple):
             "FORM": self.form, "GROUP": self.group, "ZEROS": zeros is not None,
             "GROUPS": 1 if scales is None else scales.shape[1],
             "WEIGHT_ROW": (self.gate_up, self.down)[i].shape[2],
-            **({"BLOCK_K": span_of(self.form, inner, self.group)} if self.form else {}),
+            "SPAN": span_of(self.form, inner, self.group) if self.form else 0,
         }  # fmt: skip
 
 
@@ -108,11 +133,12 @@ def experts_of(
     gate_up_bias_N2F: Tensor | None = None, down_bias_ND: Tensor | None = None,
     gate_up_scales_NG2F: Tensor | None = None, gate_up_zeros_NG2F: Tensor | None = None,
     down_scales_NGD: Tensor | None = None, down_zeros_NGD: Tensor | None = None, form: str = "", group: int = 0,
+    lora: Lora | None = None,
 ) -> Experts:  # fmt: skip
     """From the op's arguments."""
     return Experts(
         gate_up_N2FD, down_NDF, (gate_up_bias_N2F, down_bias_ND), (gate_up_scales_NG2F, down_scales_NGD),
-        (gate_up_zeros_NG2F, down_zeros_NGD), form, group, activation, limit,
+        (gate_up_zeros_NG2F, down_zeros_NGD), form, group, activation, limit, lora,
     )  # fmt: skip
 
 
@@ -133,6 +159,7 @@ def supports(site: CallSite) -> bool:
         and all(t.is_contiguous() for t in tensors.values())
         and all(t.dtype == x_TD.dtype for n, t in tensors.items() if not form or n not in _ENCODED)
         and all(n % 8 == 0 for n in (x_TD.shape[1], F))
+        and lora_supported(site.args, LORA_TABLES)
         and group % (64 if BITS.get(form) == 8 else 32) == 0
         and site.args["experts_TA"].is_contiguous()
         and site.args["weights_TA"].is_contiguous()

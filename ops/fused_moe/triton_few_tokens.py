@@ -18,9 +18,19 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.fused_linear.triton_direct import direct_product
-from graphllm.ops.fused_linear.triton_encoded import encoded_product
+from graphllm.ops.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
+from graphllm.ops.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_rank
+from graphllm.ops.fused_moe.triton_common import (
+    Experts,
+    activated,
+    added,
+    experts_of,
+    programs_at_once,
+    supports,
+    write_pairs,
+)
+from graphllm.ops.fused_moe.triton_one_encoded import launch_one
 
 
 @triton.jit
@@ -131,6 +141,9 @@ def few_kernel(
     bias_ptr,  # [N, ROWS]
     scale_ptr,  # [P] float32
     experts_ptr,  # [T, A]
+    ids_ptr,  # of adapters [T]
+    low_ptr,  # [P, RANK], for each of the gate and up; x @ A.T
+    lora_b_ptr,  # [L, N, RANK, ROWS]
     out_ptr,  # [P, ROWS / 2], or [P, ROWS]
     T,
     X_ROW: tl.constexpr,
@@ -141,6 +154,7 @@ def few_kernel(
     ZEROS: tl.constexpr,
     ROWS: tl.constexpr,
     K: tl.constexpr,
+    N: tl.constexpr,
     A: tl.constexpr,
     A_PAD: tl.constexpr,
     BIAS: tl.constexpr,
@@ -151,8 +165,11 @@ def few_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,  # of encoded weights
     BLOCK_S: tl.constexpr,  # tokens of an expert that are multiplied at a time, with weights read into registers; or 0
     WARPS: tl.constexpr,
+    RANK: tl.constexpr,  # of adapters, 0 without
+    BLOCK_R: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -196,9 +213,9 @@ def few_kernel(
             acc = direct_product(
                 weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
                 of_slot >= 0, x_ptr, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, BLOCK_S, BLOCK_K,
-                WARPS, False, EMULATED,
+                WARPS, 2, False, EMULATED,
             )  # fmt: skip
-            _write_few(
+            write_pairs(
                 acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N,
                 BLOCK_S,
             )  # fmt: skip
@@ -206,11 +223,11 @@ def few_kernel(
     x_row = x_ptr + (t if GATED else pair)[:, None] * X_ROW
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + weight_index[:, None] * WEIGHT_ROW
-    EVEN: tl.constexpr = K % BLOCK_K == 0
+    EVEN: tl.constexpr = K % (BLOCK_K if FORM == "" else SPAN) == 0
     if FORM != "":
         acc = encoded_product(
-            weight_row, scales_ptr + scale, zeros_ptr + scale, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
-            ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, EVEN and ROWS % BLOCK_N == 0, EMULATED,
+            weight_row, scales_ptr + scale, zeros_ptr + scale, in_row, x_row, there, 0, tiles_of(K, BLOCK_K, SPAN),
+            ROWS, K, FORM, GROUP, ZEROS, SPAN, BLOCK_N, BLOCK_T, BLOCK_K, EVEN and ROWS % BLOCK_N == 0, EMULATED,
         )  # fmt: skip
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
@@ -225,29 +242,14 @@ def few_kernel(
             if EMULATED:
                 weight, x = weight.to(tl.float32), x.to(tl.float32)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-    _write_few(acc + bias[:, None], pair, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, BLOCK_T)
-
-
-@triton.jit
-def _write_few(
-    acc, pair, block, scale_ptr, out_ptr,
-    ROWS: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """What an expert gave: [BLOCK_N, BLOCK_T], the rows of `few_kernel` for pairs, of which some may be negative."""
-    there = pair >= 0
-    if GATED:
-        halves = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
-        gate, up = tl.split(halves)
-        out = tl.trans(activated(gate, up, ACTIVATION, LIMIT))
-        column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        width = ROWS // 2
-    else:
-        out = tl.trans(acc) * tl.load(scale_ptr + pair, mask=there, other=0.0)[:, None]
-        column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        width = ROWS
-    inside = there[:, None] & (column < width)[None, :]
-    tl.store(out_ptr + pair[:, None] * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+    if RANK:
+        for p in tl.static_range(2 if GATED else 1):
+            of_part = in_row & (r % 2 == p) if GATED else in_row
+            acc = plus_low_rank(
+                acc, pair, ids_ptr, low_ptr + p * RANK, lora_b_ptr, expert, row, of_part, A, N, ROWS, RANK,
+                2 * RANK if GATED else RANK, BLOCK_R, EMULATED,
+            )  # fmt: skip
+    write_pairs(acc + bias[:, None], pair, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N, BLOCK_T)
 
 
 Config = Mapping[str, int]
@@ -259,13 +261,17 @@ _ONE = (  # rows, inner entries and warps of the first product, then of the seco
 _FEW = (  # weight rows, inner entries, stages, warps
     (64, 128, 3, 4), (64, 128, 4, 4), (64, 64, 6, 4), (128, 64, 4, 4), (64, 64, 4, 4),
 )  # fmt: skip
-_ENCODED_FEW = ((64, 4, 4), (64, 3, 4), (64, 6, 4), (128, 4, 8), (128, 3, 4))  # weight rows, stages, warps
+_ENCODED_FEW = (  # weight rows, tiles of a span, stages, warps
+    (128, 1, 3, 4), (128, 1, 4, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 2, 4, 4),
+)  # fmt: skip
 _DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
+_ONE_ENCODED = ((16, 4, 2), (16, 4, 4), (16, 4, 6), (16, 2, 4), (16, 8, 3))  # for one token: weight rows, warps, steps
 _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
 
 
 def supports_one(site: CallSite) -> bool:
-    return site.rows("x_TD") == 1 and site.args["form"] == "" and supports(site)
+    plain = site.args["form"] == "" and site.args["adapter_ids_T"] is None
+    return site.rows("x_TD") == 1 and plain and supports(site)
 
 
 def configs_of_one(site: CallSite) -> list[Config]:
@@ -319,17 +325,20 @@ def supports_few(site: CallSite) -> bool:
 
 def configs_of_few(site: CallSite) -> list[Config]:
     block_t = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
-    # The inner entries of encoded tiles are their format's.
-    tiles = [(rows, 256, *more) for rows, *more in _ENCODED_FEW] if site.args["form"] else _FEW
-    direct: list[Config] = [
-        {"block_t": block_t, "block_n": rows, "block_k": 0, "block_s": tokens, "stages": 1, "warps": warps}
-        for rows, tokens, warps in (_DIRECT if site.args["form"] and site.rows("x_TD") <= _MOST_DIRECT else ())
-    ]
-    return direct + [
-        {"block_t": block_t, "block_n": rows, "block_k": inner, "block_s": 0, "stages": stages, "warps": warps}
-        for rows, inner, stages, warps in tiles
-        if programs_at_once(site, rows, block_t, inner, stages)
-    ]
+    # The inner entries of encoded tiles are their format's, whole spans or halves.
+    form, rows, plain = site.args["form"], site.rows("x_TD"), site.args["adapter_ids_T"] is None
+    common = {"block_t": block_t, "block_k": 0, "parts": 1, "block_s": 0, "stages": 1, "one": 0, "ahead": 2}
+    found: list[Config] = []
+    if form and rows == 1 and plain:
+        one = {**common, "one": 1}
+        found += [{**one, "block_n": n, "warps": warps, "ahead": ahead} for n, warps, ahead in _ONE_ENCODED]
+    elif form and rows <= _MOST_DIRECT and plain:  # adapters need tiles of at least 16 tokens
+        found += [{**common, "block_n": n, "block_s": tokens, "warps": warps} for n, tokens, warps in _DIRECT]
+    for n, inner, stages, warps in _ENCODED_FEW if form else _FEW:
+        if programs_at_once(site, n, block_t, 256 // inner if form else inner, stages):
+            which = {"parts": inner} if form else {"block_k": inner}
+            found.append({**common, **which, "block_n": n, "stages": stages, "warps": warps})
+    return found
 
 
 @fused_moe.impl("triton_few", device="cuda", supports=supports_few, configs=configs_of_few)
@@ -349,12 +358,18 @@ def triton_few(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
     **config: int,
 ) -> Tensor:
     """For up to 64 tokens. h and what each expert gives are rounded to x's dtype."""
     experts = experts_of(
         gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
         gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
     )  # fmt: skip
     return few_tokens(x_TD, experts, weights_TA, experts_TA, config)
 
@@ -372,10 +387,18 @@ def few_tokens(
         (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
     for i, (x, weight, out, sizes) in enumerate(products):
-        bias = experts.biases[i]
+        if config["one"]:
+            launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
+            continue
+        bias, lora = experts.biases[i], experts.lora
+        tables, of_lora = (x, x, x), NO_LORA
+        if lora is not None:
+            tables = lora.ids, lora.shrink_pairs(i, x, experts_TA, int(sizes["X_ROW"])), lora.b[i]
+            of_lora = lora.constants()
+        encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": config["block_k"], **sizes, **experts.encoding(i, int(sizes["K"])), "A": A,
-            "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config["block_k"], **sizes, **encoding, **of_lora,
+            "N": N, "A": A, "A_PAD": 1 << (A - 1).bit_length(), "BY_PAIR": T * A < N, "BIAS": bias is not None,
             "ACTIVATION": experts.activation, "LIMIT": experts.limit, "BLOCK_T": config["block_t"],
             "BLOCK_N": config["block_n"], "BLOCK_S": config["block_s"], "WARPS": config["warps"],
             "EMULATED": triton.knobs.runtime.interpret, "num_warps": config["warps"], "num_stages": config["stages"],
@@ -383,6 +406,6 @@ def few_tokens(
         launch_triton(
             few_kernel, (-(-int(sizes["ROWS"]) // config["block_n"]), min(N, T * A)), x, weight,
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
-            weights_TA, experts_TA, out, T, **constants,
+            weights_TA, experts_TA, *tables, out, T, **constants,
         )  # fmt: skip
     return added(y_PD, experts_TA, residual_TD)

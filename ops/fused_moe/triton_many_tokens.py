@@ -17,8 +17,9 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
-from graphllm.ops.fused_linear.triton_encoded import encoded_product
+from graphllm.ops.fused_linear.triton_encoded import encoded_product, tiles_of
 from graphllm.ops.fused_moe.op import fused_moe
+from graphllm.ops.fused_moe.triton_adapters import NO_LORA, lora_of, plus_low_rank
 from graphllm.ops.fused_moe.triton_common import Experts, activated, added, experts_of, programs_at_once, supports
 
 
@@ -112,6 +113,9 @@ def experts_kernel(
     order_ptr,
     tiles_ptr,
     counts_ptr,  # what place_kernel counted with
+    ids_ptr,  # of adapters [T]
+    low_ptr,  # [P, RANK] by pair, for each of the gate and up; x @ A.T
+    lora_b_ptr,  # [L, N, RANK, ROWS]
     out_ptr,  # [P, ROWS / 2] in the order of experts, or [P, ROWS] by pair
     P,
     X_ROW: tl.constexpr,
@@ -131,9 +135,12 @@ def experts_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    SPAN: tl.constexpr,  # of encoded weights
     TILES: tl.constexpr,
     COUNTS: tl.constexpr,
     PROGRAMS: tl.constexpr,
+    RANK: tl.constexpr,  # of adapters, 0 without
+    BLOCK_R: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     """Programs take one block after the other, so that each has its weights' descriptor once."""
@@ -173,8 +180,8 @@ def experts_kernel(
             if not GATED:
                 x_row = x_ptr + (begin + t).to(tl.int64)[:, None] * X_ROW
             both = encoded_product(
-                weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, (K + BLOCK_K - 1) // BLOCK_K,
-                ROWS, K, FORM, GROUP, ZEROS, BLOCK_N, BLOCK_T, BLOCK_K, K % BLOCK_K == 0 and WIDTH % BLOCK_N == 0,
+                weight_row, scales_ptr + of, zeros_ptr + of, in_row, x_row, there, 0, tiles_of(K, BLOCK_K, SPAN),
+                ROWS, K, FORM, GROUP, ZEROS, SPAN, BLOCK_N, BLOCK_T, BLOCK_K, K % SPAN == 0 and WIDTH % BLOCK_N == 0,
                 EMULATED,
             )  # fmt: skip
             acc, other = tl.split(tl.permute(tl.reshape(both, [HALF, 2, BLOCK_T]), (0, 2, 1)))
@@ -198,6 +205,18 @@ def experts_kernel(
             bias = bias_ptr + expert * ROWS + column
             acc += tl.load(bias, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
             other += tl.load(bias + OTHER, mask=column + OTHER < ROWS, other=0.0).to(tl.float32)[:, None]
+        if RANK:
+            LOW_ROW: tl.constexpr = 2 * RANK if GATED else RANK
+            low_of_other = low_ptr + RANK if GATED else low_ptr
+            of_pair = tl.where(there, pair, -1)
+            acc = plus_low_rank(
+                acc, of_pair, ids_ptr, low_ptr, lora_b_ptr, expert, column, column < WIDTH, A, N, ROWS, RANK, LOW_ROW,
+                BLOCK_R, EMULATED,
+            )  # fmt: skip
+            other = plus_low_rank(
+                other, of_pair, ids_ptr, low_of_other, lora_b_ptr, expert, column + OTHER,
+                (column < WIDTH) & (column + OTHER < ROWS), A, N, ROWS, RANK, LOW_ROW, BLOCK_R, EMULATED,
+            )  # fmt: skip
         if GATED:
             out = tl.trans(activated(acc, other, ACTIVATION, LIMIT))
             to = out_ptr + (begin + t).to(tl.int64)[:, None] * WIDTH + column[None, :]
@@ -223,9 +242,12 @@ _TILES = (
 )  # fmt: skip
 
 
-_ENCODED_TILES = tuple(
-    ((n, 256, stages, warps, 4),) * 2 for n, stages, warps in ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 3, 4))
-)
+_ENCODED_TILES = tuple(  # with the inner entries of tiles of whole spans, or of halves
+    ((n, inner, stages, warps, 4),) * 2
+    for n, inner, stages, warps in (
+        (64, 256, 3, 4), (64, 256, 4, 4), (64, 128, 4, 4), (128, 256, 3, 8), (128, 128, 3, 4), (128, 256, 3, 4),
+    )
+)  # fmt: skip
 
 
 def configs(site: CallSite) -> list[Config]:
@@ -237,7 +259,8 @@ def configs(site: CallSite) -> list[Config]:
     for block_t in sorted({usual, min(128, 2 * usual)}):
         tiles = max(1, min(pairs, N + pairs // block_t))
         for products in _ENCODED_TILES if site.args["form"] else _TILES:
-            config = {"block_t": block_t, "tiles": tiles, "pairs": pairs}
+            parts = 256 // products[0][1] if site.args["form"] else 1
+            config = {"block_t": block_t, "tiles": tiles, "pairs": pairs, "parts": parts}
             for i, (n, k, stages, warps, most) in enumerate(products):
                 programs = min(most, programs_at_once(site, n, block_t, k, stages)) * site.target.multiprocessors
                 config |= {f"n{i}": n, f"k{i}": k, f"stages{i}": stages, f"warps{i}": warps, f"programs{i}": programs}
@@ -267,12 +290,18 @@ def triton_sorted(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
     **config: int,
 ) -> Tensor:
     """h and what each expert gives are rounded to x's dtype."""
     experts = experts_of(
         gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
         gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
     )  # fmt: skip
     return many_tokens(x_TD, experts, weights_TA, experts_TA, config)
 
@@ -292,10 +321,15 @@ def many_tokens(
         (h_PF, experts.down, y_PD, {"X_ROW": F, "ROWS": D, "K": F, "GATED": False}),
     )
     for i, (x, weight, out, sizes) in enumerate(products):
-        bias = experts.biases[i]
+        bias, lora = experts.biases[i], experts.lora
+        tables, of_lora = (x, x, x), NO_LORA
+        if lora is not None:
+            low = lora.shrink_tiles(i, x, experts_TA, int(sizes["X_ROW"]), order, tiles, config)
+            tables, of_lora = (lora.ids, low, lora.b[i]), lora.constants()
+        encoding = experts.encoding(i, int(sizes["K"]))
         constants = {
-            "BLOCK_K": config[f"k{i}"], **sizes, **experts.encoding(i, int(sizes["K"])), "N": N, "A": A,
-            "BIAS": bias is not None, "ACTIVATION": experts.activation, "LIMIT": experts.limit,
+            "BLOCK_K": encoding["SPAN"] // config["parts"] or config[f"k{i}"], **sizes, **encoding, **of_lora, "N": N,
+            "A": A, "BIAS": bias is not None, "ACTIVATION": experts.activation, "LIMIT": experts.limit,
             "BLOCK_T": config["block_t"], "BLOCK_N": config[f"n{i}"], "TILES": config["tiles"],
             "COUNTS": counts.shape[0], "PROGRAMS": config[f"programs{i}"], "EMULATED": emulated,
             "num_warps": config[f"warps{i}"], "num_stages": config[f"stages{i}"],
@@ -303,7 +337,7 @@ def many_tokens(
         launch_triton(
             experts_kernel, (config[f"programs{i}"],), x, weight,
             *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
-            weights_TA, order, tiles, counts, out, P, **constants,
+            weights_TA, order, tiles, counts, *tables, out, P, **constants,
         )  # fmt: skip
     return added(y_PD, experts_TA, residual_TD)
 

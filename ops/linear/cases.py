@@ -29,6 +29,7 @@ CASES = (
     _case(17, 80, 64),
     _case(0, 16, 32),
     _case(65, 33, 72, bias=True),
+    _case(34, 50, 90, bias=True),
     *(
         _case(3, 40, 160, encoding=e)
         for e in ("float8-0", "float8-128", "int8-zeros-64", "int4-zeros-64", "int4-32", "e2m1-32")

@@ -19,7 +19,7 @@ namespace {
 
 constexpr i64 kMaxRows = 448;  // query rows an item: enough to make the transposition of values cheap
 constexpr i64 kMinRows = 64;   // but no fewer, when smaller items would keep all threads busy
-constexpr i64 kMinWork = 16 << 10;  // query-key pairs times heads below which a second thread is not worth waking
+constexpr i64 kMinWork = 4 << 10;  // query-key pairs times heads below which a second thread is not worth waking
 constexpr i64 kMinBytes = 64 << 10;  // the same in decode, in bytes of the cache
 
 // The items of a batch. In pure decode every thread takes the same share of the tokens of all contexts, one stretch of them,

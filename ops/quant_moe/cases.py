@@ -8,7 +8,7 @@ import torch
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
-from graphllm.ops.fused_moe.cases import Routing, choose
+from graphllm.ops.fused_moe.cases import Routing, choose, lora_tables
 from graphllm.ops.quant_linear.cases import FORMATS
 
 _TOLERANCE = {"float32": 2e-2, "bfloat16": 2.2e-2, "float16": 2e-2}
@@ -17,7 +17,7 @@ _REASON = "kernels round x, and then the hidden rows, to a 127th of the largest 
 
 def _case(
     T: int, N: int, k: int, D: int, F: int, fmt: str, routing: Routing = "random", biases: bool = False,
-    size: Literal["small", "real"] = "small", **more: Any,
+    size: Literal["small", "real"] = "small", rank: int = 0, **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
         def stack(of: str, rows: int, inner: int) -> dict[str, Any]:
@@ -38,10 +38,12 @@ def _case(
             "inner": F,
             "gate_up_bias_N2F": make.normal(N, 2 * F, scale=0.3) if biases else None,
             "down_bias_ND": make.normal(N, D, scale=0.3) if biases else None,
+            **(lora_tables(make, T, N, D, F, rank) if rank else {}),
             **more,
         }
 
     name = "_".join([fmt, f"T{T}_N{N}_k{k}_D{D}_F{F}", routing, *(str(v) for v in more.values()), *["bias"] * biases])
+    name += f"_r{rank}" * bool(rank)
     bucket = Bucket("mixed" if T > 64 else "decode", T, T)
     return Case(name, inputs, _TOLERANCE, _REASON, bucket, size)
 
@@ -53,5 +55,6 @@ CASES = (
     *(_case(20, 60, 4, 24, 16, fmt, "some_none", True) for fmt in FORMATS),
     *(_case(70, 4, 2, 100, 48, fmt, "skewed", activation="gelu_tanh") for fmt in FORMATS),
     *(_case(300, 8, 2, 33, 32, fmt, "skewed", True) for fmt in FORMATS),
+    *(_case(T, 4, 2, 72, 48, fmt, "some_none", True, rank=5) for T in (1, 9, 150) for fmt in FORMATS),
     *(_case(T, 16, 2, 896, 4864, fmt, size="real") for T in (1, 8, 128) for fmt in FORMATS),
 )

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "cpu_experts.h"
+#include "cpu_experts_lora.h"
 #include "cpu_int_blocks.h"
 #include "cpu_int_panels.h"
 #include "cpu_int_rows.h"
@@ -62,17 +63,6 @@ struct Rounded {
   }
 };
 
-inline Vec load_some(const float* from, i64 count) {
-  float all[kLanes] = {};
-  std::memcpy(all, from, count * sizeof(float));
-  return load_vec(all);
-}
-inline Vec load_some(const bf16* from, i64 count) {
-  bf16 all[kLanes] = {};
-  std::memcpy(all, from, count * sizeof(bf16));
-  return load_vec(all);
-}
-
 // Products of a stack's rows, from block `first` of 16 on, as bfloat16 with float32 sums.
 template <typename F>
 void keep(const Stack<F, bf16>& w, const Group& g, i64 first, i64 rows, Range mine, const bf16* x, bf16* out, i64 stride) {
@@ -88,11 +78,15 @@ void keep(const Stack<F, bf16>& w, const Group& g, i64 first, i64 rows, Range mi
 // Hidden rows [pairs, size] of an expert, entries `mine`, whose first is a multiple of kBlock.
 template <typename F, typename T>
 void hide(const Stack<F, T>& w, const Group& g, i64 size, Range mine, const Quantized<F>& x, T* h, Activation kind,
-          float limit) {
+          float limit, const ExpertsLora<T>& lora) {
   const i64 ups = size / kRows;
   const auto finish = [&](i64 m, i64 block, Vec gate, Vec up) {
     const i64 n = block * kRows;
     if (w.bias) gate += load_vec(w.bias_at(g.expert, n)), up += load_vec(w.bias_at(g.expert, size + n));
+    if (lora.entry(g.from + m) > 0) {
+      gate += lora.delta(g.from + m, g.expert, 0, n, kRows);
+      up += lora.delta(g.from + m, g.expert, 1, n, kRows);
+    }
     const Vec made = activate(gate, up, kind, limit);
     for (i64 i = 0; i < kRows; i++) store(h + (g.from + m) * size + n + i, made[i]);
   };
@@ -117,10 +111,11 @@ void hide(const Stack<F, T>& w, const Group& g, i64 size, Range mine, const Quan
 
 // What an expert gives, [pairs, w.rows], entries `mine`, whose first is a multiple of kBlock.
 template <typename F, typename T>
-void give(const Stack<F, T>& w, const Group& g, Range mine, const Quantized<F>& h, T* y) {
+void give(const Stack<F, T>& w, const Group& g, Range mine, const Quantized<F>& h, T* y, const ExpertsLora<T>& lora) {
   const auto finish = [&](i64 m, i64 block, Vec sum) {
     const i64 n = block * kRows, valid = std::min(kRows, w.rows - n);
     if (w.bias) sum += load_some(w.bias_at(g.expert, n), valid);
+    if (lora.entry(g.from + m) > 0) sum += lora.delta(g.from + m, g.expert, 0, n, valid);
     for (i64 i = 0; i < valid; i++) store(y + (g.from + m) * w.rows + n + i, sum[i]);
   };
   const i64 end = ceil_div(mine.to, kRows);
@@ -147,8 +142,8 @@ void give(const Stack<F, T>& w, const Group& g, Range mine, const Quantized<F>& 
 
 template <typename F, typename T>
 void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float* weights, const std::int32_t* experts,
-         T* out, i64 tokens, i64 A, i64 N, i64 x_stride, Activation kind, float limit) {
-  static thread_local Scratch rows_scratch, halves_scratch, h_scratch, y_scratch, x_ints, h_ints;
+         T* out, i64 tokens, i64 A, i64 N, i64 x_stride, Activation kind, float limit, const LoraTables& lora) {
+  static thread_local Scratch rows_scratch, halves_scratch, h_scratch, y_scratch, x_ints, h_ints, first_low, second_low;
   const i64 D = in.inner, F_ = down.inner;
   const Sorted sorted(experts, tokens, A, N);
   const i64 pairs = i64(sorted.token.size()), count = i64(sorted.groups.size());
@@ -160,6 +155,8 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
   T* halves = keeps ? halves_scratch.get<T>(pairs * 2 * F_) : nullptr;
   const Rounded<F, T> x_rounded{rows, x_ints.get<char>(Quantized<F>::bytes(pairs, in.groups)), D};
   const Rounded<F, T> h_rounded{h, h_ints.get<char>(Quantized<F>::bytes(pairs, down.groups)), F_};
+  const ExpertsLora<T> of_halves = lora.first<T>(sorted, first_low, N, D, F_);
+  const ExpertsLora<T> of_down = lora.second<T>(sorted, second_low, N, D, F_);
   const i64 bytes = count * (in.blocks * in.block_bytes + down.blocks * down.block_bytes);
   const int threads = int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, bytes / kMinBytes)));
   Shares first(count * ceil_div(F_, kBlock), in.least() / 2, threads);
@@ -168,22 +165,29 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
   {
     const Range mine = share(pairs);
     for (i64 p = mine.from; p < mine.to; p++) std::memcpy(rows + p * D, x + sorted.token[p] * x_stride, D * sizeof(T));
+    of_halves.shrink(rows, mine);
     x_rounded.make(sorted.groups, mine);
 #pragma omp barrier
     each_block(first, sorted.groups, F_, [&](const Group& g, Range part) {
-      if (!keeps_x<T>(g)) return hide(in, g, F_, part, x_rounded.of(g), h, kind, limit);
+      if (!keeps_x<T>(g)) return hide(in, g, F_, part, x_rounded.of(g), h, kind, limit, of_halves);
       if constexpr (std::is_same_v<T, bf16>) {
         keep(in, g, 0, F_, part, rows, halves, 2 * F_);
         keep(in, g, F_ / kRows, F_, part, rows, halves + F_, 2 * F_);
+        of_halves.add(halves, 2 * F_, g, 0, part);
+        of_halves.add(halves + F_, 2 * F_, g, 1, part);
         activate(halves, h, g, F_, part, kind, limit);
       }
     });
 #pragma omp barrier
+    of_down.shrink(h, mine);
     h_rounded.make(sorted.groups, mine);
 #pragma omp barrier
     each_block(second, sorted.groups, D, [&](const Group& g, Range part) {
-      if (!keeps_x<T>(g)) return give(down, g, part, h_rounded.of(g), y);
-      if constexpr (std::is_same_v<T, bf16>) keep(down, g, 0, D, part, h, y, D);
+      if (!keeps_x<T>(g)) return give(down, g, part, h_rounded.of(g), y, of_down);
+      if constexpr (std::is_same_v<T, bf16>) {
+        keep(down, g, 0, D, part, h, y, D);
+        of_down.add(y, D, g, 0, part);
+      }
     });
 #pragma omp barrier
     combine(sorted, y, weights, out, tokens, A, D);
@@ -196,9 +200,10 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
 #define GRAPHLLM_QUANT_MOE(name, format, T)                                                                              \
   extern "C" void graphllm_quant_moe_##name(                                                                             \
       const void* x, const void* gate_up, const void* gate_up_scales, const void* down, const void* down_scales,         \
-      const void* weights, const void* experts, const void* gate_up_bias, const void* down_bias, void* out,              \
+      const void* weights, const void* experts, const void* gate_up_bias, const void* down_bias, const void* gate_up_a,  \
+      const void* gate_up_b, const void* down_a, const void* down_b, const void* ids, void* out,                         \
       std::int64_t tokens, std::int64_t A, std::int64_t N, std::int64_t D, std::int64_t F, std::int64_t x_stride,        \
-      std::int64_t activation, double limit) {                                                                           \
+      std::int64_t activation, double limit, std::int64_t rank) {                                                        \
     using namespace graphllm;                                                                                            \
     if (tokens <= 0) return;                                                                                             \
     moe<format, T>(static_cast<const T*>(x),                                                                             \
@@ -207,7 +212,8 @@ void moe(const T* x, const Stack<F, T>& in, const Stack<F, T>& down, const float
                    {static_cast<const std::uint8_t*>(down), static_cast<const bf16*>(down_scales),                       \
                     static_cast<const T*>(down_bias), D, F},                                                             \
                    static_cast<const float*>(weights), static_cast<const std::int32_t*>(experts), static_cast<T*>(out),  \
-                   tokens, A, N, x_stride, Activation(activation), float(limit));                                        \
+                   tokens, A, N, x_stride, Activation(activation), float(limit),                                         \
+                   {gate_up_a, gate_up_b, down_a, down_b, static_cast<const std::int32_t*>(ids), rank});                 \
   }
 GRAPHLLM_QUANT_MOE(int8_bf16, Int8, bf16)
 GRAPHLLM_QUANT_MOE(int8_f32, Int8, f32)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
+from graphllm.ops.fused_moe.op import LORA_TABLES
 from graphllm.ops.quant_moe.op import quant_moe
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu_experts.h
@@ -18,8 +19,9 @@ _kernels = {
     (values, x): CKernel(
         f"graphllm_quant_moe_{name}_{kind}",
         "(Tensor x, Tensor gate_up, Tensor gate_up_scales, Tensor down, Tensor down_scales, Tensor weights,"
-        " Tensor experts, Tensor? gate_up_bias, Tensor? down_bias, Tensor(a!) out, SymInt T, SymInt A, SymInt N,"
-        " SymInt D, SymInt F, SymInt x_stride, int activation, float limit) -> ()",
+        " Tensor experts, Tensor? gate_up_bias, Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b,"
+        " Tensor? down_a, Tensor? down_b, Tensor? ids, Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D,"
+        " SymInt F, SymInt x_stride, int activation, float limit, int rank) -> ()",
         Path(__file__).with_name("cpu.cpp"),
     )
     for values, name in ((torch.int8, "int8"), (torch.uint8, "int4"))
@@ -39,6 +41,8 @@ def _supports(site: CallSite) -> bool:
         and site.args["inner"] % 16 == 0
         and site.args["weights_TA"].dtype == torch.float32
         and all(t.is_contiguous() for t in rest)
+        # float16 would go through float32, and tables are as they are.
+        and all(t.dtype == x_TD.dtype != torch.float16 for n in LORA_TABLES if (t := site.args[n]) is not None)
     )
 
 
@@ -56,6 +60,11 @@ def experts_in_turn(
     limit: float = 0.0,
     gate_up_bias_N2F: Tensor | None = None,
     down_bias_ND: Tensor | None = None,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
 ) -> Tensor:
     """x and the hidden rows are rounded as by the kernel of `quant_linear`, and so are an expert's weights that 32 rows
     of bfloat16 and more chose, with AMX. What each expert gives is rounded to x's dtype. float16 goes through float32.
@@ -67,6 +76,8 @@ def experts_in_turn(
     out_TD = x.new_empty((T, D))
     _kernels[gate_up_values_NBGLRQ.dtype, taken](
         x, gate_up_values_NBGLRQ, gate_up_scales_NBGR, down_values_NBGLRQ, down_scales_NBGR, weights_TA, experts_TA,
-        *biases, out_TD, T, A, N, D, inner, x.stride(0), _ACTIVATIONS.index(activation), limit,
+        *biases, gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T, out_TD,
+        T, A, N, D, inner, x.stride(0), _ACTIVATIONS.index(activation), limit,
+        0 if down_lora_a_LNrF is None else down_lora_a_LNrF.shape[2],
     )  # fmt: skip
     return out_TD.to(x_TD.dtype)

@@ -36,6 +36,11 @@ def residual_moe(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
 ) -> Tensor:
     """residual + `fused_moe` of x, or of its `rms_norm` where norm_D [D] is given: [T, D] in x's dtype, contiguous.
 
@@ -47,6 +52,7 @@ def residual_moe(
     return residual_TD + fused_moe.reference(
         x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, activation, limit, gate_up_bias_N2F, down_bias_ND,
         gate_up_scales_NG2F, gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+        gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T,
     )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite
 from graphllm.ops.fused_moe import triton_few_tokens, triton_many_tokens
+from graphllm.ops.fused_moe.triton_adapters import lora_of
 from graphllm.ops.fused_moe.triton_common import experts_of
 from graphllm.ops.fused_moe.tuning import even_routing
 from graphllm.ops.residual_moe.op import residual_moe
@@ -69,12 +70,18 @@ def triton_few(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
     **config: int,
 ) -> Tensor:
     """For up to 64 tokens."""
     experts = experts_of(
         gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
         gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
     )  # fmt: skip
     return triton_few_tokens.few_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)
 
@@ -102,11 +109,17 @@ def triton_sorted(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
+    gate_up_lora_a_LNRD: Tensor | None = None,
+    gate_up_lora_b_LNrO: Tensor | None = None,
+    down_lora_a_LNrF: Tensor | None = None,
+    down_lora_b_LNrD: Tensor | None = None,
+    adapter_ids_T: Tensor | None = None,
     **config: int,
 ) -> Tensor:
     """For more tokens."""
     experts = experts_of(
         gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
         gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+        lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
     )  # fmt: skip
     return triton_many_tokens.many_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)

@@ -121,11 +121,11 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
         for stage in (
             "00-trace",
             "01-canonicalize",
-            "02-add_adapters",
-            "03-quantize_linear",
-            "04-quantize_moe",
-            "05-scale_cache",
-            "06-shard",
+            "02-shard",
+            "03-add_adapters",
+            "04-quantize_linear",
+            "05-quantize_moe",
+            "06-scale_cache",
             "07-fuse_attention",
         )
         for unit in units
@@ -216,11 +216,11 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
         (name, unit)
         for name in (
             "canonicalize",
+            "shard",
             "add_adapters",
             "quantize_linear",
             "quantize_moe",
             "scale_cache",
-            "shard",
             "fuse_attention",
         )
         for unit in (

@@ -83,6 +83,9 @@ class StubCore:
     def stats(self) -> CoreStats:
         return CoreStats(steps=self.steps, running=len(self._running), waiting=len(self._waiting))
 
+    def check_health(self) -> None:
+        pass
+
     def reset_prefix_cache(self) -> bool:
         return not self._running
 

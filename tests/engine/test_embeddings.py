@@ -63,6 +63,27 @@ def test_beside_transformers(name: str, tmp_path: Path, cache: Path) -> None:
         torch.testing.assert_close(short, torch.nn.functional.normalize(states[1][:8], dim=0), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("pooling", ["LAST", "MEAN", "CLS", "ALL"])
+@pytest.mark.parametrize("name", ["qwen2", "llama"])
+def test_decoders_that_attend_both_ways(name: str, pooling: str, tmp_path: Path, cache: Path) -> None:
+    """GTE-Qwen2's kind: is_causal is false. Ragged prompts up to a step's tokens, each computed whole."""
+    model = _make(name, tmp_path / "model")
+    told = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**told, "is_causal": False}))
+    prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in (1, 2, 15, 40, 100)]
+    with LLM(
+        tmp_path / "model", skip_tokenizer_init=True, backend="eager", target="cpu", dtype="float32", max_num_seqs=4,
+        max_model_len=128, max_num_batched_tokens=128, pooling_type=pooling,
+    ) as llm:  # fmt: skip
+        found = [o.outputs.data for o in llm.encode(prompts, PoolingParams(normalize=False), use_tqdm=False)]
+    for prompt, vector in zip(prompts, found, strict=True):
+        n = len(prompt)
+        with torch.no_grad():  # a mask of zeros hides nothing
+            states = model(torch.tensor([prompt]), attention_mask=torch.zeros(1, 1, n, n)).last_hidden_state[0]
+        expected = {"LAST": states[-1], "MEAN": states.mean(0), "CLS": states[0], "ALL": states}[pooling]
+        torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_refusals(tmp_path: Path, cache: Path) -> None:
     folder = tmp_path / "model"
     _make("llama", folder)
@@ -82,3 +103,8 @@ def test_refusals(tmp_path: Path, cache: Path) -> None:
     (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
     with pytest.raises(ConfigError, match="pooling_type is MEAN: LlamaModel computes prompts in parts"):
         _open(folder)
+    _make("mistral", tmp_path / "windows")
+    told = json.loads((tmp_path / "windows" / "config.json").read_text())
+    (tmp_path / "windows" / "config.json").write_text(json.dumps({**told, "is_causal": False}))
+    with pytest.raises(ConfigError, match="is_causal is False beside sliding_window"):
+        _open(tmp_path / "windows")

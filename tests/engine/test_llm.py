@@ -288,7 +288,6 @@ def test_vectors_of_a_model_without(llm: LLM, name: str) -> None:
     ("arguments", "error", "message"),
     [
         ({"model": "/nowhere"}, ConfigError, "model: /nowhere is not a folder"),
-        ({"tensor_parallel_size": 2}, ConfigError, "tensor_parallel_size is 2: an engine runs on one device; use 1"),
         ({"no_such_option": 2}, ConfigError, "no_such_option is 2: not supported; leave it out$"),
         ({"artifact": "/nowhere", "target": "cpu"}, ConfigError, "/nowhere"),
     ],

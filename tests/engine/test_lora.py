@@ -3,6 +3,7 @@ more of them than have tables, and through the ends of requests."""
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], list[str]]] = {
     "phi3": ("Phi3", LLAMA, ["qkv_proj", "gate_up_proj"]),
     "gpt2": ("GPT2", GPT2, ["c_attn", "c_fc"]),
 }
+SCALED = {"gemma2": ("Gemma2", LLAMA | {"head_dim": 16, "sliding_window": 64}, ["q_proj"])}  # its embedding is scaled
 ADAPTERS: dict[str, dict[str, Any]] = {
     "all": {"r": 4, "lora_alpha": 8},
     "some": {"r": 8, "lora_alpha": 4, "use_rslora": True},
@@ -51,7 +53,7 @@ class Family:
         changes: dict[str, Any] | None = None,
         adapters: dict[str, tuple[dict[str, Any], list[str]]] | None = None,
     ) -> None:
-        kind, config, some = FAMILIES[name]
+        kind, config, some = (FAMILIES | SCALED)[name]
         config = config | (changes or {})
         torch.manual_seed(sum(map(ord, name)))
         whole = getattr(transformers, f"{kind}Config")(**config)
@@ -85,6 +87,20 @@ class Family:
                 self.model.set_adapter(adapter)
                 logits = self.model(ids).logits[0]
         return torch.log_softmax(logits.double(), -1)
+
+    def quantize(self) -> None:
+        """Round PEFT's base as int8 does, in groups of 64."""
+        linear = [m for n, m in self.model.named_modules() if isinstance(m, torch.nn.Linear) and "lora_" not in n]
+        with torch.no_grad():
+            for group in (g for module in linear for g in module.weight.split(64, 1)):  # each row of one has a scale
+                scale = (group.abs().amax(1, keepdim=True) / 127).bfloat16().float()
+                group.copy_((group / scale).round().clamp(-127, 127) * scale)
+
+    def rounded(self) -> Family:
+        """The same with PEFT's model in bfloat16."""
+        other = copy.copy(self)
+        other.model = copy.deepcopy(self.model).bfloat16()
+        return other
 
     def check(self, outputs: Sequence[Any], adapters: Sequence[str | None], tolerance: float = 1e-4) -> None:
         """Tokens are the likeliest ones, and all log-probabilities PEFT's."""
@@ -174,18 +190,37 @@ def test_the_head(tied: bool, tmp_path: Path) -> None:
     requests = [a and family.adapters[a] for a in adapters]
     with _open(family, lora_target_modules=("lm_head", "up_proj")) as llm:
         family.check(llm.generate(_ids(_prompts(6)), GREEDY, lora_request=requests), adapters)
-        with pytest.raises(ConfigError, match=r"proj is none of the linear layers .* \(gate_proj, lm_head, up_proj\)"):
+        with pytest.raises(ConfigError, match=r"proj is none of the layers .* \(gate_proj, lm_head, up_proj\)"):
             llm.generate(_ids(_prompts(1)), GREEDY, lora_request=Family("qwen2", tmp_path / "all").adapters["all"])
+
+
+EMBEDDINGS = {
+    "untied": ("qwen2", False, ["embed_tokens", "up_proj"]),
+    "tied": ("qwen2", True, ["embed_tokens"]),
+    "with its head": ("qwen2", True, ["embed_tokens", "lm_head"]),
+    "gpt2": ("gpt2", True, ["wte", "c_attn"]),
+    "scaled": ("gemma2", True, ["embed_tokens", "q_proj"]),
+}
+
+
+@pytest.mark.parametrize("case", EMBEDDINGS)
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+def test_the_embedding(case: str, tmp_path: Path) -> None:
+    """Tied to the head or not: an adapter of the embedding leaves the head as it is, one of both has two changes."""
+    name, tied, modules = EMBEDDINGS[case]
+    adapters = {"own": ({"r": 3, "lora_alpha": 5}, modules), "other": ({"r": 5, "use_rslora": True}, modules)}
+    family = Family(name, tmp_path, {"tie_word_embeddings": tied}, adapters)
+    mixed = [None, *adapters] * 2
+    with _open(family, lora_target_modules=tuple(modules)) as llm:
+        family.check(llm.generate(_ids(_prompts(2)), GREEDY, lora_request=family.adapters["own"]), ["own"] * 2)
+        requests = [a and family.adapters[a] for a in mixed]
+        family.check(llm.generate(_ids(_prompts(6)), GREEDY, lora_request=requests), mixed)
 
 
 def test_over_quantized_weights(tmp_path: Path) -> None:
     """The base product reads int8; what the adapter adds is as it is."""
     family = Family("qwen2", tmp_path)
-    linear = [m for n, m in family.model.named_modules() if isinstance(m, torch.nn.Linear) and "lora_" not in n]
-    with torch.no_grad():
-        for group in (g for module in linear for g in module.weight.split(64, 1)):  # each row of one has a scale
-            scale = (group.abs().amax(1, keepdim=True) / 127).bfloat16().float()
-            group.copy_((group / scale).round().clamp(-127, 127) * scale)
+    family.quantize()
     adapters = [None, *ADAPTERS]
     with _open(family, quantization="int8") as llm:
         outputs = llm.generate(_ids(_prompts(4)), GREEDY, lora_request=[a and family.adapters[a] for a in adapters])
@@ -221,7 +256,7 @@ def test_mistakes(qwen2: Family, tmp_path: Path) -> None:
         (broken("shape", None, lambda t: t | {first: torch.zeros(4, 65)}), "q_proj has 65 inputs"),
         (broken("half", None, lambda t: {n: v for n, v in t.items() if n != first}), "q_proj has no lora_A"),
         (broken("other", None, lambda t: {n.replace("q_proj", "x_proj"): v for n, v in t.items()}),
-         "x_proj is none of the linear layers that adapters may change here"),
+         "x_proj is none of the layers that adapters may change here"),
         (broken("nan", None, lambda t: t | {first: torch.full((4, 64), float("nan"))}), "not finite"),
         (broken("extra", None, lambda t: t | {"base_model.model.lm_head.weight": torch.zeros(1)}), "lm_head.weight is"),
     )  # fmt: skip

@@ -106,6 +106,9 @@ class StubCore:
     def stats(self) -> CoreStats:
         return CoreStats(steps=self._steps, running=len(self._live))
 
+    def check_health(self) -> None:
+        pass
+
     def reset_prefix_cache(self) -> bool:
         return not self._live
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged, stack_tables
+from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
@@ -24,7 +25,8 @@ BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 8), Bucket("mixed", 2, 51
 
 
 class Driver:
-    """A compiled checkpoint with its executor."""
+    """A compiled checkpoint with its executor. settings: further ones of `EngineArgs`. opened: what runs the artifact,
+    of its folder and the checkpoint, in place of an executor in this process."""
 
     def __init__(
         self,
@@ -34,6 +36,8 @@ class Driver:
         dtype: Literal["float32", "bfloat16"] = "float32",
         target: Literal["cpu", "cuda"] = "cpu",
         tune: bool = False,
+        settings: Mapping[str, Any] = {},
+        opened: Callable[[Path, Checkpoint], Any] | None = None,
     ) -> None:
         from graphllm.compile.pipeline import compile_model
 
@@ -41,10 +45,13 @@ class Driver:
         assert source.checkpoint is not None
         wanted = EngineArgs(
             target=target, backend=backend, dtype=dtype, buckets=BUCKETS, max_num_seqs=8, max_num_batched_tokens=512,
-            block_size=BLOCK, tune=tune,
+            block_size=BLOCK, tune=tune, **settings,
         )  # fmt: skip
         config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
         compile_model(source.config, source.tensors, config, place, stored=source.checkpoint.tensors)
+        if opened is not None:
+            self.executor = opened(place, source.checkpoint)
+            return
         manifest = artifact.verify(place)
         plan = WeightPlan.from_json((place / "weights.json").read_text())
         self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), num_blocks=512)

@@ -32,6 +32,7 @@ from graphllm.ops.fused_linear import fused_linear
 from graphllm.ops.fused_linear.cpu import gated_linear
 from graphllm.ops.fused_moe import fused_moe
 from graphllm.ops.fused_moe.cpu import experts_in_turn
+from graphllm.ops.fused_moe.op import LORA_TABLES
 from graphllm.ops.linear import linear
 from graphllm.ops.linear.cpu import streaming_linear
 from graphllm.ops.paged_attention import paged_attention
@@ -183,6 +184,23 @@ def test_experts_with_many_rows(level: str, threads: int, T: int, experts: int, 
     names = dict(zip(("x_TD", "gate_up_N2FD", "down_NDF"), given, strict=True))
     found = experts_in_turn(**names, weights_TA=weights, experts_TA=chosen)
     assert _error(found, fused_moe(*(t.double() for t in given), weights, chosen)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("T", [3, 150])
+def test_adapters_of_experts(level: str, threads: int, T: int, dtype: torch.dtype) -> None:
+    """Sizes that end inside a vector; tokens of two adapters and of none."""
+    draw = torch.Generator().manual_seed(T)
+    sizes = ((T, 44), (8, 2 * 52, 44), (8, 44, 52), (3, 8, 2 * 5, 44), (3, 8, 5, 2 * 52), (3, 8, 5, 52), (3, 8, 5, 44))
+    x, first, second, *tables = (torch.randn(s, generator=draw).div(s[-1] ** 0.5).to(dtype) for s in sizes)
+    weights, chosen = torch.softmax(torch.randn(T, 2, generator=draw), -1), torch.rand(T, 8).topk(2, -1).indices.int()
+    ids = torch.arange(T, dtype=torch.int32) % 3
+    for table in tables:
+        table[0] = float("nan")  # never read
+    found = experts_in_turn(x, first, second, weights, chosen, "silu", 0.0, None, None, *tables, ids)
+    wide = dict(zip(LORA_TABLES, (t.double() for t in tables), strict=True))
+    truth = fused_moe(*(t.double() for t in (x, first, second)), weights, chosen, **wide, adapter_ids_T=ids)
+    assert _error(found, truth) < TOLERANCE[dtype]
 
 
 # ---- paged_attention

@@ -188,3 +188,23 @@ def test_other_pieces_are_left_alone(config: CompileConfig, dtype: str) -> None:
     _, report, targets = _run(_layer, SOME, config, dtype)
     assert report.changed == 0
     assert targets.count("graphllm::linear") == 4
+
+
+@pytest.mark.parametrize("bucket", [ONE, SOME])
+def test_a_part_of_the_residual_joins(bucket: Bucket) -> None:
+    """What a rank adds to its part of a sum: the product's kernel multiplies the residual."""
+
+    def fn(v: Values) -> tuple[Tensor, ...]:
+        return (v["r"] * 0.5 + linear(v["a"], v["square"]),)
+
+    unit, _, targets = _run(fn, bucket)
+    assert targets == ["graphllm::fused_linear"]
+    _same_result(fn, unit, 1 if bucket is ONE else 7)
+
+    def read_twice(v: Values) -> tuple[Tensor, ...]:
+        part = v["r"] * 0.5
+        return part + linear(v["a"], v["square"]), part
+
+    unit, _, targets = _run(read_twice, bucket)
+    assert targets == ["aten::mul.Tensor", "graphllm::fused_linear"]
+    _same_result(read_twice, unit, 1 if bucket is ONE else 7)

@@ -80,7 +80,11 @@ def test_two_processes_give_the_logits_of_one(biased: Path, tmp_path: Path) -> N
     two = _compiled(biased, tmp_path / "two", 2)
     manifest = artifact.verify(two)
     notes = {p["unit"]: p["notes"] for p in manifest["passes"] if p["pass"] == "shard" and p["changed"]}
-    assert notes == {"layer.full": ["o: all_reduce", "down: all_reduce"]}
+    assert notes == {
+        "embed": ["tokens: all_reduce"],
+        "layer.full": ["o: all_reduce", "down: all_reduce"],
+        "head": ["lm_head: all_gather"],
+    }
     assert manifest["memory"]["weights"] < artifact.verify(one)["memory"]["weights"]
     assert manifest["memory"]["block"] * 2 == artifact.verify(one)["memory"]["block"]
     with Ranks(two, biased, 2, BLOCKS) as ranks:
@@ -91,7 +95,7 @@ def test_two_processes_give_the_logits_of_one(biased: Path, tmp_path: Path) -> N
 
 
 def test_degrees_that_do_not_fit(biased: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: layers.0.qkv has 64 entries"):
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: layers.0.qkv has 4 heads"):
         _compiled(biased, tmp_path / "three", 3)
     assert not (tmp_path / "three").exists()
 

@@ -87,10 +87,15 @@ class Served:
         return sum(float(line.rpartition(" ")[2]) for line in lines)
 
     @property
-    def engine_pid(self) -> int:
-        """Of the engine's process, the child that runs the core."""
+    def engine_pids(self) -> list[int]:
+        """Of the engine's processes, the children that run a core."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        found = [int(c) for c in children if b"entrypoints.core_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+        return [int(c) for c in children if b"entrypoints.core_process" in Path(f"/proc/{c}/cmdline").read_bytes()]
+
+    @property
+    def engine_pid(self) -> int:
+        """Of the engine's process, where there is one."""
+        found = self.engine_pids
         assert len(found) == 1, found
         return found[0]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -56,13 +57,27 @@ def adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Adap
     return Adapters(checkpoint, tmp_path_factory.mktemp("adapters"))
 
 
+def _package(site: Path, adapters: Path) -> str:
+    """A package that finds adapters by names such as "found-one", as an entry of PYTHONPATH."""
+    info = site / "finder-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: finder\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[graphllm.lora_resolvers]\nfinder = finder:find\n")
+    told = f"return {str(adapters)!r} + '/' + name[6:] if name.startswith('found-') else None"
+    (site / "finder.py").write_text(f"def find(name):\n    {told}\n")
+    return os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @pytest.fixture(scope="module")
 def server(checkpoint: Path, adapters: Adapters, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     served = Served(
         tmp_path_factory.mktemp("server") / "log", checkpoint, *SMALL, "--enable-lora", "--max-loras", 1,
         "--max-cpu-loras", 2, "--lora-modules", f"first={adapters.folder / 'one'}", "--lora-dir", adapters.folder,
         "--api-server-count", 2, "--served-model-name", "base",
-        environment={"GRAPHLLM_CACHE": str(adapters.folder / "cache")},
+        environment={
+            "GRAPHLLM_CACHE": str(adapters.folder / "cache"),
+            "PYTHONPATH": _package(tmp_path_factory.mktemp("site"), adapters.folder),
+        },
     )  # fmt: skip
     yield served.wait_ready()
     assert served.stop() == 0, served.log.read_text()
@@ -101,6 +116,17 @@ def test_adapters_are_models(server: Served, adapters: Adapters) -> None:
     for _ in range(4):  # in whichever process
         status, body, _ = server.post("/v1/completions", {"model": "second", "prompt": "a"})
         assert (status, body["error"]["code"]) == (404, "model_not_found")
+
+
+def test_a_package_finds_adapters(server: Served, adapters: Adapters) -> None:
+    """By names that nobody loaded; what it finds is a model from then on, unless it cannot be served."""
+    assert _ask(server, PROMPTS[0], "found-two") == ("found-two", adapters.text(PROMPTS[0], "two"))
+    status, body, _ = server.post("/v1/completions", {"model": "found-nothing", "prompt": "a"})
+    assert (status, "No such file" in body["error"]["message"]) == (400, True)
+    ids = [m["id"] for m in json.loads(server.get("/v1/models")[1])["data"]]
+    assert "found-two" in ids
+    assert "found-nothing" not in ids
+    assert _route(server, "unload", lora_name="found-two")[0] == 200
 
 
 def test_mistakes(server: Served, adapters: Adapters) -> None:

@@ -254,12 +254,12 @@ FORMATS: dict[str, Format] = {
 }  # fmt: skip
 
 
-def write(folder: Path, made: Format) -> LlamaForCausalLM:
-    """A checkpoint in that format, and transformers' model with the numbers that it stands for."""
+def write(folder: Path, made: Format, width: int = WIDTH, keys: int = 2) -> LlamaForCausalLM:
+    """A checkpoint in that format, and transformers' model with the numbers that it stands for. keys: heads of them."""
     torch.manual_seed(7)
     config = LlamaConfig(
-        vocab_size=128, hidden_size=HIDDEN, intermediate_size=WIDTH, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512,
+        vocab_size=128, hidden_size=HIDDEN, intermediate_size=width, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=keys, max_position_embeddings=512,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     tensors: Tensors = {}

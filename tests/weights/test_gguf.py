@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,30 @@ def test_logits(kind: str, quantized: str, backend: Any, tmp_path: Path) -> None
     assert [kept[f"layers.{i}.down.tiles"] for i in (0, 1)] == ["tiled_q5_1", "tiled_q5_0"]
     if kind == "qwen3":
         assert plan["head.lm_head.tiles"].tie == "embed.tokens.tiles"
+
+
+@torch.no_grad()
+def test_two_ranks(tmp_path: Path) -> None:
+    """Blocks of the table, which the head is tied to, and of every kind of product are divided and stay as they are."""
+    torch.manual_seed(7)
+    model = Qwen3ForCausalLM(Qwen3Config(**_COMMON | {"intermediate_size": 128}, tie_word_embeddings=True)).eval()
+    _write(tmp_path / "model.gguf", "qwen3", model, "mixed")
+    sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+    driver, sharded = importlib.import_module("driver"), importlib.import_module("sharded")
+    opened: list[Any] = []
+
+    def ranks_of(place: Path, checkpoint: Any) -> Any:
+        opened.append(sharded.Sharded(place, checkpoint, 2, num_blocks=64))
+        return opened[0]
+
+    folder, settings = gguf_folder(tmp_path / "model.gguf"), {"tensor_parallel_size": 2}
+    runner = driver.Driver(folder, "eager", tmp_path / "artifact", settings=settings, opened=ranks_of)
+    plan = WeightPlan.from_json((tmp_path / "artifact" / "weights.json").read_text())
+    assert [e.name for e in plan if len(e.shape) == 2] == ["embed.inv_freq"]
+    prompt = torch.randint(0, 128, (20,), generator=torch.Generator().manual_seed(1)).tolist()
+    with opened[0]:
+        logits, _ = runner.generate([prompt], 1)
+    torch.testing.assert_close(logits[0], model(torch.tensor([prompt])).logits[0, -1], rtol=1e-4, atol=1e-4)
 
 
 def test_tokenizer_and_settings_are_the_files(tmp_path: Path) -> None:

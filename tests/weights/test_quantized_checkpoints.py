@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,10 @@ from graphllm.weights.match import check_checkpoint
 from graphllm.weights.plan import Entry, WeightPlan, make_plan
 from graphllm.weights.schemes import as_quantized, scheme_of
 from graphllm.weights.shard import shard_plan
+from graphllm.weights.simplify import same_encodings
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import sharded
 
 
 def _driver() -> ModuleType:
@@ -67,11 +72,34 @@ def test_numbers(name: str, tmp_path: Path) -> None:
         _same(weights[f"layers.{i}.qkv"], torch.cat([stored[f"{at}self_attn.{n}_proj.weight"] for n in "qkv"]))
         _same(weights[f"layers.{i}.o"], stored[f"{at}self_attn.o_proj.weight"])
         _same(weights[f"layers.{i}.down"], stored[f"{at}mlp.down_proj.weight"])
-    ranks = [_loaded(tmp_path, shard_plan(plan, 2), rank) for rank in range(2)]
-    for name in ("layers.0.o", "layers.0.down"):  # their inner entries are divided
-        _same(torch.cat([rank[name] for rank in ranks], 1), weights[name])
-    q, k, v = (torch.cat(parts) for parts in zip(*(r["layers.1.qkv"].split([32, 16, 16]) for r in ranks), strict=True))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_shares_of_two_ranks(name: str, tmp_path: Path) -> None:
+    """They are kept as the whole is, and stand for their part of its numbers."""
+    write(tmp_path, FORMATS[name], width=128, keys=4)
+    plan = _plan(tmp_path)
+    divided, weights = shard_plan(plan, 2), _loaded(tmp_path, plan)
+    assert _kept(divided) == _kept(plan)
+    ranks = [_loaded(tmp_path, divided, rank) for rank in range(2)]
+    for entry in ("layers.0.o", "layers.0.down"):  # their inner entries are divided
+        _same(torch.cat([rank[entry] for rank in ranks], 1), weights[entry])
+    q, k, v = (torch.cat(parts) for parts in zip(*(r["layers.1.qkv"].split([32] * 3) for r in ranks), strict=True))
     _same(torch.cat([q, k, v]), weights["layers.1.qkv"])
+
+
+def _kept(plan: WeightPlan) -> list[tuple[str, ...]]:
+    """In which encodings ops read the divided weights."""
+    found = (same_encodings(e.expr) for e in plan if e.shard in ("input", "output"))
+    return [tuple(name for name in names if encoding_of(name).op is not None) for names in found]
+
+
+def test_shares_that_cut_blocks_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, FORMATS["awq"])
+    with pytest.raises(
+        ConfigError, match=r"layers.0.down is stored as awq-32 in blocks of 32 entries, of which 96 / 2"
+    ):
+        shard_plan(_plan(tmp_path), 2)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -101,35 +129,114 @@ def test_logits(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(logits[0], model(torch.tensor([prompt])).logits[0, -1], atol=2e-4, rtol=0)
 
 
-@torch.no_grad()
-def test_experts_of_gpt_oss(tmp_path: Path) -> None:
-    """Their MXFP4 blocks, against transformers' own reader of them."""
+def _gpt_oss(folder: Path, width: int) -> transformers.GptOssForCausalLM:
+    """A checkpoint with experts in MXFP4, and transformers' model by its own reader of them."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     config = transformers.GptOssConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, head_dim=16,
-        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
+        vocab_size=128, hidden_size=64, intermediate_size=width, num_hidden_layers=2, num_attention_heads=4,
+        head_dim=16, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=256,
     )  # fmt: skip
+    torch.manual_seed(3)
     model = transformers.GptOssForCausalLM(config).eval()
     tensors = {}
     for name, parameter in model.named_parameters():
         if not name.endswith(("gate_up_proj", "down_proj")):
-            tensors[name] = parameter.clone()
+            tensors[name] = parameter.detach().clone()
             continue
         count, inner, rows = parameter.shape
         blocks = torch.randint(0, 256, (count, rows, inner // 32, 16), dtype=torch.uint8)
         scales = torch.randint(118, 124, (count, rows, inner // 32), dtype=torch.uint8)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        parameter.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        parameter.data.copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     settings = {"architectures": ["GptOssForCausalLM"], "quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | settings))
+    (folder / "config.json").write_text(json.dumps(config.to_dict() | settings))
+    return model
+
+
+@torch.no_grad()
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """Their MXFP4 blocks, against transformers' own reader of them."""
+    model = _gpt_oss(tmp_path, 96)
     weights, stored = _loaded(tmp_path, _plan(tmp_path)), model.state_dict()
     for i in range(2):
         at = f"model.layers.{i}.mlp.experts."
         gate_up = stored[at + "gate_up_proj"].transpose(1, 2)
         _same(weights[f"layers.{i}.gate_up"], torch.cat([gate_up[:, ::2], gate_up[:, 1::2]], 1))
         _same(weights[f"layers.{i}.down"], stored[at + "down_proj"].transpose(1, 2))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("apart", [False, True])
+def test_ranks_keep_experts_of_gpt_oss_encoded(apart: bool, tmp_path: Path) -> None:
+    """Divided by width or by number; what ranks compute together is what transformers does."""
+    _compare_two_ranks(tmp_path, _gpt_oss(tmp_path, 128), apart, "e2m1-32")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("name", "kept", "apart"),
+    [
+        ("awq", "nibble_zeros_f16-32", True),
+        pytest.param("awq", "nibble_zeros_f16-32", False, marks=pytest.mark.slow),
+        pytest.param("fp8 blocks", "float8-16", True, marks=pytest.mark.slow),
+        pytest.param("fp8 blocks", "float8-16", False, marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_keep_single_experts_encoded(name: str, kept: str, apart: bool, tmp_path: Path) -> None:
+    """Experts that the checkpoint stores one by one."""
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, head_dim=16, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model, tensors, made = transformers.Qwen3MoeForCausalLM(config).eval(), {}, FORMATS[name]
+    for own, parameter in model.named_parameters():
+        stem = own.removesuffix(".weight")
+        if not own.endswith("proj.weight") and ".experts." not in own:
+            tensors[own] = parameter.detach().clone()
+            continue
+        experts = parameter.data if parameter.dim() == 3 else parameter.data[None]
+        for n, expert in enumerate(experts):
+            halves = ("gate_proj", "up_proj") if stem.endswith("gate_up_proj") else (stem.rpartition(".")[2],)
+            start = stem.rpartition(".")[0] + (f".{n}" if parameter.dim() == 3 else "")
+            for leaf, part in zip(halves, expert.chunk(len(halves)), strict=True):
+                stored, numbers = made.encode(part.float())
+                tensors |= {f"{start}.{leaf}.{k}": t.clone().contiguous() for k, t in stored.items()}
+                part.copy_(numbers)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    settings = {"architectures": ["Qwen3MoeForCausalLM"], "quantization_config": made.config}
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict() | settings))
+    _compare_two_ranks(tmp_path, model, apart, kept)
+
+
+def _compare_two_ranks(folder: Path, model: Any, apart: bool, kept: str) -> None:
+    """Their experts are kept in an encoding; what they compute together is what transformers does."""
+    opened: list[Any] = []
+
+    def ranks_of(place: Path, checkpoint: Any) -> Any:
+        opened.append(sharded.Sharded(place, checkpoint, 2, num_blocks=64))
+        return opened[0]
+
+    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
+    runner = _driver().Driver(folder, "eager", folder / "artifact", settings=settings, opened=ranks_of)
+    shown = {row["name"]: row["kept"] for row in artifact.verify(folder / "artifact")["weights"]}
+    assert {shown["layers.*.gate_up"], shown["layers.*.down"]} == {kept}
+    prompts = [torch.randint(128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 50)]
+    with opened[0]:
+        logits, _ = runner.generate(prompts, 2)
+    for row, prompt in zip(logits, prompts, strict=True):
+        torch.testing.assert_close(row, model(torch.tensor([prompt])).logits[0, -1], atol=1e-4, rtol=0)
+
+
+def test_experts_whose_width_cuts_blocks_are_divided_by_number(tmp_path: Path) -> None:
+    _gpt_oss(tmp_path, 96)
+    plan = _plan(tmp_path)
+    with pytest.raises(ConfigError, match=r"layers.0.down is stored as .*96 / 2.*or enable_expert_parallel"):
+        shard_plan(plan, 2)
+    assert shard_plan(plan, 2, True)["layers.0.down"].shape == (2, 64, 96)
 
 
 @torch.no_grad()

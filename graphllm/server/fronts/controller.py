@@ -78,7 +78,7 @@ _LEAVING = 5.0  # seconds for the fronts' end
 
 @dataclass
 class _Front:
-    """One process. joined: folder of the engine that it has joined; None while it takes no connections. handed:
+    """One process. joined: folders of the cores that it has joined; None while it takes no connections. handed:
     connections that it has not taken yet, and when they were handed to it, oldest first. taken: how many it has taken
     so far; open: how many of them have not ended. rooms: what it holds or waits for, and what gives it, by
     ticket. writing: responses that run in the background there. silent: seconds, counted in ticks of this process."""
@@ -89,7 +89,7 @@ class _Front:
     questions: Questions
     started: float = field(default_factory=time.monotonic)
     greeted: bool = False
-    joined: str | None = None
+    joined: list[str] | None = None
     handed: deque[tuple[socket.socket, float]] = field(default_factory=deque)
     taken: int = 0
     open: int = 0
@@ -127,7 +127,7 @@ class Fronts:
         self._state: EngineState | None = None  # as it was told last
         self._store = ResponseStore()
         name = options.names[0]
-        self.metrics = Metrics(name, {"model": name}, self._processes)
+        self._metrics = Metrics(name, {"model": name}, self._processes, options.rank)
         self._shared = in_memory(_Overview(self), options.max_body, options.access.rate, self._store, options.adapters)
         self._encode = msgspec.json.Encoder().encode
 
@@ -204,6 +204,11 @@ class Fronts:
         return sum(await asyncio.gather(*map(ask, self._greeted)))
 
     @property
+    def metrics(self) -> list[Metrics]:
+        """Of the model."""
+        return [self._metrics]
+
+    @property
     def supervisor(self) -> EngineSupervisor:
         return self._supervisor
 
@@ -268,7 +273,7 @@ class Fronts:
         for id in front.writing:
             if (record := self._store.get(id)) is not None:
                 self._store.put(id, record.abandoned())
-        self.metrics.absorb(front.report.counted)
+        self._metrics.absorb(front.report.counted)
         self._tell()
         self._later(pause, self._start_again)
 
@@ -393,10 +398,11 @@ class Fronts:
 
     def _now(self) -> EngineState:
         supervisor, status = self._supervisor, self._supervisor.status
-        core = "" if status == "dead" else supervisor.folder
-        if status == "ready" and any(front.joined not in (None, core) for front in self._fronts.values()):
+        folders = supervisor.folders
+        if status == "ready" and any(front.joined not in (None, folders) for front in self._fronts.values()):
             # All are ready together: who has heard it from one finds it so at the next.
-            status = "restarting" if self._was_ready else "starting"
+            first = "degraded" if supervisor.cores else "restarting"
+            status = first if self._was_ready else "starting"
         self._was_ready |= status == "ready"
         opened = supervisor.opened
         return EngineState(
@@ -406,7 +412,8 @@ class Fronts:
             self._was_ready,
             dict(supervisor.phases),
             None if opened is None else _model(opened),
-            core,
+            folders,
+            list(supervisor.cores),
             supervisor.broken,
         )
 
@@ -434,8 +441,8 @@ class Fronts:
                 case Hello():
                     front.greeted = True
                     self._tell(front)
-                case Joined(core):
-                    front.joined, self._ever_joined = core, True
+                case Joined(folders):
+                    front.joined, self._ever_joined = folders, True
                     self._see_doors()
                     self._tell()
                 case GiveBack(ticket):
@@ -500,7 +507,7 @@ class _Overview:
     async def metrics(self, openmetrics: bool) -> tuple[bytes, str]:
         stats = await self._fronts.supervisor.stats()
         counted = [report.counted for report in await self._fronts.reports()]
-        return self._fronts.metrics.render(stats, openmetrics, counted)
+        return self._fronts.metrics[0].render(stats, openmetrics, counted)
 
     async def in_flight(self) -> int:
         return sum(report.in_flight for report in await self._fronts.reports())

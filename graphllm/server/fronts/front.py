@@ -40,7 +40,7 @@ from graphllm.server.network import prepare_process, read_tls
 from graphllm.server.operations.logs import start_log
 from graphllm.server.operations.metrics import Metrics
 from graphllm.server.responses.store import Writers
-from graphllm.server.web import WebServer, web_server
+from graphllm.server.web import WebServer, service_of, web_server
 
 _AT_ONCE = 64  # connections that are taken before others get a turn
 _TICK = 0.25  # seconds between two looks at this process's part of the engine
@@ -118,10 +118,11 @@ async def _run(launch: FrontLaunch) -> int:
         name=launch.name,
         number=launch.number,
         fronts=options.fronts,
-        joined=lambda core: link.tell(Joined(core)),
+        joined=lambda folders: link.tell(Joined(folders)),
     )
     shared = remote(link, follower, writers, options.access.rate is not None)
-    server = web_server(follower, metrics, running, shared, options, tls, tracing)
+    service = service_of(follower, options.names, metrics, running, shared, options, tracing)
+    server = web_server([service], metrics, options, tls)
     web = asyncio.create_task(server.serve([]))
     while not server.started:
         await asyncio.sleep(0)

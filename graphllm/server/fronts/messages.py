@@ -17,7 +17,7 @@ from graphllm.config.pooling import Vectors
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.client import Health
 from graphllm.server.adapters import ServedAdapter
-from graphllm.server.operations.engine_view import SupervisorOptions
+from graphllm.server.operations.engine_view import CoreStatus, SupervisorOptions
 from graphllm.server.operations.metrics import Counted
 from graphllm.server.options import ServerOptions
 from graphllm.server.responses.store import StoredResponse
@@ -51,8 +51,9 @@ class Model(msgspec.Struct):
 
 
 class EngineState(msgspec.Struct, tag=True):
-    """How the engine does. core: folder of the sockets of a loaded one, "" while there is none. health: of one that
-    has failed its requests. The others: as in `EngineView`."""
+    """How the engine does. folders: of the sockets of each core of a loaded one, "" for one of several that is not
+    ready; none while there is no engine. health: of one that has failed its requests. The others: as in
+    `EngineView`."""
 
     status: str
     cause: str | None
@@ -60,7 +61,8 @@ class EngineState(msgspec.Struct, tag=True):
     was_ready: bool
     phases: dict[str, float]
     model: Model | None
-    core: str
+    folders: list[str]
+    cores: list[CoreStatus]
     health: Health | None
 
 
@@ -73,9 +75,9 @@ class Hello(msgspec.Struct, tag=True):
 
 
 class Joined(msgspec.Struct, tag=True):
-    """A front takes connections. core: of the engine that it is connected to."""
+    """A front takes connections. folders: of the cores that it is connected to."""
 
-    core: str
+    folders: list[str]
 
 
 class GiveBack(msgspec.Struct, tag=True):

@@ -1,4 +1,4 @@
-"""Routes of OpenAI's API, and the tokenizer's: chat, completions, models, tokenize, detokenize."""
+"""Routes of OpenAI's API, and the tokenizer's: chat, completions, tokenize, detokenize."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from graphllm.server.generation import News
 from graphllm.server.http.bodies import fields
 from graphllm.server.http.document import GENERATES, READS, errors
 from graphllm.server.http.document import answers as made
-from graphllm.server.http.errors import NotFoundError, event_body
+from graphllm.server.http.errors import event_body
 from graphllm.server.http.wire import EventStream, JsonRoute, Record, aside, event, json_response, record_of
 from graphllm.server.openai import answers
 from graphllm.server.openai.protocol import (
@@ -29,8 +29,6 @@ from graphllm.server.openai.protocol import (
     CompletionBody,
     DetokenizeBody,
     Detokenized,
-    ModelCard,
-    ModelList,
     TokenizeBody,
     Tokens,
 )
@@ -67,26 +65,6 @@ def openai_routes(service: Service) -> APIRouter:
     async def completions(body: CompletionBody, request: Request) -> Response:
         """What comes behind one or several prompts; with stream: true as server-sent events."""
         return await answer(service, request, COMPLETIONS)
-
-    @router.get("/v1/models", tags=["OpenAI"], responses=errors(401))
-    async def models() -> ModelList:
-        """The names under which the model is served."""
-        adapters = [adapter.name for adapter in await service.shared.adapters.all()]
-        return ModelList(data=[card(name) for name in (*service.names, *adapters)])
-
-    @router.get("/v1/models/{name:path}", tags=["OpenAI"], responses=errors(401, 404))
-    async def model(name: str) -> ModelCard:
-        """One of them."""
-        if name not in service.names and await service.shared.adapters.find(name) is None:
-            raise NotFoundError(f"model is {name!r:.80}: not served here", "model_not_found")
-        return card(name)
-
-    def card(name: str) -> ModelCard:
-        supervisor = service.supervisor
-        ready = supervisor.engine.ready if supervisor.status == "ready" else None
-        length = ready.info.max_model_len if ready else None
-        parent = None if name in service.names else service.names[0]
-        return ModelCard(id=name, created=service.created, root=service.names[0], parent=parent, max_model_len=length)
 
     @router.post("/tokenize", tags=["Tokenizer"], response_model_exclude_none=True, responses=errors(*READS))
     async def tokenize(body: TokenizeBody, request: Request) -> Tokens:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 
 from graphllm.config import ConfigError
@@ -17,7 +17,7 @@ from graphllm.engine.spawn import Child
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.async_llm import AsyncLLM
 from graphllm.entrypoints.model import ResolvedModel
-from graphllm.server.operations.engine_view import EngineView, SupervisorOptions, failure
+from graphllm.server.operations.engine_view import CoreStatus, EngineView, SupervisorOptions, failure
 
 _log = logging.getLogger(__name__)
 _TICK = 0.25  # seconds between two looks at the engine
@@ -28,14 +28,15 @@ _STATS_TIMEOUT = 1.0  # seconds that a question to the core may take; it answers
 
 @dataclass(kw_only=True)
 class EngineSupervisor(EngineView):
-    """One engine after another for the same model. open: finds the model, in a thread. child: the first one's process,
-    already started. changed: set whenever somebody who watches would see something new. broken: how the engine is that
-    has failed its requests, None while there is none."""
+    """One engine after another for the same model; of one with several cores, each by itself. open: finds the model, in
+    a thread. children: processes of the first one's cores, already started. changed: set whenever somebody who watches
+    would see something new. broken: how the engine is that has failed its requests, None while there is none."""
 
     open: Callable[[], ResolvedModel]
-    child: Child | None = None
+    children: Sequence[Child] = ()
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     broken: Health | None = None
+    _restarts: dict[int, asyncio.Task[None]] = field(default_factory=dict)  # of single cores, that are under way
 
     async def run(self) -> None:
         """Open and start the engine, then watch it until cancelled. Raises ConfigError for a model that cannot be
@@ -53,16 +54,21 @@ class EngineSupervisor(EngineView):
         while True:
             await asyncio.sleep(_TICK)
             self.look()
-            if self.options.restart and self.status not in ("ready", "draining"):
+            if not self.options.restart or self.status == "draining":
+                continue
+            if not self.cores and self.status != "ready":
                 await self._restart()
+            for number, core in enumerate(self.cores):
+                if core.status not in ("ready", "restarting"):
+                    self._restarts[number] = asyncio.create_task(self._restart_core(number))
 
     async def _start(self) -> None:
         assert self.opened is not None
         self._phase = "loading the engine"
         self.changed.set()
         options = self.options
-        child, self.child = self.child, None  # one process loads one engine
-        engine = AsyncLLM.from_resolved(self.opened, options.seed, options.silence, options.step_timeout, child)
+        children, self.children = self.children, ()  # one process loads one engine
+        engine = AsyncLLM.from_resolved(self.opened, options.seed, options.silence, options.step_timeout, children)
         try:
             await engine.start()
         except BaseException:
@@ -72,12 +78,18 @@ class EngineSupervisor(EngineView):
         self._engine, self.broken = engine, None
         self.phases |= {f"engine {name}": seconds for name, seconds in engine.ready.phases.items()}
         self.was_ready.set()
+        count = self.opened.config.parallel.cores
+        self.cores = [CoreStatus("ready") for _ in range(count)] if count > 1 else []
         self._become("ready")
 
     def look(self) -> None:
         """See how the engine does; when it has broken, its requests fail."""
         engine = self._engine
         if engine is None or self.status in ("restarting", "draining"):
+            return
+        if self.cores:
+            for number, health in enumerate(engine.healths()):
+                self._look_at(number, health, engine)
             return
         health = engine.health()
         if health.state == self.status:
@@ -91,6 +103,55 @@ class EngineSupervisor(EngineView):
         self._become(health.state, _cause(health, self.options))
         failed = engine.fail_requests(failure(health))
         _log.error("the engine is %s: %s; %d requests failed", health.state, self.cause, failed)
+
+    def _look_at(self, number: int, health: Health, engine: AsyncLLM) -> None:
+        """See how one of several cores does."""
+        status = self.cores[number].status
+        if status == "restarting" or health.state == status:
+            return
+        if health.state == "ready":
+            _log.info("engine core %d answers again", number)
+            self._core_becomes(number, "ready")
+            return
+        cause = _cause(health, self.options)
+        failed = engine.fail_requests(failure(health), number)
+        _log.error("engine core %d is %s: %s; %d requests failed", number, health.state, cause, failed)
+        self._core_becomes(number, health.state, cause)
+
+    def _core_becomes(self, number: int, status: str, cause: str | None = None) -> None:
+        """And what the engine is by that: as good as its best core, degraded where that is not all."""
+        self.cores[number] = CoreStatus(status, cause)
+        if self.status == "draining":
+            return
+        ready = sum(core.status == "ready" for core in self.cores)
+        told = "; ".join(f"engine core {n}: {core.cause}" for n, core in enumerate(self.cores) if core.cause)
+        if ready == len(self.cores):
+            self._become("ready")
+        elif ready:
+            self._become("degraded", told)
+        else:
+            self._become("dead" if any(c.status == "dead" for c in self.cores) else status, told)
+        self.changed.set()
+
+    async def _restart_core(self, number: int) -> None:
+        """Bring one of several cores back; the others go on."""
+        assert self._engine is not None
+        pause, most = _BACKOFF
+        self._core_becomes(number, "restarting", self.cores[number].cause)
+        while True:
+            begun = time.monotonic()
+            try:
+                await self._engine.restart(number)
+            except (ConfigError, EngineDeadError) as failure:
+                cause = f"{self.cores[number].cause}; it could not be started again: {failure}"[-1000:]
+                _log.error("restart of engine core %d failed, next try in %.0f s: %s", number, pause, failure)
+                self._core_becomes(number, "restarting", cause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, most)
+                continue
+            _log.info("engine core %d was restarted in %.2f s", number, time.monotonic() - begun)
+            self._core_becomes(number, "ready")
+            return
 
     async def _restart(self) -> None:
         assert self._engine is not None
@@ -116,9 +177,15 @@ class EngineSupervisor(EngineView):
         self.changed.set()
 
     @property
-    def folder(self) -> str:
-        """Of the sockets of a loaded engine, "" while there is none."""
-        return "" if self._engine is None or self.status == "restarting" else self._engine.folder
+    def folders(self) -> list[str]:
+        """Of the sockets of each core of a loaded engine, "" for one of several that is not ready; none while there is
+        no engine."""
+        if self._engine is None or (not self.cores and self.status in ("restarting", "dead")):
+            return []
+        if not self.cores:
+            return self._engine.folders
+        ready = [core.status == "ready" for core in self.cores]
+        return [folder if there else "" for folder, there in zip(self._engine.folders, ready, strict=True)]
 
     @contextlib.asynccontextmanager
     async def _announced(self) -> AsyncIterator[None]:
@@ -136,12 +203,11 @@ class EngineSupervisor(EngineView):
         finally:
             saying.cancel()
 
-    async def stats(self) -> CoreStats | None:
-        """The core's figures; None when it does not answer."""
-        if self._engine is not None and self.status in ("ready", "draining"):
-            with contextlib.suppress(EngineDeadError, TimeoutError):
-                return await asyncio.wait_for(self._engine.stats(), _STATS_TIMEOUT)
-        return None
+    async def stats(self) -> list[CoreStats | None]:
+        """Each core's figures; None for one that does not answer."""
+        if self._engine is not None and self.status in ("ready", "degraded", "draining"):
+            return await self._engine.engine_stats(_STATS_TIMEOUT)
+        return [None] * max(1, len(self.cores))
 
     def drain(self) -> None:
         """Take no more requests."""
@@ -154,6 +220,9 @@ class EngineSupervisor(EngineView):
 
     async def close(self) -> None:
         """End the engine; streams that are open end with an error."""
+        for restart in self._restarts.values():
+            restart.cancel()
+        await asyncio.gather(*self._restarts.values(), return_exceptions=True)
         if self._engine is not None:
             await self._engine.close()
 

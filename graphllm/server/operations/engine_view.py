@@ -7,6 +7,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.client import Health
 from graphllm.engine.messages import EngineDeadError
@@ -42,15 +44,25 @@ class SupervisorOptions:
         )
 
 
+class CoreStatus(msgspec.Struct):
+    """Of one engine core of several: starting, ready, unresponsive, stuck, dead, restarting. cause: why it is not
+    ready."""
+
+    status: str = "starting"
+    cause: str | None = None
+
+
 @dataclass(kw_only=True)
 class EngineView:
-    """status: starting, ready, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready. phases:
-    seconds of the latest start. was_ready: once. opened, style, defaults: the model, how its replies are read, the
+    """status: starting, ready, degraded (some of several cores are ready), unresponsive, stuck, dead, restarting,
+    draining. cause: why it is not ready. cores: of each, where there are several. phases: seconds of the latest start.
+    was_ready: once. opened, style, defaults: the model, how its replies are read, the
     sampling parameters of requests that name none; from `take` on."""
 
     options: SupervisorOptions = SupervisorOptions()
     status: str = "starting"
     cause: str | None = None
+    cores: list[CoreStatus] = field(default_factory=list)
     phases: dict[str, float] = field(default_factory=dict)
     was_ready: asyncio.Event = field(default_factory=asyncio.Event)
     opened: ResolvedModel | None = None
@@ -85,7 +97,7 @@ class EngineView:
     def engine(self) -> AsyncLLM:
         """For a new request. Raises UnavailableError."""
         self.look()
-        if self.status == "ready":
+        if self.status in ("ready", "degraded"):
             assert self._engine is not None
             return self._engine
         told = {"starting": f"the engine is starting: {self._phase}", "draining": "the server is shutting down"}
@@ -112,9 +124,9 @@ class EngineView:
         """Requests that are not finished."""
         return 0 if self._engine is None else self._engine.unfinished
 
-    async def stats(self) -> CoreStats | None:
-        """The core's figures; None when it does not answer."""
-        return None
+    async def stats(self) -> list[CoreStats | None]:
+        """Each core's figures; None for one that does not answer."""
+        return [None]
 
 
 def failure(health: Health) -> Exception:

@@ -24,6 +24,7 @@ from graphllm.engine.metric_families import (
     FAMILIES,
     OF_CORE,
     OF_REQUESTS,
+    UP,
     Family,
     Finished,
     Labels,
@@ -45,6 +46,7 @@ class Metrics(Collector):
 
     model_name: for vLLM's label of that name. build: what is served, shown as labels of graphllm_build_info beside the
     version. processes: ids of the server's processes by their names, where it has several; a label tells them apart.
+    rank: of the first engine core.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class Metrics(Collector):
         model_name: str,
         build: Mapping[str, str] | None = None,
         processes: Callable[[], Mapping[str, int]] | None = None,
+        rank: int = 0,
     ) -> None:
-        self._alias_labels = {"model_name": model_name, "engine": "0"}
+        # Requests are counted for all cores together.
+        self._alias_labels = {"model_name": model_name, "engine": str(rank)}
         self._counts: dict[str, dict[Labels, float]] = {}
         self._spread: dict[str, dict[Labels, Distribution]] = {}
         for family in (*OF_REQUESTS, *COUNTED):
@@ -64,16 +68,15 @@ class Metrics(Collector):
         self.first_token = self._distribution("time_to_first_token_seconds")
         self.between_tokens = self._distribution("inter_token_latency_seconds")
         self._ends: deque[float] = deque(maxlen=256)  # of requests, the latest
-        self._core = CoreStats()  # as it was last known
-        self._gone: dict[str, Series] = {}  # what cores before it had counted
+        self._cores = [_CoreFigures()]
         self._others: Sequence[Counted] = ()  # of other processes, now
         self._registry = prometheus.CollectorRegistry()
         self._registry.register(self)
         self._registry.register(
             prometheus.ProcessCollector(registry=None) if processes is None else _Processes(processes)
         )
-        info = prometheus.Info("graphllm_build", "What is served, and by which version.", registry=self._registry)
-        info.info({**(build or {}), "version": __version__})
+        self._info = prometheus.Info("graphllm_build", "What is served, and by which version.", registry=None)
+        self._info.info({**(build or {}), "version": __version__})
 
     def track(self, params: SamplingParams) -> Tracker:
         """Begin to count a request."""
@@ -141,31 +144,44 @@ class Metrics(Collector):
                     self._counts[family.name][labels] = self._counts[family.name].get(labels, 0.0) + value
 
     def render(
-        self, stats: CoreStats | None, openmetrics: bool = False, others: Sequence[Counted] = ()
+        self, stats: Sequence[CoreStats | None], openmetrics: bool = False, others: Sequence[Counted] = ()
     ) -> tuple[bytes, str]:
-        """The text of all metrics and its content type. stats: the core's figures as of now, None if it does not
-        answer; its counters then stay what they were, and go on from there when another core has taken its place.
-        others: what other processes of this server have counted."""
+        """The text of all metrics and its content type. stats: each core's figures as of now, None if it does not
+        answer; its counters then stay what they were, and go on from there when another core has taken its place. Where
+        there are several, the label engine tells them apart. others: what other processes of this server have
+        counted."""
+        self.refresh(stats, others)
+        return text_of(self._registry, openmetrics)
+
+    def refresh(self, stats: Sequence[CoreStats | None], others: Sequence[Counted] = ()) -> None:
+        """Take in what others know now; as in `render`."""
         self._others = others
-        self._counts["engine_up"][()] = float(stats is not None)
-        if stats is not None:
-            if stats.started != self._core.started:
-                self._gone = {f.name: self._cumulated(f) for f in OF_CORE if f.kind != "gauge"}
-            self._core = stats
-        if openmetrics:
-            # Any other way of escaping replaces the colon of vLLM's names.
-            text = exposition.generate_latest(self._registry, escaping=exposition.ALLOWUTF8)
-            return text, exposition.CONTENT_TYPE_LATEST
-        return prometheus.generate_latest(self._registry), prometheus.CONTENT_TYPE_PLAIN_0_0_4
+        while len(self._cores) < len(stats):
+            self._cores.append(_CoreFigures())
+        for core, now in zip(self._cores, stats, strict=False):
+            core.see(now)
 
     def collect(self) -> Iterator[Metric]:
         """For the registry: every family under its own name, then under vLLM's."""
         for family in FAMILIES:
-            metric = _metric(family, self._series(family))
+            metrics = self._of_cores(family) if family.core else [_metric(family, self._series(family))]
+            metric = metrics[0]
+            for other in metrics[1:]:
+                metric.samples += other.samples
             if metric.samples:
                 yield metric
                 if family.alias:
                     yield _renamed(metric, "vllm:" + family.alias, self._alias_labels)
+        yield from self._info.collect()
+
+    def _of_cores(self, family: Family) -> list[Metric]:
+        """One for each core, with its number as a label where there are several."""
+        found = [_metric(family, core.series(family)) for core in self._cores]
+        for number, metric in enumerate(found if len(found) > 1 else ()):
+            metric.samples = [
+                sample._replace(labels={"engine": str(number), **sample.labels}) for sample in metric.samples
+            ]
+        return found
 
     def _count(self, name: str, *labels: str) -> None:
         counts = self._counts[name]
@@ -178,20 +194,41 @@ class Metrics(Collector):
         return series[labels]
 
     def _series(self, family: Family) -> Series:
-        if family.core is None:
-            return _sum(self._own(family), *(dict(counted.get(family.name, ())) for counted in self._others))
-        if family.kind == "gauge":
-            return family.core(self._core) if self._counts["engine_up"][()] else {}
-        return self._cumulated(family)
-
-    def _cumulated(self, family: Family) -> Series:
-        """What this core and those before it have counted."""
-        assert family.core is not None
-        return _sum(self._gone.get(family.name, {}), family.core(self._core))
+        return _sum(self._own(family), *(dict(counted.get(family.name, ())) for counted in self._others))
 
     def _own(self, family: Family) -> Series:
         """What was counted here."""
         return self._spread[family.name] if family.kind == "histogram" else self._counts[family.name]
+
+
+class _CoreFigures:
+    """What one core, and those before it in its place, have counted."""
+
+    def __init__(self) -> None:
+        self._now = CoreStats()  # as it was last known
+        self._up = False  # it answered just now
+        self._gone: dict[str, Series] = {}  # what cores before it had counted
+
+    def see(self, stats: CoreStats | None) -> None:
+        """Its figures as of now, None if it does not answer."""
+        self._up = stats is not None
+        if stats is not None:
+            if stats.started != self._now.started:
+                self._gone = {f.name: self._cumulated(f) for f in OF_CORE if f.kind != "gauge"}
+            self._now = stats
+
+    def series(self, family: Family) -> Series:
+        """Of a family that cores fill."""
+        assert family.core is not None
+        if family.name == UP.name:
+            return {(): float(self._up)}
+        if family.kind == "gauge":
+            return family.core(self._now) if self._up else {}
+        return self._cumulated(family)
+
+    def _cumulated(self, family: Family) -> Series:
+        assert family.core is not None
+        return _sum(self._gone.get(family.name, {}), family.core(self._now))
 
 
 class Tracker:
@@ -290,6 +327,15 @@ class _Processes(Collector):
                 kept = found.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
                 kept.samples += [sample._replace(labels={"process": name}) for sample in metric.samples]
         yield from found.values()
+
+
+def text_of(registry: prometheus.CollectorRegistry, openmetrics: bool) -> tuple[bytes, str]:
+    """All metrics of a registry, and the content type."""
+    if openmetrics:
+        # Any other way of escaping replaces the colon of vLLM's names.
+        text = exposition.generate_latest(registry, escaping=exposition.ALLOWUTF8)
+        return text, exposition.CONTENT_TYPE_LATEST
+    return prometheus.generate_latest(registry), prometheus.CONTENT_TYPE_PLAIN_0_0_4
 
 
 def _sum(first: Series, *others: Series) -> Series:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -12,16 +13,18 @@ from graphllm.server.http.bodies import Answer
 from graphllm.server.http.document import METRICS, errors
 from graphllm.server.http.errors import without_folders
 from graphllm.server.http.wire import json_response
-from graphllm.server.operations.engine_view import EngineView
+from graphllm.server.operations.engine_view import CoreStatus, EngineView
 from graphllm.server.shared import Overview
 from graphllm.version import __version__
 
 
 class HealthStatus(BaseModel):
-    """status: starting, ready, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready."""
+    """status: starting, ready, degraded, unresponsive, stuck, dead, restarting, draining. cause: why it is not ready.
+    engines: of each core, where there are several."""
 
     status: str
     cause: str | None = None
+    engines: list[HealthStatus] | None = None
 
 
 class Version(Answer):
@@ -32,14 +35,21 @@ class Load(Answer):
     server_load: int
 
 
-def probe_routes(supervisor: EngineView, overview: Overview) -> APIRouter:
-    """The routes, for one server."""
+def probe_routes(engines: Mapping[str, EngineView], overview: Overview) -> APIRouter:
+    """The routes, for one server. engines: by the names of their models. A server is as well as the worst of them."""
     router = APIRouter()
 
-    def health(good: bool) -> Response:
-        cause = supervisor.cause and without_folders(supervisor.cause)
-        body = HealthStatus(status=supervisor.status, cause=cause)
-        response = json_response(body.model_dump(exclude_none=True), 200 if good else 503)
+    def health(good: Callable[[EngineView], bool]) -> Response:
+        bad = [name for name, engine in engines.items() if not good(engine)]
+        name = (bad or list(engines))[0]
+        begin = f"{name}: " if len(engines) > 1 else ""
+
+        def told(one: EngineView | CoreStatus) -> HealthStatus:
+            return HealthStatus(status=one.status, cause=one.cause and without_folders(begin + one.cause))
+
+        body = told(engines[name])
+        body.engines = [told(core) for core in engines[name].cores] or None
+        response = json_response(body.model_dump(exclude_none=True), 503 if bad else 200)
         response.headers["cache-control"] = "no-store"
         return response
 
@@ -51,13 +61,14 @@ def probe_routes(supervisor: EngineView, overview: Overview) -> APIRouter:
     @router.get("/health/startup", **probe)
     async def startup() -> Response:
         """200 once the engine has been ready."""
-        return health(supervisor.was_ready.is_set())
+        return health(lambda engine: engine.was_ready.is_set())
 
     @router.get("/health/live", **probe)
     async def live() -> Response:
         """503 when only a new process can help."""
-        supervisor.look()
-        return health(supervisor.live)
+        for engine in engines.values():
+            engine.look()
+        return health(lambda engine: engine.live)
 
     @router.get("/health/ready", **probe)
     @router.get("/ready", **probe)
@@ -66,7 +77,7 @@ def probe_routes(supervisor: EngineView, overview: Overview) -> APIRouter:
     @router.post("/ping", **probe)
     async def ready() -> Response:
         """200 while the engine makes progress, or could."""
-        return health(supervisor.ready)
+        return health(lambda engine: engine.ready)
 
     @router.get("/version", tags=["Server"], responses=errors(401))
     async def version() -> Version:

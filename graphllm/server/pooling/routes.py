@@ -24,6 +24,8 @@ _PARAMS = (
     "truncate_prompt_tokens", "use_activation", "normalize", "activation", "softmax", "dimensions", "step_tag_id",
     "returned_token_ids",
 )  # fmt: skip
+_SCORES, _RANKS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
+VECTORS = ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", *_SCORES, *_RANKS)  # what these routes are
 _PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
 _PROMPTS_OF = {"search_query": "query", "search_document": "document"}  # Cohere's input_type, sentence-transformers'
 
@@ -101,9 +103,9 @@ def pooling_routes(service: Service) -> APIRouter:
              "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}}}
         )  # fmt: skip
 
-    for path in ("/score", "/v1/score"):
+    for path in _SCORES:
         router.add_api_route(path, score, methods=["POST"], responses=answers(protocol.ScoreList))
-    for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
+    for path in _RANKS:
         router.add_api_route(path, rerank, methods=["POST"], responses=answers(protocol.RerankList))
 
     @router.post("/v2/embed", tags=["Cohere"], responses=answers(protocol.CohereEmbeddings))

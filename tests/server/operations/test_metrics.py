@@ -77,7 +77,7 @@ NAMES = [
 
 def families(metrics: Metrics, stats: CoreStats | None = None, openmetrics: bool = True) -> dict[str, Metric]:
     """What a parser reads, by name; each name comes once."""
-    text, content_type = metrics.render(stats, openmetrics)
+    text, content_type = metrics.render([stats], openmetrics)
     assert content_type.startswith("application/openmetrics-text" if openmetrics else "text/plain; version=0.0.4")
     found = list((parse_openmetrics if openmetrics else parse_plain)(text.decode()))
     assert len({f.name for f in found}) == len(found)
@@ -375,7 +375,7 @@ def test_requests_that_do_not_finish() -> None:
 
 def shown(metrics: Metrics, stats: CoreStats | None) -> dict[str, Metric]:
     """As `families`, without the text between."""
-    metrics.render(stats)
+    metrics.render([stats])
     return {family.name: family for family in metrics.collect()}
 
 
@@ -446,8 +446,8 @@ def test_processes_count_as_one(requests: list[tuple[int, str, int]], gone: set[
     for number in gone:
         controller.absorb(_sent(parts[number].counted()))
     others = [_sent(part.counted()) for number, part in enumerate(parts) if number not in gone]
-    found = {f.name: f for f in parse_plain(controller.render(None, others=others)[0].decode())}
-    wanted = {f.name: f for f in parse_plain(whole.render(None)[0].decode())}
+    found = {f.name: f for f in parse_plain(controller.render([None], others=others)[0].decode())}
+    wanted = {f.name: f for f in parse_plain(whole.render([None])[0].decode())}
     counted = [name for name in wanted if not name.startswith("process_")]
     assert [values([found[name]]) for name in counted] == [values([wanted[name]]) for name in counted]
 

@@ -1,0 +1,39 @@
+"""The processes of a model's engine cores: how many, and which CPUs and GPUs each of them has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from graphllm import artifact
+from graphllm.config import CoreConfig
+from graphllm.engine.client import CoreClient
+from graphllm.engine.group import CoreGroup
+from graphllm.engine.placement import cpus_of, gpus_of
+from graphllm.engine.spawn import Child
+
+
+def core_client(
+    config: CoreConfig, unresponsive: float = 10.0, stuck: float = 60.0, children: Sequence[Child] = ()
+) -> CoreClient | CoreGroup:
+    """The engine of a model, not started: one core, or a group of them. children: processes that `spawn_cores` has
+    started. The others: as for `CoreClient`."""
+    count = config.parallel.cores
+    if count == 1:
+        child = children[0] if children else None
+        return CoreClient(config, unresponsive=unresponsive, stuck=stuck, child=child)
+    compiled = artifact.read_manifest(Path(config.load.artifact))["factors"]["compile"]
+    on_cpu = compiled["target"]["device"] == "cpu"
+    waiting = dict(enumerate(children))  # one process loads one engine
+
+    def make(rank: int) -> CoreClient:
+        return CoreClient(
+            config,
+            unresponsive=unresponsive,
+            stuck=stuck,
+            child=waiting.pop(rank, None),
+            cpus=cpus_of(rank, count) if on_cpu else (),
+            gpus=gpus_of(rank, compiled["tensor_parallel_size"]),
+        )
+
+    return CoreGroup(make, count, config.scheduler.enable_prefix_caching)

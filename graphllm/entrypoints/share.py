@@ -1,0 +1,177 @@
+"""What every rank of an engine loads: its share of the weights, and the executor that runs them. An engine on one
+device is rank 0 of 1."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphllm.config import ConfigError, CoreConfig
+from graphllm.entrypoints.memory import CacheCounts, cache_counts
+from graphllm.entrypoints.source import open_tensors
+from graphllm.program.stages import Stage, own_states, own_tensors, stage_reads
+from graphllm.weights import baked
+
+if TYPE_CHECKING:
+    import torch
+
+    from graphllm.runtime.executor import Executor
+    from graphllm.runtime.rank_process import Settings
+
+_SPIN = 200e-6  # seconds, on a GPU; a CPU's kernels need the core
+
+
+def rank_device(kind: str, rank: int, degree: int) -> torch.device:
+    """The device of a rank, which becomes the current one. Raises ConfigError where there are too few."""
+    import torch
+
+    if kind == "cpu":
+        return torch.device("cpu")
+    if degree == 1:
+        return torch.device(kind)
+    if (count := torch.cuda.device_count()) < degree:
+        raise ConfigError(
+            f"tensor_parallel_size times pipeline_parallel_size is {degree}: this machine has {count} GPUs; give at "
+            "most as many"
+        )
+    torch.cuda.set_device(rank)
+    return torch.device(kind, rank)
+
+
+def rank_threads(config: CoreConfig, degree: int) -> int:
+    """Threads of a rank's kernels on a CPU: ranks share the machine."""
+    import torch
+
+    return max(1, (config.load.threads or torch.get_num_threads()) // degree)
+
+
+class RankPlace(NamedTuple):
+    """A rank's place among all of an engine. degree: how many there are. tensor: its number in the tensor-parallel
+    group. stage: of the pipeline, None where there is one."""
+
+    rank: int
+    degree: int
+    tensor: int
+    stage: Stage | None
+
+
+def rank_place(config: CoreConfig, manifest: Mapping[str, Any], rank: int) -> RankPlace:
+    """Of one rank; those of a stage are consecutive."""
+    width, stages = manifest["factors"]["compile"]["tensor_parallel_size"], config.load.pipeline_parallel_size
+    stage = Stage(rank // width, stages) if stages > 1 else None
+    return RankPlace(rank, width * stages, rank % width, stage)
+
+
+def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | None) -> Mapping[str, Any]:
+    """The manifest of an artifact, with the memory that a stage of it takes. Raises ConfigError for one that cannot
+    have so many stages."""
+    if stage is None:
+        return manifest
+    from graphllm.weights.loader import chosen
+    from graphllm.weights.plan import WeightPlan
+
+    program = json.loads((artifact / "program.json").read_text())
+    reads = stage_reads(program, stage)
+    plan = chosen(WeightPlan.from_json((artifact / "weights.json").read_text()), reads)
+    blocks = len(own_tensors(own_states(program, reads))) * program["blocks"]["bytes"]
+    weights = sum(entry.nbytes for entry in plan if not entry.tie)
+    return {**manifest, "memory": {**manifest["memory"], "weights": weights, "block": blocks}}
+
+
+def open_weights(
+    config: CoreConfig, compiled: Mapping[str, Any], device: torch.device, place: RankPlace
+) -> dict[str, torch.Tensor]:
+    """The finished parameters of a rank, from the artifact or the checkpoint, or random. compiled: of the artifact's
+    key. Raises ConfigError."""
+    import torch
+
+    from graphllm.weights.formats.integers import KERNELS
+    from graphllm.weights.loader import chosen, load_weights
+    from graphllm.weights.plan import WeightPlan
+    from graphllm.weights.random import random_weights
+
+    artifact = Path(config.load.artifact)
+    checkpoint, absent = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
+    reads = None
+    if place.stage is not None:
+        reads = stage_reads(json.loads((artifact / "program.json").read_text()), place.stage)
+    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    if baked.is_baked(artifact):
+        if compiled["tensor_parallel_size"] != 1:
+            raise ConfigError("bake_weights: an artifact of several ranks has no weights of its own; compile without")
+        weights = baked.open_weights(artifact, device)
+    elif absent is not None:
+        raise absent
+    elif checkpoint is not None:
+        weights = load_weights(plan, checkpoint, device, kernels=artifact / KERNELS, rank=place.tensor, names=reads)
+    else:
+        weights = random_weights(chosen(plan, reads), device, kernels=artifact / KERNELS)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return weights
+
+
+class RankShare:
+    """A rank other than 0, which `graphllm.runtime.rank_process` leads through its life. The artifact was verified by
+    rank 0."""
+
+    def __init__(self, settings: Settings) -> None:
+        import msgspec
+        import torch
+
+        from graphllm import artifact
+
+        config = msgspec.convert(settings.load, CoreConfig)
+        manifest = artifact.read_manifest(Path(config.load.artifact))
+        self._place = rank_place(config, manifest, settings.rank)
+        self._config, self._folder = config, Path(settings.folder)
+        self._manifest = stage_manifest(Path(config.load.artifact), manifest, self._place.stage)
+        compiled = manifest["factors"]["compile"]
+        kind = compiled["target"]["device"]
+        self.spin = _SPIN if kind == "cuda" else 0.0
+        self._device = rank_device(kind, settings.rank, settings.degree)
+        self._threads = rank_threads(self._config, settings.degree)
+        torch.set_num_threads(1)  # of this thread; the kernels' is another one
+        self._weights = open_weights(config, compiled, self._device, self._place)
+
+    @contextlib.contextmanager
+    def join(self) -> Iterator[None]:
+        """Meet the other ranks."""
+        with join_group(self._place, self._folder, self._device):
+            yield
+
+    def count(self) -> CacheCounts:
+        """Blocks and snapshots that there is memory for."""
+        processes = self._place.degree * self._config.parallel.data_parallel_size
+        return cache_counts(self._manifest, self._config.cache, processes)
+
+    def executor(self, blocks: int, snapshots: int) -> Executor:
+        """Runs the artifact."""
+        from graphllm.runtime.executor import Executor
+
+        artifact = Path(self._config.load.artifact)
+        return Executor(
+            artifact, self._manifest, self._weights, blocks, self._threads, None, snapshots, self._place.stage
+        )
+
+
+@contextlib.contextmanager
+def join_group(place: RankPlace, folder: Path, device: torch.device) -> Iterator[None]:
+    """Be a rank of the groups. folder: of this engine's ranks alone. Every rank has met all others when the context
+    begins, so that what the library takes of a GPU's memory is taken."""
+    import torch
+
+    from graphllm.runtime.groups import joined
+
+    if torch.distributed.is_initialized():
+        raise ConfigError(
+            f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process has an engine of "
+            "several ranks already; close it first"
+        )
+    stages = 1 if place.stage is None else place.stage.count
+    with joined(place.rank, place.degree, folder / "meeting", device, stages):
+        torch.distributed.all_reduce(torch.zeros(1, device=device))
+        yield

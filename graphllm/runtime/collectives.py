@@ -1,0 +1,53 @@
+"""Collectives of ranks that torch.distributed joins, by its library: gloo on CPUs, NCCL on GPUs."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class LibraryGroup:
+    """A group whose collectives are those of torch's library."""
+
+    def __init__(self, members: dist.ProcessGroup) -> None:
+        self.rank, self.size, self._members = members.rank(), members.size(), members
+
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+        dist.all_reduce(out, group=self._members)
+
+    def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        dist.all_gather_into_tensor(work.view(-1), x.view(-1), group=self._members)
+        for rank in range(self.size):
+            place_share(out, rank, work[rank])
+
+    def send(self, x: Tensor, to: int) -> None:
+        if x.numel():
+            dist.send(_bytes(x.contiguous()), group=self._members, group_dst=to)
+
+    def receive(self, out: Tensor, origin: int) -> None:
+        if out.numel():
+            whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
+            dist.recv(_bytes(whole), group=self._members, group_src=origin)
+            if whole is not out:
+                out.copy_(whole)
+
+    def broadcast(self, x: Tensor, origin: int) -> None:
+        if x.numel():
+            whole = x.contiguous()
+            dist.broadcast(_bytes(whole), group=self._members, group_src=origin)
+            if whole is not x:
+                x.copy_(whole)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """Not every library moves numbers of every dtype."""
+    return x.reshape(-1).view(torch.uint8)
+
+
+def place_share(out: Tensor, rank: int, share: Tensor) -> None:
+    """Write a rank's share [.., n] where it lies in out [.., m]; what lies behind m is left out."""
+    begin = rank * share.shape[-1]
+    place = out[..., begin : begin + share.shape[-1]]
+    place.copy_(share[..., : place.shape[-1]])

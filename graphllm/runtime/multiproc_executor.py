@@ -1,0 +1,238 @@
+"""MultiprocExecutor: the executor of rank 0, which has the other ranks repeat whatever it does, in the same order.
+
+Rank 0 lives in the engine core's process, so its results come as from an executor alone, and the others' steps cost the
+host one write to memory that they share. Every rank samples for itself: after a sum over the ranks all have bitwise the
+same logits, and the random numbers are of the request's seed, so they choose the same tokens, and none has to be sent.
+That they do is checked: every rank makes a word of each step's tokens, and rank 0 compares some steps later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from graphllm.program.stages import Stage
+from graphllm.runtime.cpu_cache_memory import CacheMemory
+from graphllm.runtime.executor import Executor, Hook, StepHandle
+from graphllm.runtime.rank_messages import (
+    Array,
+    Contents,
+    Encode,
+    Loaded,
+    Move,
+    Read,
+    ResetSlots,
+    Sample,
+    Serving,
+    Start,
+    Write,
+    WriteEntry,
+    packed,
+)
+from graphllm.runtime.rank_process import CHECKS, FIRST_CHECK, StepChecks
+from graphllm.runtime.rank_processes import RankError, RankProcesses
+from graphllm.runtime.staging import StepInput
+from graphllm.runtime.stream import Job, Stream
+
+_LATER = 8  # steps after which all ranks have told what they sampled
+_PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks live
+
+
+class MultiprocExecutor(Executor):
+    """As `Executor`, for an artifact of several ranks. ranks: the others, about to allocate as many blocks. joined: the
+    groups that this process has entered, which it leaves in the end."""
+
+    def __init__(
+        self,
+        ranks: RankProcesses,
+        joined: contextlib.ExitStack,
+        folder: Path,
+        manifest: Mapping[str, Any],
+        weights: Mapping[str, torch.Tensor],
+        num_blocks: int,
+        threads: int | None = None,
+        cache: CacheMemory | None = None,
+        num_snapshots: int = 0,
+        stage: Stage | None = None,
+    ) -> None:
+        super().__init__(folder, manifest, weights, num_blocks, threads, cache, num_snapshots, stage)
+        self.ranks, self._joined = ranks, joined
+        self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
+        self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
+        self._stream = _WatchedStream(self._stream, ranks)
+        self._checks = StepChecks()
+        self._words = [0] * CHECKS
+
+    def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:
+        """What the other ranks have said of their start; before the first step."""
+        for before, after in zip(loaded, serving, strict=True):
+            self.rank_seconds.append(before.seconds | after.seconds)
+            self._block_bytes.append(after.block_bytes)
+            self._snapshot_bytes.append(after.snapshot_bytes)
+
+    def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
+        """As of one rank."""
+        if self._checks.full():
+            number, word = self._checks.retire()
+            self._words[number % CHECKS] = word
+            self._compare(number - _LATER)
+        self.ranks.send(Start.of(step, program, drafts))
+        handle = super().start(step, program, drafts)
+        self._checks.add(handle)
+        return handle
+
+    def _compare(self, number: int) -> None:
+        """Raise RankError unless all ranks sampled the same in a step."""
+        own = self._words[number % CHECKS]
+        for rank in range(1, self.ranks.degree) if number > 0 else ():
+            word = self.ranks.word(rank, FIRST_CHECK + number % CHECKS)
+            if word >> 32 == own >> 32 and word != own:
+                raise RankError(f"rank {rank} chose other tokens than rank 0 in step {number}")
+
+    def sample(
+        self,
+        handle: StepHandle,
+        mask: np.ndarray | None = None,
+        scores: bool = False,
+        whole: Sequence[int] = (),
+        hook: Hook | None = None,
+    ) -> None:
+        """As of one rank; the hook runs on rank 0 and the others get the logits that it leaves."""
+        self.ranks.send(Sample(None if mask is None else Array.of(mask), scores, hook is not None))
+
+        def edit(logits: torch.Tensor) -> None:
+            assert hook is not None
+            hook(logits)
+            send_logits(logits)
+
+        super().sample(handle, mask, scores, whole, None if hook is None else edit)
+
+    def encode(self, data: np.ndarray, length: int, start: int) -> None:
+        """As of one rank."""
+        self.ranks.send(Encode(Array.of(data), length, start))
+        super().encode(data, length, start)
+
+    def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
+        """As of one rank."""
+        self.ranks.send(WriteEntry(entry, packed(values)))
+        super().write_entry(entry, values)
+
+    def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
+        """Artifacts of several ranks have no adapters."""
+        raise NotImplementedError("adapters are served on one device")
+
+    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As of one rank."""
+        self._move("copy_blocks", pairs)
+        super().copy_blocks(pairs)
+
+    def reset_slots(self, slots: Sequence[int]) -> None:
+        """As of one rank."""
+        self.ranks.send(ResetSlots(list(slots)))
+        super().reset_slots(slots)
+
+    def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As of one rank."""
+        self._move("save_snapshots", pairs)
+        super().save_snapshots(pairs)
+
+    def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """As of one rank."""
+        self._move("load_snapshots", pairs)
+        super().load_snapshots(pairs)
+
+    def _move(self, method: str, pairs: Sequence[tuple[int, int]]) -> None:
+        self.ranks.send(Move(method, list(pairs)))
+
+    def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
+        """The bytes of blocks, of all ranks one behind the other."""
+        return self._read("read_blocks", blocks, super().read_blocks)
+
+    def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
+        """The bytes of snapshots, of all ranks one behind the other."""
+        return self._read("read_snapshots", snapshots, super().read_snapshots)
+
+    def _read(self, method: str, numbers: Sequence[int], own: Callable[[Sequence[int]], list[bytes]]) -> list[bytes]:
+        self.ranks.send(Read(method, list(numbers)))
+        shares = [own(numbers), *(answer.data for answer in self.ranks.answers(Contents))]
+        return [b"".join(parts) for parts in zip(*shares, strict=True)]
+
+    def write_blocks(self, blocks: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_blocks` gave. Raises ConfigError for contents of another size."""
+        self._check_size("block", contents, sum(self._block_bytes))
+        own, *others = _divided(contents, self._block_bytes)
+        self.ranks.send(Write("write_blocks", list(blocks), others))
+        super().write_blocks(blocks, own)
+
+    def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
+        """Put back what `read_snapshots` gave. Raises ConfigError for contents of another size."""
+        self._check_size("snapshot", contents, sum(self._snapshot_bytes))
+        own, *others = _divided(contents, self._snapshot_bytes)
+        self.ranks.send(Write("write_snapshots", list(snapshots), others))
+        super().write_snapshots(snapshots, own)
+
+    def check_health(self) -> None:
+        """Raise RankError when a rank is gone."""
+        self.ranks.check()
+
+    def close(self) -> None:
+        """Have all ranks finish, and end their processes. After a failure nobody waits for a GPU, whose kernels may
+        wait for the rank that is gone."""
+        if not self.ranks.failed:
+            with contextlib.suppress(RankError):
+                self.ranks.stop()
+        if self.device.type == "cpu" or not self.ranks.failed:
+            super().close()
+            self._joined.close()
+        self.ranks.close()
+
+
+def _divided(contents: Sequence[bytes], shares: Sequence[int]) -> list[list[bytes]]:
+    """What each rank has of contents that hold all ranks' shares one behind the other."""
+    ends = list(itertools.accumulate(shares))
+    return [[c[end - size : end] for c in contents] for end, size in zip(ends, shares, strict=True)]
+
+
+def send_logits(logits: torch.Tensor) -> None:
+    """Replace a rank's logits by those of rank 0."""
+    torch.distributed.broadcast(logits, src=0)
+
+
+class _WatchedStream:
+    """A stream whose jobs are waited for only while all ranks live."""
+
+    def __init__(self, stream: Stream, ranks: RankProcesses) -> None:
+        self._stream, self._ranks = stream, ranks
+
+    def submit(self, work: Callable[[], Any]) -> Job:
+        return _WatchedJob(self._stream.submit(work), self._ranks)
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+class _WatchedJob:
+    def __init__(self, job: Job, ranks: RankProcesses) -> None:
+        self._job, self._ranks = job, ranks
+
+    def wait(self, seconds: float) -> bool:
+        return self._job.wait(seconds)
+
+    def result(self) -> Any:
+        """Wait until it is done. Raises RankError when a rank is gone before, and what the job raised."""
+        while not self._job.wait(_PATIENCE):
+            self._ranks.check()
+        try:
+            return self._job.result()
+        except Exception as failure:
+            try:
+                self._ranks.check_soon()
+            except RankError as gone:
+                raise gone from failure
+            raise

@@ -1,0 +1,91 @@
+"""The one place that touches torch's private symmetric memory: collectives of GPUs of one host that read each other's
+memory, without the library's latency.
+
+Each rank has a buffer that the others see. One-shot: everyone reads all of everyone's and adds up, in one kernel.
+Two-shot: everyone adds up a part, then reads the others' sums. NVLink multicast stays off. Every kernel ends when all
+ranks have read what it needs, so the next one may write the buffer. What is larger goes through NCCL.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphllm.ir.groups import SYMMETRIC_BYTES
+from graphllm.runtime.collectives import LibraryGroup, place_share
+
+Method = Literal["one-shot", "two-shot", "library"]
+
+_SIZES = (2, 4, 8)  # of groups that torch's kernels are made for
+_DTYPES = (torch.bfloat16, torch.float32)
+# Bytes up to which a method is taken, by the size of the group. With two ranks one-shot moves no more than two-shot.
+_ONE_SHOT = {2: 512 << 10, 4: 128 << 10, 8: 64 << 10}
+_TWO_SHOT = {2: 4 << 20, 4: 4 << 20, 8: 4 << 20}
+_ALIGNED = 16  # bytes that a thread moves at a time
+
+
+def is_reachable(size: int) -> bool:
+    """Whether the GPUs of a group of that size, the first ones that this process sees, can read each other's memory."""
+    if size not in _SIZES or torch.cuda.device_count() < size:
+        return False
+    pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+
+
+def method_for(x: Tensor, size: int) -> Method:
+    """How x is summed over a group of that size."""
+    nbytes = x.numel() * x.element_size()
+    aligned = x.storage_offset() * x.element_size() % _ALIGNED == 0 and nbytes % 4 == 0
+    if x.dtype not in _DTYPES or not aligned or nbytes > _TWO_SHOT[size]:
+        return "library"
+    return "one-shot" if nbytes <= _ONE_SHOT[size] else "two-shot"
+
+
+class SymmetricGroup(LibraryGroup):
+    """GPUs of one host. device: this rank's. All ranks must make it at the same time."""
+
+    def __init__(self, members: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(members)
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self._buffer = symm_mem.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
+        self._shared = symm_mem.rendezvous(self._buffer, members)
+        self._name = members.group_name
+
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        if x.numel():
+            self.all_reduce_by(method_for(x, self.size), x, out)
+
+    def all_reduce_by(self, method: Method, x: Tensor, out: Tensor) -> None:
+        """The sum by a method, which must be able to: for measurements."""
+        if method == "library":
+            super().all_reduce(x, out)
+            return
+        shared = self._view(x)
+        if method == "one-shot":
+            torch.ops.symm_mem.one_shot_all_reduce_copy_out(shared, x, "sum", self._name, out)
+        else:
+            shared.copy_(x)
+            torch.ops.symm_mem.two_shot_all_reduce_out(shared, "sum", self._name, out)
+
+    def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        if not x.numel():
+            return
+        if x.numel() * x.element_size() > SYMMETRIC_BYTES:
+            super().all_gather(x, work, out)
+            return
+        self._view(x).copy_(x)
+        self._shared.barrier(channel=0)
+        for rank in range(self.size):
+            own = rank == self.rank
+            place_share(out, rank, x if own else self._shared.get_buffer(rank, tuple(x.shape), x.dtype))
+        self._shared.barrier(channel=0)
+
+    def _view(self, x: Tensor) -> Tensor:
+        """The beginning of this rank's buffer as a tensor like x."""
+        return self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)

@@ -1,0 +1,21 @@
+"""all_reduce between the kernels of a step: a routine that the artifact names and the process's group carries out. It
+runs in no process that compiles."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from graphllm.ir.externs import Extern
+from graphllm.ops.all_reduce.op import all_reduce
+
+_into = Extern("all_reduce_into", "(Tensor x, Tensor(a!) out, str group, int ranks) -> ()")
+
+
+@all_reduce.impl("group_cpu", device="cpu")
+@all_reduce.impl("group", device="cuda")
+def summed(x: Tensor, group: str, ranks: int) -> Tensor:
+    """gloo on CPUs; on GPUs symmetric memory for what is small, NCCL for the rest."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _into(x.contiguous(), out, group, ranks)
+    return out

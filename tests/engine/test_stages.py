@@ -1,0 +1,130 @@
+"""Engines whose layers are stages on ranks of their own, and also divided: the text and log-probabilities of
+transformers, and whatever one process gives. The tests are those of ranks that divide matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import request
+from test_ranks import (  # noqa: F401
+    EAGER,
+    GREEDY,
+    TestTwoRanks,
+    executor_of,
+    one,
+    options,
+    tolerance,
+)
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from graphllm import LLM
+from graphllm.config import ConfigError
+from graphllm.program.linking import Call
+from graphllm.program.stages import Stage, stage_calls
+
+
+@pytest.fixture(scope="class")
+def two(checkpoint: Path, options: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:  # noqa: F811
+    """A layer on each rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHLLM_CACHE", str(tmp_path_factory.mktemp("cache")))
+        with LLM(checkpoint, pipeline_parallel_size=2, **options) as llm:
+            yield llm
+
+
+@pytest.fixture(scope="module")
+def three_layers(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama whose head is its embedding, with layers that two stages cannot share evenly."""
+    folder = tmp_path_factory.mktemp("three")
+    torch.manual_seed(6)
+    config = LlamaConfig(
+        vocab_size=300, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=128, initializer_range=0.15, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+PROMPT_IDS = [{"prompt_token_ids": [7 * i % 290 + k for i in range(9)]} for k in range(4)]
+
+
+def _expected(folder: Path) -> list[list[int]]:
+    """Greedy tokens of transformers."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = []
+    for prompt in PROMPT_IDS:
+        ids = torch.tensor([prompt["prompt_token_ids"]])
+        out = model.generate(ids, max_new_tokens=12, min_new_tokens=12, do_sample=False, use_cache=True)
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+def test_stages_of_unequal_size_and_a_tied_head(three_layers: Path, options: dict[str, Any]) -> None:  # noqa: F811
+    """Two layers on rank 0, one on rank 1, whose share of an exported block is as much smaller."""
+    with LLM(three_layers, pipeline_parallel_size=2, skip_tokenizer_init=True, **options) as llm:
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
+        core: Any = llm.llm_engine.core
+        prompt = list(range(5, 6 + 2 * options["block_size"]))
+        before = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0].outputs[0].token_ids
+        entries = core.export_cache(request("export", prompt))
+        assert {2 * len(e.data) for e in entries} == {3 * executor_of(llm).states.block_bytes}
+        assert core.reset_prefix_cache()
+        assert core.import_cache(entries) == 2
+        again = llm.generate({"prompt_token_ids": prompt}, GREEDY)[0]
+        assert (again.num_cached_tokens, again.outputs[0].token_ids) == (2 * options["block_size"], before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_stages_whose_matrices_are_divided(three_layers: Path, backend: str) -> None:
+    """Four processes: two stages of two ranks each; compiled as well."""
+    options = {**EAGER, "backend": backend, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}  # noqa: F811
+    with LLM(three_layers, skip_tokenizer_init=True, **options) as llm:
+        assert len(executor_of(llm).ranks.pids) == 3
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
+
+
+def test_what_cannot_have_stages(checkpoint: Path, options: dict[str, Any]) -> None:  # noqa: F811
+    with pytest.raises(ConfigError, match="pipeline_parallel_size is 3: the model has 2 layers; give at most as many"):
+        LLM(checkpoint, pipeline_parallel_size=3, **options)
+
+
+def test_what_a_stage_calls() -> None:
+    """Each call is made once, but for what follows the layers; what later ones read goes on, once for each border."""
+
+    def call(inputs: list[str], outputs: list[str]) -> Call:
+        local = {name: f"l{i}" for i, name in enumerate([*inputs, *outputs])}
+        code = [["empty", local[n], [1], [1], "float32"] for n in outputs]
+        code += [["kernel", "k", [["t", n] for n in local.values()]]]
+        bundle = {"inputs": [local[n] for n in inputs], "outputs": [local[n] for n in outputs], "code": code}
+        return Call(bundle, inputs, outputs)
+
+    calls = [
+        call(["step.token_ids", "embed.tokens"], ["x", "angles"]),
+        call(["x", "angles", "layers.0.w", "state.layers.0.kv"], ["y"]),
+        call(["y", "angles", "layers.1.w"], ["z"]),
+        call(["z", "layers.2.w", "head.w"], ["logits"]),
+        call(["logits"], ["tokens"]),
+    ]
+    made = [stage_calls(calls, ["tokens", "logits"], Stage(number, 3)) for number in range(3)]
+    kernels = [[any(c[0] == "kernel" for c in m.bundle["code"]) for m in stage] for stage in made]
+    assert kernels == [[1, 1, 0, 0, 1], [0, 0, 1, 0, 1], [0, 0, 0, 1, 1]]
+
+    def moved(stage: list[Call]) -> list[tuple[int, str, str, int]]:
+        found = []
+        for at, m in enumerate(stage):
+            names = dict(zip([*m.bundle["inputs"], *m.bundle["outputs"]], [*m.inputs, *m.outputs], strict=True))
+            externs = (c for c in m.bundle["code"] if c[0] == "extern")
+            found += [(at, name, names[args[0][1]], args[3]) for _, name, args in externs]
+        return found
+
+    assert moved(made[0]) == [(1, "send_to", "angles", 1), (1, "send_to", "y", 1), (3, "broadcast_from", "logits", 2)]
+    assert moved(made[1]) == [
+        (1, "receive_from", "angles", 0), (1, "receive_from", "y", 0), (2, "send_to", "z", 2),
+        (3, "broadcast_from", "logits", 2),
+    ]  # fmt: skip
+    assert moved(made[2]) == [(2, "receive_from", "z", 1), (3, "broadcast_from", "logits", 2)]

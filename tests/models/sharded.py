@@ -1,0 +1,95 @@
+"""An artifact of several ranks in one process: each rank's executor with its share of the weights, in a thread of its
+own, and a group that adds up and gathers between them."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from graphllm import artifact
+from graphllm.ir.groups import TENSOR, set_group
+from graphllm.runtime.executor import Executor, StepResult
+from graphllm.runtime.staging import StepInput
+from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.loader import load_weights
+from graphllm.weights.plan import WeightPlan
+
+
+class ThreadGroup:
+    """A group of threads. They say which rank they are by `be`."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._own = size, threading.local()
+        self._given: list[Tensor] = [torch.empty(0)] * size
+        self._meeting = threading.Barrier(size, timeout=60)
+        self.calls = 0
+
+    @property
+    def rank(self) -> int:
+        return int(self._own.rank)
+
+    def be(self, rank: int) -> None:
+        self._own.rank = rank
+
+    def abort(self) -> None:
+        self._meeting.abort()
+
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        parts = self._exchange(x)
+        out.copy_(torch.stack([p.to(torch.promote_types(p.dtype, torch.float32)) for p in parts]).sum(0))
+        self._meeting.wait()
+
+    def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        out.copy_(torch.cat(self._exchange(x), -1)[..., : out.shape[-1]])
+        self._meeting.wait()
+
+    def _exchange(self, x: Tensor) -> list[Tensor]:
+        self._given[self.rank] = x
+        self.calls += self.rank == 0
+        self._meeting.wait()
+        assert len({p.shape for p in self._given}) == 1
+        return list(self._given)
+
+
+class Sharded:
+    """An artifact's ranks; a context manager, one at a time. It stands in for an `Executor` where plain steps run."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint, degree: int, num_blocks: int) -> None:
+        manifest = artifact.verify(folder)
+        plan = WeightPlan.from_json((folder / "weights.json").read_text())
+        self.group = ThreadGroup(degree)
+        self.weights = [load_weights(plan, checkpoint, rank=rank) for rank in range(degree)]
+        self.ranks = [Executor(folder, manifest, w, num_blocks, 1) for w in self.weights]
+        self.layout = self.ranks[0].layout
+        for rank, executor in enumerate(self.ranks):
+            executor._stream.submit(lambda rank=rank: self.group.be(rank)).result()  # type: ignore[misc]
+        set_group(TENSOR, self.group)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
+        set_group(TENSOR, None)
+        for executor in self.ranks:
+            executor.close()
+
+    def run(self, step: StepInput) -> StepResult:
+        """Rank 0's result. The tokens of all ranks are the same."""
+
+        def one(executor: Executor) -> Any:
+            try:
+                return executor.run(step)
+            except BaseException:
+                self.group.abort()
+                raise
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            results = list(pool.map(one, self.ranks))
+        assert all((r.tokens == results[0].tokens).all() for r in results)
+        return results[0]
