@@ -129,7 +129,7 @@ def _finish_row(
         inside_out = column < N // 2
     else:
         inside_out = in_row
-    if RESIDUAL:
+    if RESIDUAL != 0:
         out += RESIDUAL * tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
 
@@ -229,7 +229,7 @@ def _finish_tile(
     out = tl.trans(acc)
     inside = (token < T)[:, None] & (column < width)[None, :]
     token64 = token.to(tl.int64)[:, None]
-    if RESIDUAL:
+    if RESIDUAL != 0:
         at = residual_ptr + token64 * RESIDUAL_ROW + column[None, :]
         out += RESIDUAL * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token64 * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
