@@ -325,7 +325,9 @@ def serve_command(
         )
         raise typer.Exit(serve_ranks(args, ranks, log_format, log_level))
     # First of all: what takes longest is their import of torch.
-    children = spawn_cores(1 if alone else args.data_parallel_size, args.tensor_parallel_size or 1)
+    children = spawn_cores(
+        1 if alone else args.data_parallel_size, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
+    )
     others = [spawn() for _ in also or ()]
     try:
         from graphllm.cli import serve as told
