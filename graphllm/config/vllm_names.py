@@ -222,14 +222,17 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     # Several devices.
     **fixed(
-        _ONE_HOST, data_parallel_size_local=1,
-        data_parallel_start_rank=0, data_parallel_external_lb=False,
-        data_parallel_hybrid_lb=False, decode_context_parallel_size=1,
+        _ONE_HOST, decode_context_parallel_size=1,
         prefill_context_parallel_size=1, nnodes=1, node_rank=0, device_ids=(), worker_use_ray=False,
         distributed_executor_backend=("uni", "mp"), enable_eplb=False,
         enable_elastic_ep=False, elastic_ep_max_dp_size=(), enable_fault_tolerance=False,
         fault_tolerance_config=({},), fully_sharded_loras=False, enable_dbo=False, enable_batch_sharded_sampling=False,
         enable_hc_sp=False, enable_ep_weight_filter=False,
+    ),
+    **fixed(
+        "all engine cores are on this machine; give data_parallel_size, and for one of them data_parallel_rank",
+        data_parallel_size_local=1, data_parallel_start_rank=0, data_parallel_external_lb=False,
+        data_parallel_hybrid_lb=False,
     ),
     **fixed("it is a flag of `graphllm serve`", data_parallel_multi_port_external_lb=False),
     **hints(

@@ -57,9 +57,9 @@ def load_core(
         from graphllm.runtime.stream import alone  # imports torch
 
         clock("import torch")
+        threads = rank_threads(config, degree)  # of the process: within `alone` there is one
         with alone():
             device = rank_device(compiled["target"]["device"], 0, degree)
-            threads = rank_threads(config, degree)
             weights = open_weights(config, compiled, device, own)
             clock("weights")
             if ranks is not None:

@@ -26,7 +26,8 @@ from graphllm.ops.add_lora.triton_low_rank import (
     MOST_MATRICES,
     Adapters,
     expanded_tile,
-    load_row,
+    load_b,
+    load_low,
     low_rank_config,
     shrunk,
 )
@@ -94,9 +95,10 @@ def row_kernel(
     own_id = 0
     if RANK:
         own_id = tl.load(ids_ptr)
+    table = load_b(own_id, b_ptr, row, in_row, N, RANK, BLOCK_R)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
+    low = load_low(own_id, low_ptr, row, in_row, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -129,7 +131,7 @@ def _finish_row(
         inside_out = column < N // 2
     else:
         inside_out = in_row
-    if RESIDUAL:
+    if RESIDUAL != 0:
         out += RESIDUAL * tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
 
@@ -184,9 +186,10 @@ def encoded_row_kernel(
     own_id = 0
     if RANK:
         own_id = tl.load(ids_ptr)
+    table = load_b(own_id, b_ptr, row, in_row, N, RANK, BLOCK_R)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
+    low = load_low(own_id, low_ptr, row, in_row, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     squares = tl.zeros([BLOCK_W], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -229,7 +232,7 @@ def _finish_tile(
     out = tl.trans(acc)
     inside = (token < T)[:, None] & (column < width)[None, :]
     token64 = token.to(tl.int64)[:, None]
-    if RESIDUAL:
+    if RESIDUAL != 0:
         at = residual_ptr + token64 * RESIDUAL_ROW + column[None, :]
         out += RESIDUAL * tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token64 * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)

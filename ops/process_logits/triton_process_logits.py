@@ -105,8 +105,8 @@ def _adjust_kernel(
             mine = listed & (biased // BLOCK == tile)
             y = tl.load(row_ptr + biased * COL, mask=mine, other=0.0).to(tl.float32)
             if mask_row >= 0:
-                bits = tl.load(allowed_ptr + biased // 32, mask=mine, other=0)
-                y = tl.where(((bits >> (biased % 32)) & 1) != 0, y, float("-inf"))
+                allowed = tl.load(allowed_ptr + biased // 32, mask=mine, other=0)
+                y = tl.where(((allowed >> (biased % 32)) & 1) != 0, y, float("-inf"))
             y += tl.load(bias_value_ptr + slot * VALUE_ROW + entry, mask=mine, other=0.0)
             if penalized:
                 times = tl.load(counts_row_ptr + biased, mask=mine, other=0)
