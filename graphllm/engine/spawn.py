@@ -27,15 +27,18 @@ class Child(NamedTuple):
         self.process.wait()
 
 
-def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None) -> Child:
+def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None, ranks: int = 1) -> Child:
     """Start a program that calls `graphllm.engine.process.run_core`. gpus: the ones that it sees, as in
-    CUDA_VISIBLE_DEVICES; None: those of this process."""
+    CUDA_VISIBLE_DEVICES; None: those of this process. ranks: of the engine, as far as is known; their processes start
+    at once, too."""
     started = time.monotonic()
+    command = command if ranks == 1 else (*command, str(ranks))
     env = None if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
     # A session of its own: Ctrl-C is for the front. Its prints must not mix with the front's output.
     return Child(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=env), started)
 
 
-def spawn_cores(count: int, gpus: int) -> list[Child]:
-    """A process for each of so many engine cores, and for several of them GPUs of its own, so many for each."""
-    return [spawn()] if count == 1 else [spawn(gpus=gpus_of(rank, gpus)) for rank in range(count)]
+def spawn_cores(count: int, ranks: int) -> list[Child]:
+    """A process for each of so many engine cores, each of so many ranks, and for several cores GPUs of their own, one
+    for each rank."""
+    return [spawn(gpus=None if count == 1 else gpus_of(core, ranks), ranks=ranks) for core in range(count)]

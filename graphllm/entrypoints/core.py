@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphllm.engine.options import LogitsProcessor
     from graphllm.engine.request import Adapter
     from graphllm.runtime.executor import Executor
+    from graphllm.runtime.rank_processes import WaitingRanks
 
 _WARM_UP_TOKENS = 128  # of a prompt
 _WARM_UPS = 8  # after 2 the first request takes 1.25 times as long as later ones, after 8 1.15
@@ -32,12 +33,13 @@ def load_core(
     phases: Callable[[str, float], None] = lambda name, seconds: None,
     processors: Sequence[LogitsProcessor] = (),
     exits: bool = False,
+    waiting: WaitingRanks | None = None,
 ) -> EngineCore:
     """Load weights, open the artifact and make an engine core.
 
     phases: told the seconds of each start-up phase. processors: further logits processors, as objects. exits: the
-    process is the core's own, and ends where a rank is gone whose work its threads wait for in vain. Raises ConfigError
-    when memory does not suffice, RankError when a rank dies.
+    process is the core's own, and ends where a rank is gone whose work its threads wait for in vain. waiting:
+    processes for the other ranks. Raises ConfigError when memory does not suffice, RankError when a rank dies.
     """
     clock = _Phases(phases)
     place = Path(config.load.artifact)
@@ -46,7 +48,7 @@ def load_core(
     own = rank_place(config, manifest, 0)
     manifest, degree = stage_manifest(place, manifest, own.stage), own.degree
     with contextlib.ExitStack() as undo:  # what a failure ends
-        ranks = start_ranks(config, degree, undo, exits) if degree > 1 else None
+        ranks = start_ranks(config, degree, undo, exits, waiting)
         counts = cache = None
         if compiled["target"]["device"] == "cpu" and ranks is None:
             counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)

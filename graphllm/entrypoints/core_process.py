@@ -1,8 +1,11 @@
-"""The program of an engine core's own process: it loads the real core. `graphllm.engine.process` has the loop."""
+"""The program of an engine core's own process: it loads the real core. `graphllm.engine.process` has the loop. Its
+argument, if any: of how many ranks the engine will be; the others' processes are started first of all."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,14 +13,16 @@ import msgspec
 
 from graphllm.engine.process import run_core
 from graphllm.engine.request import Core
+from graphllm.entrypoints.rank_process import COMMAND
+from graphllm.runtime.rank_processes import WaitingRanks
 
 
-def _load(settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core:
+def _load(waiting: WaitingRanks | None, settings: dict[str, Any], phase: Callable[[str, float], None]) -> Core:
     """The real engine core; settings: a CoreConfig as plain JSON."""
     from graphllm.config import CoreConfig
     from graphllm.entrypoints.core import load_core
 
-    return load_core(msgspec.convert(settings, CoreConfig), phase, exits=True)
+    return load_core(msgspec.convert(settings, CoreConfig), phase, exits=True, waiting=waiting)
 
 
 def _preload() -> None:
@@ -25,5 +30,12 @@ def _preload() -> None:
         importlib.import_module(name)
 
 
+def main() -> None:
+    """The process's whole life."""
+    degree = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    waiting = WaitingRanks(COMMAND, degree) if degree > 1 else None
+    run_core(functools.partial(_load, waiting), _preload)
+
+
 if __name__ == "__main__":
-    run_core(_load, _preload)
+    main()

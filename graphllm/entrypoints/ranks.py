@@ -18,7 +18,7 @@ from graphllm.entrypoints.memory import cache_counts
 from graphllm.entrypoints.rank_process import COMMAND
 from graphllm.entrypoints.share import RankPlace, join_group
 from graphllm.runtime.rank_messages import Allocate, Counted, Loaded, Serving
-from graphllm.runtime.rank_processes import RankProcesses
+from graphllm.runtime.rank_processes import RankProcesses, WaitingRanks
 
 if TYPE_CHECKING:
     import torch
@@ -31,9 +31,9 @@ _log = logging.getLogger(__name__)
 class StartedRanks:
     """Processes that load, and the folder where they meet this one."""
 
-    def __init__(self, config: CoreConfig, degree: int, exits: bool) -> None:
+    def __init__(self, waiting: WaitingRanks, config: CoreConfig, exits: bool) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="graphllm-ranks-"))
-        self.processes = RankProcesses(COMMAND, degree, str(self.folder), msgspec.to_builtins(config), exits)
+        self.processes = RankProcesses(waiting, str(self.folder), msgspec.to_builtins(config), exits)
 
     def forget_folder(self) -> None:
         """Nobody joins any more."""
@@ -45,9 +45,17 @@ class StartedRanks:
         self.forget_folder()
 
 
-def start_ranks(config: CoreConfig, degree: int, undo: contextlib.ExitStack, exits: bool) -> StartedRanks:
-    """Start the processes of all ranks but 0; they load at once. undo: ends them. exits: see `RankProcesses`."""
-    ranks = StartedRanks(config, degree, exits)
+def start_ranks(
+    config: CoreConfig, degree: int, undo: contextlib.ExitStack, exits: bool, waiting: WaitingRanks | None
+) -> StartedRanks | None:
+    """Have the processes of all ranks but 0 load; None where there are none. undo: ends them. exits: see
+    `RankProcesses`. waiting: those that were started before the degree was known, and are used where it is theirs."""
+    if waiting is not None and waiting.degree != degree:
+        waiting.close()
+        waiting = None
+    if degree == 1:
+        return None
+    ranks = StartedRanks(waiting or WaitingRanks(COMMAND, degree), config, exits)
     undo.callback(ranks.close)
     return ranks
 

@@ -171,7 +171,7 @@ def join_group(place: RankPlace, folder: Path, device: torch.device) -> Iterator
             f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process has an engine of "
             "several ranks already; close it first"
         )
-    stages = 1 if place.stage is None else place.stage.count
+    stages = 1 if place.stage is None else place.stage.total
     with joined(place.rank, place.degree, folder / "meeting", device, stages):
         torch.distributed.all_reduce(torch.zeros(1, device=device))
         yield

@@ -23,10 +23,10 @@ _GEOMETRY = ("empty", "view", "zeroed")  # instructions of a piece that run noth
 
 
 class Stage(NamedTuple):
-    """One of ``count``, from 0."""
+    """One of ``total``, from 0."""
 
     number: int
-    count: int
+    total: int
 
 
 def stage_reads(program: Mapping[str, Any], stage: Stage) -> frozenset[str]:
@@ -34,12 +34,12 @@ def stage_reads(program: Mapping[str, Any], stage: Stage) -> frozenset[str]:
     cannot have so many stages."""
     if len(program["graphs"]) > 1:
         raise ConfigError(
-            f"pipeline_parallel_size is {stage.count}: a model with a draft graph or an encoder has no stages; use 1"
+            f"pipeline_parallel_size is {stage.total}: a model with a draft graph or an encoder has no stages; use 1"
         )
     found: set[str] = set()
     for described in program["graphs"][0]["programs"].values():
         inputs = [names for _, names, _ in described["calls"]]
-        for names, owner in zip(inputs, _owners(inputs, stage.count), strict=True):
+        for names, owner in zip(inputs, _owners(inputs, stage.total), strict=True):
             if owner in (stage.number, None):
                 found.update(names)
     return frozenset(found)
@@ -58,7 +58,7 @@ def own_tensors(states: Mapping[str, Any]) -> frozenset[int]:
 def stage_calls(calls: Sequence[Call], results: Sequence[str], stage: Stage) -> list[Call]:
     """The calls of a stage, in a list that is as long: those of others are there for the places of what they make.
     results: of the program."""
-    owners = _owners([call.inputs for call in calls], stage.count)
+    owners = _owners([call.inputs for call in calls], stage.total)
     ends = {owner: at for at, owner in enumerate(owners) if owner is not None}  # a stage's last call
     made: list[Call] = []
     for at, (call, owner) in enumerate(zip(calls, owners, strict=True)):
@@ -100,7 +100,7 @@ def _passing_on(call: Call, values: Sequence[str], owner: int, stage: Stage) -> 
     more = {name: f"passed.{name}" for name in values if name not in local}
     routines = [*_routines(owner, stage)]
     code = [
-        ["extern", name, [["t", local.get(value) or more[value]], PIPELINE, stage.count, other]]
+        ["extern", name, [["t", local.get(value) or more[value]], PIPELINE, stage.total, other]]
         for value in values
         for name, other in routines
     ]
@@ -114,7 +114,7 @@ def _passing_on(call: Call, values: Sequence[str], owner: int, stage: Stage) -> 
 
 def _routines(owner: int, stage: Stage) -> Iterator[tuple[str, int]]:
     """The routine that a stage calls with each value behind the last call of the stage ``owner``, and its argument."""
-    if owner == stage.count - 1:
+    if owner == stage.total - 1:
         yield "broadcast_from", owner
     elif stage.number == owner:
         yield "send_to", owner + 1

@@ -41,6 +41,11 @@ class LibraryGroup:
                 x.copy_(whole)
 
 
+def send_logits(logits: Tensor) -> None:
+    """Replace every rank's logits by those of rank 0."""
+    dist.broadcast(logits, src=0)
+
+
 def _bytes(x: Tensor) -> Tensor:
     """Not every library moves numbers of every dtype."""
     return x.reshape(-1).view(torch.uint8)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from graphllm.program.stages import Stage
+from graphllm.runtime.collectives import send_logits
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.executor import Executor, Hook, StepHandle
 from graphllm.runtime.rank_messages import (
@@ -197,11 +198,6 @@ def _divided(contents: Sequence[bytes], shares: Sequence[int]) -> list[list[byte
     """What each rank has of contents that hold all ranks' shares one behind the other."""
     ends = list(itertools.accumulate(shares))
     return [[c[end - size : end] for c in contents] for end, size in zip(ends, shares, strict=True)]
-
-
-def send_logits(logits: torch.Tensor) -> None:
-    """Replace a rank's logits by those of rank 0."""
-    torch.distributed.broadcast(logits, src=0)
 
 
 class _WatchedStream:

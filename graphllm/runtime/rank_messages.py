@@ -4,11 +4,13 @@ message each: what a rank does is the same as if the engine core had called its 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
-from graphllm.runtime.staging import StepInput
+if TYPE_CHECKING:
+    from graphllm.runtime.staging import StepInput
 
 
 class Array(msgspec.Struct, array_like=True):
@@ -63,6 +65,8 @@ class Start(msgspec.Struct, tag=True, array_like=True):
         )  # fmt: skip
 
     def step(self) -> StepInput:
+        from graphllm.runtime.staging import StepInput  # imports torch
+
         return StepInput(self.tokens, self.sequences, self.rows, self.query_len, unpacked(self.arrays), self.num_drafts)
 
 

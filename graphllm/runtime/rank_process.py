@@ -211,7 +211,7 @@ class _Follower:
                 self._last = executor.start(command.step(), command.program, command.drafts)
                 self._checks.add(self._last)
             case Sample(mask, scores, edited):
-                from graphllm.runtime.multiproc_executor import send_logits
+                from graphllm.runtime.collectives import send_logits
 
                 assert self._last is not None
                 given = None if mask is None else mask.numpy()

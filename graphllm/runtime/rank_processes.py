@@ -48,36 +48,52 @@ class _Life:
         self.silent = self.idle = 0.0
 
 
-class RankProcesses:
-    """Ranks 1 to ``degree`` - 1, started at once. command: of a program that calls `rank_process.run_rank`. folder:
-    of theirs alone. load: what that needs to know. exits: this process ends when nobody asks after the death of a rank
-    how they are, as the thread that would ask hangs in what it waits for. Close it in the end."""
+class WaitingRanks:
+    """Processes of ranks 1 to ``degree`` - 1, which import what they need while they wait to be told what to load.
+    command: of a program that calls `rank_process.run_rank`."""
 
-    def __init__(
-        self, command: Sequence[str], degree: int, folder: str, load: Mapping[str, Any], exits: bool = False
-    ) -> None:
-        self.degree, self._exits = degree, exits
-        self._writer = Writer(degree - 1)
+    def __init__(self, command: Sequence[str], degree: int) -> None:
+        self.degree, self.started = degree, time.monotonic()
+        self.writer = Writer(degree - 1)
+        self.processes = [
+            subprocess.Popen(
+                [*command, str(self.writer.fd)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(self.writer.fd,),
+                start_new_session=True,  # Ctrl-C is for the process of rank 0
+            )
+            for _ in range(1, degree)
+        ]
+
+    def close(self) -> None:
+        """Nobody needs them."""
+        for process in self.processes:
+            process.kill()
+            process.communicate()
+        self.writer.close()
+
+
+class RankProcesses:
+    """The ranks that waited, now at work. folder: of theirs alone. load: what to load. exits: this process ends when
+    nobody asks after the death of one how they are, as the thread that would ask hangs in what it waits for. Close it
+    in the end."""
+
+    def __init__(self, waiting: WaitingRanks, folder: str, load: Mapping[str, Any], exits: bool = False) -> None:
+        self.degree, self._exits = waiting.degree, exits
+        self._writer, self._processes = waiting.writer, waiting.processes
         self._encode = msgspec.msgpack.Encoder().encode
         self._failure: RankError | ConfigError | None = None
         self._failed, self._closing = threading.Event(), threading.Event()
         self._stopping = False
         self._told = threading.Event()  # somebody knows of the failure
-        self._reports: list[queue.SimpleQueue[Report | None]] = [queue.SimpleQueue() for _ in range(degree - 1)]
-        self._processes = []
-        for rank in range(1, degree):
-            process = subprocess.Popen(
-                [*command, str(self._writer.fd)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=(self._writer.fd,),
-                start_new_session=True,  # Ctrl-C is for the process of rank 0
-            )
+        self._reports: list[queue.SimpleQueue[Report | None]] = [queue.SimpleQueue() for _ in self._processes]
+        for rank, process in enumerate(self._processes, 1):
+            settings = Settings(rank, self.degree, folder, dict(load), waiting.started)
             assert process.stdin is not None
-            settings = Settings(rank, degree, folder, dict(load), time.monotonic())
-            process.stdin.write(msgspec.json.encode(settings) + b"\n")
-            process.stdin.flush()
-            self._processes.append(process)
+            with contextlib.suppress(BrokenPipeError):  # it is dead already, which `_watch` reports
+                process.stdin.write(msgspec.json.encode(settings) + b"\n")
+                process.stdin.flush()
         self._thread = threading.Thread(target=self._watch, name="graphllm-ranks", daemon=True)
         self._thread.start()
 
