@@ -94,6 +94,12 @@ class ReplicatedCore:
         assert self._client is not None
         return self._wait(self._client.reset_prefix_cache())
 
+    def check_health(self) -> None:
+        """Raises EngineDeadError when all cores are gone."""
+        assert self._client is not None
+        if (cause := self._client.health().cause) is not None:
+            raise EngineDeadError(cause)
+
     def close(self) -> None:
         """End the processes."""
         if self._loop.is_closed():
