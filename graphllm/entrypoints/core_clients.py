@@ -24,7 +24,7 @@ def core_client(
         return CoreClient(config, unresponsive=unresponsive, stuck=stuck, child=child)
     compiled = artifact.read_manifest(Path(config.load.artifact))["factors"]["compile"]
     on_cpu = compiled["target"]["device"] == "cpu"
-    gpus = compiled["tensor_parallel_size"] * config.load.pipeline_parallel_size
+    gpus = compiled["tensor_parallel_size"] * config.parallel.pipeline_parallel_size
     waiting = dict(enumerate(children))  # one process loads one engine
 
     def make(rank: int) -> CoreClient:
