@@ -95,7 +95,10 @@ class ReplicatedCore:
         return self._wait(self._client.reset_prefix_cache())
 
     def check_health(self) -> None:
-        """What cores fail with comes as news."""
+        """Raises EngineDeadError when all cores are gone."""
+        assert self._client is not None
+        if (cause := self._client.health().cause) is not None:
+            raise EngineDeadError(cause)
 
     def close(self) -> None:
         """End the processes."""
