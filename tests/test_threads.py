@@ -79,9 +79,8 @@ def work():
     return torch.get_num_threads()
 
 before = native()
-settings = CoreConfig(
-    ModelConfig(sys.argv[1]), LoadConfig(sys.argv[2], "dummy", 3), CacheConfig(kv_cache_memory_bytes=1 << 20)
-)
+load = LoadConfig(sys.argv[2], "dummy", int(sys.argv[3]) or None)
+settings = CoreConfig(ModelConfig(sys.argv[1]), load, CacheConfig(kv_cache_memory_bytes=1 << 20))
 core = load_core(settings)
 held = core._executor._stream.submit(work).result()
 print(native() - before, held, torch.get_num_threads())
@@ -92,11 +91,11 @@ core.close()
 def test_kernels_have_the_only_threads(checkpoint: Path, eager_artifact: Path, tmp_path: Path) -> None:
     """Loading must start no OpenMP threads but those of the stream: with more than CPUs, none of them spins."""
     shutil.copy(checkpoint / "config.json", tmp_path)  # without a tokenizer, whose grammars have threads of their own
-    command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(eager_artifact)]
     found = []
-    for count in ("1", "2"):
+    for threads, count in (("3", "1"), ("3", "2"), ("0", "2")):  # 0: as many as OMP_NUM_THREADS says
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path), str(eager_artifact), threads]
         environment = os.environ | {"OMP_NUM_THREADS": count}
         found.append(
             subprocess.run(command, capture_output=True, text=True, env=environment, check=True).stdout.split()
         )
-    assert found == [["2", "3", "1"], ["2", "3", "2"]]
+    assert found == [["2", "3", "1"], ["2", "3", "2"], ["1", "2", "2"]]

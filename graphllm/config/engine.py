@@ -133,13 +133,6 @@ class FilesConfig:
 class LoadConfig:
     """Where compiled programs and weights come from, and what they run on."""
 
-    pipeline_parallel_size: int = setting(
-        1,
-        help="Stages of consecutive layers, each with its ranks; steps go through them one after the other.",
-        key="every rank has the same programs, and makes the calls of its stage",
-        ge=1,
-        le=2**10,
-    )
     artifact: str = setting(
         "build",
         written=str | Path,
@@ -189,6 +182,14 @@ class SchedulerConfig:
     """How requests are put into steps, and what of earlier ones is used again."""
 
     enable_prefix_caching: bool = setting(True, help="Reuse the cache of beginnings that prompts share.", key=_RUNNING)
+    token_vector_memory_bytes: int = setting(
+        256 << 20,
+        parse=functools.partial(parse_bytes, "token_vector_memory_bytes"),
+        help="Of a model with a vector for each token: memory of those of whole prompts, such as documents that are "
+        "ranked again, beside enable_prefix_caching; 0: none.",
+        key=_RUNNING,
+        ge=0,
+    )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", help="fcfs: first come, first served. priority: a request's own; lower goes first.", key=_RUNNING
     )

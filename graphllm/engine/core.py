@@ -27,6 +27,7 @@ from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.constraints import ConstraintError, Constraints
 from graphllm.engine.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
 from graphllm.engine.item_cache import check_items
+from graphllm.engine.kept_vectors import KeptVectors
 from graphllm.engine.options import LogitsProcessor, Row, imported, rowwise
 from graphllm.engine.pooled_vectors import PooledVectors
 from graphllm.engine.proposers import find_proposer
@@ -141,6 +142,8 @@ class EngineCore:
         self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._vectors = PooledVectors(executor.vector[0] == "T")
+        keeps = options.enable_prefix_caching and executor.vector[0] == "T"
+        self._kept = KeptVectors(options.token_vector_memory_bytes) if keeps else None
         self._ended = time.monotonic()  # the last step
         self._expert_tokens: np.ndarray | None = None
         self._stats = CoreStats(
@@ -183,6 +186,9 @@ class EngineCore:
                 raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
             # The cache has no vectors of tokens that it holds.
             request = msgspec.structs.replace(request, params=_WHOLE if self.info.vectors == "token" else _USUAL)
+            if self._kept is not None and (vectors := self._kept.find(request)) is not None:
+                self._answer(request, vectors)
+                return
         if request.items:
             check_items(request, *self._executor.item_input)
         for processor in self._processors:
@@ -199,6 +205,16 @@ class EngineCore:
             request,
             self._compiler.submit(self.grammars.compile, request.params.structured_outputs),
         )
+
+    def _answer(self, request: EngineRequest, vectors: bytes) -> None:
+        """End a request at once with vectors that were kept."""
+        tokens, stats = len(request.prompt), self._stats
+        stats.prompt_tokens += tokens
+        stats.cached_tokens += tokens
+        stats.token_vector_hits += 1
+        news = EngineCoreOutput(request.id, [], "length", cached=tokens, scheduled=time.monotonic(), pooled=vectors)
+        self._count_end(news.finish_reason)
+        self._news.append(news)
 
     @staticmethod
     def _validate(processor: LogitsProcessor, params: SamplingParams) -> None:
@@ -470,6 +486,8 @@ class EngineCore:
             output.draft_tokens, output.accepted_tokens = state.draft_tokens, state.accepted_tokens
             if state.finish_reason == "error" and output.error is None:
                 output.error = _NO_TOKEN
+            if self._kept is not None and output.pooled:
+                self._kept.keep(request, output.pooled)
             self._count_end(output.finish_reason)
             self._forget(request.id, state.output)
 
@@ -526,6 +544,7 @@ class EngineCore:
         )  # fmt: skip
         stats.max_adapters = scheduler.adapters.count if self.info.adapted else 0
         stats.adapters_running, stats.adapters_waiting = scheduler.adapter_names()
+        stats.token_vector_bytes = self._kept.size if self._kept is not None else 0
         return copy.deepcopy(stats)
 
     def reset_prefix_cache(self) -> bool:
@@ -533,6 +552,8 @@ class EngineCore:
         done = self._scheduler.cache.reset()
         if done:
             self._scheduler.items.reset()
+            if self._kept is not None:
+                self._kept.clear()
         return done
 
     def check_health(self) -> None:

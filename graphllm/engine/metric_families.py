@@ -102,6 +102,14 @@ OF_CORE = (
         core=lambda s: {(): s.prefix_hits},
     ),
     Family(
+        "token_vector_cache_bytes", "gauge", "Memory of vectors for each token that are kept for prompts to come.",
+        core=lambda s: {(): s.token_vector_bytes},
+    ),
+    Family(
+        "token_vector_cache_hits", "counter", "Prompts whose vectors for each token were kept and not computed.",
+        core=lambda s: {(): s.token_vector_hits},
+    ),
+    Family(
         "preemptions", "counter", "Sequences that lost their blocks and were computed again.", "num_preemptions",
         core=lambda s: {(): s.preemptions},
     ),

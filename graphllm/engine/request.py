@@ -238,6 +238,7 @@ class CoreStats(msgspec.Struct):
     buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
     drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place. max_adapters: that have tables at a
     time. adapters_running, adapters_waiting: names of those that requests with and without a slot have.
+    token_vector_bytes, token_vector_hits: of vectors that are kept, and prompts that had theirs from there.
     """
 
     started: float = 0.0
@@ -263,6 +264,8 @@ class CoreStats(msgspec.Struct):
     max_adapters: int = 0
     adapters_running: list[str] = []
     adapters_waiting: list[str] = []
+    token_vector_bytes: int = 0
+    token_vector_hits: int = 0
 
     # vLLM's names, which loggers written for it read.
     num_running_reqs = property(lambda self: self.running)

@@ -10,6 +10,7 @@ from graphllm.engine.request import BucketStats, CoreStats
 _SUMS = (
     "started", "steps", "running", "waiting", "free_blocks", "total_blocks", "prefix_queries", "prefix_hits",
     "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "drafts", "draft_tokens", "max_adapters",
+    "token_vector_bytes", "token_vector_hits",
 )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def load_core(
     """
     clock = _Phases(phases)
     place = Path(config.load.artifact)
-    manifest = artifact.verify(place)
+    manifest: Mapping[str, Any] = artifact.verify(place)
     compiled = manifest["factors"]["compile"]
     own = rank_place(config, manifest, 0)
     manifest, degree = stage_manifest(place, manifest, own.stage), own.degree
@@ -55,9 +55,9 @@ def load_core(
         from graphllm.runtime.stream import alone  # imports torch
 
         clock("import torch")
+        threads = rank_threads(config, degree)  # of the process: within `alone` there is one
         with alone():
             device = rank_device(compiled["target"]["device"], 0, degree)
-            threads = rank_threads(config, degree)
             weights = open_weights(config, compiled, device, own)
             clock("weights")
             if ranks is not None:

@@ -177,32 +177,33 @@ class PoolingOfflineMixin:
         show = bars(use_tqdm)
         with show(total=len(prompts), desc="Processed prompts") if show else contextlib.nullcontext() as bar:
             done = (lambda: bar.update(1)) if bar is not None else (lambda: None)
-            found = run_pooling(self.llm_engine.core, requests(), done)
-        return [(asked, pooling.result(asked, output), output) for asked, output in found]
+            return run_pooling(self.llm_engine.core, pooling, requests(), done)
 
 
 def run_pooling(
-    core: Core, requests: Iterable[PoolingRequest], done: Callable[[], None]
-) -> list[tuple[PoolingRequest, EngineCoreOutput]]:
+    core: Core, pooling: Pooling, requests: Iterable[PoolingRequest], done: Callable[[], None]
+) -> list[tuple[PoolingRequest, np.ndarray, EngineCoreOutput]]:
     """Run requests for vectors to their end, in their order. They are taken one by one, and each time they fill a step
-    it begins, so that what makes them works while the device does. Nothing of them stays behind: with Ctrl-C, or when
-    one cannot be made or is refused by the core, all are aborted and the exception goes on."""
-    added: list[PoolingRequest] = []
-    finished: dict[str, EngineCoreOutput] = {}
+    it begins, so that what makes them, and makes of vectors what was asked for, works while the device does. Nothing of
+    them stays behind: with Ctrl-C, or when one cannot be made or is refused by the core, all are aborted and the
+    exception goes on. Raises RuntimeError for one that did not end as it should."""
+    added: dict[str, PoolingRequest] = {}
+    finished: dict[str, tuple[np.ndarray | None, EngineCoreOutput]] = {}
     with Interrupts() as interrupts:
 
         def step() -> None:
             interrupts.check()
             for output in core.step():
                 if output.finish_reason is not None:
-                    finished[output.id] = output
+                    vector = pooling.result(added[output.id], output) if output.pooled else None
+                    finished[output.id] = vector, output
                     done()
 
         try:
             tokens = 0
             for asked in requests:
                 core.add(asked.request)
-                added.append(asked)
+                added[asked.id] = asked
                 tokens += len(asked.request.prompt)
                 if tokens >= core.info.max_num_batched_tokens:
                     tokens = 0
@@ -210,8 +211,12 @@ def run_pooling(
             while core.unfinished:
                 step()
         except BaseException as reason:
-            core.abort([asked.id for asked in added])
+            core.abort(list(added))
             while core.unfinished and isinstance(reason, (KeyboardInterrupt, ConfigError)):  # else the core is broken
                 core.step()
             raise
-    return [(asked, finished[asked.id]) for asked in added]
+    found = []
+    for id, asked in added.items():
+        vector, output = finished[id]
+        found.append((asked, pooling.result(asked, output) if vector is None else vector, output))
+    return found

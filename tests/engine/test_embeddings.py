@@ -15,7 +15,7 @@ from graphllm.config import ConfigError
 
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.2,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2,
 }  # fmt: skip
 ARCHITECTURES = {
     "llama": (transformers.LlamaConfig, transformers.LlamaModel, {}),
@@ -33,22 +33,23 @@ def _make(name: str, folder: Path) -> transformers.PreTrainedModel:
     return model
 
 
-def _open(folder: Path) -> LLM:
-    return LLM(
-        folder, skip_tokenizer_init=True, backend="eager", target="cpu", dtype="float32", max_num_seqs=4,
-        max_model_len=128, max_num_batched_tokens=16,
-    )  # fmt: skip
+def _open(folder: Path, **options: Any) -> LLM:
+    given = {
+        "skip_tokenizer_init": True, "backend": "eager", "target": "cpu", "dtype": "float32", "max_num_seqs": 4,
+        "max_model_len": 128, "max_num_batched_tokens": 16,
+    } | options  # fmt: skip
+    return LLM(folder, **given)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_beside_transformers(name: str, tmp_path: Path, cache: Path) -> None:
-    """Prompts of 1 to 100 tokens, most longer than a step's 16, twice, so that the prefix cache serves the second."""
+    """Prompts of 1 to 512 tokens, many longer than a step's 64, twice, so that the prefix cache serves the second."""
     model = _make(name, tmp_path / "model")
-    lengths = (1, 2, 15, 16, 17, 40, 100)
+    lengths = (1, 2, 63, 64, 65, 40, 512)
     prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in lengths]
     with torch.no_grad():
         states = [model(torch.tensor([p])).last_hidden_state[0, -1] for p in prompts]
-    with _open(tmp_path / "model") as llm:
+    with _open(tmp_path / "model", max_model_len=512, max_num_batched_tokens=64) as llm:
         for _ in range(2):
             found = llm.embed(prompts, use_tqdm=False)
             assert [o.prompt_token_ids for o in found] == prompts
@@ -63,25 +64,51 @@ def test_beside_transformers(name: str, tmp_path: Path, cache: Path) -> None:
         torch.testing.assert_close(short, torch.nn.functional.normalize(states[1][:8], dim=0), rtol=1e-4, atol=1e-4)
 
 
+def _both_ways(model: transformers.PreTrainedModel, prompt: list[int]) -> torch.Tensor:
+    """The hidden states where a mask of zeros hides nothing."""
+    n = len(prompt)
+    with torch.no_grad():
+        states: torch.Tensor = model(torch.tensor([prompt]), attention_mask=torch.zeros(1, 1, n, n)).last_hidden_state
+    return states[0]
+
+
+def _see_both_ways(folder: Path) -> None:
+    told = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**told, "is_causal": False}))
+
+
 @pytest.mark.parametrize("pooling", ["LAST", "MEAN", "CLS", "ALL"])
 @pytest.mark.parametrize("name", ["qwen2", "llama"])
 def test_decoders_that_attend_both_ways(name: str, pooling: str, tmp_path: Path, cache: Path) -> None:
     """GTE-Qwen2's kind: is_causal is false. Ragged prompts up to a step's tokens, each computed whole."""
     model = _make(name, tmp_path / "model")
-    told = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**told, "is_causal": False}))
-    prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in (1, 2, 15, 40, 100)]
-    with LLM(
-        tmp_path / "model", skip_tokenizer_init=True, backend="eager", target="cpu", dtype="float32", max_num_seqs=4,
-        max_model_len=128, max_num_batched_tokens=128, pooling_type=pooling,
-    ) as llm:  # fmt: skip
+    _see_both_ways(tmp_path / "model")
+    prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in (1, 2, 15, 40, 512)]
+    with _open(tmp_path / "model", max_model_len=512, max_num_batched_tokens=512, pooling_type=pooling) as llm:
         found = [o.outputs.data for o in llm.encode(prompts, PoolingParams(normalize=False), use_tqdm=False)]
     for prompt, vector in zip(prompts, found, strict=True):
-        n = len(prompt)
-        with torch.no_grad():  # a mask of zeros hides nothing
-            states = model(torch.tensor([prompt]), attention_mask=torch.zeros(1, 1, n, n)).last_hidden_state[0]
+        states = _both_ways(model, prompt)
         expected = {"LAST": states[-1], "MEAN": states.mean(0), "CLS": states[0], "ALL": states}[pooling]
         torch.testing.assert_close(vector, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_compiled(both_ways: bool, tmp_path: Path, cache: Path) -> None:
+    """Ragged prompts of 1 to 512 tokens, causal ones in parts of 100."""
+    model = _make("qwen2", tmp_path / "model")
+    if both_ways:
+        _see_both_ways(tmp_path / "model")
+    prompts = [[(i * 7 + n) % 96 for i in range(n)] for n in (1, 2, 40, 512, 101, 100)]
+    tokens = 512 if both_ways else 100
+    with _open(tmp_path / "model", backend="inductor", max_model_len=512, max_num_batched_tokens=tokens) as llm:
+        for output, prompt in zip(llm.embed(prompts, use_tqdm=False), prompts, strict=True):
+            if both_ways:
+                state = _both_ways(model, prompt)[-1]
+            else:
+                with torch.no_grad():
+                    state = model(torch.tensor([prompt])).last_hidden_state[0, -1]
+            assert torch.cosine_similarity(torch.tensor(output.outputs.embedding), state, dim=0) > 1 - 1e-5
 
 
 def test_refusals(tmp_path: Path, cache: Path) -> None:
@@ -104,7 +131,6 @@ def test_refusals(tmp_path: Path, cache: Path) -> None:
     with pytest.raises(ConfigError, match="pooling_type is MEAN: LlamaModel computes prompts in parts"):
         _open(folder)
     _make("mistral", tmp_path / "windows")
-    told = json.loads((tmp_path / "windows" / "config.json").read_text())
-    (tmp_path / "windows" / "config.json").write_text(json.dumps({**told, "is_causal": False}))
+    _see_both_ways(tmp_path / "windows")
     with pytest.raises(ConfigError, match="is_causal is False beside sliding_window"):
         _open(tmp_path / "windows")

@@ -71,6 +71,41 @@ def test_vectors_of_tokens(tmp_path: Path, cache: Path) -> None:
             assert (torch.cosine_similarity(found, wanted, dim=-1) > 1 - 1e-5).all()
 
 
+def test_documents_of_late_interaction_are_kept(tmp_path: Path, cache: Path) -> None:
+    """A document that is scored again, against another query, is not computed again; the memory has a bound."""
+    model = _bert(tmp_path)
+    documents = [[(7 * i + n) % V for i in range(n)] for n in (30, 20, 10)]
+    queries = [[(5 * i + n) % V for i in range(n)] for n in (4, 6)]
+
+    def expected(query: list[int], document: list[int]) -> float:
+        one, other = (torch.nn.functional.normalize(_states(model, p), dim=-1) for p in (query, document))
+        return float((one @ other.T).max(1).values.sum())
+
+    with _open(tmp_path, pooling_type="ALL", max_num_batched_tokens=100) as llm:
+        core = llm.llm_engine.core
+        for turn, query in enumerate((*queries, queries[0])):
+            steps = core.stats().steps
+            for output, document in zip(llm.score([query], documents, use_tqdm=False), documents, strict=True):
+                assert output.outputs.score == pytest.approx(expected(query, document), abs=1e-4)
+            assert core.stats().steps == steps + (turn < 2)  # the last time all is there
+            assert core.stats().token_vector_hits == (0, 3, 7)[turn]
+        assert core.stats().token_vector_bytes == 4 * 32 * (30 + 20 + 10 + 4 + 6)
+        assert core.stats().prompt_tokens == core.stats().cached_tokens + 70
+        assert llm.reset_prefix_cache()
+        llm.encode(documents, use_tqdm=False)
+        assert core.stats().token_vector_hits == 7
+    with _open(tmp_path, pooling_type="ALL", token_vector_memory_bytes=4 * 32 * 55) as llm:
+        core = llm.llm_engine.core
+        llm.encode(documents, use_tqdm=False)  # the last two are left
+        assert core.stats().token_vector_bytes == 4 * 32 * 30
+        llm.encode([documents[1], documents[0], documents[2]], use_tqdm=False)
+        assert core.stats().token_vector_hits == 2
+    with _open(tmp_path, pooling_type="ALL", enable_prefix_caching=False) as llm:
+        llm.encode([documents[0]], use_tqdm=False)
+        llm.encode([documents[0]], use_tqdm=False)
+        assert llm.llm_engine.core.stats().token_vector_hits == 0
+
+
 def _write(folder: Path, modules: list[tuple[str, str]], **files: dict[str, Any]) -> None:
     listed = [{"idx": i, "name": str(i), "path": p, "type": t} for i, (p, t) in enumerate(modules)]
     (folder / "modules.json").write_text(json.dumps(listed))

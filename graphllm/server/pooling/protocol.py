@@ -41,9 +41,15 @@ class _Prompts(_Body):
 
 
 class _Encoded(_Prompts):
-    encoding_format: Literal["float", "base64"] | None = Field(None, description="How numbers are written.")
-    embed_dtype: Literal["float32", "float16"] | None = Field(None, description="Of numbers in base64.")
-    endianness: Literal["native", "little", "big"] | None = Field(None, description="Of numbers in base64.")
+    encoding_format: Literal["float", "base64", "bytes", "bytes_only"] | None = Field(
+        None,
+        description="How numbers are written. bytes: the answer is the numbers alone, and the header metadata has what "
+        "stands beside them else; bytes_only: without that.",
+    )
+    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
+        None, description="Of numbers in base64 and bytes."
+    )
+    endianness: Literal["native", "little", "big"] | None = Field(None, description="Of numbers in base64 and bytes.")
     dimensions: _Count | None = Field(None, description="Keep so many numbers of an embedding.")
 
 

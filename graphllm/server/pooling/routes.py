@@ -14,10 +14,10 @@ from graphllm.config import ConfigError
 from graphllm.config.pooling import PoolingParams
 from graphllm.server.chat.fields import judged
 from graphllm.server.http.document import GENERATES, answers, errors
-from graphllm.server.http.wire import JsonRoute, Record, json_response, record_of
+from graphllm.server.http.wire import JsonRoute, Record, encode, json_response, record_of
 from graphllm.server.pooling import protocol
 from graphllm.server.pooling.running import Found, find_vectors, instructed, pooling_of
-from graphllm.server.pooling.writing import base64_of, bits, numbers
+from graphllm.server.pooling.writing import base64_of, bits, bytes_of, numbers
 from graphllm.server.service import Service
 
 _PARAMS = (
@@ -41,9 +41,7 @@ def pooling_routes(service: Service) -> APIRouter:
         pooling = await pooling_of(service)
         task = pooling.task("embed", "/v1/embeddings")
         found = await _run(service, request, given, task)
-        write = _writer(given)
-        data = [{"index": i, "object": "embedding", "embedding": write(v)} for i, v in enumerate(found.vectors)]
-        return json_response(_list(service, request, "embd", data, found))
+        return _written(service, request, given, "embd", found, "embedding")
 
     @router.post("/pooling", responses=answers(protocol.PoolingList))
     async def pool(body: protocol.PoolingBody, request: Request) -> Response:
@@ -52,9 +50,7 @@ def pooling_routes(service: Service) -> APIRouter:
         pooling = await pooling_of(service)
         task = pooling.task(given.pop("task", None))
         found = await _run(service, request, given, task)
-        write = _writer(given)
-        data = [{"index": i, "object": "pooling", "data": write(v)} for i, v in enumerate(found.vectors)]
-        return json_response(_list(service, request, "pool", data, found))
+        return _written(service, request, given, "pool", found, "data")
 
     @router.post("/classify", responses=answers(protocol.ClassesList))
     async def classify(body: protocol.ClassifyBody, request: Request) -> Response:
@@ -209,13 +205,27 @@ def _text(document: Any, index: int) -> str:
     return text
 
 
-def _writer(given: Mapping[str, Any]) -> Callable[[np.ndarray], Any]:
-    """How a body asks for numbers."""
-    if given.get("encoding_format", "float") == "float":
-        return numbers
-    dtype = np.dtype(given.get("embed_dtype", "float32"))
-    order = {"native": "=", "little": "<", "big": ">"}[given.get("endianness", "native")]
-    return lambda vector: base64_of(vector, dtype.newbyteorder(order))
+def _written(
+    service: Service, request: Request, given: Mapping[str, Any], kind: str, found: Found, key: str
+) -> Response:
+    """An answer with all vectors in the form that a body asks for. kind: what its id begins with, key: of the numbers
+    in each entry. As bytes the body is the numbers, one vector behind another, and the header metadata has the rest."""
+    form, dtype = given.get("encoding_format", "float"), given.get("embed_dtype", "float32")
+    endianness = given.get("endianness", "native")
+    order = {"native": "=", "little": "<", "big": ">"}[endianness]
+    name = {"embd": "embedding", "pool": "pooling"}[kind]
+    if form in ("float", "base64"):
+        write = numbers if form == "float" else lambda vector: base64_of(vector, dtype, order)
+        data = [{"index": i, "object": name, key: write(v)} for i, v in enumerate(found.vectors)]
+        return json_response(_list(service, request, kind, data, found))
+    pieces = [bytes_of(vector, dtype, order) for vector in found.vectors]
+    data, begin = [], 0
+    for i, (piece, vector) in enumerate(zip(pieces, found.vectors, strict=True)):
+        place = {"start": begin, "end": begin + len(piece), "shape": list(vector.shape)}
+        data.append({"index": i, "embed_dtype": dtype, "endianness": endianness, **place})
+        begin += len(piece)
+    headers = {"metadata": encode(_list(service, request, kind, data, found)).decode()} if form == "bytes" else {}
+    return Response(b"".join(pieces), media_type="application/octet-stream", headers=headers)
 
 
 def _list(service: Service, request: Request, kind: str, data: list[Any], found: Found) -> dict[str, Any]:

@@ -13,9 +13,17 @@ def numbers(vector: np.ndarray) -> list[Any]:
     return vector.tolist()
 
 
-def base64_of(vector: np.ndarray, dtype: Any = "<f4") -> str:
-    """All numbers, row by row, as text. dtype: with its byte order."""
-    return base64.b64encode(np.ascontiguousarray(vector).astype(dtype).tobytes()).decode()
+def bytes_of(vector: np.ndarray, dtype: str = "float32", order: str = "<") -> bytes:
+    """All numbers, row by row. dtype: float32, float16 or bfloat16. order: of bytes, as numpy writes it."""
+    if dtype == "bfloat16":
+        wide = np.ascontiguousarray(vector, np.float32).view(np.uint32)
+        return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.dtype("u2").newbyteorder(order)).tobytes()
+    return np.ascontiguousarray(vector).astype(np.dtype(dtype).newbyteorder(order)).tobytes()
+
+
+def base64_of(vector: np.ndarray, dtype: str = "float32", order: str = "<") -> str:
+    """The same as text."""
+    return base64.b64encode(bytes_of(vector, dtype, order)).decode()
 
 
 def bits(vector: np.ndarray, signed: bool = False) -> list[int]:

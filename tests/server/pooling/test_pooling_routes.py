@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import base64
 import itertools
+import json
 import re
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,37 @@ def test_embedding_fields(embedder: Served, embedder_folder: Path) -> None:
     text = ask(encoding_format="base64", embed_dtype="float16", endianness="big")
     halves = np.frombuffer(base64.b64decode(text), ">f2").astype(np.float32)
     np.testing.assert_allclose(halves, embedding_of(embedder_folder, ids), atol=1e-3)
+    text = ask(encoding_format="base64", embed_dtype="bfloat16", endianness="little")
+    words = torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.bfloat16)
+    assert torch.equal(words, torch.tensor(ask()).bfloat16())
     raw = np.array(ask(normalize=False))
     assert abs(np.linalg.norm(raw) - 1) > 1e-3
     _close(raw / np.linalg.norm(raw), embedding_of(embedder_folder, ids))
     status, body, _ = embedder.post("/pooling", {"input": TEXTS[:2]})
     assert (status, body["object"], body["data"][0]["object"]) == (200, "list", "pooling")
     _close(body["data"][1]["data"], embedding_of(embedder_folder, TEXTS[1]))
+
+
+@pytest.mark.parametrize("form", ["bytes", "bytes_only"])
+def test_numbers_alone(embedder: Served, embedder_folder: Path, form: str) -> None:
+    """The answer's body is the vectors, and a header says what and where they are."""
+    body = {"input": TEXTS, "encoding_format": form, "endianness": "little"}
+    sent = urllib.request.Request(
+        embedder.url + "/v1/embeddings", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(sent) as response:
+        raw, told, kind = response.read(), response.headers["metadata"], response.headers["content-type"]
+    assert kind == "application/octet-stream"
+    for vector, text in zip(np.frombuffer(raw, "<f4").reshape(len(TEXTS), -1), TEXTS, strict=True):
+        _close(vector, embedding_of(embedder_folder, text))
+    if form == "bytes_only":
+        assert told is None
+        return
+    answer = json.loads(told)
+    assert (answer["model"], answer["usage"]["prompt_tokens"] > 0, len(answer["data"])) == ("small", True, len(TEXTS))
+    last = answer["data"][-1]
+    assert (last["end"], last["shape"], last["embed_dtype"]) == (len(raw), [32], "float32")
+    assert last["end"] - last["start"] == 4 * 32
 
 
 WRONG = [
