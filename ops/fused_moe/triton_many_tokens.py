@@ -153,6 +153,7 @@ def experts_kernel(
     OTHER: tl.constexpr = ROWS // 2 if GATED else HALF
     STEP: tl.constexpr = HALF if GATED else BLOCK_N
     WIDTH: tl.constexpr = ROWS // 2 if GATED else ROWS
+    LOW_ROW: tl.constexpr = 2 * RANK if GATED else RANK
     if GATED and tl.program_id(0) == 0:
         tl.store(counts_ptr + tl.arange(0, COUNTS), tl.zeros([COUNTS], tl.int32))
     if FORM == "":
@@ -206,7 +207,6 @@ def experts_kernel(
             acc += tl.load(bias, mask=column < WIDTH, other=0.0).to(tl.float32)[:, None]
             other += tl.load(bias + OTHER, mask=column + OTHER < ROWS, other=0.0).to(tl.float32)[:, None]
         if RANK:
-            LOW_ROW: tl.constexpr = 2 * RANK if GATED else RANK
             low_of_other = low_ptr + RANK if GATED else low_ptr
             of_pair = tl.where(there, pair, -1)
             acc = plus_low_rank(

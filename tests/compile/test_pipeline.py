@@ -126,7 +126,8 @@ def test_dump_is_readable(checkpoint: Path, tmp_path: Path) -> None:
             "04-quantize_linear",
             "05-quantize_moe",
             "06-scale_cache",
-            "07-fuse_attention",
+            "07-attend_tree",
+            "08-fuse_attention",
         )
         for unit in units
     ]
@@ -221,6 +222,7 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
             "quantize_linear",
             "quantize_moe",
             "scale_cache",
+            "attend_tree",
             "fuse_attention",
         )
         for unit in (
