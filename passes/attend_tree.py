@@ -14,7 +14,7 @@ from graphllm.weights.plan import WeightPlan
 _INPUT = "ancestors_T"
 
 
-@register_pass(numerics="exact")
+@register_pass(numerics="changes")
 def attend_tree(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Where steps verify a tree of drafts, give `paged_attention` the ancestors of each row, an input of every graph
     with a cache. Rows of prompts have none and see what they saw."""

@@ -303,7 +303,7 @@ def serve_command(
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
     from graphllm.engine.spawn import spawn, spawn_cores
 
-    alone = args.data_parallel_rank is not None
+    alone, gpus = args.data_parallel_rank is not None, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
     if data_parallel_multi_port_external_lb and not alone:
         from graphllm.cli.serve_ranks import serve_ranks
         from graphllm.server.ranks.options import RankOptions
@@ -312,7 +312,7 @@ def serve_command(
             raise ConfigError(f"uds is {str(uds)!r}: each rank has a port of its own; leave it out")
         ranks = RankOptions(
             ranks=args.data_parallel_size,
-            gpus=args.tensor_parallel_size or 1,
+            gpus=gpus,
             host=host,
             port=port,
             supervisor_port=data_parallel_supervisor_port,
@@ -325,7 +325,7 @@ def serve_command(
         )
         raise typer.Exit(serve_ranks(args, ranks, log_format, log_level))
     # First of all: what takes longest is their import of torch.
-    children = spawn_cores(1 if alone else args.data_parallel_size, args.tensor_parallel_size or 1)
+    children = spawn_cores(1 if alone else args.data_parallel_size, gpus)
     others = [spawn() for _ in also or ()]
     try:
         from graphllm.cli import serve as told

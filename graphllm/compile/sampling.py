@@ -139,7 +139,7 @@ def programs(
             return Stage(name, lambda v: (_plain(v, logits),), ("tokens",), part)
         if tree is not None:
             outputs = ("tokens", "kept", "drafted", "path_rows", "path", "row_tokens")
-            return Stage(name, lambda v: _verify_tree(v, logits, tree, config), outputs, part)
+            return Stage(name, lambda v: _verify_tree(v, logits, tree), outputs, part)
         return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept", "drafted"), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
@@ -238,20 +238,20 @@ def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tup
     newest_R, kept_R, kept_S, drafted_S = kept
     recorded_R = _record(v, tokens_R, newest_R, kept_R)
     if config.prompt_lookup_max:
-        _look_up(v, tokens_R, newest_R, config)
+        next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
+        lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
+        slots = (v["step.row_slots"], newest_R)
+        ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
     return recorded_R, kept_S, drafted_S
 
 
-def _verify_tree(v: Values, logits: str, tree: TokenTree, config: CompileConfig) -> tuple[Tensor, ...]:
+def _verify_tree(v: Values, logits: str, tree: TokenTree) -> tuple[Tensor, ...]:
     sampled_R = _sample(v, logits)
     rows = (v["step.row_slots"], v["drafts"], v["step.logits_indices"])
     where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
     kept = accept_tree(sampled_R, *rows, *where, v["state.rejected"], v["state.path"], tree.parents)
     tokens_R, rows_R, newest_R, kept_R, kept_S, drafted_S, path_SD = kept
-    recorded_R = _record(v, tokens_R, newest_R, kept_R)
-    if config.prompt_lookup_max:
-        _look_up(v, tokens_R, newest_R, config)
-    return recorded_R, kept_S, drafted_S, rows_R, path_SD, sampled_R
+    return _record(v, tokens_R, newest_R, kept_R), kept_S, drafted_S, rows_R, path_SD, sampled_R
 
 
 def _keep_path(v: Values, caches: Iterable[tuple[str, int]]) -> tuple[()]:
@@ -259,13 +259,6 @@ def _keep_path(v: Values, caches: Iterable[tuple[str, int]]) -> tuple[()]:
         where = (v[f"step.block_table.{group}"], v["step.query_start_loc"], v["step.seq_lens"])
         keep_path(v[name], *where, v["path"], v["kept"])
     return ()
-
-
-def _look_up(v: Values, tokens_R: Tensor, newest_R: Tensor, config: CompileConfig) -> None:
-    next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
-    lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
-    slots = (v["step.row_slots"], newest_R)
-    ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
 
 
 def _process(v: Values) -> tuple[Tensor]:

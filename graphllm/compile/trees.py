@@ -42,11 +42,9 @@ def check_tree(model: Model, c: Any, config: CompileConfig, layers: Sequence[Seq
     if counting := [s.name for graph in model.graphs for s in graph.inputs(c) if s.counts]:
         raise ConfigError(f"{_NAME}: the model's input {counting[0]!r} counts tokens one by one; leave it out")
     drafters = [graph for graph in model.graphs if graph.task == "draft"]
-    if tree.levels == len(tree.paths):
-        return
     if not drafters:
-        raise ConfigError(f"{_NAME}: drafts that branch come from a draft model; give one, or leave it out")
-    if drafters[0].hidden(c, 1) is None:
+        raise ConfigError(f"{_NAME}: drafts of a tree come from a draft model; give one, or leave it out")
+    if tree.levels < len(tree.paths) and drafters[0].hidden(c, 1) is None:
         raise ConfigError(
             f"{_NAME}: a draft model that is a language model of its own guesses one run of tokens; use method eagle3, "
             "eagle, mtp or medusa, or leave it out"

@@ -251,7 +251,7 @@ class CompileConfig:
         (),
         parse=parse_names,
         help="Modules that adapters may change, by the ends of their names, such as q_proj,v_proj; default: all linear "
-        "layers. The fewer, the faster.",
+        "layers. The fewer, the faster. lm_head, embed_tokens and experts only by name.",
     )
     count_expert_tokens: bool = setting(
         False, help="Count the tokens of each expert in every layer, for metrics and benchmarks."
@@ -309,7 +309,7 @@ def _check_tree(config: CompileConfig, tree: TokenTree) -> None:
             raise ConfigError(f"{told}: drafts of a tree are all verified, by comparing; leave it or the tree out")
     if lengths := [b.name for b in config.buckets if b.query_len not in (1, drafts + 1)]:
         raise ConfigError(f"buckets: {lengths[0]} verifies a part of speculative_token_tree; leave it out")
-    if config.prompt_lookup_max and tree.levels < drafts:
+    if config.prompt_lookup_max:
         raise ConfigError(
             f"prompt_lookup_max is {config.prompt_lookup_max}: it guesses one run of tokens; leave "
             "speculative_token_tree out"

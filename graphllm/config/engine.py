@@ -133,13 +133,6 @@ class FilesConfig:
 class LoadConfig:
     """Where compiled programs and weights come from, and what they run on."""
 
-    pipeline_parallel_size: int = setting(
-        1,
-        help="Stages of consecutive layers, each with its ranks; steps go through them one after the other.",
-        key="every rank has the same programs, and makes the calls of its stage",
-        ge=1,
-        le=2**10,
-    )
     artifact: str = setting(
         "build",
         written=str | Path,

@@ -11,7 +11,7 @@ _PLACED = "every engine core runs the same programs"
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many engines there are of a model."""
+    """How many engines there are of a model, and in how many stages each computes."""
 
     data_parallel_size: int = setting(
         1,
@@ -27,6 +27,14 @@ class ParallelConfig:
         "else's load balancer; None: it has all of them.",
         key=_PLACED,
         ge=0,
+    )
+
+    pipeline_parallel_size: int = setting(
+        1,
+        help="Stages of consecutive layers, each with its ranks; steps go through them one after the other.",
+        key="every rank has the same programs, and makes the calls of its stage",
+        ge=1,
+        le=2**10,
     )
 
     @property

@@ -44,7 +44,7 @@ from graphllm.engine.messages import (
 from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
-_CHECKED = 0.5  # seconds between looks at the health of a core that has nothing to do
+_CHECKED = 500  # milliseconds between looks at the health of a core that has nothing to do
 _CONNECTING = 1.0  # seconds that a front may take to connect its socket for answers
 _LOADS = 0.05  # seconds between two words on the load
 
@@ -132,7 +132,7 @@ class _Loop:
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
                     return
-                while not self._requests.poll(1000 * _CHECKED):
+                while not self._requests.poll(_CHECKED):
                     self._core.check_health()
             while self._requests.poll(0):
                 self._handle(*self._requests.recv_multipart())

@@ -53,10 +53,10 @@ class AdapterFiles:
         seen = _signature(folder)
         known = self._opened.get((name, str(folder)))
         if known is None or known[0] != seen:
-            from graphllm.weights.adapters import adapter_digest, read_adapter
+            from graphllm.weights.adapters import adapter_digest, check_adapter
 
             digest = adapter_digest(folder)
-            read_adapter(folder, self._info.adapted, self._info.max_lora_rank, "float32")
+            check_adapter(folder, self._info.adapted, self._info.max_lora_rank)
             self._opened[name, str(folder)] = known = (seen, Adapter(name, str(folder), digest))
         return known[1]
 
@@ -82,13 +82,13 @@ def check_adapters(artifact: Path, given: Sequence[tuple[str, str]]) -> None:
     """Raise ConfigError for adapters (name, folder) that an engine with this artifact cannot serve."""
     if not given:
         return
-    from graphllm.weights.adapters import read_adapter
+    from graphllm.weights.adapters import check_adapter
 
     linears = [linear_from(plain) for plain in json.loads((artifact / "program.json").read_text())["adapted"]]
     rank = read_manifest(artifact)["factors"]["compile"]["max_lora_rank"]
     for name, folder in given:
         try:
-            read_adapter(Path(folder), linears, rank, "float32")
+            check_adapter(Path(folder), linears, rank)
         except ConfigError as mistake:
             raise ConfigError(f"adapter {name!r}: {mistake}") from mistake
 

@@ -167,7 +167,7 @@ def take_artifact(source: Source, args: EngineArgs, progress: Progress) -> tuple
         device = artifact.read_manifest(folder)["factors"]["compile"]["target"]["device"]
     cores = assemble(ParallelConfig, vars(args)).cores
     threads = kernel_threads(args.threads, device, cores)
-    check_devices(device, cores, config.tensor_parallel_size)
+    check_devices(device, cores, config.tensor_parallel_size * args.pipeline_parallel_size)
     check_cache_memory(args, device)
     place, manifest = find_or_build(source, config, Env.read(), policy, progress, folder)
     if folder is not None:

@@ -41,7 +41,7 @@ def load_core(
     """
     clock = _Phases(phases)
     place = Path(config.load.artifact)
-    manifest = artifact.verify(place)
+    manifest: Mapping[str, Any] = artifact.verify(place)
     compiled = manifest["factors"]["compile"]
     own = rank_place(config, manifest, 0)
     manifest, degree = stage_manifest(place, manifest, own.stage), own.degree

@@ -24,6 +24,7 @@ def core_client(
         return CoreClient(config, unresponsive=unresponsive, stuck=stuck, child=child)
     compiled = artifact.read_manifest(Path(config.load.artifact))["factors"]["compile"]
     on_cpu = compiled["target"]["device"] == "cpu"
+    gpus = compiled["tensor_parallel_size"] * config.parallel.pipeline_parallel_size
     waiting = dict(enumerate(children))  # one process loads one engine
 
     def make(rank: int) -> CoreClient:
@@ -33,7 +34,7 @@ def core_client(
             stuck=stuck,
             child=waiting.pop(rank, None),
             cpus=cpus_of(rank, count) if on_cpu else (),
-            gpus=gpus_of(rank, compiled["tensor_parallel_size"]),
+            gpus=gpus_of(rank, gpus),
         )
 
     return CoreGroup(make, count, config.scheduler.enable_prefix_caching)

@@ -265,7 +265,7 @@ def _up_to_the_end_of(chat: Sequence[Message], text: str) -> str:
 
 
 _SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"
-_WORKERS = "there are no worker processes; use the engine's settings"
+_WORKERS = "the processes of ranks take no calls from outside; use the engine's settings"
 _MISSING = {
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("collective_rpc", "apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),

@@ -94,6 +94,9 @@ class ReplicatedCore:
         assert self._client is not None
         return self._wait(self._client.reset_prefix_cache())
 
+    def check_health(self) -> None:
+        """What cores fail with comes as news."""
+
     def close(self) -> None:
         """End the processes."""
         if self._loop.is_closed():

@@ -93,7 +93,7 @@ def kernel_threads(threads: int | None, device: str, cores: int = 1) -> int | No
 def check_devices(device: str, cores: int, each: int) -> None:
     """Raise ConfigError unless there are so many GPUs for each of so many engine cores. A CPU is shared."""
     if device == "cuda" and cores > 1 and (there := gpu_count()) < cores * each:
-        of = "" if each == 1 else f" with tensor_parallel_size {each}"
+        of = "" if each == 1 else f", of {each} GPUs each"
         raise ConfigError(
             f"data_parallel_size is {cores}{of}: that takes {cores * each} GPUs, and this process sees {there}; give "
             f"{there // each or 1} or less, or more GPUs in CUDA_VISIBLE_DEVICES"

@@ -60,7 +60,7 @@ class RankPlace(NamedTuple):
 
 def rank_place(config: CoreConfig, manifest: Mapping[str, Any], rank: int) -> RankPlace:
     """Of one rank; those of a stage are consecutive."""
-    width, stages = manifest["factors"]["compile"]["tensor_parallel_size"], config.load.pipeline_parallel_size
+    width, stages = manifest["factors"]["compile"]["tensor_parallel_size"], config.parallel.pipeline_parallel_size
     stage = Stage(rank // width, stages) if stages > 1 else None
     return RankPlace(rank, width * stages, rank % width, stage)
 

@@ -129,7 +129,7 @@ def vllm_config(args: config.EngineArgs) -> VllmConfig:
         "enable_chunked_prefill": True,
     }
     size, drafted = said["tensor_parallel_size"], said["num_speculative_tokens"]
-    parallel = {**of(ParallelConfig), "tensor_parallel_size": size, "pipeline_parallel_size": 1, "world_size": size,
+    parallel = {**of(ParallelConfig), "tensor_parallel_size": size, "world_size": size * args.pipeline_parallel_size,
                 "rank": 0, "data_parallel_rank": 0}  # fmt: skip
     device = said["target"].device
     looked = {name: said[name] for name in ("prompt_lookup_max", "prompt_lookup_min")}

@@ -42,7 +42,7 @@ def _inner_nodes(tree: TokenTree, sequences: int, kept: Mapping[str, np.ndarray]
     inner, n = tree.inner, np.arange(sequences + 1, dtype=np.int32)
     count = len(inner)
     bits = [sum(1 << i for i, other in enumerate(inner) if tree.ancestors[node] >> other & 1) for node in inner]
-    rows = {
+    rows: dict[str, np.ndarray] = {
         "query_start_loc": n * count,
         "sequence_ids": np.repeat(n[:-1], count),
         "ancestors": np.tile(np.array(bits, dtype=np.int64), sequences),

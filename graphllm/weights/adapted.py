@@ -4,7 +4,7 @@ of. No torch."""
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from graphllm.weights.expr import Concat, Decode, Expr, Permute, Read, Reshape, Slice, Stack, walk
 
@@ -105,20 +105,11 @@ def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     return AdaptedLinear(name, inputs, widths, parts, "experts", N, stacked, turns)
 
 
-def linear_from(plain: list[object]) -> AdaptedLinear:
+def linear_from(plain: list[Any]) -> AdaptedLinear:
     """What was written as JSON."""
     name, inputs, widths, parts, kind, experts, stacked, by_turns = plain
-    found = tuple(AdapterPart(tuple(modules), start, stop) for modules, start, stop in parts)  # type: ignore[attr-defined]
-    return AdaptedLinear(
-        str(name),
-        int(inputs),
-        tuple(widths),
-        found,
-        kind,
-        int(experts),
-        tuple(stacked),
-        bool(by_turns),  # type: ignore[call-overload, arg-type]
-    )
+    found = tuple(AdapterPart(tuple(modules), start, stop) for modules, start, stop in parts)
+    return AdaptedLinear(name, inputs, tuple(widths), found, kind, experts, tuple(stacked), by_turns)
 
 
 def _of_each_expert(expr: Expr) -> tuple[AdapterPart, ...] | None:

@@ -42,13 +42,7 @@ def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, 
     kind = getattr(torch, dtype)
     tables: dict[str, Tensor] = {}
     for module, pair in adapter.pairs.items():
-        a, b = (read_tensor(info, f"{module}.{which}") for info, which in ((pair.a, "lora_A"), (pair.b, "lora_B")))
-        a, b = a.to(kind), (b * pair.scale).to(kind)
-        if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
-            raise ConfigError(
-                f"{adapter.file}: {module} has numbers beyond {dtype}, in which the engine computes; start with "
-                "--dtype bfloat16"
-            )
+        a, b = _numbers(adapter, module, pair, dtype)
         for place in places[module]:
             own = []
             for which, shape in zip("ab", place.layer.tables(max_rank), strict=True):
@@ -61,6 +55,28 @@ def read_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int, 
             else:
                 _fill(place, own[0], own[1], a, b, max_rank)
     return tables
+
+
+def check_adapter(folder: Path, linears: Sequence[AdaptedLinear], max_rank: int) -> None:
+    """Raise ConfigError as `read_adapter` does in float32. No table is made: one tensor is held at a time."""
+    adapter, _ = _fitting(folder, linears, max_rank)
+    for module, pair in adapter.pairs.items():
+        _numbers(adapter, module, pair, "float32")
+
+
+def _numbers(adapter: Adapter, module: str, pair: Pair, dtype: str) -> tuple[Tensor, Tensor]:
+    """A and scale * B in the dtype."""
+    import torch
+
+    kind = getattr(torch, dtype)
+    a, b = (read_tensor(info, f"{module}.{which}") for info, which in ((pair.a, "lora_A"), (pair.b, "lora_B")))
+    a, b = a.to(kind), (b * pair.scale).to(kind)
+    if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise ConfigError(
+            f"{adapter.file}: {module} has numbers beyond {dtype}, in which the engine computes; start with "
+            "--dtype bfloat16"
+        )
+    return a, b
 
 
 def _fill(place: _Place, table_a: Tensor, table_b: Tensor, a: Tensor, b: Tensor, max_rank: int) -> None:

@@ -96,5 +96,6 @@ def accept_tree(
     end_R = (first_S + torch.where(tree_S, kept_S, rows_S) - 1)[sequence_R]
     newest_R = torch.where(row_R == end_R, row_slots_R, scrap)
     kept_R = torch.where(row_R <= end_R, row_slots_R, scrap)
-    ints = (t.to(torch.int32) for t in (from_R, newest_R, kept_R, kept_S, drafted_S, path_SD))
-    return (tokens_R[from_R], *ints)
+    int32 = torch.int32
+    rows = from_R.to(int32), newest_R.to(int32), kept_R.to(int32)
+    return tokens_R[from_R], *rows, kept_S.to(int32), drafted_S.to(int32), path_SD.to(int32)

@@ -114,20 +114,28 @@ def _part_of(row, END_0: tl.constexpr, END_1: tl.constexpr):
 
 
 @triton.jit
-def load_row(
-    own_id, low_ptr, b_ptr, row, in_row,
-    N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
-):  # fmt: skip
-    """[rows, BLOCK_R] of x @ A.T and of B: the sums of their products are added to the one token's rows. Zeros if it
-    has no adapter, or if there are none (RANK 0)."""
+def load_b(own_id, b_ptr, row, in_row, N: tl.constexpr, RANK: tl.constexpr, BLOCK_R: tl.constexpr):
+    """[rows, BLOCK_R] of B for the one token's rows. Zeros if it has no adapter, or if there are none (RANK 0). Nothing
+    that runs in a step writes it: it may be asked for before the kernel that makes x is done."""
     if RANK:
         j = tl.arange(0, BLOCK_R)
         inside = (j < tl.where(own_id > 0, RANK, 0))[None, :] & in_row[:, None]
-        low = tl.load(low_ptr + (_part_of(row, END_0, END_1) * RANK)[:, None] + j[None, :], mask=inside, other=0.0)
-        b = tl.load(b_ptr + (own_id.to(tl.int64) * RANK + j)[None, :] * N + row[:, None], mask=inside, other=0.0)
-        return low, b
+        return tl.load(b_ptr + (own_id.to(tl.int64) * RANK + j)[None, :] * N + row[:, None], mask=inside, other=0.0)
     else:
-        return tl.zeros([1], tl.float32), tl.zeros([1], tl.float32)
+        return tl.zeros([1], tl.float32)
+
+
+@triton.jit
+def load_low(
+    own_id, low_ptr, row, in_row, RANK: tl.constexpr, BLOCK_R: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr
+):
+    """[rows, BLOCK_R] of x @ A.T: the sums of its products with B are added to the one token's rows."""
+    if RANK:
+        j = tl.arange(0, BLOCK_R)
+        inside = (j < tl.where(own_id > 0, RANK, 0))[None, :] & in_row[:, None]
+        return tl.load(low_ptr + (_part_of(row, END_0, END_1) * RANK)[:, None] + j[None, :], mask=inside, other=0.0)
+    else:
+        return tl.zeros([1], tl.float32)
 
 
 @triton.jit

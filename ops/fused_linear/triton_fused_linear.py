@@ -26,7 +26,8 @@ from graphllm.ops.add_lora.triton_low_rank import (
     MOST_MATRICES,
     Adapters,
     expanded_tile,
-    load_row,
+    load_b,
+    load_low,
     low_rank_config,
     shrunk,
 )
@@ -94,9 +95,10 @@ def row_kernel(
     own_id = 0
     if RANK:
         own_id = tl.load(ids_ptr)
+    table = load_b(own_id, b_ptr, row, in_row, N, RANK, BLOCK_R)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
+    low = load_low(own_id, low_ptr, row, in_row, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):
@@ -184,9 +186,10 @@ def encoded_row_kernel(
     own_id = 0
     if RANK:
         own_id = tl.load(ids_ptr)
+    table = load_b(own_id, b_ptr, row, in_row, N, RANK, BLOCK_R)
     if not EMULATED:
         tl.extra.cuda.gdc_wait()
-    low, table = load_row(own_id, low_ptr, b_ptr, row, in_row, N, RANK, BLOCK_R, END_0, END_1)
+    low = load_low(own_id, low_ptr, row, in_row, RANK, BLOCK_R, END_0, END_1)
     acc = tl.zeros([BLOCK_N, BLOCK_W], tl.float32)
     squares = tl.zeros([BLOCK_W], tl.float32)
     for start in tl.static_range(0, K, BLOCK_K):

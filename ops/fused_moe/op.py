@@ -111,12 +111,11 @@ def fused_moe(
         ids = None if adapter_ids_T is None else adapter_ids_T[pairs // A]
         if gate_up_bias_N2F is not None:
             gate_up = gate_up + gate_up_bias_N2F[n].to(wide)
-        a, b, *of_down = (None if t is None else t[:, n] for t in (
-            gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD,
-        ))  # fmt: skip
-        gate_up = adapted(gate_up, rows, a, b, ids, [gate_up.shape[1] // 2] * 2)
+        tables = (gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD)
+        first_a, first_b, second_a, second_b = (None if t is None else t[:, n] for t in tables)
+        gate_up = adapted(gate_up, rows, first_a, first_b, ids, [gate_up.shape[1] // 2] * 2)
         hidden = activate(gate_up, activation, limit).to(x_TD.dtype)
-        out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, *of_down, ids, [D])
+        out = adapted(hidden.to(wide) @ second.to(wide).T, hidden, second_a, second_b, ids, [D])
         out_PD[pairs] = out if down_bias_ND is None else out + down_bias_ND[n].to(wide)
     weighted_PD = out_PD * rearrange(weights_TA.to(wide), "t a -> (t a) 1")
     return reduce(weighted_PD, "(t a) d -> t d", "sum", a=A).to(x_TD.dtype)

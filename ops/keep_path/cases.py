@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,7 +14,7 @@ _PATHS = ((0, 2, 5), (0, 1, 3), (0, 1, 2), (0, 4, 5), (0, 2, 3))
 
 def _case(
     name: str, starts: tuple[int, ...], kept: tuple[int, ...], *, rows: int = 6, P: int = 16, cache: str = "",
-    heads: tuple[int, int] = (2, 32), size: str = "small", empty: tuple[int, ...] = (),
+    heads: tuple[int, int] = (2, 32), size: Literal["small", "real"] = "small", empty: tuple[int, ...] = (),
 ) -> Case:  # fmt: skip
     """One case. starts: tokens of each sequence before the step. kept: how many tokens are kept. empty: sequences that
     have no rows."""

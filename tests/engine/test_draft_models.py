@@ -473,7 +473,9 @@ def test_drafts(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 1)]"
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "mtp"])
+@pytest.mark.parametrize(
+    "name", ["medusa", "eagle3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp"))]
+)
 def test_trees(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     """Every node's draft, whatever was kept before; and the text, which is that of plain decoding, in chunks, over the
     ends of blocks, with prefixes found in the cache and with too few blocks."""
@@ -535,6 +537,13 @@ def test_draft_models_that_do_not_fit(model: LlamaForCausalLM, tmp_path: Path) -
         ("draft_model", {"vocab_size": 90}, {}, "the draft model has a vocabulary of 90 tokens, the model one of 97"),
         ("medusa", {"hidden_size": 16}, {}, "reads hidden states of 16 numbers, the model's have 32"),
         ("medusa", {}, {"num_speculative_tokens": 5}, "num_speculative_tokens is 5: the draft model has 4 heads"),
+        ("draft_model", {}, {"speculative_token_tree": TREE, "num_speculative_tokens": 0}, "use method eagle3"),
+        (
+            "medusa",
+            {},
+            {"speculative_token_tree": str([(0,) * n for n in range(1, 6)]), "num_speculative_tokens": 0},
+            "speculative_token_tree has paths of 5: the draft model has 4 heads",
+        ),
         ("eagle", {"hidden_size": 64}, {}, "shares the model's embed.tokens as .97, 64., it is .97, 32."),
     ]
     for i, (name, config, fields, told) in enumerate(wrong):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -215,6 +216,16 @@ def test_the_embedding(case: str, tmp_path: Path) -> None:
         family.check(llm.generate(_ids(_prompts(2)), GREEDY, lora_request=family.adapters["own"]), ["own"] * 2)
         requests = [a and family.adapters[a] for a in mixed]
         family.check(llm.generate(_ids(_prompts(6)), GREEDY, lora_request=requests), mixed)
+
+
+def test_drafts_of_a_model(qwen2: Family, tmp_path: Path) -> None:
+    """They are guessed without the adapter, by the base itself here, and verified with it."""
+    adapters = [None, *ADAPTERS] * 2
+    requests = [a and qwen2.adapters[a] for a in adapters]
+    folder = shutil.copytree(qwen2.folder, tmp_path / "drafts")
+    drafts = {"model": str(folder), "num_speculative_tokens": 2}
+    with _open(qwen2, speculative_config=drafts) as llm:
+        qwen2.check(llm.generate(_ids(_prompts(len(adapters))), GREEDY, lora_request=requests), adapters)
 
 
 def test_over_quantized_weights(tmp_path: Path) -> None:

@@ -30,6 +30,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 48, "head_dim": 16}),
     "gpt_oss": ("GptOss", {"num_local_experts": 4, "head_dim": 16, "layer_types": ["full_attention"] * 2}),
 }
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 4, "moe_intermediate_size": 48, "shared_expert_intermediate_size": 40}),
+    "olmoe": ("Olmoe", {"num_experts": 4}),
+    "phimoe": ("Phimoe", {"num_local_experts": 4}),
+}
 # Where every expert is chosen, rounding does not decide which ones are.
 ALL_CHOSEN = {"all_chosen": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 4})}
 BOTH = ["experts.gate_up_proj", "experts.down_proj"]
@@ -42,7 +47,7 @@ class Family:
     def __init__(
         self, name: str, folder: Path, adapters: dict[str, dict[str, Any]], change: Callable[[Any], None] | None = None
     ) -> None:
-        kind, more = (FAMILIES | ALL_CHOSEN)[name]
+        kind, more = (FAMILIES | OTHERS | ALL_CHOSEN)[name]
         self.folder, self._kind = folder / "model", kind
         torch.manual_seed(sum(map(ord, name)))
         config = getattr(transformers, f"{kind}Config")(**SIZES | more)
@@ -118,7 +123,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 OLD_NAMES = {"mixtral": ["w1", "w2", "w3"], "qwen3_moe": ["gate_proj", "up_proj", "down_proj"]}
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_experts(name: str, tmp_path: Path) -> None:
     """Alone and mixed, with fewer tables than adapters."""
     adapters = dict(ADAPTERS)

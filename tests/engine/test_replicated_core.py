@@ -161,3 +161,14 @@ def test_run_over_two_cores(place: Path, tmp_path: Path, capfd: pytest.CaptureFi
 def test_what_cannot_be(options: dict[str, Any], told: str, place: Path) -> None:
     with pytest.raises(ConfigError, match=told):
         LLM(artifact=place, **options)
+
+
+@pytest.mark.slow
+def test_two_cores_of_two_ranks_each(expected: dict[tuple[int, ...], list[int]]) -> None:
+    """Every rank has its part of the weights, every core its part of the requests."""
+    limits = {"max_model_len": 256, "max_num_seqs": 8, "block_size": 8, "buckets": "decode-1,decode-2-8,mixed-2-256"}
+    with LLM(tensor_parallel_size=2, data_parallel_size=2, dtype="float32", target="cpu", **limits) as llm:
+        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in expected], GREEDY, use_tqdm=False)
+        found = [text(llm, list(output.outputs[0].token_ids)) for output in outputs]
+        assert found == [text(llm, tokens) for tokens in expected.values()]
+        assert min(by_core(llm)) > 0.3 * sum(by_core(llm))

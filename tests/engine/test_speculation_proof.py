@@ -3,7 +3,9 @@ one of plain decoding, and no block is left behind. Slow; the tests beside this 
 
 from __future__ import annotations
 
+import functools
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from harness import Result, finish, open_core, request
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import EngineArgs, SpeculationConfig
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
-from graphllm.embedded import MODEL_DIR
+from graphllm.embedded import DRAFTS, MODEL_DIR
 from graphllm.embedded.evaluate import held_out
 from graphllm.embedded.tasks import TASKS
 from graphllm.engine.core import EngineCore
@@ -24,7 +26,17 @@ from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 
 pytestmark = pytest.mark.slow
+Places = Callable[[str], Path]
 PROMPTS, TOKENS = 1000, 32
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)]"
+# Of the draft models that come with the embedded one, and whether they fill a tree.
+DRAFTERS = {
+    "medusa": ("medusa", False),
+    "eagle3": ("eagle3", False),
+    "draft_model": ("draft_model", False),
+    "medusa, tree": ("medusa", True),
+    "eagle3, tree": ("eagle3", True),
+}
 
 
 class Random:
@@ -42,23 +54,31 @@ class Random:
         pass
 
 
-def _compile(folder: Path, more: dict[str, Any]) -> Path:
-    source = open_source(MODEL_DIR)
+def _compile(folder: Path, proposer: str) -> Path:
+    method, branches = DRAFTERS.get(proposer, (None, False))
+    more: dict[str, Any] = {"dynamic_speculative_tokens": True, "num_speculative_tokens": 4}
+    if proposer == "device":
+        more = {"prompt_lookup_max": 3, "num_speculative_tokens": 4}
+    elif method is not None:
+        more = {"speculative_token_tree": TREE} if branches else {"num_speculative_tokens": 3}
+    source = open_source(MODEL_DIR) if method is None else open_source(MODEL_DIR, draft=DRAFTS[method], method=method)
     wanted = EngineArgs(
         target="cpu", dtype="float32", max_model_len=768, max_num_seqs=32, max_num_batched_tokens=512, block_size=8,
-        num_speculative_tokens=4, **more,
+        **more,
     )  # fmt: skip
     return compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder)
 
 
 @pytest.fixture(scope="module")
-def places(shared: Any) -> dict[str, Path]:
-    def make(folder: Path) -> None:
-        _compile(folder / "host", {"dynamic_speculative_tokens": True})
-        _compile(folder / "device", {"prompt_lookup_max": 3})
+def places(shared: Any) -> Places:
+    """Artifacts by proposer; those that guess on the host have one."""
 
-    folder = shared("speculation-proof", make)
-    return {"host": folder / "host", "device": folder / "device"}
+    def place(proposer: str) -> Path:
+        kind = proposer if proposer == "device" or proposer in DRAFTERS else "host"
+        folder: Path = shared(f"speculation-proof-{kind}", lambda folder: _compile(folder / "artifact", kind))
+        return folder / "artifact"
+
+    return place
 
 
 @pytest.fixture(scope="module")
@@ -84,12 +104,13 @@ def prompts() -> list[list[int]]:
     return found[:PROMPTS]
 
 
-def _core(places: dict[str, Path], proposer: str, pages: int, **options: Any) -> EngineCore:
+def _core(places: Places, proposer: str, pages: int, **options: Any) -> EngineCore:
     stops = tuple(sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids))
-    place = places["device" if proposer == "device" else "host"]
-    own = {"plain": None, "device": None, "random": f"{__name__}:Random"}.get(proposer, proposer)
+    on_device = {"plain": None, "device": None, **dict.fromkeys(DRAFTERS)}
+    own = {**on_device, "random": f"{__name__}:Random"}.get(proposer, proposer)
+    options |= {"draft": DRAFTS[DRAFTERS[proposer][0]]} if proposer in DRAFTERS else {}
     speculation = SpeculationConfig(draft_proposer=own)
-    core = open_core(MODEL_DIR, place, pages=pages, stop_ids=stops, speculation=speculation, **options)
+    core = open_core(MODEL_DIR, places(proposer), pages=pages, stop_ids=stops, speculation=speculation, **options)
     if proposer != "plain":  # whatever is measured
         core._scheduler.acceptance.best = lambda n, lengths, share=1.0: lengths[-1]  # type: ignore[method-assign]
     return core
@@ -106,14 +127,17 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module")
-def expected(places: dict[str, Path], prompts: list[list[int]]) -> dict[str, dict[str, Result]]:
+def expected(places: Places, prompts: list[list[int]]) -> Callable[[str], dict[str, Result]]:
     """By what is asked for, what plain decoding gives."""
-    core, found = _core(places, "plain", 2000), {}
-    for name, way in WAYS.items():
-        if "params" in way or name == "alone":
-            found[name] = finish(core, _wanted(prompts, way))
-    core.close()
-    return found
+
+    @functools.cache
+    def asked(way: str) -> dict[str, Result]:
+        core = _core(places, "plain", 2000)
+        found = finish(core, _wanted(prompts, WAYS[way]))
+        core.close()
+        return found
+
+    return lambda way: asked(way if "params" in WAYS[way] else "alone")
 
 
 def _wanted(prompts: list[list[int]], way: dict[str, Any]) -> list[EngineRequest]:
@@ -123,9 +147,9 @@ def _wanted(prompts: list[list[int]], way: dict[str, Any]) -> list[EngineRequest
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("proposer", ["device", "ngram", "suffix", "random"])
+@pytest.mark.parametrize("proposer", ["device", "ngram", "suffix", "random", *DRAFTERS])
 def test_a_thousand_prompts(
-    proposer: str, way: str, places: dict[str, Path], prompts: list[list[int]], expected: dict[str, dict[str, Result]],
+    proposer: str, way: str, places: Places, prompts: list[list[int]], expected: Callable[[str], dict[str, Result]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     import sys
@@ -135,7 +159,7 @@ def test_a_thousand_prompts(
     chosen = WAYS[way]
     core = _core(places, proposer, chosen.get("pages", 2000), **chosen.get("options", {}))
     found = finish(core, _wanted(prompts, chosen))
-    alone = expected.get(way, expected["alone"])
+    alone = expected(way)
     different = [id for id, got in found.items() if got.tokens != alone[id].tokens]
     stats = core.stats()
     core.close()
@@ -147,9 +171,9 @@ def test_a_thousand_prompts(
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("proposer", ["device", "suffix", "random"])
+@pytest.mark.parametrize("proposer", ["device", "suffix", "random", *DRAFTERS])
 def test_mixed_requests(
-    proposer: str, seed: int, places: dict[str, Path], prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    proposer: str, seed: int, places: Places, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """500 requests of mixed configurations over few blocks, which come and are aborted at any time: greedy texts are
     those of plain decoding, and so are drawn ones; nothing is left."""

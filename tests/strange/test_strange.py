@@ -404,3 +404,17 @@ def test_draft_models_that_do_not_fit(checkpoint: Path, tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=told):
             compile_model(source.config, source.tensors, compile_config(source.config, args), tmp_path / "artifact")
         assert not (tmp_path / "artifact").exists()
+
+
+def test_trees_that_a_model_cannot_verify(tmp_path: Path) -> None:
+    """A tree needs keys and values that can be moved, and a branch something that drafts it."""
+    for feature, told in (
+        ("recurrent", "speculative_token_tree: the model has recurrent states, which are rolled back"),
+        ("latent", "speculative_token_tree: the model keeps '(latent|scale)', not keys and values alone"),
+        ("window", "speculative_token_tree: drafts of a tree come from a draft model; give one"),
+    ):
+        folder = Strange([feature], tmp_path / feature).folder
+        source = open_source(folder)
+        args = EngineArgs(target=DEVICE, backend="eager", dtype="float32", speculative_token_tree="[(0,), (0, 0)]")
+        with pytest.raises(ConfigError, match=told):
+            compile_model(source.config, source.tensors, compile_config(source.config, args), tmp_path / "artifact")

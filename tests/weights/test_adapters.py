@@ -21,7 +21,7 @@ from graphllm.compile.pipeline import find_model
 from graphllm.config import ConfigError
 from graphllm.ir.registry import load_ops
 from graphllm.weights.adapted import AdaptedLinear, AdapterPart, adapted_linear
-from graphllm.weights.adapters import adapter_bytes, adapter_digest, read_adapter
+from graphllm.weights.adapters import adapter_bytes, adapter_digest, check_adapter, read_adapter
 from graphllm.weights.plan import make_plan
 
 _SIZES = {
@@ -228,6 +228,8 @@ def test_mistakes_are_named(saved: Path, tmp_path: Path, case: str) -> None:
     with pytest.raises(ConfigError, match=told) as raised:
         read_adapter(folder, linears, RANK, "float32")
     assert str(folder) in str(raised.value)
+    with pytest.raises(ConfigError, match=told):
+        check_adapter(folder, linears, RANK)
 
 
 def test_what_does_not_fit_the_engine(saved: Path, tmp_path: Path) -> None:

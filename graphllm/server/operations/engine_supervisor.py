@@ -114,8 +114,8 @@ class EngineSupervisor(EngineView):
             self._core_becomes(number, "ready")
             return
         cause = _cause(health, self.options)
-        failed = engine.fail_requests(failure(health), number)
-        _log.error("engine core %d is %s: %s; %d requests failed", number, health.state, cause, failed)
+        engine.fail_requests(failure(health), number)
+        _log.error("engine core %d is %s: %s; its requests failed", number, health.state, cause)
         self._core_becomes(number, health.state, cause)
 
     def _core_becomes(self, number: int, status: str, cause: str | None = None) -> None:

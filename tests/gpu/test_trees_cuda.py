@@ -1,0 +1,46 @@
+"""Trees of drafts on the GPU, compiled and captured: the text of plain decoding, and more of it in a step than by one
+run of drafts."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+
+from graphllm import LLM, SamplingParams
+from graphllm.embedded.tasks import draw
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+TREE = str([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)])
+TASKS = ("capital", "sort_numbers", "persona", "call_tool", "word_problem", "opposite")
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle3"])
+def test_trees(method: str) -> None:
+    """Greedy, drawn and penalized requests beside each other, so that steps verify beside prompts, too."""
+    rng = Random(5)
+    messages = [draw(rng, name, held_out=True).messages for name in TASKS for _ in range(4)]
+    kinds = ({}, {"temperature": 0.8, "seed": 3}, {"repetition_penalty": 1.2, "presence_penalty": 0.3})
+    params = [
+        SamplingParams(**{"temperature": 0.0, "max_tokens": 48} | kinds[i % 3]) for i in range(len(messages))
+    ]  # fmt: skip
+    said, lengths = {}, {}
+    runs = {
+        "plain": None,
+        "chain": {"method": method, "num_speculative_tokens": 3},
+        "tree": {"method": method, "speculative_token_tree": TREE},
+    }
+    for name, drafts in runs.items():
+        with LLM(
+            dtype="float32", target="cuda", tune=False, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=256,
+            speculative_config=drafts,
+        ) as llm:  # fmt: skip
+            found = llm.chat(messages, params, use_tqdm=False)
+            said[name] = [o.outputs[0].token_ids for o in found]
+            stats = llm._core.stats()
+            lengths[name] = 1 + sum(stats.accepted_tokens) / max(stats.drafts, 1)
+    print(method, lengths)
+    assert said["chain"] == said["plain"]
+    assert said["tree"] == said["plain"]
+    assert lengths["tree"] > lengths["chain"] + 0.05
