@@ -17,7 +17,7 @@ from graphllm.server.http.document import GENERATES, answers, errors
 from graphllm.server.http.wire import JsonRoute, Record, encode, json_response, record_of
 from graphllm.server.pooling import protocol
 from graphllm.server.pooling.running import Found, find_vectors, instructed, pooling_of
-from graphllm.server.pooling.writing import base64_of, bits, bytes_of, numbers
+from graphllm.server.pooling.writing import Order, base64_of, bits, bytes_of, numbers
 from graphllm.server.service import Service
 
 _PARAMS = (
@@ -27,6 +27,7 @@ _PARAMS = (
 _SCORES, _RANKS = ("/score", "/v1/score"), ("/rerank", "/v1/rerank", "/v2/rerank")
 VECTORS = ("/v1/embeddings", "/v2/embed", "/pooling", "/classify", *_SCORES, *_RANKS)  # what these routes are
 _PAIRS = (("text_1", "text_2"), ("data_1", "data_2"), ("queries", "documents"), ("queries", "items"))
+_ORDERS: Mapping[str, Order] = {"native": "=", "little": "<", "big": ">"}
 _PROMPTS_OF = {"search_query": "query", "search_document": "document"}  # Cohere's input_type, sentence-transformers'
 
 
@@ -212,7 +213,7 @@ def _written(
     in each entry. As bytes the body is the numbers, one vector behind another, and the header metadata has the rest."""
     form, dtype = given.get("encoding_format", "float"), given.get("embed_dtype", "float32")
     endianness = given.get("endianness", "native")
-    order = {"native": "=", "little": "<", "big": ">"}[endianness]
+    order = _ORDERS[endianness]
     name = {"embd": "embedding", "pool": "pooling"}[kind]
     if form in ("float", "base64"):
         write = numbers if form == "float" else lambda vector: base64_of(vector, dtype, order)
@@ -221,7 +222,7 @@ def _written(
     pieces = [bytes_of(vector, dtype, order) for vector in found.vectors]
     data, begin = [], 0
     for i, (piece, vector) in enumerate(zip(pieces, found.vectors, strict=True)):
-        place = {"start": begin, "end": begin + len(piece), "shape": list(vector.shape)}
+        place: dict[str, Any] = {"start": begin, "end": begin + len(piece), "shape": list(vector.shape)}
         data.append({"index": i, "embed_dtype": dtype, "endianness": endianness, **place})
         begin += len(piece)
     headers = {"metadata": encode(_list(service, request, kind, data, found)).decode()} if form == "bytes" else {}

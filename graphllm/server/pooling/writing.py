@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+
+Order = Literal["=", "<", ">"]
+"""Of bytes, as numpy writes it."""
 
 
 def numbers(vector: np.ndarray) -> list[Any]:
@@ -13,15 +16,15 @@ def numbers(vector: np.ndarray) -> list[Any]:
     return vector.tolist()
 
 
-def bytes_of(vector: np.ndarray, dtype: str = "float32", order: str = "<") -> bytes:
-    """All numbers, row by row. dtype: float32, float16 or bfloat16. order: of bytes, as numpy writes it."""
+def bytes_of(vector: np.ndarray, dtype: str = "float32", order: Order = "<") -> bytes:
+    """All numbers, row by row. dtype: float32, float16 or bfloat16."""
     if dtype == "bfloat16":
         wide = np.ascontiguousarray(vector, np.float32).view(np.uint32)
         return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.dtype("u2").newbyteorder(order)).tobytes()
     return np.ascontiguousarray(vector).astype(np.dtype(dtype).newbyteorder(order)).tobytes()
 
 
-def base64_of(vector: np.ndarray, dtype: str = "float32", order: str = "<") -> str:
+def base64_of(vector: np.ndarray, dtype: str = "float32", order: Order = "<") -> str:
     """The same as text."""
     return base64.b64encode(bytes_of(vector, dtype, order)).decode()
 
