@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-TOKENS = 2048  # of a batch with its padding, about; 512 to 4,096 do as well
+TOKENS = 2048  # of a batch with its padding, about
 
 
 def thread_count() -> int:
