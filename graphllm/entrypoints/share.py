@@ -1,5 +1,5 @@
 """What every rank of an engine loads: its share of the weights, and the executor that runs them. An engine on one
-device is rank 0 of 1."""
+device is rank 0 of 1. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from graphllm.config import ConfigError, CoreConfig
 from graphllm.entrypoints.memory import CacheCounts, cache_counts
 from graphllm.entrypoints.source import open_tensors
-from graphllm.program.stages import Stage, own_states, own_tensors, stage_reads
 from graphllm.weights import baked
 
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.program.stages import Stage
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.rank_process import Settings
 
@@ -61,7 +61,11 @@ class RankPlace(NamedTuple):
 def rank_place(config: CoreConfig, manifest: Mapping[str, Any], rank: int) -> RankPlace:
     """Of one rank; those of a stage are consecutive."""
     width, stages = manifest["factors"]["compile"]["tensor_parallel_size"], config.parallel.pipeline_parallel_size
-    stage = Stage(rank // width, stages) if stages > 1 else None
+    stage = None
+    if stages > 1:
+        from graphllm.program.stages import Stage  # imports torch
+
+        stage = Stage(rank // width, stages)
     return RankPlace(rank, width * stages, rank % width, stage)
 
 
@@ -70,6 +74,7 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
     have so many stages."""
     if stage is None:
         return manifest
+    from graphllm.program.stages import own_states, own_tensors, stage_reads
     from graphllm.weights.loader import chosen
     from graphllm.weights.plan import WeightPlan
 
@@ -88,6 +93,7 @@ def open_weights(
     key. Raises ConfigError."""
     import torch
 
+    from graphllm.program.stages import stage_reads
     from graphllm.weights.formats.integers import KERNELS
     from graphllm.weights.loader import chosen, load_weights
     from graphllm.weights.plan import WeightPlan

@@ -1,5 +1,5 @@
 """A program in stages: consecutive layers, each stage on a rank of its own, which has the weights and states of these
-layers only. No torch.
+layers only.
 
 Nothing of this is compiled: a program is a list of calls, and a stage makes only some of them. What is still to be read
 goes on to the next stage behind its last call; behind the last layer's, the last stage sends what is left, the logits,
