@@ -25,8 +25,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.pooling_peers import LlamaCpp, OnnxRuntime
-
 WORDS = 30_000
 SHAPES: dict[str, dict[str, int]] = {
     "minilm": {"hidden_size": 384, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 1536},
@@ -95,13 +93,15 @@ class SentenceTransformers:
         return self._model.encode(list(texts), show_progress_bar=False)
 
 
-SYSTEMS: dict[str, Any] = {
-    "graphllm": Ours,
-    "sentence-transformers": SentenceTransformers,
-    "onnxruntime": OnnxRuntime,
-    "llama.cpp": LlamaCpp,
-}
+SYSTEMS = ("graphllm", "sentence-transformers", "onnxruntime", "llama.cpp")
 PACKAGES = ("torch", "transformers", "sentence-transformers", "onnxruntime", "llama_cpp_python")
+
+
+def system_of(name: str) -> Any:
+    """The class of a system, in its own process, which `python -m bench` starts."""
+    from bench.pooling_peers import LlamaCpp, OnnxRuntime
+
+    return dict(zip(SYSTEMS, (Ours, SentenceTransformers, OnnxRuntime, LlamaCpp), strict=True))[name]
 
 
 def work(name: str, folder: Path, dtype: str, device: str) -> None:
@@ -112,7 +112,7 @@ def work(name: str, folder: Path, dtype: str, device: str) -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     try:
-        system = SYSTEMS[name](folder, dtype, device)
+        system = system_of(name)(folder, dtype, device)
     except ImportError as missing:
         print(json.dumps(f"not here: {missing}"), file=out, flush=True)
         return

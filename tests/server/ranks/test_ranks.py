@@ -148,6 +148,7 @@ def test_without_restart_and_without_the_supervisor(ranks: Any) -> None:
     until(lambda: not [pid for pid in below if Path(f"/proc/{pid}").exists()])
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_ends_all(ranks: Any, tmp_path: Path) -> None:
     process, _ = ranks("--max-model-len", "7")
     assert process.wait(SECONDS) == 2
