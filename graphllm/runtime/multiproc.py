@@ -20,22 +20,8 @@ import msgspec
 import numpy as np
 
 from graphllm.config import ConfigError
+from graphllm.runtime.rank_messages import Array, packed, unpacked
 from graphllm.runtime.staging import StepInput
-
-
-class Array(msgspec.Struct):
-    """A numpy array on its way."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
-
-    @staticmethod
-    def of(array: np.ndarray) -> Array:
-        return Array(array.dtype.str, array.shape, array.tobytes())
-
-    def numpy(self) -> np.ndarray:
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 class Step(msgspec.Struct):
@@ -88,12 +74,12 @@ class Ranks:
 
     def run(self, step: StepInput) -> dict[str, np.ndarray]:
         """Run a step on every rank: "tokens" [R] and "logits" [R, V], float32. Raises ConfigError when a rank fails."""
-        arrays = {name: Array.of(value) for name, value in step.arrays.items()}
+        arrays = packed(step.arrays)
         message = msgspec.msgpack.encode(Step(step.tokens, step.sequences, step.rows, step.query_len, arrays))
         for process in self._processes:
             assert process.stdin is not None
             _send(process.stdin, message)
-        return {name: array.numpy() for name, array in self._answers()[0].arrays.items()}
+        return unpacked(self._answers()[0].arrays)
 
     def close(self) -> None:
         """End the processes: a rank whose input ends leaves by itself."""
@@ -148,7 +134,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
     from graphllm.weights.plan import WeightPlan
 
     def answer(arrays: Mapping[str, np.ndarray]) -> None:
-        _send(answers, msgspec.msgpack.encode(Answer({n: Array.of(a) for n, a in arrays.items()})))
+        _send(answers, msgspec.msgpack.encode(Answer(packed(arrays))))
 
     torch.set_num_threads(args.threads)
     manifest = artifact.verify(args.artifact)
@@ -160,7 +146,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
         answer({})
         while (message := _receive(sys.stdin.buffer)) is not None:
             step = msgspec.msgpack.decode(message, type=Step)
-            arrays = {name: array.numpy() for name, array in step.arrays.items()}
+            arrays = unpacked(step.arrays)
             done = executor.run(StepInput(step.tokens, step.sequences, step.rows, step.query_len, arrays))
             assert done.logits is not None
             results = {"tokens": done.tokens, "logits": done.logits.float().cpu().numpy()}

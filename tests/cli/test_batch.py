@@ -413,7 +413,7 @@ def test_failures_of_the_engine_are_told(cli: Any, checkpoint: Path, eager_artif
               broken / "model.safetensors", {"format": "pt"})  # fmt: skip
     file = _jsonl(tmp_path / "in.jsonl", [_line("a", messages=_chat("hello")), {"prompt": "hi", "id": "b"}])
     out = tmp_path / "out.jsonl"
-    fixed = ("run", file, "-o", out, "--artifact", eager_artifact, "--max-tokens", 3, "-q")
+    fixed = ("run", file, "-o", out, "--artifact", eager_artifact, "--max-tokens", 3, "--ignore-eos", "-q")
     done = cli(*fixed, "--model", broken)
     assert done.code == 1
     assert "the engine failed with 2, run again" in " ".join(done.err.split())
