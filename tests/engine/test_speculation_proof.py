@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from harness import Result, finish, open_core, request
 
+from graphllm import artifact
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import EngineArgs, SpeculationConfig
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
@@ -105,6 +106,9 @@ def prompts() -> list[list[int]]:
 
 
 def _core(places: Places, proposer: str, pages: int, **options: Any) -> EngineCore:
+    """pages: of 8 tokens of the model; a draft model's own cache comes on top, in blocks of another size."""
+    memory = artifact.verify(places(proposer))["memory"]
+    pages = pages * 8 * memory["cache bytes a token"] // memory["block"]
     stops = tuple(sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids))
     on_device = {"plain": None, "device": None, **dict.fromkeys(DRAFTERS)}
     own = {**on_device, "random": f"{__name__}:Random"}.get(proposer, proposer)
