@@ -1,88 +1,171 @@
 """Speculative decoding of the embedded model, one request at a time: drafts that are right, tokens of a step, speed.
 
-    python bench/speculation.py [--methods eagle3,medusa,draft_model,ngram] [--count 8] [--out FILE.json]
+    python bench/speculation.py [--target cpu|cuda] [--methods "suffix;eagle3, tree"] [--count 6] [--out FILE.json]
 
 By kind of task, questions that the model has not seen, greedy; each method's answers are checked against those without
-drafts. Copying tasks repeat what stands in the prompt, which is what ngram guesses.
+drafts. "copying" repeats what stands in the prompt; "again" is asked a second time in one chat, so its answers stand
+there: that is what ngram and suffix guess. Speed-ups are against no drafts, "decoding" those of the time behind an
+answer's first token, the others of all of it, the prompt included. All artifacts are compiled first, --jobs at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
+import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from graphllm import LLM, SamplingParams
-from graphllm.embedded import DRAFTS
-from graphllm.embedded.tasks import draw
-
 KINDS = {
     "facts": ("capital", "opposite", "plural"),
     "sums": ("add_large", "word_problem", "multiply"),
-    "copying": ("sort_numbers", "call_tool", "use_tool_result"),
+    "texts": ("story", "poem", "unknown"),
     "talk": ("persona", "remember", "several_turns"),
+    "tools": ("call_tool", "call_unseen_tool", "use_tool_result"),
+    "copying": ("copy", "sort_numbers", "list_json"),
+    "again": ("story", "count_range", "call_tool_twice"),
 }
-REPEATS = 3
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]"
+METHODS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+    "ngram_host": {"method": "ngram_host", "num_speculative_tokens": 5},
+    # The answers of the repeats before are not looked up, as nobody asks the same four times.
+    "suffix": {"method": "suffix", "num_speculative_tokens": 5, "suffix_decoding_max_cached_requests": 0},
+    "draft_model": {"method": "draft_model"},
+    "eagle3": {"method": "eagle3"},
+    "medusa": {"method": "medusa"},
+    "eagle3, tree": {"method": "eagle3", "speculative_token_tree": TREE},
+    "medusa, tree": {"method": "medusa", "speculative_token_tree": TREE},
+}
+REPEATS, MAX_TOKENS = 4, 160  # the first of the repeats is not timed
 
 
-def measure(config: dict[str, Any] | None, count: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """By kind of task: texts, seconds, and what drafts gave."""
-    params, found = SamplingParams(temperature=0.0, max_tokens=160), {}
-    with LLM(target="cpu", speculative_config=config, enable_prefix_caching=False, **fields) as llm:
-        for kind, names in KINDS.items():
-            rng = Random(f"speculation {kind}")
-            chats = [draw(rng, name, held_out=True) for name in names for _ in range(count)]
-            times, texts = [], []
-            before = llm._core.stats()
-            for _ in range(REPEATS):
-                start = time.perf_counter()
-                answers = [
-                    llm.chat(chat.messages, params, tools=chat.tools or None, use_tqdm=False)[0].outputs[0].token_ids
-                    for chat in chats
-                ]
-                times.append(time.perf_counter() - start)
-                texts = [list(a) for a in answers]
-            after = llm._core.stats()
-            drafted = after.draft_tokens - before.draft_tokens
-            right = sum(after.accepted_tokens) - sum(before.accepted_tokens)
-            tokens = sum(map(len, texts))
-            found[kind] = {
-                "texts": texts,
-                "seconds": min(times),
-                "tokens": tokens,
-                "tokens/s": round(tokens / min(times)),
-            }
-            if drafted:
-                steps = after.drafts - before.drafts
-                found[kind] |= {"acceptance": round(right / drafted, 3), "tokens a step": round(1 + right / steps, 2)}
+def opened(name: str, args: argparse.Namespace) -> Any:
+    """An LLM that drafts by that method."""
+    from graphllm import LLM
+
+    config = METHODS[name]
+    if config and args.drafts and "speculative_token_tree" not in config:
+        config = {**config, "num_speculative_tokens": args.drafts}
+    return LLM(
+        target=args.target, backend=args.backend, speculative_config=config, enable_prefix_caching=False,
+        max_num_seqs=2, max_num_batched_tokens=1024, kv_cache_memory_bytes=1 << 27,
+    )  # fmt: skip
+
+
+def questions(count: int) -> dict[str, list[Any]]:
+    """By kind of task, messages and tools."""
+    from graphllm.embedded.tasks import draw
+
+    found: dict[str, list[Any]] = {}
+    for kind, names in KINDS.items():
+        rng = Random(f"speculation {kind}")
+        chats = [draw(rng, name, held_out=True) for name in names for _ in range(count)]
+        found[kind] = [
+            ([*chat.conversation(), chat.messages[-1]] if kind == "again" else chat.messages, chat.tools or None)
+            for chat in chats
+        ]
     return found
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """By kind of task: texts, seconds, and what drafts gave."""
+    from graphllm import SamplingParams
+
+    params, found = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), {}
+    llm = opened(name, args)
+    for kind, asked in questions(args.count).items():
+        times, texts = [], []
+        before = llm._core.stats()
+        for _ in range(REPEATS):
+            start, decoding, texts = time.perf_counter(), 0.0, []
+            for messages, tools in asked:
+                output = llm.chat(messages, params, tools=tools, use_tqdm=False)[0]
+                decoding += output.metrics.last_token_time - output.metrics.first_token_time
+                texts.append(list(output.outputs[0].token_ids))
+            times.append((time.perf_counter() - start, decoding))
+        after = llm._core.stats()
+        drafted = after.draft_tokens - before.draft_tokens
+        right = sum(after.accepted_tokens) - sum(before.accepted_tokens)
+        tokens = sum(map(len, texts))
+        whole, decoding = (min(t) for t in zip(*times[1:], strict=True))
+        found[kind] = {"texts": texts, "seconds": whole, "decoding": decoding, "tokens": tokens,
+                       "tokens/s decoding": round((tokens - len(asked)) / decoding)}  # fmt: skip
+        if drafted:
+            steps = after.drafts - before.drafts
+            found[kind] |= {"acceptance": round(right / drafted, 3), "tokens a step": round(1 + right / steps, 2)}
+    llm.close()
+    return found
+
+
+def prepare(names: list[str], args: argparse.Namespace) -> None:
+    """Compile what is not compiled yet, each in a process of its own."""
+    running: list[subprocess.Popen[bytes]] = []
+    for name in names:
+        while len([p for p in running if p.poll() is None]) >= args.jobs:
+            time.sleep(0.1)
+        command = [sys.executable, __file__, "--prepare", name, "--target", args.target, "--backend", args.backend]
+        running.append(subprocess.Popen([*command, "--drafts", str(args.drafts)], stdout=sys.stderr))
+    if any(p.wait() for p in running):
+        raise SystemExit("a method could not be compiled")
+
+
+def machine(target: str) -> str:
+    if target == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    from graphllm.machine import usable_cores
+
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return f"{next(x.partition(': ')[2] for x in lines if x.startswith('model name'))}, {usable_cores()} threads"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=",".join((*DRAFTS, "ngram")))
-    parser.add_argument("--count", type=int, default=8, help="questions of each task")
+    parser.add_argument("--methods", default=";".join(METHODS), help="with semicolons between them")
+    parser.add_argument("--count", type=int, default=6, help="questions of each task")
+    parser.add_argument("--target", default="cpu")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--drafts", type=int, default=0, help="of a step; 0: 5 guesses, and what a head is made for")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile at once")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--prepare", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    fields = {"backend": args.backend, "max_num_seqs": 2, "max_num_batched_tokens": 1024}
-    plain = measure(None, args.count, fields)
-    table: dict[str, Any] = {"plain": {k: {"tokens/s": row["tokens/s"]} for k, row in plain.items()}}
-    for method in args.methods.split(","):
-        rows = measure({"method": method, "num_speculative_tokens": args.drafts}, args.count, fields)
+    if args.prepare:
+        opened(args.prepare, args).close()
+        return
+    names = [n for n in METHODS if n != "plain" and n in args.methods.split(";")]
+    start = time.perf_counter()
+    prepare(["plain", *names], args)
+    compiled = round(time.perf_counter() - start)
+    plain = measure("plain", args)
+    table: dict[str, Any] = {"plain": {k: {"tokens/s decoding": row["tokens/s decoding"]} for k, row in plain.items()}}
+    for name in names:
+        rows = measure(name, args)
         for kind, row in rows.items():
             row["same text"] = row.pop("texts") == plain[kind]["texts"]
+            row["speed-up decoding"] = round(plain[kind]["decoding"] / row.pop("decoding"), 2)
             row["speed-up"] = round(plain[kind]["seconds"] / row.pop("seconds"), 2)
-        table[method] = rows
-        print(method, json.dumps(rows), flush=True)
-    text = json.dumps(table, indent=1)
-    print(text)
+        table[name] = rows
+        print(name, json.dumps(rows), flush=True)
+    again = measure("plain", args)  # how far a machine's speed has moved meanwhile
+    drift = {k: round(plain[k]["decoding"] / again[k]["decoding"], 2) for k in again}
+    result = {
+        "command": f"python {' '.join(sys.argv)}", "machine": machine(args.target),
+        "versions": {p: version(p) for p in ("torch", "graphllm")}, "compiling s": compiled,
+        "whole s": round(time.perf_counter() - start), "plain, once more at the end": drift, "methods": table,
+    }  # fmt: skip
+    print(json.dumps({k: v for k, v in result.items() if k != "methods"}, indent=1))
     if args.out:
-        args.out.write_text(text + "\n")
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if not all(row["same text"] for name in names for row in table[name].values()):
+        raise SystemExit("texts differ from those without drafts")
 
 
 if __name__ == "__main__":
