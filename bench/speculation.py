@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -42,7 +43,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "eagle3, tree": {"method": "eagle3", "speculative_token_tree": TREE},
     "medusa, tree": {"method": "medusa", "speculative_token_tree": TREE},
 }
-REPEATS, MAX_TOKENS = 4, 160  # the first of the repeats is not timed
+REPEATS, MAX_TOKENS = 6, 160  # the first of the repeats is not timed
 
 
 def opened(name: str, args: argparse.Namespace) -> Any:
@@ -54,7 +55,7 @@ def opened(name: str, args: argparse.Namespace) -> Any:
         config = {**config, "num_speculative_tokens": args.drafts}
     return LLM(
         target=args.target, backend=args.backend, speculative_config=config, enable_prefix_caching=False,
-        max_num_seqs=2, max_num_batched_tokens=1024, kv_cache_memory_bytes=1 << 27,
+        max_num_seqs=1, max_num_batched_tokens=1024, kv_cache_memory_bytes=1 << 27, tune=args.tune,
     )  # fmt: skip
 
 
@@ -73,34 +74,47 @@ def questions(count: int) -> dict[str, list[Any]]:
     return found
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
-    """By kind of task: texts, seconds, and what drafts gave."""
+def answers(llm: Any, asked: list[Any]) -> tuple[list[list[int]], float, float]:
+    """What an LLM says, one question after the other: tokens, seconds, and those behind each first token."""
     from graphllm import SamplingParams
 
-    params, found = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), {}
-    llm = opened(name, args)
-    for kind, asked in questions(args.count).items():
-        times, texts = [], []
-        before = llm._core.stats()
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    start, decoding, texts = time.perf_counter(), 0.0, []
+    for messages, tools in asked:
+        output = llm.chat(messages, params, tools=tools, use_tqdm=False)[0]
+        decoding += output.metrics.last_token_time - output.metrics.first_token_time
+        texts.append(list(output.outputs[0].token_ids))
+    return texts, time.perf_counter() - start, decoding
+
+
+def measure(llms: dict[str, Any], count: int) -> dict[str, dict[str, Any]]:
+    """By method and kind of task. Methods take turns, so that a machine's moods meet all of them."""
+    table: dict[str, dict[str, Any]] = {name: {} for name in llms}
+    for kind, asked in questions(count).items():
+        before = {name: llm._core.stats() for name, llm in llms.items()}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
+        texts = {}
         for _ in range(REPEATS):
-            start, decoding, texts = time.perf_counter(), 0.0, []
-            for messages, tools in asked:
-                output = llm.chat(messages, params, tools=tools, use_tqdm=False)[0]
-                decoding += output.metrics.last_token_time - output.metrics.first_token_time
-                texts.append(list(output.outputs[0].token_ids))
-            times.append((time.perf_counter() - start, decoding))
-        after = llm._core.stats()
-        drafted = after.draft_tokens - before.draft_tokens
-        right = sum(after.accepted_tokens) - sum(before.accepted_tokens)
-        tokens = sum(map(len, texts))
-        whole, decoding = (min(t) for t in zip(*times[1:], strict=True))
-        found[kind] = {"texts": texts, "seconds": whole, "decoding": decoding, "tokens": tokens,
-                       "tokens/s decoding": round((tokens - len(asked)) / decoding)}  # fmt: skip
-        if drafted:
-            steps = after.drafts - before.drafts
-            found[kind] |= {"acceptance": round(right / drafted, 3), "tokens a step": round(1 + right / steps, 2)}
-    llm.close()
-    return found
+            for name, llm in llms.items():
+                texts[name], *seconds = answers(llm, asked)
+                times[name].append((seconds[0], seconds[1]))
+        fastest = {name: [min(t) for t in zip(*found[1:], strict=True)] for name, found in times.items()}
+        tokens = sum(map(len, texts["plain"]))
+        for name, llm in llms.items():
+            after = llm._core.stats()
+            whole, decoding = fastest[name]
+            row: dict[str, Any] = {"tokens": tokens, "decoding tokens/s": round((tokens - len(asked)) / decoding)}
+            if name != "plain":
+                row["same text"] = texts[name] == texts["plain"]
+                row["decoding speed-up"] = round(fastest["plain"][1] / decoding, 2)
+                row["speed-up"] = round(fastest["plain"][0] / whole, 2)
+            if drafted := after.draft_tokens - before[name].draft_tokens:
+                right = sum(after.accepted_tokens) - sum(before[name].accepted_tokens)
+                row["acceptance"] = round(right / drafted, 3)
+                row["tokens a step with drafts"] = round(1 + right / (after.drafts - before[name].drafts), 2)
+            table[name][kind] = row
+            print(f"{kind}, {name}: {json.dumps(row)}", flush=True)
+    return table
 
 
 def prepare(names: list[str], args: argparse.Namespace) -> None:
@@ -110,7 +124,8 @@ def prepare(names: list[str], args: argparse.Namespace) -> None:
         while len([p for p in running if p.poll() is None]) >= args.jobs:
             time.sleep(0.1)
         command = [sys.executable, __file__, "--prepare", name, "--target", args.target, "--backend", args.backend]
-        running.append(subprocess.Popen([*command, "--drafts", str(args.drafts)], stdout=sys.stderr))
+        command += ["--drafts", str(args.drafts), *(["--tune"] if args.tune else [])]
+        running.append(subprocess.Popen(command, stdout=sys.stderr))
     if any(p.wait() for p in running):
         raise SystemExit("a method could not be compiled")
 
@@ -120,10 +135,9 @@ def machine(target: str) -> str:
         import torch
 
         return torch.cuda.get_device_name()
-    from graphllm.machine import usable_cores
-
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return f"{next(x.partition(': ')[2] for x in lines if x.startswith('model name'))}, {usable_cores()} threads"
+    name = next(x.partition(": ")[2] for x in lines if x.startswith("model name"))
+    return f"{name}, {os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads"
 
 
 def main() -> None:
@@ -133,6 +147,7 @@ def main() -> None:
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--backend", default="inductor")
     parser.add_argument("--drafts", type=int, default=0, help="of a step; 0: 5 guesses, and what a head is made for")
+    parser.add_argument("--tune", action="store_true", help="time kernels while compiling, which takes longer")
     parser.add_argument("--jobs", type=int, default=2, help="processes that compile at once")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--prepare", help=argparse.SUPPRESS)
@@ -140,31 +155,22 @@ def main() -> None:
     if args.prepare:
         opened(args.prepare, args).close()
         return
-    names = [n for n in METHODS if n != "plain" and n in args.methods.split(";")]
+    names = [name for name in METHODS if name == "plain" or name in args.methods.split(";")]
     start = time.perf_counter()
-    prepare(["plain", *names], args)
+    prepare(names, args)
     compiled = round(time.perf_counter() - start)
-    plain = measure("plain", args)
-    table: dict[str, Any] = {"plain": {k: {"tokens/s decoding": row["tokens/s decoding"]} for k, row in plain.items()}}
-    for name in names:
-        rows = measure(name, args)
-        for kind, row in rows.items():
-            row["same text"] = row.pop("texts") == plain[kind]["texts"]
-            row["speed-up decoding"] = round(plain[kind]["decoding"] / row.pop("decoding"), 2)
-            row["speed-up"] = round(plain[kind]["seconds"] / row.pop("seconds"), 2)
-        table[name] = rows
-        print(name, json.dumps(rows), flush=True)
-    again = measure("plain", args)  # how far a machine's speed has moved meanwhile
-    drift = {k: round(plain[k]["decoding"] / again[k]["decoding"], 2) for k in again}
+    llms = {name: opened(name, args) for name in names}
+    table = measure(llms, args.count)
+    for llm in llms.values():
+        llm.close()
     result = {
         "command": f"python {' '.join(sys.argv)}", "machine": machine(args.target),
         "versions": {p: version(p) for p in ("torch", "graphllm")}, "compiling s": compiled,
-        "whole s": round(time.perf_counter() - start), "plain, once more at the end": drift, "methods": table,
+        "whole s": round(time.perf_counter() - start), "methods": table,
     }  # fmt: skip
-    print(json.dumps({k: v for k, v in result.items() if k != "methods"}, indent=1))
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
-    if not all(row["same text"] for name in names for row in table[name].values()):
+    if not all(row.get("same text", True) for rows in table.values() for row in rows.values()):
         raise SystemExit("texts differ from those without drafts")
 
 

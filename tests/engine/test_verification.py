@@ -474,6 +474,33 @@ def test_as_many_drafts_as_are_right() -> None:
     assert acceptance.drafts == 400
 
 
+def test_what_drafts_cost_is_measured_beside_steps_without_any() -> None:
+    """Drafts that seem to pay by what they usually cost, and here do not."""
+    acceptance, some = Acceptance(3), (np.array([2]), np.array([3]))
+    assert acceptance.best(1, [4]) == 4
+    for _ in range(30):
+        acceptance.learn(*some)
+    assert acceptance.best(1, [4]) == 4
+    acceptance.timed(4, 1, 3.0)
+    assert acceptance.best(1, [4]) == 1  # until it is known what such a step takes
+    acceptance.timed(1, 1, 1.0)
+    assert [acceptance.best(1, [4]) for _ in range(32)].count(4) == 2
+    acceptance.timed(4, 1, 1.1)
+    for _ in range(10):
+        acceptance.timed(4, 1, 1.1)
+    assert [acceptance.best(1, [4]) for _ in range(128)].count(1) == 2
+
+
+def test_a_text_that_begins_to_repeat_itself_is_noticed_at_once() -> None:
+    acceptance, right = Acceptance(5), (np.array([6]), np.array([5]))
+    for _ in range(100):
+        acceptance.learn(np.array([1]), np.array([0]))  # the device found nothing
+    while acceptance.best(1, [6]) == 1:
+        pass
+    acceptance.learn(*right)
+    assert acceptance.best(1, [6]) == 6
+
+
 @pytest.mark.slow
 def test_compiled_verification(checkpoint: Path, engine_args: EngineArgs, tmp_path: Path) -> None:
     place = _compile(checkpoint, tmp_path / "artifact", replace(engine_args, backend="inductor"))
