@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -143,7 +144,6 @@ class Executor:
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
         arena = self.states.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
-        self._arena = arena
         longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {
             # A step prepares two runs of a draft graph.
@@ -407,11 +407,15 @@ class Executor:
         self._stream.submit(_nothing).result()
 
     def close(self) -> None:
-        """Wait for everything, stop, and give captured graphs back: a group of ranks cannot be left while one holds
-        its collectives."""
+        """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
+        which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
         self._stream.close()
         for graph in self._graphs.values():
             graph.release()
+        self.states.release()
+        if self.device.type == "cuda":
+            gc.collect()  # what was bound is held in circles
+            torch.cuda.empty_cache()
 
 
 def _nothing() -> None:
