@@ -1,6 +1,6 @@
-"""quantize_activations: in steps of many rows, linear layers with float8 weights take rows of float8 as well.
+"""quantize_activations: in steps of more than a few rows, linear layers with float8 weights take float8 rows as well.
 
-Few rows are bound by reading the weights and keep x as it is. The norm or gate that makes the rows joins the kernel
+A few rows are bound by reading the weights and keep x as it is. The norm or gate that makes the rows joins the kernel
 that rounds them, where nothing else reads what it makes.
 """
 

@@ -239,6 +239,33 @@ def _finish_tile(
 
 
 @triton.jit
+def finish_splits(
+    acc, block, split, tile_t, token, T, bias_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
+    N: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Write a tile once the parts of its sum are there: the last program to arrive adds them, always in one order."""
+    if SPLITS == 1:
+        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                     N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+    else:
+        tile = tile_t * tl.num_programs(0) + block
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
+        cell = (tl.arange(0, BLOCK_N) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + cell
+        tl.store(parts + split * SIZE, acc)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
+        if before == SPLITS - 1:
+            acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for i in tl.static_range(SPLITS):
+                acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                         N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+
+
+@triton.jit
 def _expanded(
     ids, low_ptr, b_ptr, block, token,
     N: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
@@ -255,6 +282,21 @@ def _expanded(
     else:
         return expanded_tile(ids, low_ptr, b_ptr, block * BLOCK_N, N, token, N, RANK, COLUMNS, END_0, END_1, BLOCK_N,
                              BLOCK_T, EMULATED)  # fmt: skip
+
+
+@triton.jit
+def fetch_ahead(weight_ptr, weight_row, in_row, first, WEIGHT_ROW: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for AHEAD bytes of every weight row, from a number on, to be in the L2 cache soon."""
+    NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    first = tl.minimum(first, WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
+    line = (
+        tl.where(in_row[:, None], weight_row, weight_ptr)
+        + (first + tl.arange(0, AHEAD // 128) * (128 // NUMBER))[None, :]
+    )
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -320,16 +362,7 @@ def tile_kernel(
         ids = tl.load(ids_ptr + token, mask=token < T, other=0)
     if not EMULATED and DIRECT == 0:
         if AHEAD > 0:
-            NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-            first = tl.minimum(lo * (BLOCK_K // CODES), WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
-            line = (
-                tl.where(in_row[:, None], weight_row, weight_ptr)
-                + (first + tl.arange(0, AHEAD // 128) * (128 // NUMBER))[None, :]
-            )
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            fetch_ahead(weight_ptr, weight_row, in_row, lo * (BLOCK_K // CODES), WEIGHT_ROW, AHEAD)
         tl.extra.cuda.gdc_wait()
     x_row = x_ptr + token.to(tl.int64)[:, None] * X_ROW
     if DIRECT:
@@ -367,24 +400,11 @@ def tile_kernel(
     if PARTS:
         at_row = (split * T + token).to(tl.int64)[:, None] * N
         tl.store(partial_ptr + at_row + row[None, :], tl.trans(acc), mask=(token < T)[:, None] & in_row[None, :])
-    elif SPLITS == 1:
-        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
-                     N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
     else:
-        tile = tile_t * tl.num_programs(0) + block
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
-        cell = (tl.arange(0, BLOCK_N) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
-        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + cell
-        tl.store(parts + split * SIZE, acc)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
-        if before == SPLITS - 1:
-            acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-            for i in tl.static_range(SPLITS):
-                acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
-            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
-                         N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+        finish_splits(
+            acc, block, split, tile_t, token, T, bias_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
+            N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, SPLITS, BLOCK_N, BLOCK_T,
+        )  # fmt: skip
 
 
 @triton.jit

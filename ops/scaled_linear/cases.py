@@ -11,8 +11,8 @@ from graphllm.ir.testing import Case, Maker
 from graphllm.ops.encoded_weights import encoded
 from graphllm.ops.quantize_rows import quantize_rows
 
-_TOLERANCE = {"float32": 2e-6, "bfloat16": 4e-3}
-_REASON = "one rounding to the dtype; sums of 14 bits"
+_TOLERANCE = {"float32": 2e-6, "bfloat16": 8e-3}
+_REASON = "one rounding to the dtype, of sums of 14 bits, may differ by a step"
 
 
 def _case(T: int, out: int, inner: int, size: Literal["small", "real"] = "small") -> Case:
@@ -30,6 +30,8 @@ def _case(T: int, out: int, inner: int, size: Literal["small", "real"] = "small"
 CASES = (
     _case(0, 16, 128),
     _case(3, 48, 200),
-    *(_case(T, *shape, size="real") for T in (512, 8192)
+    _case(17, 48, 200),
+    _case(70, 96, 1400),
+    *(_case(T, *shape, size="real") for T in (32, 64, 128, 512, 8192)
       for shape in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))),
 )  # fmt: skip
