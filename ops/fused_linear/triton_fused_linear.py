@@ -38,7 +38,7 @@ from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of
 
 
 @triton.jit
-def _weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+def weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows of the weights that a tile holds: with a gate, rows of the gate and value halves in turn."""
     r = tl.arange(0, BLOCK_N)
     if GATED:
@@ -85,7 +85,7 @@ def row_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
     weight = tl.load(weight_row + k[None, :], mask=in_row[:, None] & (k < K)[None, :], other=0.0)
@@ -170,7 +170,7 @@ def encoded_row_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
     WIDTH: tl.constexpr = SPAN // CODES
     BLOCK_W: tl.constexpr = BLOCK_K // CODES
@@ -219,7 +219,7 @@ def _finish_tile(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if BIAS:
-        row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+        row, in_row = weight_rows(block, N, GATED, BLOCK_N)
         acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
@@ -339,7 +339,8 @@ def tile_kernel(
     SPAN: tl.constexpr,  # of encoded weights
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
-    DIRECT: tl.constexpr,  # warps of a program that reads weights into registers, or 0
+    DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
+    WARPS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -347,7 +348,7 @@ def tile_kernel(
     block = tl.program_id(0)
     split = tl.program_id(1)
     tile_t = tl.program_id(2)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     TILES: tl.constexpr = tiles_of(K, BLOCK_K, SPAN)
     PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
@@ -368,8 +369,8 @@ def tile_kernel(
     if DIRECT:
         acc = direct_product(
             weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
-            token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT,
-            2, True, EMULATED,
+            token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, WARPS,
+            DIRECT, True, EMULATED,
         )  # fmt: skip
         if NORM:
             ALL: tl.constexpr = triton.next_power_of_2(K)
@@ -474,7 +475,9 @@ _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
     (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip
-_DIRECT = ((16, 4), (16, 8), (32, 4), (32, 8))  # block_n, warps
+_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
+    (16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 4, 2), (32, 8, 2),
+)  # fmt: skip
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
@@ -628,8 +631,10 @@ def _direct_configs(site: CallSite) -> list[Config]:
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": 1, "norm": norm}
-        for block_n, warps in _DIRECT if (warps - 1) * span < inner for norm in norms
+         "token_tiles": 1, "direct": steps, "norm": norm}
+        for block_n, warps, steps in _DIRECT
+        if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
+        for norm in norms
     ]  # fmt: skip
 
 
@@ -717,7 +722,7 @@ def launch_tiles(
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
-        DIRECT=config["direct"] * config["warps"],
+        DIRECT=config["direct"], WARPS=config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 

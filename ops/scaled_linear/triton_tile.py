@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, zeroed
-from graphllm.ops.fused_linear.triton_fused_linear import fetch_ahead, finish_splits
+from graphllm.ops.fused_linear.triton_fused_linear import fetch_ahead, finish_splits, weight_rows
 from graphllm.ops.scaled_linear.library import FEWEST
 from graphllm.ops.scaled_linear.op import scaled_linear
 
@@ -27,12 +27,16 @@ def scaled_tile_kernel(
     row_scales_ptr,  # [T]
     weight_ptr,  # [N, K / 2] int16
     scales_ptr,  # [N]
+    residual_ptr,
     out_ptr,
     partial_ptr,  # as in `tile_kernel` of fused_linear
     arrived_ptr,
     T,
     N: tl.constexpr,
     K: tl.constexpr,
+    RESIDUAL_ROW: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    GATED: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,  # divides K
@@ -45,8 +49,7 @@ def scaled_tile_kernel(
     block = tl.program_id(0)
     split = tl.program_id(1)
     tile_t = tl.program_id(2)
-    row = block * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_row = row < N
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     PER_SPLIT: tl.constexpr = (K // BLOCK_K + SPLITS - 1) // SPLITS
     lo = split * PER_SPLIT
     hi = tl.minimum(lo + PER_SPLIT, K // BLOCK_K)
@@ -73,16 +76,17 @@ def scaled_tile_kernel(
     acc *= tl.load(scales_ptr + row, mask=in_row, other=0.0)[:, None]
     acc *= tl.load(row_scales_ptr + token, mask=token < T, other=0.0)[None, :]
     finish_splits(
-        acc, block, split, tile_t, token, T, out_ptr, out_ptr, out_ptr, partial_ptr, arrived_ptr,
-        N, 0, False, 0.0, False, SPLITS, BLOCK_N, BLOCK_T,
+        acc, block, split, tile_t, token, T, residual_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
+        N, RESIDUAL_ROW, False, 1.0 if RESIDUAL else 0.0, GATED, SPLITS, BLOCK_N, BLOCK_T,
     )  # fmt: skip
 
 
 Config = Mapping[str, int]
 _TILES = (  # block_n, block_k, stages, warps
-    (128, 128, 4, 4), (64, 128, 6, 4), (128, 128, 4, 8), (64, 256, 4, 4),
+    (64, 128, 6, 4), (128, 256, 3, 8), (64, 256, 4, 4), (64, 512, 3, 4), (128, 128, 4, 8),
 )  # fmt: skip
 _LEAST, _MOST = 96, 640  # programs that a launch should have
+_SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _AHEAD = 512
 _FEWEST_ROWS = 17  # fewer keep x as it is, and from FEWEST on the library's product is faster
 
@@ -92,7 +96,9 @@ def _supports(site: CallSite) -> bool:
     dtypes = ("bfloat16", "float16")
     few = _FEWEST_ROWS <= site.rows("codes_TW") < FEWEST
     contiguous = all(site.args[n].is_contiguous() for n in ("codes_TW", "weight_OW", "scales_1O"))
-    return bool(native) and few and contiguous and site.args["dtype"] in dtypes
+    residual = site.args["residual_TN"]
+    fits = residual is None or (residual.stride(-1) == 1 and str(residual.dtype) == f"torch.{site.args['dtype']}")
+    return bool(native) and few and contiguous and fits and site.args["dtype"] in dtypes
 
 
 def configs(site: CallSite) -> list[Config]:
@@ -103,7 +109,8 @@ def configs(site: CallSite) -> list[Config]:
     for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
         token_tiles = -(-most // block_t)
         for block_n, block_k, stages, warps in _TILES:
-            if inner % block_k or block_n * block_t > 64 * 32 * warps:
+            shared = (block_n + block_t) * block_k * stages
+            if inner % block_k or shared > _SHARED or block_n * block_t > 64 * 32 * warps:
                 continue
             programs, tiles = -(-width // block_n) * token_tiles, inner // block_k
             possible = [n for n in (1, 2, 4, 8) if n <= tiles]
@@ -116,22 +123,25 @@ def configs(site: CallSite) -> list[Config]:
 
 @scaled_linear.impl("triton_tile", device="cuda", supports=_supports, configs=configs)
 def triton_tile(
-    codes_TW: Tensor, row_scales_T1: Tensor, weight_OW: Tensor, scales_1O: Tensor, dtype: str, **config: int
-) -> Tensor:
+    codes_TW: Tensor, row_scales_T1: Tensor, weight_OW: Tensor, scales_1O: Tensor, dtype: str,
+    residual_TN: Tensor | None = None, gated: bool = False, **config: int,
+) -> Tensor:  # fmt: skip
     """Some rows. Sums keep 14 bits on tensor cores, as the library's do."""
     (T, W), N = codes_TW.shape, weight_OW.shape[0]
-    out_TO = codes_TW.new_empty((T, N), dtype=getattr(torch, dtype))
+    out_TN = codes_TW.new_empty((T, N // 2 if gated else N), dtype=getattr(torch, dtype))
     blocks, splits = -(-N // config["block_n"]), config["splits"]
     count = blocks * config["token_tiles"] if splits > 1 else 0
     partial = row_scales_T1
     if count:
         size = count * splits * config["block_n"] * config["block_t"]
         partial = torch.empty(size, dtype=torch.float32, device=codes_TW.device)
+    residual_row = 0 if residual_TN is None else residual_TN.stride(0)
     launch_triton(
         scaled_tile_kernel, (blocks, splits, config["token_tiles"]), codes_TW, row_scales_T1, weight_OW, scales_1O,
-        out_TO, partial, zeroed(codes_TW, count) if count else row_scales_T1, T, N=N, K=2 * W,
-        BLOCK_T=config["block_t"], BLOCK_N=config["block_n"], BLOCK_K=config["block_k"], SPLITS=splits,
-        AHEAD=_AHEAD if 2 * W // splits >= _AHEAD else 0, EMULATED=triton.knobs.runtime.interpret,
-        num_warps=config["warps"], num_stages=config["stages"],
+        row_scales_T1 if residual_TN is None else residual_TN, out_TN, partial,
+        zeroed(codes_TW, count) if count else row_scales_T1, T, N=N, K=2 * W, RESIDUAL_ROW=residual_row,
+        RESIDUAL=residual_TN is not None, GATED=gated, BLOCK_T=config["block_t"], BLOCK_N=config["block_n"],
+        BLOCK_K=config["block_k"], SPLITS=splits, AHEAD=_AHEAD if 2 * W // splits >= _AHEAD else 0,
+        EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
-    return out_TO
+    return out_TN

@@ -59,6 +59,8 @@ def test_rows_are_rounded_with_the_norm_and_the_gate(bucket: Bucket) -> None:
         values |= {name: parts["values"], f"{name}_scales": parts["scales"]}
     given = [values[n.meta["label"]] for n in unit.graph.find_nodes(op="placeholder")]
     (found,) = torch.fx.Interpreter(torch.fx.GraphModule(torch.nn.Module(), unit.graph)).run(*given)
+    operators = {t for t in targets if not t.startswith("graphllm::")} - {"getitem", "operator.getitem"}
+    assert bucket is MANY or not operators, "the gate and the residual end the products"
     (exact,) = _layer(values)
     error = float((found - exact).float().norm() / (exact - values["x"]).float().norm())
     assert 0.005 < error < 0.06  # two roundings to four bits, at random
