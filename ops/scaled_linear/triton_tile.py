@@ -106,7 +106,7 @@ def configs(site: CallSite) -> list[Config]:
     most = 1 << (site.rows("codes_TW") - 1).bit_length()
     width, inner = site.args["weight_OW"].shape[0], 2 * site.args["weight_OW"].shape[1]
     found: list[Config] = []
-    for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
+    for block_t in sorted({min(128, most), min(64, most), max(32, most // 2)}, reverse=True):
         token_tiles = -(-most // block_t)
         for block_n, block_k, stages, warps in _TILES:
             shared = (block_n + block_t) * block_k * stages
