@@ -95,7 +95,7 @@ def _supports(site: CallSite) -> bool:
     native = {"sm_89", "sm_90"} & set(site.target.arch) or not site.target.arch
     dtypes = ("bfloat16", "float16")
     few = _FEWEST_ROWS <= site.rows("codes_TW") < FEWEST
-    contiguous = all(site.args[n].is_contiguous() for n in ("codes_TW", "weight_OW", "scales_1O"))
+    contiguous = all(site.args[n].is_contiguous() for n in ("codes_TW", "row_scales_T1", "weight_OW", "scales_1O"))
     residual = site.args["residual_TN"]
     fits = residual is None or (residual.stride(-1) == 1 and str(residual.dtype) == f"torch.{site.args['dtype']}")
     return bool(native) and few and contiguous and fits and site.args["dtype"] in dtypes
