@@ -473,7 +473,7 @@ _TILES = (  # block_n, block_k, stages, warps
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
-    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 4, 8), (64, 2, 4, 4),
+    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip
 _DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
     (16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 4, 2), (32, 8, 2),
