@@ -476,7 +476,7 @@ _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
     (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip
 _DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
-    (16, 4, 2), (16, 4, 3), (16, 4, 4), (16, 8, 2), (16, 8, 3), (32, 4, 2), (32, 8, 2),
+    (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
 )  # fmt: skip
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90

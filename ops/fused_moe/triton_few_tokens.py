@@ -267,7 +267,7 @@ _ENCODED_FEW = (  # weight rows, tiles of a span, stages, warps
 )  # fmt: skip
 _DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
 _ONE_ENCODED = ((16, 4, 2), (16, 4, 4), (16, 4, 6), (16, 2, 4), (16, 8, 3))  # for one token: weight rows, warps, steps
-_HALVES = ((64, 3, 4), (64, 4, 4), (128, 3, 4))  # of products in float8: weight rows, stages, warps
+_HALVES = ((64, 64, 3), (128, 64, 3), (128, 128, 3))  # in float8: weight rows of each of the two products, stages
 _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
 
 
@@ -330,7 +330,7 @@ def configs_of_few(site: CallSite) -> list[Config]:
     # The inner entries of encoded tiles are their format's, whole spans or halves.
     form, rows, plain = site.args["form"], site.rows("x_TD"), site.args["adapter_ids_T"] is None
     common = {"block_t": block_t, "block_k": 0, "parts": 1, "block_s": 0, "stages": 1, "one": 0, "ahead": 2,
-              "halves": 0}  # fmt: skip
+              "halves": 0}  # fmt: skip  # else: weight rows of the second product in float8
     found: list[Config] = []
     if form and rows == 1 and plain:
         one = {**common, "one": 1}
@@ -342,7 +342,7 @@ def configs_of_few(site: CallSite) -> list[Config]:
             which = {"parts": inner} if form else {"block_k": inner}
             found.append({**common, **which, "block_n": n, "stages": stages, "warps": warps})
     if rows > _MOST_DIRECT and supports_halves(site):
-        found += [{**common, "halves": 1, "block_n": n, "stages": s, "warps": w} for n, s, w in _HALVES]
+        found += [{**common, "halves": more, "block_n": n, "stages": s, "warps": 4} for n, more, s in _HALVES]
     return found
 
 
@@ -396,7 +396,8 @@ def few_tokens(
             launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
             continue
         if config["halves"]:
-            launch_halves(i, x, out, experts, weights_TA, experts_TA, config)
+            rows = (config["block_n"], config["halves"])[i]
+            launch_halves(i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"])
             continue
         bias, lora = experts.biases[i], experts.lora
         tables, of_lora = (x, x, x), NO_LORA

@@ -10,8 +10,6 @@ than a row's largest by 2 ** 11 lose bits, down to 2 ** -19 of the largest. Ever
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import triton
 import triton.language as tl
@@ -26,6 +24,7 @@ from graphllm.ops.quantize_rows.triton_quantize_rows import float8_code
 
 _GROUP = 32  # entries of one scale
 _PADDED = 128  # entries of which rows of halves are a multiple
+_WARPS = 4
 _SLOTS = 16  # tokens of an expert that are multiplied at a time
 
 
@@ -254,8 +253,9 @@ def supports_halves(site: CallSite) -> bool:
 
 
 def launch_halves(
-    i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Mapping[str, int]
-) -> None:
+    i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_t: int,
+    block_n: int, stages: int,
+) -> None:  # fmt: skip
     """The first or second product: x [T, D] into ``out`` [P, F], or x [P, F] into [P, D]."""
     (rows, K), (T, A), emulated = x.shape, experts_TA.shape, triton.knobs.runtime.interpret
     width = -(-K // _PADDED) * _PADDED
@@ -268,10 +268,10 @@ def launch_halves(
     weight, scales, bias = (experts.gate_up, experts.down)[i], experts.scales[i], experts.biases[i]
     N, out_rows, weight_row = weight.shape
     launch_triton(
-        halves_experts_kernel, (-(-out_rows // config["block_n"]), N), halves, row_scales, weight, scales,
+        halves_experts_kernel, (-(-out_rows // block_n), N), halves, row_scales, weight, scales,
         weight if bias is None else bias, weights_TA, experts_TA, out, T, X_ROW=2 * width, WEIGHT_ROW=weight_row,
         ROWS=out_rows, K=K, GROUP=_GROUP, SPAN=span_of(experts.form, K, _GROUP), A=A, A_PAD=1 << (A - 1).bit_length(),
         BIAS=bias is not None, GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit,
-        BLOCK_T=config["block_t"], BLOCK_N=config["block_n"], SLOTS=_SLOTS, EMULATED=emulated,
-        num_warps=config["warps"], num_stages=config["stages"],
+        BLOCK_T=block_t, BLOCK_N=block_n, SLOTS=_SLOTS, EMULATED=emulated,
+        num_warps=_WARPS, num_stages=stages,
     )  # fmt: skip

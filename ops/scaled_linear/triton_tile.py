@@ -106,16 +106,19 @@ def configs(site: CallSite) -> list[Config]:
     most = 1 << (site.rows("codes_TW") - 1).bit_length()
     width, inner = site.args["weight_OW"].shape[0], 2 * site.args["weight_OW"].shape[1]
     found: list[Config] = []
-    for block_t in sorted({min(128, most), min(64, most), max(32, most // 2)}, reverse=True):
+    usual = min(128, most)
+    for block_t in sorted({usual, min(64, most), max(32, usual // 2)}, reverse=True):
         token_tiles = -(-most // block_t)
         for block_n, block_k, stages, warps in _TILES:
             shared = (block_n + block_t) * block_k * stages
             if inner % block_k or shared > _SHARED or block_n * block_t > 64 * 32 * warps:
                 continue
+            if block_t < usual and block_n > 64:  # smaller tiles are for more programs
+                continue
             programs, tiles = -(-width // block_n) * token_tiles, inner // block_k
             possible = [n for n in (1, 2, 4, 8) if n <= tiles]
             filling = [n for n in possible if _LEAST <= programs * n <= _MOST]
-            for splits in filling or [possible[-1] if programs < _LEAST else 1]:
+            for splits in filling[:2] or [possible[-1] if programs < _LEAST else 1]:
                 found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, "splits": splits,
                               "stages": stages, "warps": warps, "token_tiles": token_tiles})  # fmt: skip
     return found
