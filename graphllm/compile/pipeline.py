@@ -333,10 +333,11 @@ def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> dic
     """What the cache manager must know of a draft graph: see `CacheLayout`."""
     for graph in (g.graph for g in graphs if g.graph.task == "draft"):
         reach = drafting.lookahead(graph, c, config)
-        return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c),
+        block = 0 if graph.context is None else reach
+        return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c) and not block,
                 "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c),
-                "by_levels": drafting.by_levels(graph, c, config)}  # fmt: skip
-    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0, "by_levels": False}
+                "by_levels": drafting.by_levels(graph, c, config), "block": block}  # fmt: skip
+    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0, "by_levels": False, "block": 0}
 
 
 def values_read(graph: TracedGraph) -> set[str]:

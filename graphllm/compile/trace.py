@@ -46,7 +46,8 @@ class Layout(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The units of a program in order, "layers" standing for all of them, and the parts that begin with some.
+    """The units of a program in order, and the parts that begin with some. "layers" stands for all of them, "context"
+    for what a draft graph keeps for each of its layers.
 
     results: the values that must be there in the end.
     """
@@ -243,7 +244,10 @@ class _Tracer:
         programs = {}
         for name, (before, after) in around.items():
             first = () if counting is None else ("no_expert_tokens",)
-            order = (*(s.name for s in before), *first, "embed", "layers", "head", *(s.name for s in after))
+            own = ("embed", "layers", "head")
+            if graph.context is not None and name == "first":
+                own = ("embed", "context")
+            order = (*(s.name for s in before), *first, *own, *(s.name for s in after))
             made_here = {*names, *(n for s in after for n in s.outputs)}
             programs[name] = Program(
                 order,
@@ -291,6 +295,13 @@ class _Tracer:
             return (graph.layer(c, layer_type, _weights(v), v["x"], self.context(v)),)
 
         self.trace(f"layer.{layer_type}", extra, run, layers=layers)
+        if (context := graph.context) is not None:
+
+            def keep(v: dict[str, Any]) -> tuple[()]:
+                context(c, layer_type, _weights(v), self.context(v))
+                return ()
+
+            self.trace(f"context.{layer_type}", extra, keep, (), layers)
 
     def counting(self, behind: dict[int, list[str]]) -> Counting:
         """Units that count the tokens of experts: before all layers and behind each."""

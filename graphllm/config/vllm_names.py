@@ -51,7 +51,7 @@ def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
 
 
 _NGRAM = ("ngram", "ngram_gpu")
-_DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+_DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
 _ACCEPTANCE = ("rejection_sample_method", "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate")
 # Methods that guess on the host, and what their keys mean.
 _ON_HOST: Mapping[str, Mapping[str, str]] = {

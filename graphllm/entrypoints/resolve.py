@@ -45,6 +45,9 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
         # What the draft model was made for; MLP speculators call it n_predict, Medusa has a head for each.
         said = ("num_speculative_tokens", "n_predict", "medusa_num_heads", "num_heads", "num_nextn_predict_layers")
         drafts = next((whole(drafter, name) for name in said if drafter.get(name)), 0)
+        block = {**drafter, **section(drafter, "dflash_config")}
+        if not drafts and "block_size" in block:  # of which the first token is known
+            drafts = whole(block, "block_size", ge=2) - 1
     automatic: dict[str, Any] = {
         "target": target,
         "dtype": "bfloat16" if cuda and stored == "float32" else stored,

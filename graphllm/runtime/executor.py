@@ -135,6 +135,7 @@ class Executor:
             program["drafts"]["one_row_more"],
             program["drafts"]["at_once"],
             self.layout.tree if program["drafts"]["by_levels"] else None,
+            program["drafts"]["block"],
         )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()

@@ -423,7 +423,7 @@ def _run(
 ) -> int:
     """Answer them at once, and compare drafts and texts; how many steps' drafts were compared."""
     core, count = opened.core, 0
-    tensors, one = core._executor.states.tensors, opened.method.name in ("medusa", "mlp_speculator")
+    tensors, one = core._executor.states.tensors, opened.method.name in ("medusa", "mlp_speculator", "dflash")
 
     def compare(number: int) -> None:
         nonlocal count
