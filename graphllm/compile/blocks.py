@@ -13,7 +13,7 @@ from torch import Tensor
 from graphllm.compile.draft_rows import behind_last, step_rows
 from graphllm.compile.sampling import Stage, Values
 from graphllm.config import CompileConfig
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Drafts
 from graphllm.ops.record_drafts import record_drafts
 from graphllm.ops.store_slots import store_slots
@@ -26,7 +26,7 @@ def num_drafts(config: CompileConfig) -> int:
     return config.num_speculative_tokens if config.tree is None else config.tree.levels
 
 
-def context_rows(hidden: list[str], tree: TokenTree | None) -> Stage:
+def context_rows(hidden: list[str], tree: TokenTree | GrownTree | None) -> Stage:
     """What comes before the graph's own units in the first run. hidden: the states that hold what it reads."""
     return Stage("first", lambda v: _context_rows(v, hidden, tree), (*_RUN, "step.hidden"))
 
@@ -59,7 +59,7 @@ def position_behind(v: Values) -> Tensor:
     return torch.index_select(v["state.draft_position"], 0, v["step.slots"])
 
 
-def _context_rows(v: Values, hidden: list[str], tree: TokenTree | None) -> tuple[Tensor, ...]:
+def _context_rows(v: Values, hidden: list[str], tree: TokenTree | GrownTree | None) -> tuple[Tensor, ...]:
     """The tokens of the step. Where the one behind the last kept one of each sequence stands is remembered."""
     rows = step_rows(v, hidden, tree)
     store_slots(torch.index_select(rows.positions, 0, rows.last) + 1, v["step.slots"], v["state.draft_position"])

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from graphllm.compile import trees
 from graphllm.compile.sampling import Values
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Hidden
 
 
@@ -32,7 +32,7 @@ def hidden_states(hidden: Hidden) -> list[str]:
     return [f"step_hidden_{i}" for i in range(len(hidden.layers))]
 
 
-def step_rows(v: Values, hidden: list[str], tree: TokenTree | None) -> StepRows:
+def step_rows(v: Values, hidden: list[str], tree: TokenTree | GrownTree | None) -> StepRows:
     """The tokens of the step; of a tree those of the path that was kept come first. hidden: see `hidden_states`."""
     count_T = v["step.sequence_ids"].shape[0]
     at_T = torch.arange(count_T, device=v["step.sequence_ids"].device)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphllm.compile import blocks, trees
+from graphllm.compile import blocks, grown_trees, trees
 from graphllm.compile.draft_rows import behind_last, hidden_states, rejected, step_rows
 from graphllm.compile.sampling import ANCESTORS, Stage, Values
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Drafts, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
@@ -155,7 +155,7 @@ def lookahead(graph: Graph, c: Any, config: CompileConfig) -> int:
     if graph.context is not None:
         return blocks.num_drafts(config) + 1
     if by_levels(graph, c, config):
-        return len(config.tree.inner) if config.tree is not None else 0
+        return config.tree.rows if config.tree is not None else 0
     return config.num_speculative_tokens - (0 if one_row_more(graph, c) else 1)
 
 
@@ -164,7 +164,7 @@ def buckets(graph: Graph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
     plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
     count = 0 if graph.context is None else blocks.num_drafts(config) + 1
     if by_levels(graph, c, config) and config.tree is not None:
-        count = len(config.tree.inner)
+        count = config.tree.rows
     if count:
         return tuple(dict.fromkeys([*config.buckets, *(dataclasses.replace(b, query_len=count) for b in plain)]))
     if not one_row_more(graph, c):
@@ -200,6 +200,8 @@ def states(hidden: Hidden | None, config: CompileConfig, vocab: int) -> tuple[St
         if hidden.width:
             found.append(StateSpec("draft_hidden", "slot", (hidden.width,), "model", "none"))
             found += trees.hidden_of_nodes(config.tree, hidden.width) if config.tree is not None else ()
+    if isinstance(config.tree, GrownTree):
+        found += grown_trees.draft_states(config.tree)
     if draws(config):
         found.append(StateSpec("draft_probs", "slot", (config.num_speculative_tokens, vocab), "float32", "none"))
     return tuple(found)
@@ -259,7 +261,10 @@ def programs(
         raise ConfigError(f"{told} {wanted}: the draft model {made}; give at most that")
     levels = tree if by_levels(graph, c, config) else None
     choose = Stage("choose", lambda v: _choose(v, last), ())
-    if levels is not None:
+    grown = levels if isinstance(levels, GrownTree) else None
+    if grown is not None:
+        choose = Stage("choose", lambda v: grown_trees.choose_first(v, grown, last), ())
+    elif isinstance(levels, TokenTree):
         choose = Stage("choose", lambda v: trees.choose_first(v, levels, last), ())
     if hidden is None:
         first = [Stage("first", lambda v: _first_of_own(v, last), _RESOLVED)]
@@ -278,10 +283,12 @@ def programs(
     if graph.context is not None:
         before, behind = blocks.block(config, graph.mask_token(c))
         return {"first": (tuple(first), ()), "next": ((before,), (behind,))}
-    if at_once or (levels is not None and not levels.inner):
+    if at_once or (levels is not None and not levels.rows):
         return {"first": (tuple(first), (choose,))}
     if levels is not None:
-        before, behind = trees.next_level(levels, last)
+        before, behind = (
+            grown_trees.next_level(levels, last) if isinstance(levels, GrownTree) else trees.next_level(levels, last)
+        )
         return {"first": (tuple(first), (choose,)), "next": ((before,), (behind,))}
     resolved = _RESOLVED if hidden is None else (*_RESOLVED, "step.hidden")
     following = Stage("next", lambda v: _next(v, hidden is not None), resolved)
@@ -293,7 +300,7 @@ def _own(v: Values) -> Any:
     return SimpleNamespace(**{n[2:]: t for n, t in v.items() if n.startswith("w.")})
 
 
-def _first(v: Values, hidden: list[str], tree: TokenTree | None, by_levels: bool) -> tuple[Tensor, ...]:
+def _first(v: Values, hidden: list[str], tree: TokenTree | GrownTree | None, by_levels: bool) -> tuple[Tensor, ...]:
     """Of each token the one behind it, with the token's hidden states: the next one of the step, or behind the last one
     that is kept what was sampled, or what the host knows of a prompt that goes on."""
     rows = step_rows(v, hidden, tree)
@@ -346,6 +353,8 @@ def chosen(made: Any, v: Values, config: CompileConfig, graph: Graph, c: Any) ->
     position_S = torch.index_select(v["step.positions"], 0, v["step.logits_indices"])
     if graph.context is not None:
         made, position_S = blocks.of_each_draft(made, config), blocks.position_behind(v)
+    if isinstance(config.tree, GrownTree):
+        return grown_trees.likeliest(made, config.tree)
     if config.tree is not None and by_levels(graph, c, config):
         return _named(trees.likeliest(made.logits[0], config.tree), made.ids)
     if config.tree is not None and graph.drafts_at_once(c):

@@ -15,6 +15,7 @@ from graphllm.compile import drafting, expert_counts, sampling, trees
 from graphllm.compile.expert_counts import Counting
 from graphllm.compile.sampling import Stage
 from graphllm.config import CompileConfig, ConfigError
+from graphllm.config.token_tree import GrownTree
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
@@ -264,7 +265,8 @@ class _Tracer:
             return drafting.programs(self._graph, self._c, config, hidden)
         if task != "generate":
             return {task: ((), ())}
-        resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values())
+        grown = isinstance(config.tree, GrownTree)
+        resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values(), grown)
         before = (resolve, drafting.KEEP_IDS) if drafted else (resolve,)
         made = sampling.programs(config, layout.versions, self.caches())
         return {name: (before, after) for name, after in made.items()}

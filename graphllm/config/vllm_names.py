@@ -90,7 +90,7 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     elif method not in _NGRAM:
         known |= {name: name for name in ("draft_sample_method", *_ACCEPTANCE)}
         known |= {"model": "speculative_model", "speculative_token_tree": "speculative_token_tree"}
-        if isinstance(given.get("speculative_token_tree"), list | tuple):
+        if isinstance(given.get("speculative_token_tree"), list | tuple | dict):
             given["speculative_token_tree"] = str(given["speculative_token_tree"])
     else:
         known |= {name: name for name in ("prompt_lookup_max", "prompt_lookup_min")}

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.staging import StepInput
 from graphllm.runtime.stream import Job
@@ -34,12 +34,15 @@ class DraftShape(NamedTuple):
 
     one_row_more: bool
     at_once: int
-    tree: TokenTree | None
+    tree: TokenTree | GrownTree | None
     block: int
 
 
-def _inner_nodes(tree: TokenTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
-    """Rows of each sequence for the nodes of a tree that have others behind them."""
+def _inner_nodes(tree: TokenTree | GrownTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
+    """Rows of each sequence for the nodes of a tree that have others behind them. Of one that grows the device knows
+    which they are."""
+    if isinstance(tree, GrownTree):
+        return _alike(sequences, max(tree.rows, 1), kept)
     inner, count = tree.inner, len(tree.inner)
     bits = [sum(1 << i for i, other in enumerate(inner) if tree.ancestors[node] >> other & 1) for node in inner]
     rows = _alike(sequences, count, kept)

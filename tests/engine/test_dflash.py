@@ -20,6 +20,7 @@ from test_draft_models import (
     Known,
     L,
     Method,
+    Ranked,
     V,
     _made,
     _normal,
@@ -27,6 +28,7 @@ from test_draft_models import (
     _run,
     _save,
     _texts,
+    ranked,
 )
 from test_draft_models import made_model as made_circle
 from torch import Tensor, nn
@@ -146,9 +148,8 @@ def dflash(model: LlamaForCausalLM, kind: str = "") -> Method:
         found: list[int] = logits(model, known, count).argmax(-1).tolist()
         return found
 
-    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
-        found: list[int] = logits(model, known, DRAFTS)[len(path)].argsort(descending=True)[:4].tolist()
-        return found
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> Ranked:
+        return ranked(logits(model, known, DRAFTS)[len(path)])
 
     config = {
         **sizes, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "block_size": 8, "num_target_layers": L,
