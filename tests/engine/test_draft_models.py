@@ -610,6 +610,12 @@ def test_draft_models_that_do_not_fit(model: LlamaForCausalLM, tmp_path: Path) -
             {"speculative_token_tree": str([(0,) * n for n in range(1, 6)]), "num_speculative_tokens": 0},
             "speculative_token_tree has paths of 5: the draft model has 4 heads",
         ),
+        (
+            "medusa",
+            {},
+            {"speculative_token_tree": "{'top_k': 2, 'depth': 2, 'drafts': 4}", "num_speculative_tokens": 0},
+            "a tree grows by what is likely behind each draft",
+        ),
         ("eagle", {"hidden_size": 64}, {}, "shares the model's embed.tokens as .97, 64., it is .97, 32."),
     ]
     for i, (name, config, fields, told) in enumerate(wrong):
