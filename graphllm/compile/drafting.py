@@ -257,8 +257,8 @@ def programs(
     wanted = config.num_speculative_tokens if tree is None else tree.levels
     if 0 < at_once < wanted:
         told = "num_speculative_tokens is" if tree is None else "speculative_token_tree has paths of"
-        made = f"has {at_once} heads" if graph.context is None else f"guesses {at_once} tokens at once"
-        raise ConfigError(f"{told} {wanted}: the draft model {made}; give at most that")
+        does = f"has {at_once} heads" if graph.context is None else f"guesses {at_once} tokens at once"
+        raise ConfigError(f"{told} {wanted}: the draft model {does}; give at most that")
     levels = tree if by_levels(graph, c, config) else None
     choose = Stage("choose", lambda v: _choose(v, last), ())
     grown = levels if isinstance(levels, GrownTree) else None
@@ -270,8 +270,8 @@ def programs(
         first = [Stage("first", lambda v: _first_of_own(v, last), _RESOLVED)]
     else:
         names = hidden_states(hidden)
-        resolved = (*_RESOLVED, "step.hidden")
-        first = [Stage("first", lambda v: _first(v, names, tree, levels is not None), resolved)]
+        made = (*_RESOLVED, "step.hidden")
+        first = [Stage("first", lambda v: _first(v, names, tree, levels is not None), made)]
         if graph.context is not None:
             first = [blocks.context_rows(names, tree)]
         if graph.project is not None:

@@ -245,7 +245,7 @@ class _Tracer:
         programs = {}
         for name, (before, after) in around.items():
             first = () if counting is None else ("no_expert_tokens",)
-            own = ("embed", "layers", "head")
+            own: tuple[str, ...] = ("embed", "layers", "head")
             if graph.context is not None and name == "first":
                 own = ("embed", "context")
             order = (*(s.name for s in before), *first, *own, *(s.name for s in after))

@@ -42,6 +42,7 @@ def _case(
 
 
 CASES = (
+    _case("nothing", [(0, 0)]),
     _case("one", [(1, 1)]),
     _case("ragged", [(5, 5), (0, 0), (33, 70), (1, 17), (4, 18)], pad=3),
     _case("small_blocks", [(9, 13), (2, 4)], (3, 20), P=4),
