@@ -13,10 +13,11 @@ from graphllm.ir.testing import Case, Maker
 
 def _case(
     name: str, sequences: Sequence[tuple[int, int]], heads: tuple[int, int] = (2, 32), *, P: int = 16, cache: str = "",
-    pad: int = 0, fused: bool = False, scales: tuple[float, float] | None = None, size: Literal["small", "real"] = "small",
+    pad: int = 0, fused: bool = False, scales: tuple[float, float] | None = None,
+    size: Literal["small", "real"] = "small",
 ) -> Case:  # fmt: skip
-    """One case. sequences: (rows, tokens including them) of each; heads: K, E. pad: rows that belong to none. fused: keys
-    and values are slices."""
+    """One case. sequences: (rows, tokens including them) of each; heads: K, E. pad: rows that belong to none. fused:
+    keys and values are slices."""
     (K, E), S = heads, len(sequences)
     T = sum(n for n, _ in sequences) + pad
 
