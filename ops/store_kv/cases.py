@@ -13,9 +13,11 @@ from graphllm.ir.testing import Case, Maker
 
 def _case(
     name: str, sequences: Sequence[tuple[int, int]], heads: tuple[int, int] = (2, 32), *, P: int = 16, cache: str = "",
-    pad: int = 0, scales: tuple[float, float] | None = None, size: Literal["small", "real"] = "small",
+    pad: int = 0, fused: bool = False, scales: tuple[float, float] | None = None,
+    size: Literal["small", "real"] = "small",
 ) -> Case:  # fmt: skip
-    """One case. sequences: (rows, tokens including them) of each; heads: K, E. pad: rows that belong to none."""
+    """One case. sequences: (rows, tokens including them) of each; heads: K, E. pad: rows that belong to none. fused:
+    keys and values are slices."""
     (K, E), S = heads, len(sequences)
     T = sum(n for n, _ in sequences) + pad
 
@@ -27,9 +29,11 @@ def _case(
             used = sum(blocks[:s])
             table[s, :n] = order[used : used + n]
         dtype = getattr(torch, cache) if cache else make.dtype
-        kv = make.normal(T, 2 * K * E, scale=20.0).unflatten(1, (2 * K, E))
+        k, v = (make.normal(T, K, E, scale=20.0) for _ in range(2))
+        if fused:
+            k, v = torch.cat([k, v], 1).split(K, 1)
         return {
-            "k_TKE": kv[:, :K], "v_TKE": kv[:, K:],
+            "k_TKE": k, "v_TKE": v,
             "kv_cache": make.normal(sum(blocks) + 1, 2, K, P, E + 4 * (cache == "int8")).to(dtype),
             "block_table": table.to(make.device),
             "query_start_loc": make.tensor([sum(n for n, _ in sequences[:i]) for i in range(S + 1)], torch.int32),
@@ -44,7 +48,7 @@ def _case(
 CASES = (
     _case("nothing", [(0, 0)]),
     _case("one", [(1, 1)]),
-    _case("ragged", [(5, 5), (0, 0), (33, 70), (1, 17), (4, 18)], pad=3),
+    _case("ragged", [(5, 5), (0, 0), (33, 70), (1, 17), (4, 18)], pad=3, fused=True),
     _case("small_blocks", [(9, 13), (2, 4)], (3, 20), P=4),
     _case("fp8", [(9, 13), (40, 40)], cache="float8_e4m3fn", scales=(0.05, 0.5)),
     _case("int8", [(9, 13), (40, 40), (1, 16)], cache="int8"),
