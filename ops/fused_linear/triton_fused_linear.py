@@ -38,7 +38,7 @@ from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of
 
 
 @triton.jit
-def _weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+def weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows of the weights that a tile holds: with a gate, rows of the gate and value halves in turn."""
     r = tl.arange(0, BLOCK_N)
     if GATED:
@@ -85,7 +85,7 @@ def row_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
     weight = tl.load(weight_row + k[None, :], mask=in_row[:, None] & (k < K)[None, :], other=0.0)
@@ -170,7 +170,7 @@ def encoded_row_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
     WIDTH: tl.constexpr = SPAN // CODES
     BLOCK_W: tl.constexpr = BLOCK_K // CODES
@@ -219,7 +219,7 @@ def _finish_tile(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if BIAS:
-        row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+        row, in_row = weight_rows(block, N, GATED, BLOCK_N)
         acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
@@ -239,6 +239,33 @@ def _finish_tile(
 
 
 @triton.jit
+def finish_splits(
+    acc, block, split, tile_t, token, T, bias_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
+    N: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Write a tile once the parts of its sum are there: the last program to arrive adds them, always in one order."""
+    if SPLITS == 1:
+        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                     N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+    else:
+        tile = tile_t * tl.num_programs(0) + block
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
+        cell = (tl.arange(0, BLOCK_N) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + cell
+        tl.store(parts + split * SIZE, acc)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
+        if before == SPLITS - 1:
+            acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for i in tl.static_range(SPLITS):
+                acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                         N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+
+
+@triton.jit
 def _expanded(
     ids, low_ptr, b_ptr, block, token,
     N: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, END_0: tl.constexpr, END_1: tl.constexpr,
@@ -255,6 +282,21 @@ def _expanded(
     else:
         return expanded_tile(ids, low_ptr, b_ptr, block * BLOCK_N, N, token, N, RANK, COLUMNS, END_0, END_1, BLOCK_N,
                              BLOCK_T, EMULATED)  # fmt: skip
+
+
+@triton.jit
+def fetch_ahead(weight_ptr, weight_row, in_row, first, WEIGHT_ROW: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for AHEAD bytes of every weight row, from a number on, to be in the L2 cache soon."""
+    NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    first = tl.minimum(first, WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
+    line = (
+        tl.where(in_row[:, None], weight_row, weight_ptr)
+        + (first + tl.arange(0, AHEAD // 128) * (128 // NUMBER))[None, :]
+    )
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -297,7 +339,8 @@ def tile_kernel(
     SPAN: tl.constexpr,  # of encoded weights
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
-    DIRECT: tl.constexpr,  # warps of a program that reads weights into registers, or 0
+    DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
+    WARPS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -305,7 +348,7 @@ def tile_kernel(
     block = tl.program_id(0)
     split = tl.program_id(1)
     tile_t = tl.program_id(2)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     TILES: tl.constexpr = tiles_of(K, BLOCK_K, SPAN)
     PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
@@ -320,23 +363,14 @@ def tile_kernel(
         ids = tl.load(ids_ptr + token, mask=token < T, other=0)
     if not EMULATED and DIRECT == 0:
         if AHEAD > 0:
-            NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-            first = tl.minimum(lo * (BLOCK_K // CODES), WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
-            line = (
-                tl.where(in_row[:, None], weight_row, weight_ptr)
-                + (first + tl.arange(0, AHEAD // 128) * (128 // NUMBER))[None, :]
-            )
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            fetch_ahead(weight_ptr, weight_row, in_row, lo * (BLOCK_K // CODES), WEIGHT_ROW, AHEAD)
         tl.extra.cuda.gdc_wait()
     x_row = x_ptr + token.to(tl.int64)[:, None] * X_ROW
     if DIRECT:
         acc = direct_product(
             weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
-            token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT,
-            2, True, EMULATED,
+            token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, WARPS,
+            DIRECT, True, EMULATED,
         )  # fmt: skip
         if NORM:
             ALL: tl.constexpr = triton.next_power_of_2(K)
@@ -367,24 +401,11 @@ def tile_kernel(
     if PARTS:
         at_row = (split * T + token).to(tl.int64)[:, None] * N
         tl.store(partial_ptr + at_row + row[None, :], tl.trans(acc), mask=(token < T)[:, None] & in_row[None, :])
-    elif SPLITS == 1:
-        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
-                     N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
     else:
-        tile = tile_t * tl.num_programs(0) + block
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
-        cell = (tl.arange(0, BLOCK_N) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
-        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + cell
-        tl.store(parts + split * SIZE, acc)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
-        if before == SPLITS - 1:
-            acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-            for i in tl.static_range(SPLITS):
-                acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
-            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
-                         N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+        finish_splits(
+            acc, block, split, tile_t, token, T, bias_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
+            N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, SPLITS, BLOCK_N, BLOCK_T,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -452,9 +473,11 @@ _TILES = (  # block_n, block_k, stages, warps
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
-    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 4, 8), (64, 2, 4, 4),
+    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip
-_DIRECT = ((16, 4), (16, 8), (32, 4), (32, 8))  # block_n, warps
+_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
+    (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
+)  # fmt: skip
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
@@ -608,8 +631,10 @@ def _direct_configs(site: CallSite) -> list[Config]:
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": 1, "norm": norm}
-        for block_n, warps in _DIRECT if (warps - 1) * span < inner for norm in norms
+         "token_tiles": 1, "direct": steps, "norm": norm}
+        for block_n, warps, steps in _DIRECT
+        if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
+        for norm in norms
     ]  # fmt: skip
 
 
@@ -697,7 +722,7 @@ def launch_tiles(
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
-        DIRECT=config["direct"] * config["warps"],
+        DIRECT=config["direct"], WARPS=config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 
