@@ -152,6 +152,8 @@ register_model(
         architectures=("DFlashDraftModel",),
         config=from_hf,
         method="dflash",
+        shardable=("H", "K", "F"),
+        shared=("K",),
         graphs=(
             Graph(
                 task="draft",

@@ -68,7 +68,7 @@ def joined(model: Model, c: Any, drafter: Model, own: Any) -> Model:
     drafts = dataclasses.replace(graph, name=DRAFT, task="draft", **changed)
     if (hidden := reads(drafts, model.graphs[0], c)) is not None and hidden.normed:
         drafts = _behind_norm(drafts, model, c, hidden)
-    return dataclasses.replace(model, graphs=(*model.graphs, drafts), shardable=())  # its Config is never divided
+    return dataclasses.replace(model, graphs=(*model.graphs, drafts))
 
 
 def reads(graph: Graph, main: Graph, c: Any) -> Hidden | None:
@@ -101,14 +101,16 @@ class _MainWeights:
 
     def of_second(self, name: str, w: Weight) -> Weight:
         """A weight of the draft model, which is read from the second checkpoint or tied to one of the first."""
+        if w.tie is not None and w.tie.startswith(MAIN):
+            root = self._root(w)
+            return dataclasses.replace(w, tie=root, shard=self._found[root].shard)
         if w.tie is not None:
-            tie = self._root(name, w) if w.tie.startswith(MAIN) else f"{DRAFT}.{w.tie}"
-            return dataclasses.replace(w, tie=tie)
+            return dataclasses.replace(w, tie=f"{DRAFT}.{w.tie}")
         sources = tuple(draft_name(s) if isinstance(s, str) else tuple(map(draft_name, s)) for s in w.sources)
         expr = renamed(w.expr, draft_name) if isinstance(w.expr, Expr) else w.expr
         return dataclasses.replace(w, sources=sources, expr=expr)
 
-    def _root(self, name: str, w: Weight) -> str:
+    def _root(self, w: Weight) -> str:
         to = w.tie.removeprefix(MAIN)  # type: ignore[union-attr]
         while (found := self._found.get(to)) is not None and found.tie is not None:
             to = found.tie

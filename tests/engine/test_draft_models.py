@@ -358,9 +358,8 @@ class Opened(NamedTuple):
     place: Path
 
 
-def _open(
-    model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eager", pages: int = 150, **fields: Any
-) -> Opened:
+def saved(model: LlamaForCausalLM, method: Method, at: Path) -> tuple[Path, Path]:
+    """Checkpoints of the model and of what drafts."""
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     w = dict(model.state_dict())
     if method.name == "mtp":  # Qwen2's layers have biases
@@ -369,7 +368,13 @@ def _open(
         attns = [f"model.layers.{i}.self_attn." for i in range(L)]
         w |= method.w | {f"{at}{n}_proj.bias": torch.zeros(size) for at in attns for n, size in sizes.items()}
     folder = _save(at / "model", config, w)
-    draft = folder if method.name == "mtp" else _save(at / "draft", method.config, method.w)
+    return folder, folder if method.name == "mtp" else _save(at / "draft", method.config, method.w)
+
+
+def _open(
+    model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eager", pages: int = 150, **fields: Any
+) -> Opened:
+    folder, draft = saved(model, method, at)
     args = EngineArgs(
         **{"target": "cpu", "backend": backend, "dtype": "float32", "max_model_len": LEN, "max_num_seqs": 4,
            "max_num_batched_tokens": 32, "block_size": 8, "num_speculative_tokens": DRAFTS, **fields}
