@@ -10,6 +10,8 @@ from torch import Tensor
 class LibraryGroup:
     """A group whose collectives are those of torch's library."""
 
+    exchange: Tensor | None = None
+
     def __init__(self, members: dist.ProcessGroup) -> None:
         self.rank, self.size, self._members = members.rank(), members.size(), members
 

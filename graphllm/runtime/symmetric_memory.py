@@ -9,12 +9,13 @@ ranks have read what it needs, so the next one may write the buffer. What they a
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphllm.ir.exchange import buffer_bytes, exchange_table
 from graphllm.ir.groups import SYMMETRIC_BYTES
 from graphllm.runtime.collectives import LibraryGroup, place_share
 
@@ -57,9 +58,19 @@ class SymmetricGroup(LibraryGroup):
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared
         import torch.distributed._symmetric_memory as symm_mem
 
-        self._buffer = symm_mem.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
-        self._shared = symm_mem.rendezvous(self._buffer, members)
+        def shared(nbytes: int) -> tuple[Tensor, Any]:
+            buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+            return buffer, symm_mem.rendezvous(buffer, members)
+
+        self._buffer, self._shared = shared(SYMMETRIC_BYTES)
         self._name = members.group_name
+        self._given, others = shared(buffer_bytes(self.size))
+        self._given.fill_(255)
+        torch.cuda.synchronize()
+        places = [others.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.size)]
+        self.exchange = exchange_table(self.rank, places, device)
+        dist.barrier(members)  # nobody gives anything before all are empty
+        torch.cuda.synchronize()
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         if x.numel():
