@@ -21,9 +21,9 @@ from graphllm.runtime.collectives import LibraryGroup, place_share
 
 Method = Literal["one-shot", "two-shot", "library"]
 
-_SIZES = (2, 4, 8)  # of groups that torch's kernels are made for
 _DTYPES = (torch.bfloat16, torch.float32)
-# By the size of the group: bytes up to which one-shot is taken, and between which two-shot is. Two ranks as measured
+# By the sizes of groups that torch's kernels are made for: bytes up to which one-shot is taken, and between which
+# two-shot is. Two ranks as measured
 # (bench/results/h100_all_reduce.json: NCCL is the fastest between 32 KB and 1 MB); four and eight are not measured.
 _ONE_SHOT = {2: 16 << 10, 4: 128 << 10, 8: 64 << 10}
 _TWO_SHOT = {2: (1536 << 10, 16 << 20), 4: (128 << 10, 4 << 20), 8: (64 << 10, 4 << 20)}
@@ -32,7 +32,7 @@ _ALIGNED = 16  # bytes that a thread moves at a time
 
 def is_reachable(size: int) -> bool:
     """Whether the GPUs of a group of that size, the first ones that this process sees, can read each other's memory."""
-    if size not in _SIZES or torch.cuda.device_count() < size:
+    if torch.cuda.device_count() < size:
         return False
     pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
@@ -42,7 +42,7 @@ def method_for(x: Tensor, size: int) -> Method:
     """How x is summed over a group of that size."""
     nbytes = x.numel() * x.element_size()
     aligned = x.storage_offset() * x.element_size() % _ALIGNED == 0 and nbytes % 4 == 0
-    if x.dtype not in _DTYPES or not aligned:
+    if x.dtype not in _DTYPES or not aligned or size not in _ONE_SHOT:
         return "library"
     if nbytes <= _ONE_SHOT[size]:
         return "one-shot"

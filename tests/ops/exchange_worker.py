@@ -1,7 +1,7 @@
-"""One rank of test_exchange.py: kernels that give each other numbers, by Triton's interpreter, through a file that the
-ranks share as memory.
+"""One rank of test_exchange.py: kernels that give each other numbers through the host's memory, by Triton's
+interpreter.
 
-TRITON_INTERPRET=1 python exchange_worker.py RANK RANKS FILE
+TRITON_INTERPRET=1 python exchange_worker.py RANK RANKS MEETING
 """
 
 from __future__ import annotations
@@ -11,23 +11,17 @@ import sys
 import time
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from graphllm.ir.exchange import EXCHANGE_WORDS, buffer_bytes, exchange_table
-from graphllm.ir.groups import TENSOR, Alone, set_group
+from graphllm.ir.groups import TENSOR, set_group
 from graphllm.ops.all_reduce import all_reduce
 from graphllm.ops.linear_add_norm import linear_add_norm
+from graphllm.runtime.collectives import LibraryGroup
+from graphllm.runtime.host_exchange import HostExchange
 
 CALLS = 12
 ROWS, WIDTH, INNER = (1, 3, 2), 40, 64
-
-
-class Shared(Alone):
-    """A group whose exchange memory is here."""
-
-    def __init__(self, rank: int, buffers: Tensor) -> None:
-        self.rank, self.size = rank, len(buffers)
-        self.exchange = exchange_table(rank, [b.data_ptr() for b in buffers], torch.device("cpu"))
 
 
 def numbers(rank: int, call: int, *shape: int) -> Tensor:
@@ -64,15 +58,17 @@ def check_norm(rank: int, ranks: int, call: int) -> None:
 
 
 def main() -> None:
-    rank, ranks, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    size = buffer_bytes(ranks)
-    memory = torch.from_file(file, shared=True, size=ranks * size, dtype=torch.uint8)
-    set_group(TENSOR, Shared(rank, memory.view(ranks, size)))
+    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
+    assert dist.group.WORLD is not None
+    host = HostExchange(dist.group.WORLD, torch.device("cpu"))
+    set_group(TENSOR, LibraryGroup(dist.group.WORLD, host))
     late = random.Random(rank)
     for call in range(CALLS):
         time.sleep(late.random() * 0.05)
         (check_norm if call % 2 else check_sum)(rank, ranks, call)
-    assert EXCHANGE_WORDS
+    dist.barrier()
+    assert (host.memory == 255).all()  # as it was
     print("same", flush=True)
 
 
