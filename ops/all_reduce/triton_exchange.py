@@ -29,20 +29,31 @@ _BLOCK = 1024  # numbers of a program
 
 
 @triton.jit
-def exchange_half(exchange_ptr):
+def exchange_half(exchange_ptr, TURNS: tl.constexpr = 1):
     """Which half of the memory this launch uses. Every program must call it once, behind `gdc_wait`: a launch counts
-    when all have."""
+    when all have. TURNS: how often a program may give and take, an odd number; the halves take turns."""
     programs = tl.num_programs(0) * tl.num_programs(1)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-    share = tl.where(first, _CALL + 1 - programs, 1).to(tl.int64)
+    share = tl.where(first, TURNS * _CALL + 1 - programs, 1).to(tl.int64)
     before = tl.atomic_add(exchange_ptr + _COUNTER, share, sem="relaxed")
     return (before // _CALL) % 2
 
 
 @triton.jit
-def _slot(word_ptr, half, RANKS: tl.constexpr, WORD: tl.constexpr):
-    address = tl.load(word_ptr) + half * (RANKS * _SLOT)
+def peer_slot(exchange_ptr, peer, half, GIVE: tl.constexpr, RANKS: tl.constexpr, WORD: tl.constexpr):
+    """Where to write for a peer, or where it writes. WORD: the type of integers that numbers are given as."""
+    address = tl.load(exchange_ptr + (_GIVE if GIVE else _TAKE) + peer) + half * (RANKS * _SLOT)
     return tl.multiple_of(address.to(tl.pointer_type(WORD), bitcast=True), 16)
+
+
+@triton.jit
+def arrived(here, at, inside):
+    """The integers that a peer writes at places of a slot, as soon as all are there; the places are empty then."""
+    words = tl.load(here + at, mask=inside, other=0, volatile=True)
+    while tl.max((words == -1).to(tl.int32), axis=0) > 0:
+        words = tl.load(here + at, mask=inside, other=0, volatile=True)
+    tl.store(here + at, tl.full(at.shape, -1, here.dtype.element_ty), mask=inside)
+    return words
 
 
 @triton.jit
@@ -57,17 +68,12 @@ def sum_over_ranks(own, at, inside, exchange_ptr, half, DTYPE: tl.constexpr, RAN
     words = rounded.to(WORD, bitcast=True)
     words = tl.where(words == -1, LARGEST, words).to(WORD)  # one NaN in place of another
     for peer in tl.static_range(PEERS):
-        there = _slot(exchange_ptr + _GIVE + peer, half, RANKS, WORD)
-        tl.store(there + at, words, mask=inside)
+        tl.store(peer_slot(exchange_ptr, peer, half, True, RANKS, WORD) + at, words, mask=inside)
     total = tl.zeros_like(own)
     if PEERS == 1:
         total += rounded.to(tl.float32)
     for peer in tl.static_range(PEERS):
-        here = _slot(exchange_ptr + _TAKE + peer, half, RANKS, WORD)
-        words = tl.load(here + at, mask=inside, other=0, volatile=True)
-        while tl.max((words == -1).to(tl.int32), axis=0) > 0:
-            words = tl.load(here + at, mask=inside, other=0, volatile=True)
-        tl.store(here + at, tl.full(at.shape, -1, WORD), mask=inside)
+        words = arrived(peer_slot(exchange_ptr, peer, half, False, RANKS, WORD), at, inside)
         total += words.to(DTYPE, bitcast=True).to(tl.float32)
     return total
 
