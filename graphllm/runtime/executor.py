@@ -143,10 +143,14 @@ class Executor:
         self._kernels = self._open_kernels(folder / "pieces")
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
-        table = group_of(TENSOR, compiled["tensor_parallel_size"]).exchange if self.device.type == "cuda" else None
-        if table is not None:
-            outside[EXCHANGE] = table
-        arena = self.states.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
+        arena_bytes = max(manifest["memory"]["arena"], 1)
+        if self.device.type == "cuda":
+            group = group_of(TENSOR, compiled["tensor_parallel_size"])
+            arena = group.memory(arena_bytes, self.device)
+            if group.exchange is not None:
+                outside[EXCHANGE] = group.exchange
+        else:
+            arena = self.states.zeros((arena_bytes,), "uint8")
         self._arena = arena
         longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {

@@ -4,6 +4,8 @@ memory, without the library's latency.
 Each rank has a buffer that the others see. One-shot: everyone reads all of everyone's and adds up, in one kernel.
 Two-shot: everyone adds up a part, then reads the others' sums. NVLink multicast stays off. Every kernel ends when all
 ranks have read what it needs, so the next one may write the buffer. What they are slower for goes through NCCL.
+Where a step's values lie in such memory, two-shot needs no copy, and is the fastest for all sizes. What kernels
+exchange themselves (`graphllm.ir.exchange`) has memory of its own.
 """
 
 from __future__ import annotations
@@ -23,10 +25,9 @@ Method = Literal["one-shot", "two-shot", "library"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 # By the sizes of groups that torch's kernels are made for: bytes up to which one-shot is taken, and between which
-# two-shot is. Two ranks as measured
-# (bench/results/h100_all_reduce.json: NCCL is the fastest between 32 KB and 1 MB); four and eight are not measured.
-_ONE_SHOT = {2: 16 << 10, 4: 128 << 10, 8: 64 << 10}
-_TWO_SHOT = {2: (1536 << 10, 16 << 20), 4: (128 << 10, 4 << 20), 8: (64 << 10, 4 << 20)}
+# two-shot is. Two ranks as measured (bench/results/h200_all_reduce.json); four and eight are not measured.
+_ONE_SHOT = {2: 1 << 20, 4: 128 << 10, 8: 64 << 10}
+_TWO_SHOT = {2: (1 << 20, 32 << 20), 4: (128 << 10, 4 << 20), 8: (64 << 10, 4 << 20)}
 _ALIGNED = 16  # bytes that a thread moves at a time
 
 
@@ -38,11 +39,16 @@ def is_reachable(size: int) -> bool:
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
 
+def can_be_two_shot(x: Tensor, size: int) -> bool:
+    """Whether torch's kernels take x, in a group of that size."""
+    starts, length = x.storage_offset() * x.element_size(), x.numel() * x.element_size()
+    return x.dtype in _DTYPES and starts % _ALIGNED == 0 and length % _ALIGNED == 0 and size in _ONE_SHOT
+
+
 def method_for(x: Tensor, size: int) -> Method:
-    """How x is summed over a group of that size."""
+    """How x, which is copied to where others see it, is summed over a group of that size."""
     nbytes = x.numel() * x.element_size()
-    aligned = x.storage_offset() * x.element_size() % _ALIGNED == 0 and nbytes % 4 == 0
-    if x.dtype not in _DTYPES or not aligned or size not in _ONE_SHOT:
+    if not can_be_two_shot(x, size):
         return "library"
     if nbytes <= _ONE_SHOT[size]:
         return "one-shot"
@@ -56,15 +62,10 @@ class SymmetricGroup(LibraryGroup):
     def __init__(self, members: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(members)
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared
-        import torch.distributed._symmetric_memory as symm_mem
-
-        def shared(nbytes: int) -> tuple[Tensor, Any]:
-            buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-            return buffer, symm_mem.rendezvous(buffer, members)
-
-        self._buffer, self._shared = shared(SYMMETRIC_BYTES)
+        self._buffer, self._shared = self._shared_memory(SYMMETRIC_BYTES, device)
         self._name = members.group_name
-        self._given, others = shared(buffer_bytes(self.size))
+        self._lying: set[int] = set()  # addresses of memory that sums need no copy from
+        self._given, others = self._shared_memory(buffer_bytes(self.size), device)
         self._given.fill_(255)
         torch.cuda.synchronize()
         places = [others.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.size)]
@@ -72,8 +73,24 @@ class SymmetricGroup(LibraryGroup):
         dist.barrier(members)  # nobody gives anything before all are empty
         torch.cuda.synchronize()
 
+    def _shared_memory(self, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
+        """Bytes that the others see, and their places; all ranks make as many at the same time."""
+        import torch.distributed._symmetric_memory as symm_mem
+
+        buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer, symm_mem.rendezvous(buffer, self._members)
+
+    def memory(self, nbytes: int, device: torch.device) -> Tensor:
+        buffer, _ = self._shared_memory(nbytes, device)
+        self._lying.add(buffer.untyped_storage().data_ptr())
+        return buffer.zero_()
+
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
-        if x.numel():
+        if not x.numel():
+            return
+        if x.untyped_storage().data_ptr() in self._lying and can_be_two_shot(x, self.size):
+            torch.ops.symm_mem.two_shot_all_reduce_out(x, "sum", self._name, out)
+        else:
             self.all_reduce_by(method_for(x, self.size), x, out)
 
     def all_reduce_by(self, method: Method, x: Tensor, out: Tensor) -> None:
