@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from two_gpus import Compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 RANKS = 2
 
 
-def test_collectives_in_a_graph(tmp_path: Path) -> None:
+def test_collectives_in_a_graph(tmp_path: Path, compiled: Compiled) -> None:  # what others compile begins here
     worker = Path(__file__).with_name("all_reduce_worker.py")
     command = [sys.executable, str(worker)]
     processes = [
