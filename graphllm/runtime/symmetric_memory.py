@@ -42,7 +42,8 @@ def is_reachable(size: int) -> bool:
 def can_be_two_shot(x: Tensor, size: int) -> bool:
     """Whether torch's kernels take x, in a group of that size."""
     starts, length = x.storage_offset() * x.element_size(), x.numel() * x.element_size()
-    return x.dtype in _DTYPES and starts % _ALIGNED == 0 and length % _ALIGNED == 0 and size in _ONE_SHOT
+    whole = starts % _ALIGNED == 0 and length % (_ALIGNED * size) == 0  # parts of all ranks alike
+    return x.dtype in _DTYPES and whole and size in _ONE_SHOT
 
 
 def method_for(x: Tensor, size: int) -> Method:
