@@ -24,6 +24,7 @@ from graphllm.ops.all_reduce.op import all_reduce
 _COUNTER, _GIVE, _TAKE = tl.constexpr(COUNTER), tl.constexpr(GIVE), tl.constexpr(TAKE)
 _CALL = tl.constexpr(1 << 20)  # what a launch adds to the counter, however many programs it has
 _SLOT = tl.constexpr(EXCHANGE_BYTES)
+_MOST_THREADS = tl.constexpr(1024)  # of a program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 1024  # numbers of a program
 
@@ -52,6 +53,10 @@ def arrived(here, at, inside):
     words = tl.load(here + at, mask=inside, other=0, volatile=True)
     while tl.max((words == -1).to(tl.int32), axis=0) > 0:
         words = tl.load(here + at, mask=inside, other=0, volatile=True)
+    if at.shape[0] < _MOST_THREADS:  # several threads have a number then, of which one alone may have seen it
+        tl.debug_barrier()
+        words = tl.load(here + at, mask=inside, other=0, volatile=True)
+    tl.debug_barrier()  # nobody empties what another thread has not seen
     tl.store(here + at, tl.full(at.shape, -1, here.dtype.element_ty), mask=inside)
     return words
 
