@@ -245,8 +245,6 @@ class _Tracer:
             first = () if counting is None else ("no_expert_tokens",)
             order = (*(s.name for s in before), *first, "embed", "layers", "head", *(s.name for s in after))
             made_here = {*names, *(n for s in after for n in s.outputs)}
-            if name == "plain" and self._config.tensor_parallel_size > 1:
-                made_here.discard("logits")  # no rank need have those of all tokens: `compile.shares`
             programs[name] = Program(
                 order,
                 {s.name: s.part for s in after if s.part},

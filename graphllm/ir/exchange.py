@@ -19,8 +19,7 @@ from graphllm.ir.kernels import C_NAMESPACE
 
 EXCHANGE_BYTES = 4 << 20  # that a rank gives another one in a call, at most
 EXCHANGE_WORDS = 64  # int64, of a table
-# Where in a table: calls; this rank's number; addresses to write to for each peer, and where each peer writes.
-COUNTER, RANK, GIVE, TAKE = 0, 8, 16, 40
+COUNTER, GIVE, TAKE = 0, 16, 40  # where in a table: calls; where to write for each peer; where each peer writes
 MOST_RANKS = TAKE - GIVE
 
 
@@ -36,7 +35,6 @@ def exchange_table(rank: int, buffers: Sequence[int], device: torch.device) -> T
     ranks = len(buffers)
     peers = [1 - rank] if ranks == 2 else range(ranks)
     words = [0] * EXCHANGE_WORDS
-    words[RANK] = rank
     for place, peer in enumerate(peers):
         words[GIVE + place] = buffers[peer] + rank * EXCHANGE_BYTES
         words[TAKE + place] = buffers[rank] + peer * EXCHANGE_BYTES

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 TENSOR = "tensor"  # the ranks that hold one model together
@@ -19,10 +18,6 @@ class Group(Protocol):
     rank: int
     size: int
     exchange: Tensor | None  # for kernels that give the other ranks numbers themselves: see `graphllm.ir.exchange`
-
-    def memory(self, nbytes: int, device: torch.device) -> Tensor:
-        """Zeros, bytes, for the intermediate values of steps: sums of what lies there need no copy. All ranks ask for
-        as much, at the same time, and put the same values at the same places."""
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         """out: the sum of all ranks' x, of its shape, bitwise the same on each of them. Both are contiguous."""
@@ -46,9 +41,6 @@ class Alone:
 
     rank, size = 0, 1
     exchange: Tensor | None = None
-
-    def memory(self, nbytes: int, device: torch.device) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)

@@ -19,9 +19,6 @@ class LibraryGroup:
         self._host, self.exchange = host, None if host is None else host.table
         self.rank, self.size, self._members = members.rank(), members.size(), members
 
-    def memory(self, nbytes: int, device: torch.device) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)
         dist.all_reduce(out, group=self._members)

@@ -145,14 +145,10 @@ class Executor:
         self._kernels = self._open_kernels(folder / "pieces")
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
-        arena_bytes = max(manifest["memory"]["arena"], 1)
-        if self.device.type == "cuda":
-            group = group_of(TENSOR, compiled["tensor_parallel_size"])
-            arena = group.memory(arena_bytes, self.device)
-            if group.exchange is not None:
-                outside[EXCHANGE] = group.exchange
-        else:
-            arena = self.states.zeros((arena_bytes,), "uint8")
+        table = group_of(TENSOR, compiled["tensor_parallel_size"]).exchange if self.device.type == "cuda" else None
+        if table is not None:
+            outside[EXCHANGE] = table
+        arena = self.states.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
         longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {
             # A step prepares two runs of a draft graph.

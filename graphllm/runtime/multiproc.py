@@ -147,10 +147,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
         while (message := _receive(sys.stdin.buffer)) is not None:
             step = msgspec.msgpack.decode(message, type=Step)
             arrays = unpacked(step.arrays)
-            # The plain program has no logits of all tokens.
-            handle = executor.start(StepInput(step.tokens, step.sequences, step.rows, step.query_len, arrays), "full")
-            executor.sample(handle)
-            done = handle.wait()
+            done = executor.run(StepInput(step.tokens, step.sequences, step.rows, step.query_len, arrays))
             assert done.logits is not None
             results = {"tokens": done.tokens, "logits": done.logits.float().cpu().numpy()}
             answer(results if args.rank == 0 else {})

@@ -4,8 +4,7 @@ memory, without the library's latency.
 Each rank has a buffer that the others see. One-shot: everyone reads all of everyone's and adds up, in one kernel.
 Two-shot: everyone adds up a part, then reads the others' sums. NVLink multicast stays off. Every kernel ends when all
 ranks have read what it needs, so the next one may write the buffer. What they are slower for goes through NCCL.
-Where a step's values lie in such memory, two-shot needs no copy, and is the fastest for all sizes. What kernels
-exchange themselves (`graphllm.ir.exchange`) has memory of its own.
+What kernels exchange themselves (`graphllm.ir.exchange`) has memory of its own.
 """
 
 from __future__ import annotations
@@ -39,17 +38,11 @@ def is_reachable(size: int) -> bool:
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
 
-def can_be_two_shot(x: Tensor, size: int) -> bool:
-    """Whether torch's kernels take x, in a group of that size."""
-    starts, length = x.storage_offset() * x.element_size(), x.numel() * x.element_size()
-    whole = starts % _ALIGNED == 0 and length % (_ALIGNED * size) == 0  # parts of all ranks alike
-    return x.dtype in _DTYPES and whole and size in _ONE_SHOT
-
-
 def method_for(x: Tensor, size: int) -> Method:
-    """How x, which is copied to where others see it, is summed over a group of that size."""
+    """How x is summed over a group of that size."""
     nbytes = x.numel() * x.element_size()
-    if not can_be_two_shot(x, size):
+    aligned = x.storage_offset() * x.element_size() % _ALIGNED == 0 and nbytes % 4 == 0
+    if x.dtype not in _DTYPES or not aligned or size not in _ONE_SHOT:
         return "library"
     if nbytes <= _ONE_SHOT[size]:
         return "one-shot"
@@ -65,7 +58,6 @@ class SymmetricGroup(LibraryGroup):
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared
         self._buffer, self._shared = self._shared_memory(SYMMETRIC_BYTES, device)
         self._name = members.group_name
-        self._lying: set[int] = set()  # addresses of memory that sums need no copy from
         self._given, others = self._shared_memory(buffer_bytes(self.size), device)
         self._given.fill_(255)
         torch.cuda.synchronize()
@@ -81,17 +73,8 @@ class SymmetricGroup(LibraryGroup):
         buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
         return buffer, symm_mem.rendezvous(buffer, self._members)
 
-    def memory(self, nbytes: int, device: torch.device) -> Tensor:
-        buffer, _ = self._shared_memory(nbytes, device)
-        self._lying.add(buffer.untyped_storage().data_ptr())
-        return buffer.zero_()
-
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
-        if not x.numel():
-            return
-        if x.untyped_storage().data_ptr() in self._lying and can_be_two_shot(x, self.size):
-            torch.ops.symm_mem.two_shot_all_reduce_out(x, "sum", self._name, out)
-        else:
+        if x.numel():
             self.all_reduce_by(method_for(x, self.size), x, out)
 
     def all_reduce_by(self, method: Method, x: Tensor, out: Tensor) -> None:

@@ -9,14 +9,13 @@ from torch import Tensor
 from graphllm.ir.externs import Extern
 from graphllm.ops.all_reduce.op import all_reduce
 
-_into = Extern("all_reduce_into", "(Tensor(a!) x, Tensor(b!) out, str group, int ranks) -> ()")
+_into = Extern("all_reduce_into", "(Tensor x, Tensor(a!) out, str group, int ranks) -> ()")
 
 
 @all_reduce.impl("group_cpu", device="cpu")
 @all_reduce.impl("group", device="cuda")
 def summed(x: Tensor, group: str, ranks: int) -> Tensor:
-    """gloo on CPUs; on GPUs symmetric memory where that is faster, else NCCL. x may be written, too: nothing else reads
-    what is a part of a sum."""
+    """gloo on CPUs; on GPUs symmetric memory where that is faster, else NCCL."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _into(x.contiguous(), out, group, ranks)
     return out

@@ -84,9 +84,7 @@ class Sharded:
 
         def one(executor: Executor) -> Any:
             try:
-                handle = executor.start(step, "full")  # the plain program has no logits of all tokens
-                executor.sample(handle)
-                return handle.wait()
+                return executor.run(step)
             except BaseException:
                 self.group.abort()
                 raise
