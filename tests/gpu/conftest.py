@@ -14,7 +14,9 @@ from two_gpus import Compiled
 
 @pytest.fixture(scope="session")
 def compiled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
-    """It starts with the first test that asks for it."""
     made = Compiled(checkpoint, tmp_path_factory.mktemp("compiled"))
-    yield made
-    made.end()
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.end()

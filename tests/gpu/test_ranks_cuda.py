@@ -26,8 +26,6 @@ LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
 @pytest.fixture(scope="module")
 def cached(compiled: Compiled) -> Iterator[None]:
     """Engines find what was compiled for one and for two ranks."""
-    for ranks in (1, 2):
-        compiled.wait("engine", ranks)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHLLM_CACHE", str(compiled.cache))
         yield

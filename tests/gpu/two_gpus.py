@@ -1,8 +1,11 @@
-"""What the tests on two GPUs compile, in processes of their own that all start before the first of these tests."""
+"""What the tests on two GPUs compile, in processes of their own beside each other. The GPUs are free of them when the
+tests run: a kernel that waits for another rank gets few turns on a GPU that many processes use."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +19,13 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def end_with_parent() -> None:
+    """For processes that tests start: a test run that is killed leaves none behind, waiting on a GPU."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+
 class Compiled:
-    """cache: where engines of one and of two ranks find their artifacts, once ``wait`` was called for them."""
+    """cache: where engines of one and of two ranks find their artifacts, once ``wait`` has ended."""
 
     def __init__(self, checkpoint: Path, place: Path) -> None:
         self.cache, self._place = place / "cache", place
@@ -27,23 +35,28 @@ class Compiled:
         for ranks in (1, 2):
             words = ["-m", "graphllm.cli", "compile", str(checkpoint), *flags, "--tensor-parallel-size", str(ranks)]
             commands["engine", ranks] = words
+            commands["engine", ranks] += ["--jobs", "4"]  # each a process with a context on the GPU
         environment = {**os.environ, "GRAPHLLM_CACHE": str(self.cache), "OMP_NUM_THREADS": "2"}
         self._processes = {
             name: subprocess.Popen(
-                [sys.executable, *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+                [sys.executable, *words],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                preexec_fn=end_with_parent,
             )
             for name, words in commands.items()
         }
 
-    def wait(self, kind: str, which: Any) -> None:
-        """Until something is compiled: ("engine", ranks), or a family."""
-        process = self._processes[kind, which]
-        said = process.communicate()[0] if process.returncode is None else ""
-        assert process.returncode == 0, said
+    def wait(self) -> None:
+        """Until all is compiled."""
+        for process in self._processes.values():
+            said = process.communicate(timeout=200)[0]
+            assert process.returncode == 0, said
 
     def family(self, name: str, apart: bool) -> Path:
         """The checkpoint of a family, which its artifact lies in."""
-        self.wait(name, apart)
         return Path(self._words((name, apart))[-1])
 
     def _words(self, family: tuple[str, bool]) -> list[str]:
