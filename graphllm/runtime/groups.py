@@ -66,4 +66,8 @@ def open_group(members: torch.distributed.ProcessGroup, device: torch.device) ->
     from graphllm.runtime.symmetric_memory import SymmetricGroup, is_reachable
 
     torch.distributed.all_reduce(torch.zeros(1, device=device), group=members)
-    return SymmetricGroup(members, device) if is_reachable(members.size()) else LibraryGroup(members)
+    if is_reachable(members.size()):
+        return SymmetricGroup(members, device)
+    from graphllm.runtime.host_exchange import HostExchange
+
+    return LibraryGroup(members, HostExchange(members, device))

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ir import CallSite, exchange, launch_triton, zeroed
 from graphllm.ops.add_lora.triton_low_rank import (
     MOST_MATRICES,
     Adapters,
@@ -31,8 +31,9 @@ from graphllm.ops.add_lora.triton_low_rank import (
     low_rank_config,
     shrunk,
 )
+from graphllm.ops.all_reduce.triton_exchange import exchange_half, sum_over_ranks
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear, scaled
+from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
 
@@ -72,7 +73,7 @@ def row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
+    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -131,8 +132,8 @@ def _finish_row(
         inside_out = column < N // 2
     else:
         inside_out = in_row
-    if RESIDUAL != 0:
-        out += RESIDUAL * tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        out += tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
 
 
@@ -154,7 +155,7 @@ def encoded_row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
+    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     FORM: tl.constexpr,
     SPAN: tl.constexpr,
@@ -232,9 +233,9 @@ def _finish_tile(
     out = tl.trans(acc)
     inside = (token < T)[:, None] & (column < width)[None, :]
     token64 = token.to(tl.int64)[:, None]
-    if RESIDUAL != 0:
+    if RESIDUAL:
         at = residual_ptr + token64 * RESIDUAL_ROW + column[None, :]
-        out += RESIDUAL * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        out += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token64 * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
@@ -323,7 +324,7 @@ def tile_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,  # normalize x, which has one row
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
+    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -416,6 +417,7 @@ def norm_kernel(
     norm_ptr,
     sum_ptr,
     out_ptr,
+    exchange_ptr,
     T,
     X_ROW: tl.constexpr,
     RESIDUAL_ROW: tl.constexpr,
@@ -423,6 +425,7 @@ def norm_kernel(
     EPS: tl.constexpr,
     PARTS: tl.constexpr,  # 0: normalize x; else sum the parts, bias and residual, store that, and normalize it
     BIAS: tl.constexpr,
+    RANKS: tl.constexpr,  # over which the sum of parts and bias is summed
     BLOCK_K: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
@@ -438,10 +441,19 @@ def norm_kernel(
         x = tl.load(x_ptr + token * X_ROW + k, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(residual_ptr + token * RESIDUAL_ROW + k, mask=inside, other=0.0).to(tl.float32)
-        if BIAS:
-            x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
-        for part in tl.static_range(PARTS):
-            x += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0)
+        if RANKS > 1:
+            own = tl.zeros([BLOCK_K], tl.float32)
+            if BIAS:
+                own += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
+            half = exchange_half(exchange_ptr)
+            x += sum_over_ranks(own, token * K + k, inside, exchange_ptr, half, sum_ptr.dtype.element_ty, RANKS)
+        else:
+            if BIAS:
+                x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                x += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * K + k, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -520,12 +532,13 @@ def row_configs(site: CallSite) -> list[Config]:
     return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
 
 
-def _one_row(site: CallSite) -> bool:
+def one_row(site: CallSite) -> bool:
+    """Whether the row kernels serve a site."""
     one_scale = site.args["group"] == 0 and site.args["zeros_GO"] is None
     return site.rows("x_TI") == 1 and half(site) and (site.args["form"] == "" or one_scale)
 
 
-@fused_linear.impl("triton_row", device="cuda", supports=_one_row, configs=row_configs)
+@fused_linear.impl("triton_row", device="cuda", supports=one_row, configs=row_configs)
 def triton_row(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -540,32 +553,51 @@ def triton_row(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
-    residual_scale: float = 1.0,
     *,
     block_n: int,
     block_k: int,
     warps: int,
 ) -> Tensor:
     """One row of x."""
-    N, K = weight_OI.shape[0], x_TI.shape[1]
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
+    config = {"block_n": block_n, "block_k": block_k, "warps": warps}
+    launch_row(x_TI, weight_OI, out_TN, config, bias_O, norm_I, eps, residual_TN, gated, scales_GO, form, adapters)
+    return out_TN
+
+
+def launch_row(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    out_TN: Tensor,
+    config: Config,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+    scales_GO: Tensor | None = None,
+    form: str = "",
+    adapters: Adapters | None = None,
+) -> None:
+    """Products of one row of x with the weights into ``out_TN`` [1, N], of any float dtype."""
+    N, K = weight_OI.shape[0], x_TI.shape[1]
+    block_n, warps = config["block_n"], config["warps"]
     others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
     last, ranks = (out_TN, *_tables(adapters, x_TI)), _ranks(adapters)
     # Triton gives tiles of fewer elements than threads the layout of the weights' tile, 64 registers a thread.
     block_r = max(triton.next_power_of_2(ranks["RANK"]), 32 * warps // block_n)
     constants: dict[str, Any] = {
         "WEIGHT_ROW": weight_OI.stride(0), "N": N, "K": K, "EPS": eps, "NORM": norm_I is not None,
-        "BIAS": bias_O is not None, "RESIDUAL": 0.0 if residual_TN is None else residual_scale, "GATED": gated,
-        "BLOCK_N": block_n, "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
-        "BLOCK_R": block_r, **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
+        "BIAS": bias_O is not None, "RESIDUAL": residual_TN is not None, "GATED": gated,
+        "BLOCK_N": block_n, "BLOCK_K": config["block_k"], "EMULATED": triton.knobs.runtime.interpret,
+        "num_warps": warps, "BLOCK_R": block_r, **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
     }  # fmt: skip
     if scales_GO is None:
         launch_triton(row_kernel, (-(-N // block_n),), x_TI, weight_OI, *others, *last, **constants)
     else:
         constants |= {"FORM": form, "SPAN": span_of(form, K, 0)}
         launch_triton(encoded_row_kernel, (-(-N // block_n),), x_TI, weight_OI, scales_GO, *others, *last, **constants)
-    return out_TN
 
 
 @fused_linear.impl("cublas", device="cuda", supports=plain)
@@ -577,7 +609,6 @@ def cublas(
     eps: float = 0.0,
     residual_TN: Tensor | None = None,
     gated: bool = False,
-    residual_scale: float = 1.0,
 ) -> Tensor:
     """The library's product with kernels before and after it."""
     if norm_I is not None:
@@ -590,7 +621,7 @@ def cublas(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
             EMULATED=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip
-    return out_TN if residual_TN is None else scaled(residual_TN, residual_scale) + out_TN
+    return out_TN if residual_TN is None else residual_TN + out_TN
 
 
 def tile_configs(site: CallSite) -> list[Config]:
@@ -665,17 +696,26 @@ def launch_norm(
     bias_O: Tensor | None = None,
     residual_TI: Tensor | None = None,
     sum_TI: Tensor | None = None,
+    ranks: int = 1,
 ) -> None:
-    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual."""
+    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual. ranks:
+    over which parts and bias are summed first."""
     T, K = out_TI.shape
     launch_triton(
         norm_kernel, (T,), x, *(norm_I if t is None else t for t in (bias_O, residual_TI)), norm_I,
-        norm_I if sum_TI is None else sum_TI, out_TI, T,
+        norm_I if sum_TI is None else sum_TI, out_TI, exchange(x, ranks) if ranks > 1 else norm_I, T,
         X_ROW=0 if parts else x.stride(0), RESIDUAL_ROW=0 if residual_TI is None else residual_TI.stride(0),
-        K=K, EPS=eps, PARTS=parts,
-        BIAS=bias_O is not None, BLOCK_K=1 << (K - 1).bit_length(), EMULATED=triton.knobs.runtime.interpret,
-        num_warps=8 if K > 2048 else 4,
+        K=K, EPS=eps, PARTS=parts, BIAS=bias_O is not None, RANKS=ranks,
+        BLOCK_K=1 << (K - 1).bit_length(), EMULATED=triton.knobs.runtime.interpret,
+        num_warps=_norm_warps(K, ranks),
     )  # fmt: skip
+
+
+def _norm_warps(K: int, ranks: int) -> int:
+    """Of a row. What comes from other ranks is written, awaited and read by 16 bytes of a thread."""
+    if ranks > 1:
+        return min(16, max(4, (1 << (K - 1).bit_length()) // 256))
+    return 8 if K > 2048 else 4
 
 
 def _normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
@@ -696,7 +736,6 @@ def launch_tiles(
     norm: tuple[Tensor | None, float] = (None, 0.0),
     parts: bool = False,
     adapters: Adapters | None = None,
-    residual_scale: float = 1.0,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
     encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
@@ -717,7 +756,7 @@ def launch_tiles(
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
         NORM=norm[0] is not None, BIAS=bias_O is not None, GATED=gated,
-        RESIDUAL=0.0 if residual_TN is None else residual_scale,
+        RESIDUAL=residual_TN is not None,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
@@ -753,7 +792,6 @@ def triton_tile(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
-    residual_scale: float = 1.0,
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
@@ -765,6 +803,6 @@ def triton_tile(
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
-        norm=(norm_I if within else None, eps), adapters=adapters, residual_scale=residual_scale,
+        norm=(norm_I if within else None, eps), adapters=adapters,
     )  # fmt: skip
     return out_TN
