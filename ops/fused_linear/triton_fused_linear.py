@@ -493,6 +493,7 @@ _DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
+_EXCHANGED = 1024  # numbers of a program that sums over ranks, at least: Triton 3.6 aborts on some smaller blocks
 
 
 def _width(weight_OI: Tensor, gated: bool) -> int:
@@ -706,7 +707,7 @@ def launch_norm(
         norm_I if sum_TI is None else sum_TI, out_TI, exchange(x, ranks) if ranks > 1 else norm_I, T,
         X_ROW=0 if parts else x.stride(0), RESIDUAL_ROW=0 if residual_TI is None else residual_TI.stride(0),
         K=K, EPS=eps, PARTS=parts, BIAS=bias_O is not None, RANKS=ranks,
-        BLOCK_K=1 << (K - 1).bit_length(), EMULATED=triton.knobs.runtime.interpret,
+        BLOCK_K=max(1 << (K - 1).bit_length(), _EXCHANGED if ranks > 1 else 1), EMULATED=triton.knobs.runtime.interpret,
         num_warps=_norm_warps(K, ranks),
     )  # fmt: skip
 
