@@ -29,7 +29,7 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, dict[str, float |
     from torch import Tensor
 
     from graphllm.ir.groups import SYMMETRIC_BYTES, TENSOR, group_of
-    from graphllm.runtime.groups import joined
+    from graphllm.runtime.groups import Meeting, joined
     from graphllm.runtime.symmetric_memory import Method, SymmetricGroup, method_for
 
     def timed(run: Callable[[], None], calls: int = CALLS) -> float:
@@ -60,7 +60,7 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, dict[str, float |
 
     methods: tuple[Method, ...] = ("one-shot", "two-shot", "library")
     table: dict[str, dict[str, float | str]] = {}
-    with joined(rank, ranks, meeting, torch.device("cuda")):
+    with joined(rank, ranks, Meeting(f"file://{meeting}"), torch.device("cuda")):
         group = group_of(TENSOR, ranks)
         if not isinstance(group, SymmetricGroup):
             sys.exit("these GPUs cannot read each other's memory")

@@ -51,12 +51,16 @@ _IN_FLIGHT = 2  # steps; whose results lie in buffers that take turns
 
 
 class Settings(msgspec.Struct):
-    """What a rank is told at its start. folder: of this engine's ranks, for as long as they live. load: how to load.
-    started: `time.monotonic`."""
+    """What a rank is told at its start. reader: its number among the ``readers`` of its host's memory of commands.
+    folder: of this engine's ranks on this host, for as long as they live. meeting: where all ranks meet. load: how to
+    load. started: `time.monotonic`."""
 
     rank: int
     degree: int
+    reader: int
+    readers: int
     folder: str
+    meeting: str
     load: dict[str, Any]
     started: float
 
@@ -144,7 +148,7 @@ def _live(
 ) -> None:
     begun = time.monotonic()
     share = load(settings)
-    reader = Reader(ring, settings.degree - 1, settings.rank - 1, share.spin)
+    reader = Reader(ring, settings.readers, settings.reader, share.spin)
     loaded = time.monotonic()
     report(Loaded({**seconds, "weights": loaded - begun}))
     with share.join():

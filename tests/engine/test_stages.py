@@ -17,6 +17,7 @@ from test_ranks import (  # noqa: F401
     executor_of,
     one,
     options,
+    pids_of,
     tolerance,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -84,7 +85,7 @@ def test_stages_whose_matrices_are_divided(three_layers: Path, backend: str) -> 
     """Four processes: two stages of two ranks each; compiled as well."""
     options = {**EAGER, "backend": backend, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}  # noqa: F811
     with LLM(three_layers, skip_tokenizer_init=True, **options) as llm:
-        assert len(executor_of(llm).ranks.pids) == 3
+        assert len(pids_of(llm)) == 3
         assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
 
 
