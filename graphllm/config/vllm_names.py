@@ -235,7 +235,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     **fixed("it is a flag of `graphllm serve`", data_parallel_multi_port_external_lb=False),
     **hints(
-        "it changes nothing in how ranks of one host work here", data_parallel_address=(), data_parallel_backend="mp",
+        "it changes nothing in how ranks work here", data_parallel_address=(), data_parallel_backend="mp",
         data_parallel_rpc_port=(), disable_custom_all_reduce=False,
         all2all_backend=(), eplb_config=(), expert_placement_strategy="linear", max_parallel_loading_workers=(),
         ray_workers_use_nsight=False, distributed_timeout_seconds=(), cpu_distributed_timeout_seconds=(),
