@@ -192,6 +192,22 @@ def test_four_ranks_with_a_logits_processor(four_heads: Path, options: dict[str,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_each_of_four_ranks_that_dies(four_heads: Path, options: dict[str, Any], victim: int) -> None:
+    """It is the one that is named, not one of those that miss it: in its stage, or in the other."""
+    with LLM(four_heads, tensor_parallel_size=2, pipeline_parallel_size=2, **options) as llm:
+        pids = pids_of(llm)
+        llm.llm_engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(4):
+            llm.llm_engine.step()
+        os.kill(pids[victim - 1], signal.SIGKILL)
+        told = rf"rank {victim} of 4 \(process {pids[victim - 1]}\) was killed by signal 9 \(SIGKILL\)"
+        with pytest.raises(RankError, match=told):
+            _step_for_ever(llm)
+    assert all(ended(pid) for pid in pids)
+
+
+@pytest.mark.slow
 def test_drafts_by_lookup(checkpoint: Path, options: dict[str, Any]) -> None:
     """Drafts that the device makes are of all ranks."""
     prompts = ["the cat sat on the mat the cat sat on the", "hello hello hello hello"]
