@@ -23,6 +23,7 @@ import itertools
 import json
 import math
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +78,9 @@ class Kernel(NamedTuple):
     begins: bool = True
 
 
+Step = Counter[Kernel]  # how often a step has each of them
+
+
 class Rates(NamedTuple):
     """What of a GPU is reached. attention: operations a second in prompts."""
 
@@ -94,30 +98,29 @@ class Rates(NamedTuple):
 
 
 class Model:
-    """A shape as compiled for one of so many ranks on H200s. experts: divided by number."""
+    """A shape as compiled for one of so many ranks on H200s."""
 
-    def __init__(self, shape: str, ranks: int, experts: bool = False) -> None:
+    def __init__(self, shape: str, ranks: int) -> None:
         described = ALL_SHAPES[shape]
         args = EngineArgs(
             "shape", target="cpu", dtype="bfloat16", tensor_parallel_size=ranks, max_model_len=8320, max_num_seqs=256,
-            enable_expert_parallel=experts,
         )  # fmt: skip
         config = dataclasses.replace(compile_config(described, args), target=Target("cuda", ("sm_90", "sms_132")))
-        self.ranks, self.experts, self.width = ranks, experts, int(described["hidden_size"])
+        self.ranks, self.width = ranks, int(described["hidden_size"])
         self.linked, self.shapes, self.weights = _linked(described, config)
 
-    def step(self, queries: int, sequences: int, length: int) -> list[Kernel]:
+    def step(self, queries: int, sequences: int, length: int) -> Step:
         """Of a step of so many sequences, each with ``queries`` new tokens and ``length`` in all."""
         sizes = {"T": queries * sequences, "S": sequences, "R": sequences}
         starts = torch.arange(sequences + 1) * queries
         lengths = torch.full((sequences,), length)
         costs: dict[str, list[Kernel]] = {}
-        found = []
+        found: Step = Counter()
         for call in self.linked.programs[0]["plain"].calls:
             if call.piece not in costs:
                 piece = self.linked.pieces[call.piece]
                 costs[call.piece] = [*_kernels(piece.graph, self.shapes, sizes, starts, lengths)]
-            found += costs[call.piece]
+            found.update(costs[call.piece])
         return found
 
 
@@ -184,16 +187,16 @@ class Sums:
         return begin * (1 + (math.log2(ranks) - 1) / 2) + (two - begin) * 2 * (ranks - 1) / ranks
 
 
-def seconds(model: Model, rates: Rates, sums: Sums, step: list[Kernel]) -> float:
+def seconds(model: Model, rates: Rates, sums: Sums, step: Step) -> float:
     """Of one step of a model without stages."""
     total = 0.0
-    for kernel in step:
+    for kernel, count in step.items():
         if kernel.kind == "all_reduce":
-            total += sums.seconds(kernel.bytes, model.ranks)
+            total += count * sums.seconds(kernel.bytes, model.ranks)
         elif kernel.kind == "all_gather":
-            total += sums.seconds(kernel.bytes * model.ranks, model.ranks) / 2
+            total += count * sums.seconds(kernel.bytes * model.ranks, model.ranks) / 2
         else:
-            total += rates.seconds(kernel)
+            total += count * rates.seconds(kernel)
     return total
 
 
@@ -203,12 +206,12 @@ def rows_of(name: str, found: dict[str, Any]) -> dict[str, float]:
     return {row: rows[row]["median"] for row in rows if row.startswith(("decode", "TTFT"))}
 
 
-def row_step(model: Model, row: str) -> list[Kernel]:
+def row_step(model: Model, row: str) -> Step:
     kind, size = row.split()
     return model.step(1, int(size), CONTEXT) if kind == "decode" else model.step(int(size), 1, int(size))
 
 
-def fitted(points: list[tuple[Model, list[Kernel], float]], sums: Sums) -> Rates:
+def fitted(points: list[tuple[Model, Step, float]], sums: Sums) -> Rates:
     """The rates that come closest to all points, by the mean of squared relative errors."""
 
     def error(rates: Rates) -> float:
@@ -224,25 +227,24 @@ def fitted(points: list[tuple[Model, list[Kernel], float]], sums: Sums) -> Rates
 
 
 class Layout(NamedTuple):
-    """GPUs of a prediction: ranks of a stage, stages, GPUs of a host."""
+    """GPUs of a prediction: ranks of a stage, and stages, each on a host of its own."""
 
     shape: str
     ranks: int
     stages: int = 1
-    experts: bool = False
 
 
 PREDICTED = (
     Layout("llama3-70b", 2), Layout("llama3-70b", 4), Layout("llama3-70b", 8), Layout("llama3-70b", 8, 8),
-    Layout("deepseek-v3-sizes", 8, 2, experts=True), Layout("deepseek-v3-sizes", 8, 8, experts=True),
+    Layout("deepseek-v3-sizes", 8, 2), Layout("deepseek-v3-sizes", 8, 8),
 )  # fmt: skip
 BATCHES = (1, 64, 256)
 
 
 def predicted(layout: Layout, rates: Rates, sums: Sums) -> dict[str, Any]:
-    """Of one layout: ms a step, and tokens a second with a batch in every stage. Stages follow each other, so a step
-    takes them all; what they have in common with one stage, its kernels and sums, they share out."""
-    model = Model(layout.shape, layout.ranks, layout.experts)
+    """Of one layout: ms a step, and tokens a second, with stages also those of a batch in each, which the engine does
+    not have yet. Stages follow each other, so a step takes the kernels and sums of all."""
+    model = Model(layout.shape, layout.ranks)
     found: dict[str, Any] = {"GPUs": layout.ranks * layout.stages, "weights GB a GPU":
                              round(model.weights / layout.stages / 1e9, 1)}  # fmt: skip
     found["fits"] = model.weights / layout.stages < 0.9 * MEMORY
@@ -252,11 +254,12 @@ def predicted(layout: Layout, rates: Rates, sums: Sums) -> dict[str, Any]:
         tokens = int(size)
         between = (layout.stages - 1) * (NIC_BEGIN + 2 * tokens * model.width / layout.ranks / NIC)
         whole = seconds(model, rates, sums, step) + between
-        parts = {kind: sum(sums.seconds(k.bytes, layout.ranks) for k in step if k.kind == kind) for kind in
-                 ("all_reduce",)}  # fmt: skip
-        found[row] = {"ms": round(1e3 * whole, 2), "sums ms": round(1e3 * parts["all_reduce"], 2)}
+        summed = sum(n * sums.seconds(k.bytes, layout.ranks) for k, n in step.items() if k.kind == "all_reduce")
+        found[row] = {"ms": round(1e3 * whole, 2), "sums ms": round(1e3 * summed, 2)}
         if kind == "decode":
-            found[row]["tokens/s"] = round(layout.stages * tokens / whole)
+            found[row]["tokens/s"] = round(tokens / whole)
+            if layout.stages > 1:
+                found[row]["tokens/s, a batch in each stage"] = round(layout.stages * tokens / whole)
     return found
 
 
