@@ -83,7 +83,7 @@ def _layer(unit: Unit, plan: WeightPlan, weight: Any, config: CompileConfig) -> 
     plain = not config.lora_target_modules and found[0].kind == "linear" and bool(unit.layers)
     if not (wanted or plain):
         return None
-    shapes = found[0].tables(config.max_lora_rank)
+    shapes = found[0].own_tables(config.max_lora_rank)
     state = name if unit.layers else f"{unit.name}.{name}"
     a, b = (StateSpec(f"{state}.lora_{n}", "adapter", shape) for n, shape in zip("ab", shapes, strict=True))
     return _Layer(name, found[0], (a, b))
@@ -101,7 +101,7 @@ def _ids(unit: Unit, ids: InputSpec) -> Node:
 
 def _behind_linear(unit: Unit, node: Node, layers: list[_Layer], tables: list[Node], ids: Node) -> None:
     x_TI = linear.bind(node.args, node.kwargs)["x_TI"]
-    named = {"x_TI": x_TI, "a_LRI": tables[0], "b_LrO": tables[1], "widths": list(layers[0].adapted.widths)}
+    named = {"x_TI": x_TI, "a_LRI": tables[0], "b_LrO": tables[1], "widths": list(layers[0].adapted.own_widths)}
     _behind(unit, node, add_lora, {"y_TO": node, **named, "adapter_ids_T": ids})
 
 

@@ -344,11 +344,6 @@ def check(config: CompileConfig) -> None:
         raise ConfigError("enable_expert_parallel: one rank has all experts; set tensor_parallel_size, or leave it out")
     if config.tree is not None:
         _check_tree(config, config.tree)
-    if config.enable_lora and config.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"enable_lora: adapters are served on one device, tensor_parallel_size is {config.tensor_parallel_size}; "
-            "use 1, or merge the adapter into the checkpoint"
-        )
     for rule in config.quantization_rules:
         pattern, _, to = rule.rpartition("=")
         if not pattern or to not in ("none", *get_args(Quantization)):

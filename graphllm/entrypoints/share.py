@@ -178,8 +178,9 @@ class RankShare:
 
         artifact = Path(self._config.load.artifact)
         return Executor(
-            artifact, self._manifest, self._weights, blocks, self._threads, None, snapshots, self._place.stage
-        )
+            artifact, self._manifest, self._weights, blocks, self._threads, None, snapshots, self._place.stage,
+            self._place.tensor,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

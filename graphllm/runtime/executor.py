@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -92,8 +93,8 @@ class Executor:
     folder: the artifact, already verified. weights: finished parameters by name. num_blocks: of the paged cache; block
     0 is never written by a request. threads: of a CPU's kernels, None for torch's choice. cache: memory of those blocks
     on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a prefix are
-    valid behind any continuation. stage: of a pipeline, whose layers alone run here. Raises ConfigError when the memory
-    cannot be allocated.
+    valid behind any continuation. stage: of a pipeline, whose layers alone run here. rank: in the tensor-parallel
+    group; of the tables of adapters it takes what is its own. Raises ConfigError when the memory cannot be allocated.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Executor:
         cache: CacheMemory | None = None,
         num_snapshots: int = 0,
         stage: Stage | None = None,
+        rank: int = 0,
     ) -> None:
         compiled = manifest["factors"]["compile"]
         self.device = torch.device(compiled["target"]["device"])
@@ -143,7 +145,6 @@ class Executor:
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
         arena = self.states.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
-        self._arena = arena
         longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {
             # A step prepares two runs of a draft graph.
@@ -167,6 +168,7 @@ class Executor:
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters = self.states.adapters
         self.adapted = [linear_from(plain) for plain in program["adapted"]]
+        self._rank, self._divided = rank, {a.name: a for a in self.adapted if a.division is not None}
         self.max_lora_rank = compiled["max_lora_rank"] if self.adapted else 0
         self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
@@ -335,18 +337,32 @@ class Executor:
         self._stream.submit(work)
 
     def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
-        """Fill an entry of the adapters' tables, in order with the steps; those that are not given become zero. Where
-        the tables lie in pinned memory, nobody waits for the copies."""
+        """Fill an entry of the adapters' tables, in order with the steps; those that are not given become zero. tables:
+        of all ranks together. Where they lie in pinned memory, nobody waits for the copies."""
 
         def work() -> None:
             for name in self.adapters:
                 whole = self.states.tensors[f"state.{name}"][entry]
                 if name in tables:
-                    whole.copy_(tables[name], non_blocking=True)
+                    self._copy_own(whole, name, tables[name])
                 else:
                     whole.zero_()
 
         self._stream.submit(work)
+
+    def _copy_own(self, target: torch.Tensor, name: str, table: torch.Tensor) -> None:
+        """What this rank has of a table."""
+        layer, _, which = name.rpartition(".lora_")
+        linear = self._divided.get(layer)
+        dim = None if linear is None else linear.divided(which)
+        if linear is None or linear.division is None or dim is None:
+            target.copy_(table, non_blocking=True)
+            return
+        at = 0
+        for start, stop in linear.division.ranges(self._rank):
+            target.narrow(dim, at, stop - start).copy_(table.narrow(dim, start, stop - start), non_blocking=True)
+            at += stop - start
+        target.narrow(dim, at, target.shape[dim] - at).zero_()
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to), in order with the steps."""
@@ -407,11 +423,15 @@ class Executor:
         self._stream.submit(_nothing).result()
 
     def close(self) -> None:
-        """Wait for everything, stop, and give captured graphs back: a group of ranks cannot be left while one holds
-        its collectives."""
+        """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
+        which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
         self._stream.close()
         for graph in self._graphs.values():
             graph.release()
+        self.states.release()
+        if self.device.type == "cuda":
+            gc.collect()  # what was bound is held in circles
+            torch.cuda.empty_cache()
 
 
 def _nothing() -> None:

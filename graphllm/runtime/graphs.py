@@ -101,10 +101,12 @@ class GraphPrograms:
         return self._bound[key]
 
     def release(self) -> None:
-        """Forget what was bound and captured."""
+        """Forget what was bound and captured, and what it was bound to; nothing runs any more."""
         for bound in self._bound.values():
             bound.release()
         self._bound.clear()
+        self._outside, self._arena = {}, torch.empty(0, dtype=torch.uint8)
+        self.jobs = [None] * len(self.jobs)
 
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
         key = f"{bucket.name} {name}"
@@ -158,8 +160,9 @@ class BoundProgram:
             self._captured.add(part)
 
     def release(self) -> None:
-        """Forget what was captured, whoever still holds this program."""
+        """Forget what was bound and captured, whoever still holds this program."""
         self._launches.clear()
+        self.parts, self.results, self.on_host = {}, {}, {}
 
 
 def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:

@@ -24,6 +24,7 @@ from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.executor import Executor, Hook, StepHandle
 from graphllm.runtime.rank_failure import RankError
 from graphllm.runtime.rank_messages import (
+    AdapterTable,
     Array,
     Contents,
     Encode,
@@ -35,6 +36,7 @@ from graphllm.runtime.rank_messages import (
     Serving,
     Start,
     Write,
+    WriteAdapter,
     WriteEntry,
     packed,
 )
@@ -127,8 +129,11 @@ class MultiprocExecutor(Executor):
         super().write_entry(entry, values)
 
     def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
-        """Artifacts of several ranks have no adapters."""
-        raise NotImplementedError("adapters are served on one device")
+        """As of one rank; the others get whole tables, of which each takes what is its own."""
+        for name, table in tables.items():
+            self.ranks.send(AdapterTable.of(name, table))
+        self.ranks.send(WriteAdapter(entry))
+        super().write_adapter(entry, tables)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """As of one rank."""

@@ -10,6 +10,8 @@ import msgspec
 import numpy as np
 
 if TYPE_CHECKING:
+    import torch
+
     from graphllm.runtime.staging import StepInput
 
 
@@ -93,6 +95,37 @@ class WriteEntry(msgspec.Struct, tag=True, array_like=True):
     values: dict[str, Array]
 
 
+class AdapterTable(msgspec.Struct, tag=True, array_like=True):
+    """One of the tables for the next WriteAdapter. dtype: torch's name for it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+    @staticmethod
+    def of(name: str, table: torch.Tensor) -> AdapterTable:
+        return AdapterTable(name, str(table.dtype)[6:], tuple(table.shape), _bytes(table))
+
+    def tensor(self) -> torch.Tensor:
+        """For reading only."""
+        import torch
+
+        return torch.frombuffer(bytearray(self.data), dtype=getattr(torch, self.dtype)).view(self.shape)
+
+
+def _bytes(table: torch.Tensor) -> bytes:
+    import torch
+
+    return table.contiguous().view(torch.uint8).numpy().tobytes()
+
+
+class WriteAdapter(msgspec.Struct, tag=True, array_like=True):
+    """`Executor.write_adapter`, with the tables that came before."""
+
+    entry: int
+
+
 class Move(msgspec.Struct, tag=True, array_like=True):
     """`Executor.copy_blocks`, `save_snapshots` or `load_snapshots`."""
 
@@ -125,7 +158,10 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
     """Finish what was started, leave the group and end."""
 
 
-Command = Allocate | Start | Sample | Encode | WriteEntry | Move | ResetSlots | Read | Write | Stop
+Command = (
+    Allocate | Start | Sample | Encode | WriteEntry | AdapterTable | WriteAdapter | Move | ResetSlots | Read | Write
+    | Stop
+)  # fmt: skip
 
 
 class Loaded(msgspec.Struct, tag=True):

@@ -20,6 +20,7 @@ import msgspec
 from graphllm.config import ConfigError
 from graphllm.runtime.broadcast import Reader
 from graphllm.runtime.rank_messages import (
+    AdapterTable,
     Allocate,
     Command,
     Contents,
@@ -36,11 +37,14 @@ from graphllm.runtime.rank_messages import (
     Start,
     Stop,
     Write,
+    WriteAdapter,
     WriteEntry,
     unpacked,
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from graphllm.runtime.executor import Executor, StepHandle
 
 LIFE = 1  # the word of a rank that it counts up while it lives, once it serves
@@ -200,6 +204,7 @@ class _Follower:
         self._reader, self._report = reader, report
         self._checks = StepChecks()
         self._last: StepHandle | None = None
+        self._tables: dict[str, torch.Tensor] = {}  # of the adapter that comes
 
     def run(self, decode: Callable[[bytearray], Command]) -> None:
         while not isinstance(command := decode(self._reader.read()), Stop):
@@ -222,6 +227,11 @@ class _Follower:
                 executor.sample(self._last, given, scores, (), send_logits if edited else None)
             case WriteEntry(entry, values):
                 executor.write_entry(entry, unpacked(values))
+            case AdapterTable():
+                self._tables[command.name] = command.tensor()
+            case WriteAdapter(entry):
+                executor.write_adapter(entry, self._tables)
+                self._tables = {}
             case ResetSlots(slots):
                 executor.reset_slots(slots)
             case Move(method, pairs):

@@ -100,6 +100,11 @@ class States:
         typed = self._pool[self._numbers[place.tensor]].view(-1).view(getattr(torch, place.dtype))
         return typed.as_strided((self.num_blocks, *place.shape), place.stride, place.offset)
 
+    def release(self) -> None:
+        """Forget the memory."""
+        self._cache, self._version = None, None
+        self._pool, self.tensors, self._recurrent, self._snapshots = [], {}, [], []
+
     def reach(self, block: int) -> None:
         """Have the memory of all blocks up to this one, on a CPU."""
         if self._cache is not None:

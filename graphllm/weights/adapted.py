@@ -6,10 +6,22 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from graphllm.weights.division import Division, division_from
 from graphllm.weights.expr import Concat, Decode, Expr, Permute, Read, Reshape, Slice, Stack, walk
 
 if TYPE_CHECKING:  # plan imports torch
     from graphllm.weights.plan import WeightPlan
+
+# By kind and dimension of the weight that ranks divide: the dimensions of both tables that go with it.
+_DIVIDED: dict[tuple[str, int], dict[str, int]] = {
+    ("linear", 0): {"b": 1},
+    ("linear", 1): {"a": 1},
+    ("embedding", 0): {"a": 0},
+    ("embedding", 1): {"b": 1},
+    ("experts", 0): {"a": 0, "b": 0},
+    ("experts", 1): {"b": 2},
+    ("experts", 2): {"a": 2},
+}
 
 
 class AdapterPart(NamedTuple):
@@ -29,7 +41,8 @@ class AdaptedLinear(NamedTuple):
     each of n parts) and "<name>.lora_b" [r, O], as the op `add_lora` says. inputs: I. widths: outputs of each part. Of
     an embedding I is the vocabulary, and the first table is the other way round, [I, r]. experts: how many have such
     tables, one behind the other. stacked: what PEFT calls the tensor of all experts' matrices, one of them, such as
-    "model.layers.0.mlp.experts.gate_up_proj". by_turns: its outputs are those of the two parts by turns.
+    "model.layers.0.mlp.experts.gate_up_proj". by_turns: its outputs are those of the two parts by turns. All of this is
+    of the whole layer; division: what a tensor-parallel rank has of its weight.
     """
 
     name: str
@@ -40,12 +53,46 @@ class AdaptedLinear(NamedTuple):
     experts: int = 0
     stacked: tuple[str, ...] = ()
     by_turns: bool = False
+    division: Division | None = None
 
     def tables(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of both tables for that rank."""
         lead, n = (self.experts,) if self.experts else (), len(self.parts)
         a = (self.inputs, rank) if self.kind == "embedding" else (n * rank, self.inputs)
         return (*lead, *a), (*lead, rank, sum(self.widths))
+
+    def own_tables(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of what one of the ranks has of both tables."""
+        a, b = self.tables(rank)
+        return self._own_shape(a, "a"), self._own_shape(b, "b")
+
+    def _own_shape(self, shape: tuple[int, ...], table: str) -> tuple[int, ...]:
+        dim = self.divided(table)
+        if dim is None or self.division is None:
+            return shape
+        return (*shape[:dim], self.division.own, *shape[dim + 1 :])
+
+    def divided(self, table: str) -> int | None:
+        """The dimension of a table, "a" or "b", that is divided among the ranks."""
+        return None if self.division is None else _DIVIDED[self.kind, self.division.dim].get(table)
+
+    @property
+    def own_widths(self) -> tuple[int, ...]:
+        """Outputs of each part that one of the ranks has. Raises ValueError where a part does not end with one of the
+        pieces that are divided apart."""
+        if self.division is None or self.divided("b") != (1 if self.kind == "linear" else 2):
+            return self.widths
+        pieces = list(self.division.pieces)
+        found = []
+        for width in self.widths:
+            whole = own = 0
+            while whole < width:
+                piece = pieces.pop(0)
+                whole, own = whole + piece.length, own + piece.each
+            if whole != width:
+                raise ValueError(f"{self.name}: its parts {self.widths} are not the pieces that ranks divide")
+            found.append(own)
+        return tuple(found)
 
     @property
     def names(self) -> set[str]:
@@ -56,14 +103,22 @@ class AdaptedLinear(NamedTuple):
 
 def adapted_layer(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     """How adapters find an entry of the plan: of the unit "embed" an embedding, stacked experts, or a linear layer."""
-    if name.startswith("embed."):
-        return adapted_embedding(plan, name)
-    return adapted_linear(plan, name) if plan[name].expert_axis is None else adapted_experts(plan, name)
+    entry = plan[name]
+    find = adapted_linear if entry.expert_axis is None else adapted_experts
+    found = (adapted_embedding if name.startswith("embed.") else find)(plan, name)
+    return None if found is None else found._replace(division=entry.division)
+
+
+def _whole(plan: WeightPlan, name: str) -> tuple[Expr, tuple[int, ...]]:
+    """The expression that fills an entry's memory, and its shape, before ranks divided it."""
+    entry = plan[name]
+    owner = plan[entry.tie] if entry.tie else entry
+    return (owner.expr if owner.undivided is None else owner.undivided), entry.whole_shape
 
 
 def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     """How adapters find an entry of the plan; None for what is no matrix of whole rows of a checkpoint's modules."""
-    expr, shape = plan.expr_of(name), plan[name].shape
+    expr, shape = _whole(plan, name)
     if len(shape) != 2:
         return None
     if plan[name].tie:  # PEFT knows it by a name of its own, though its numbers are those of another
@@ -78,13 +133,14 @@ def adapted_linear(plan: WeightPlan, name: str) -> AdaptedLinear | None:
 
 def adapted_embedding(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     """The same for a table of rows."""
-    part, shape = _part(plan.expr_of(name)), plan[name].shape
+    expr, shape = _whole(plan, name)
+    part = _part(expr)
     return None if part is None or part.stop else AdaptedLinear(name, shape[0], shape[1:], (part,), "embedding")
 
 
 def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:
     """The same for stacked matrices of experts: of gates above ups, or a single one of each."""
-    expr, shape = plan.expr_of(name), plan[name].shape
+    expr, shape = _whole(plan, name)
     if len(shape) != 3:
         return None
     N, outputs, inputs = shape
@@ -107,9 +163,10 @@ def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:
 
 def linear_from(plain: list[Any]) -> AdaptedLinear:
     """What was written as JSON."""
-    name, inputs, widths, parts, kind, experts, stacked, by_turns = plain
+    name, inputs, widths, parts, kind, experts, stacked, by_turns, division = plain
     found = tuple(AdapterPart(tuple(modules), start, stop) for modules, start, stop in parts)
-    return AdaptedLinear(name, inputs, tuple(widths), found, kind, experts, tuple(stacked), by_turns)
+    divided = None if division is None else division_from(division)
+    return AdaptedLinear(name, inputs, tuple(widths), found, kind, experts, tuple(stacked), by_turns, divided)
 
 
 def _of_each_expert(expr: Expr) -> tuple[AdapterPart, ...] | None:

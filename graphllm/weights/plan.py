@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from graphllm.config import ConfigError
 from graphllm.ir.weight import Shard, Weight
+from graphllm.weights.division import Division
 from graphllm.weights.dtypes import ITEMSIZE
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.expr import (
@@ -46,7 +47,8 @@ class Entry:
 
     shard, segments, expert_axis, heads: what the model says about dividing it, see `Weight`; who divides the plan reads
     them. They are not about bytes: who replaces an entry by what is encoded hands them on. exact: is not to be
-    encoded, unless the checkpoint does so.
+    encoded, unless the checkpoint does so. division, undivided: of one that tensor-parallel ranks have divided, what
+    each has, and the expression for all of it; who loads a plan needs neither.
     """
 
     name: str
@@ -58,6 +60,16 @@ class Entry:
     expert_axis: int | None = None
     exact: bool = False
     heads: tuple[int, ...] = ()
+    division: Division | None = None
+    undivided: Expr | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of all ranks together."""
+        if self.division is None:
+            return self.shape
+        dim = self.division.dim
+        return (*self.shape[:dim], self.division.whole, *self.shape[dim + 1 :])
 
     @property
     def tie(self) -> str | None:
@@ -263,7 +275,7 @@ def _check_ties(entries: Mapping[str, Entry]) -> None:
 
 
 def _entry_to_plain(e: Entry) -> dict[str, Any]:
-    plain = {f.name: getattr(e, f.name) for f in dataclasses.fields(e)}
+    plain = {f.name: getattr(e, f.name) for f in dataclasses.fields(e) if f.name not in ("division", "undivided")}
     return {**plain, "expr": to_plain(e.expr)}
 
 

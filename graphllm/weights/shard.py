@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 
 from graphllm.config import ConfigError
+from graphllm.weights.division import Division, Piece
 from graphllm.weights.encodings import encoding_of
 from graphllm.weights.expr import Concat, Decode, Expr, Pad, Reshape, Slice, walk
 from graphllm.weights.plan import Entry, WeightPlan
@@ -49,39 +50,40 @@ def _divided(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
         raise ValueError(f"{entry.name}: tied to {entry.tie}; a parameter that is divided cannot be")
     dim, segments, heads = _cut(entry)
     shares = [_share(entry, n, h, degree) for n, h in zip(segments, heads, strict=True)]
-    expr = _of_segments(entry.expr, dim, segments, shares)
-    shape = (*entry.shape[:dim], sum(length for length, _ in shares), *entry.shape[dim + 1 :])
+    expr = _of_segments(entry.expr, dim, shares)
+    shape = (*entry.shape[:dim], sum(share.each for share in shares), *entry.shape[dim + 1 :])
     local = entry.segments
     if entry.shard == "output" and local:
-        lengths = [length for length, _ in shares]
+        lengths = [share.each for share in shares]
         local = tuple(lengths * (len(local) // len(lengths)))
     _check_blocks(entry, expr, degree)
-    return dataclasses.replace(entry, shape=shape, expr=expr, segments=local)
+    division = Division(dim, tuple(shares))
+    return dataclasses.replace(entry, shape=shape, expr=expr, segments=local, division=division, undivided=entry.expr)
 
 
-def _share(entry: Entry, length: int, heads: int, degree: int) -> tuple[int, int]:
-    """A rank's entries of a segment, and how many ranks have the same. heads: what the segment is of, 0 for single
-    entries."""
+def _share(entry: Entry, length: int, heads: int, degree: int) -> Piece:
+    """What a rank has of a segment. heads: what the segment is of, 0 for single entries."""
     if heads and degree % heads == 0:
-        return length // heads, degree // heads
+        return Piece(length, length // heads, degree // heads)
     if (heads or length) % degree:
         what = f"{heads} heads" if heads else f"{length} entries"
         raise ConfigError(f"tensor_parallel_size is {degree}: {entry.name} has {what} to divide; use a divisor of it")
-    return length // degree, 1
+    return Piece(length, length // degree, 1)
 
 
-def _of_segments(expr: Expr, dim: int, segments: tuple[int, ...], shares: list[tuple[int, int]]) -> Expr:
+def _of_segments(expr: Expr, dim: int, shares: list[Piece]) -> Expr:
     """A rank's share of each segment, one behind the other."""
+    segments = [share.length for share in shares]
     parts: list[Expr] = []
     at = 0
-    for length, (each, same) in zip(segments, shares, strict=True):
+    for length, each, same in shares:
         parts.append(Slice(Slice(expr, dim, at, at + length), dim, 0, each, each, same))
         at += length
     divided = simplify(Concat(tuple(parts), dim))
     if len(segments) == 1 or len(set(segments)) > 1 or not _is_read_whole(divided):
         return divided
     # Where the segments are a dimension of the stored tensor, one slice of all of them reads less.
-    each, same = shares[0]
+    _, each, same = shares[0]
     before, behind = expr.shape[:dim], expr.shape[dim + 1 :]
     apart = Reshape(expr, (*before, len(segments), segments[0], *behind))
     cut = Slice(apart, dim + 1, 0, each, each, same)
@@ -116,10 +118,11 @@ def _is_kept(entry: Entry, name: str) -> bool:
 def _vocabulary(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
     rows = -(-entry.shape[0] // degree)
     shape = (rows, *entry.shape[1:])
+    division = Division(0, (Piece(entry.shape[0], rows, 1),))
     if entry.tie:
         if plan[entry.tie].shard != "vocab":
             raise ValueError(f"{entry.name}: tied to {entry.tie}, which is not divided by vocabulary")
-        return dataclasses.replace(entry, shape=shape)
+        return dataclasses.replace(entry, shape=shape, division=division, undivided=entry.expr)
     missing = degree * rows - entry.shape[0]
     stored = [e.encoding for e in walk(entry.expr) if isinstance(e, Decode) and _is_kept(entry, e.encoding)]
     if missing and stored:
@@ -130,7 +133,7 @@ def _vocabulary(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
     whole = Pad(entry.expr, 0, 0, missing) if missing else entry.expr
     expr = simplify(Slice(whole, 0, 0, rows, rows))
     _check_blocks(entry, expr, degree)
-    return dataclasses.replace(entry, shape=shape, expr=expr)
+    return dataclasses.replace(entry, shape=shape, expr=expr, division=division, undivided=entry.expr)
 
 
 def _cut(entry: Entry) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

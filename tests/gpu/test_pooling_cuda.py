@@ -37,6 +37,7 @@ PROMPTS = encoders.prompts_of()
 # Few compiles: each way of pooling once, and each family; no tuning.
 FLOAT32 = ("bert_mean", "roberta_classes", "modernbert_cls", "nomic_bert")
 BFLOAT16 = ("xlm_roberta_cls",)
+OTHERS = [name for name in BY_NAME if name not in FLOAT32]
 SIZES: dict[str, Any] = {
     "vocab_size": 131, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.15, "head_dim": 16,
@@ -61,14 +62,22 @@ def _close(found: torch.Tensor, wanted: torch.Tensor, most: float) -> None:
         torch.testing.assert_close(found, wanted, atol=1000 * most, rtol=1000 * most)
 
 
-@pytest.mark.parametrize("name", FLOAT32 + BFLOAT16)
+@pytest.mark.parametrize(
+    ("name", "dtype", "backend"),
+    [
+        *((name, "float32", "inductor") for name in FLOAT32),
+        *((name, "bfloat16", "inductor") for name in BFLOAT16),
+        *((name, "float32", "eager") for name in BY_NAME),
+        *(pytest.param(name, "float32", "inductor", marks=pytest.mark.slow) for name in OTHERS),
+    ],
+)
 @torch.no_grad()
-def test_encoders(name: str, tmp_path: Path) -> None:
+def test_encoders(name: str, dtype: str, backend: str, tmp_path: Path) -> None:
     """Cosine within 1e-5 of transformers in float32, and 1e-3 in bfloat16; the second time in another order."""
-    arch, dtype = BY_NAME[name], "float32" if name in FLOAT32 else "bfloat16"
+    arch = BY_NAME[name]
     model = encoders.make(arch, tmp_path / "m")
     most = 1e-5 if dtype == "float32" else 1e-3
-    with _open(tmp_path / "m", dtype) as llm:
+    with _open(tmp_path / "m", dtype, backend=backend) as llm:
         for prompts in (PROMPTS, PROMPTS[::-1]):
             for found, prompt in zip(_raw(llm, prompts), prompts, strict=True):
                 _close(found, encoders.expected(model, arch.pooling, prompt).float().reshape(found.shape), most)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from pathlib import Path
 from typing import NamedTuple
 
@@ -174,6 +176,23 @@ def test_wrong_memory_table(compiled_artifact: Path, checkpoint: Path) -> None:
     executor = Executor(compiled_artifact, manifest, load_weights(plan, source), BLOCKS)
     with pytest.raises(ConfigError, match=r"memory table.*compile again"):
         executor.run(_batch([Part([1, 2, 3], 0, [0])]))
+
+
+def test_a_closed_executor_holds_no_memory(compiled_artifact: Path, checkpoint: Path) -> None:
+    """Weights, cache and arena are gone, although the executor is still held; another engine of this process needs
+    their place."""
+    executor = _open(compiled_artifact, checkpoint)
+    executor.run(_batch([Part([1, 2, 3], 0, [1])]))
+    graph = executor._main
+    memory = [*graph._outside.values(), graph._arena, *executor.states._pool]
+    held = [weakref.ref(tensor.untyped_storage()) for tensor in memory]
+    assert len(held) > 5
+    del memory
+    gc.collect()
+    assert all(ref() is not None for ref in held)
+    executor.close()
+    gc.collect()
+    assert [ref for ref in held if ref() is not None] == []
 
 
 def test_cache_that_does_not_fit(eager_artifact: Path, checkpoint: Path) -> None:
