@@ -184,6 +184,10 @@ class Scheduler:
         todo = known - t.num_computed_tokens
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
         ready &= todo > 0
+        most = len(ready)
+        if (steps := self._limits.overlapping) > 1:  # what a step in flight samples is not known to the next one
+            ready &= t.num_in_flight == 0
+            most = -(-self.running // steps)  # the others are for the other stages
         if not (self._waiting or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
@@ -191,7 +195,7 @@ class Scheduler:
         chunks = np.count_nonzero(ready) > np.count_nonzero(decode)
         query_len = 1
         if len(chosen):
-            chosen = chosen[: min(budget, rows)]
+            chosen = chosen[: min(budget, rows, most)]
             if self._query_lens:
                 query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._waiting))
             entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))

@@ -108,7 +108,14 @@ def _make_core(
     ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
     adapters = _adapter_memory(executor, config, compiled["dtype"])
     return EngineCore(
-        executor, compiled["max_model_len"], config.scheduler, grammars, ready, config.speculation, adapters
+        executor,
+        compiled["max_model_len"],
+        config.scheduler,
+        grammars,
+        ready,
+        config.speculation,
+        adapters,
+        executor.overlapping,
     )
 
 

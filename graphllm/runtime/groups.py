@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphllm.ir.groups import TENSOR, Group, set_group
+from graphllm.ir.groups import BESIDE, TENSOR, Group, set_group
 from graphllm.program.stages import PIPELINE
 from graphllm.runtime.collectives import LibraryGroup
 
@@ -66,6 +66,9 @@ def joined(
     else:
         width = degree // stages
         of_stage = _own_group(rank, [range(first, first + width) for first in range(0, degree, width)])
+        if width > 1 and device.type == "cpu":
+            members = [range(first, first + width) for first in range(0, degree, width)]
+            set_group(TENSOR + BESIDE, open_group(_own_group(rank, members), device))
         if width > 1:
             set_group(TENSOR, open_group(of_stage, device, one_host))
         set_group(PIPELINE, LibraryGroup(_own_group(rank, [range(i, degree, width) for i in range(width)])))
@@ -73,6 +76,7 @@ def joined(
         yield
     finally:
         set_group(TENSOR, None)
+        set_group(TENSOR + BESIDE, None)
         set_group(PIPELINE, None)
         torch.distributed.destroy_process_group()
 

@@ -70,8 +70,10 @@ class MultiprocExecutor(Executor):
         self.ranks, self._joined = ranks, joined
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
         self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
+        separate = self._behind is not self._stream
         self._stream = self._watched = _WatchedStream(self._stream, ranks)
-        self._checks = StepChecks()
+        self._behind = _WatchedStream(self._behind, ranks) if separate else self._stream
+        self._checks = StepChecks(self.overlapping)
         self._words = [0] * CHECKS
 
     def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:

@@ -79,6 +79,28 @@ def test_stages_of_unequal_size_and_a_tied_head(three_layers: Path, options: dic
         assert (again.num_cached_tokens, again.outputs[0].token_ids) == (2 * options["block_size"], before)
 
 
+def test_stages_work_on_different_batches(three_layers: Path, options: dict[str, Any]) -> None:  # noqa: F811
+    """While prompts and tokens of some requests are in one stage, those of others are in the other, never of the same
+    request; what is sampled is what transformers says."""
+    with LLM(three_layers, pipeline_parallel_size=2, skip_tokenizer_init=True, **options) as llm:
+        core: Any = llm.llm_engine.core
+        if not core._executor.overlapping > 1:
+            pytest.skip("stages of GPUs take turns")
+        launch, together = core._launch, []
+
+        def watched(output: Any, *rest: Any) -> Any:
+            together.append([{s.request.id for s in step.output.requests} for step in (*core._in_flight,)])
+            together[-1].append({s.request.id for s in output.requests})
+            return launch(output, *rest)
+
+        core._launch = watched
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
+    pairs = [sets for sets in together if len(sets) == 2]
+    assert len(pairs) > len(together) / 2
+    assert all(not a & b for a, b in pairs)
+    assert {len(b) for _, b in pairs[4:-4]} == {2}  # half of the four in each
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_stages_whose_matrices_are_divided(three_layers: Path, backend: str) -> None:
