@@ -1,9 +1,10 @@
-"""What stages of a pipeline gain on a CPU when each works on other requests: tokens a second of one process, and of two
-stages with as many threads in all.
+"""What stages of a pipeline gain on a CPU when each works on other requests: tokens a second of one process with one
+thread, and of two stages with one thread each.
 
-    python -m bench pipeline [--requests 8] [--tokens 64]     two CPUs or more; nothing else should run
+    python -m bench pipeline [--requests 1,8,32]     two CPUs or more; nothing else should run
 
-One request alone shows what the stages cost, as only one can work at a time; several show what they gain.
+One request shows what stages cost, as only one of them can work at a time. Several show what they gain: most where a
+step takes as long as it has rows, as of prompts; little where it reads the weights however few rows it has.
 """
 
 from __future__ import annotations
@@ -25,35 +26,41 @@ CONFIG = {
 }  # fmt: skip
 
 
-def tokens_per_second(folder: Path, requests: int, tokens: int, stages: int, threads: int) -> float:
-    """Of so many requests at once, after one round to warm up."""
+def rates(folder: Path, counts: list[int], stages: int) -> dict[str, float]:
+    """Tokens a second by case, each after one round to warm up. counts: of requests at once."""
     options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256,
-                               "max_num_seqs": max(2, requests), "target": "cpu", "threads": threads}  # fmt: skip
-    prompts = [{"prompt_token_ids": [7 * i + k for i in range(16)]} for k in range(requests)]
-    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-    with LLM(folder, pipeline_parallel_size=stages, enable_prefix_caching=False, **options) as llm:
-        llm.generate(prompts, params)
-        begun = time.perf_counter()
-        llm.generate(prompts, params)
-        return requests * tokens / (time.perf_counter() - begun)
+                               "max_num_seqs": max(counts), "max_num_batched_tokens": 512, "target": "cpu",
+                               "threads": stages, "enable_prefix_caching": False}  # fmt: skip
+    found = {}
+    with LLM(folder, pipeline_parallel_size=stages, **options) as llm:
+
+        def timed(requests: int, length: int, tokens: int) -> float:
+            prompts = [{"prompt_token_ids": [(7 * i + k) % 8192 for i in range(length)]} for k in range(requests)]
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            llm.generate(prompts, params)
+            begun = time.perf_counter()
+            llm.generate(prompts, params)
+            return requests / (time.perf_counter() - begun)
+
+        for requests in counts:
+            found[f"{requests} requests, tokens of answers"] = round(64 * timed(requests, 16, 64), 1)
+        found["16 prompts, their tokens"] = round(192 * timed(16, 192, 1), 1)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", type=int, default=8)
-    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--requests", default="1,4,8,32", help="at once, between commas")
     args = parser.parse_args()
+    counts = [int(word) for word in args.requests.split(",")]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         (folder / "config.json").write_text(json.dumps(CONFIG))
-        for requests in (1, args.requests):
-            row = {
-                f"{stages} stages, {threads} threads": round(
-                    tokens_per_second(folder, requests, args.tokens, stages, threads), 1
-                )
-                for stages, threads in ((1, 1), (1, 2), (2, 2))
-            }
-            print(json.dumps({"requests": requests, "tokens/s": row}), flush=True)
+        one, two = (rates(folder, counts, stages) for stages in (1, 2))
+    for case, rate in one.items():
+        print(
+            f"{case:32} one process {rate:8.1f}  two stages {two[case]:8.1f}  {two[case] / rate:.2f} times", flush=True
+        )
 
 
 if __name__ == "__main__":

@@ -97,8 +97,9 @@ def test_stages_work_on_different_batches(three_layers: Path, options: dict[str,
         assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
     pairs = [sets for sets in together if len(sets) == 2]
     assert len(pairs) > len(together) / 2
-    assert all(not a & b for a, b in pairs)
-    assert {len(b) for _, b in pairs[4:-4]} == {2}  # half of the four in each
+    decoding = pairs[4:-4]  # a prompt may be in both stages, with a part in each
+    assert all(not a & b for a, b in decoding)
+    assert {len(b) for _, b in decoding} == {2}  # half of the four in each
 
 
 @pytest.mark.slow

@@ -88,8 +88,8 @@ class TestEveryProcess:
         ("victim", "told"),
         [
             (lambda found: found.fronts[0], "front-{n} has ended with -9; its streams are lost"),
-            (lambda found: found.cores[0], "is dead: the engine was killed by signal 9"),
-            (lambda found: found.cores[1], "is dead: the engine was killed by signal 9"),
+            (lambda found: found.cores[0], "is dead: killed by signal 9"),
+            (lambda found: found.cores[1], "is dead: killed by signal 9"),
             (lambda found: found.ranks[0], "is dead: RankError: rank 1 of 2 (process {pid}) was killed by signal 9"),
             (lambda found: found.ranks[1], "is dead: RankError: rank 1 of 2 (process {pid}) was killed by signal 9"),
         ],
