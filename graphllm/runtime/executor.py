@@ -385,9 +385,9 @@ class Executor:
         target.narrow(dim, at, target.shape[dim] - at).zero_()
 
     def _between(self, work: Callable[[], None]) -> None:
-        """Change states in order with the steps. A step whose result nobody waits for any more may still be behind its
-        layers here, where another rank told the result."""
-        before = self._main.oldest if self.overlapping > 1 else None
+        """Change states in order with the steps, also with what is behind their layers: a slot that a request has left
+        in the middle of a step is written by it."""
+        before = self._main.newest if self.overlapping > 1 else None
 
         def wait() -> None:
             if before is not None:

@@ -89,9 +89,9 @@ class GraphPrograms:
         return dict(self._programs[program]["host"])
 
     @property
-    def oldest(self) -> Job | None:
-        """The job that `next_buffer` would wait for."""
-        return self.jobs[self._buffer_index]
+    def newest(self) -> Job | None:
+        """The last job of the step that was started last."""
+        return self.jobs[self._buffer_index - 1]
 
     def bound(self, name: str, size: Size, buffer: int = 0) -> BoundProgram:
         """A program at a padded size, bound when it is first asked for. buffer: of its inputs."""
