@@ -51,7 +51,7 @@ def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
 
 
 _NGRAM = ("ngram", "ngram_gpu")
-_DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+_DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
 _ACCEPTANCE = ("rejection_sample_method", "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate")
 # Methods that guess on the host, and what their keys mean.
 _ON_HOST: Mapping[str, Mapping[str, str]] = {
@@ -90,7 +90,7 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     elif method not in _NGRAM:
         known |= {name: name for name in ("draft_sample_method", *_ACCEPTANCE)}
         known |= {"model": "speculative_model", "speculative_token_tree": "speculative_token_tree"}
-        if isinstance(given.get("speculative_token_tree"), list | tuple):
+        if isinstance(given.get("speculative_token_tree"), list | tuple | dict):
             given["speculative_token_tree"] = str(given["speculative_token_tree"])
     else:
         known |= {name: name for name in ("prompt_lookup_max", "prompt_lookup_min")}

@@ -23,6 +23,7 @@ import numpy as np
 from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
+from graphllm.config.token_tree import GrownTree, TokenTree, of_parents
 from graphllm.engine.adapter_memory import AdapterMemory
 from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.constraints import ConstraintError, Constraints
@@ -145,6 +146,7 @@ class EngineCore:
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
         self._constraints = Constraints(self._table)
         self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
+        self._device_parents = self._device_drafts  # of the trees that they are, where these grow
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._vectors = PooledVectors(executor.vector[0] == "T")
         keeps = options.enable_prefix_caching and executor.vector[0] == "T"
@@ -396,14 +398,15 @@ class EngineCore:
             for at, end in zip(first, [*first[1:], len(mask)], strict=True):
                 state = output.requests[entries[at]]
                 if state.finish_reason is None:  # else it ended with the step before; its rows are not looked at
-                    self._mask(state, mask[at:end], self._drafts_of(started, int(entries[at])))
+                    entry = int(entries[at])
+                    self._mask(state, mask[at:end], self._drafts_of(started, entry), self._tree_of(started, entry))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
 
-    def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
+    def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int], tree: TokenTree | None) -> None:
         """Write the masks of a request's rows; one whose grammar fails ends."""
         try:
-            self._constraints.write(state, masks, drafts, self._executor.layout.tree)
+            self._constraints.write(state, masks, drafts, tree)
         except ConstraintError as problem:
             self._scheduler.fail(state, str(problem))
             self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem)))
@@ -416,6 +419,14 @@ class EngineCore:
         drafts = self._device_drafts[output.slots[entry]] if output.drafts is None else output.drafts[entry]
         found: list[int] = drafts[: output.query_len - 1].tolist()
         return found
+
+    def _tree_of(self, started: _InFlight, entry: int) -> TokenTree | None:
+        """The tree of these drafts, None where they are one run."""
+        tree = self._executor.layout.tree
+        if isinstance(tree, GrownTree):
+            verified = entry < started.output.verified
+            return of_parents(self._device_parents[started.output.slots[entry]].tolist()) if verified else None
+        return tree
 
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
@@ -431,12 +442,11 @@ class EngineCore:
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
             return None
-        rows, tree = started.batch.rows, self._executor.layout.tree
-        told = []
+        rows, told = started.batch.rows, []
         for entry, place, index in zip(rows.entry.tolist(), rows.place.tolist(), rows.sample_index, strict=True):
             state = started.output.requests[entry]
             before = self._drafts_of(started, entry)[:place] if place else []
-            if before and tree is not None:
+            if before and (tree := self._tree_of(started, entry)) is not None:
                 before = [draft for i, draft in enumerate(before, 1) if tree.ancestors[place] >> i & 1]
             # What is sampled behind a draft that there is not does not count.
             output = [*state.output, *itertools.takewhile(lambda draft: draft >= 0, before)]
@@ -454,6 +464,7 @@ class EngineCore:
         scores = self._scores(step, result) if step.batch.full else {}
         kept = result.outputs["kept"] if step.output.verified else None
         self._device_drafts = result.outputs.get("drafts", self._device_drafts)
+        self._device_parents = result.outputs.get("tree_parents", self._device_parents)
         pooled = result.outputs.get("pooled")
         rows = int(step.output.rows.sum())
         tokens = result.tokens if pooled is None else np.zeros(rows, dtype=np.int32)  # never given

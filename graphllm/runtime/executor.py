@@ -138,6 +138,7 @@ class Executor:
             program["drafts"]["one_row_more"],
             program["drafts"]["at_once"],
             self.layout.tree if program["drafts"]["by_levels"] else None,
+            program["drafts"]["block"],
         )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
@@ -192,7 +193,8 @@ class Executor:
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`
-        must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K]."""
+        must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K], and of trees
+        that grow "tree_parents" [N, K + 1], the node before each one."""
         graph = self._main
         size, index = graph.pick(step), graph.next_buffer()
         symbols = size.symbols
@@ -318,11 +320,14 @@ class Executor:
         if handle.drafts is not None:
             handle.drafts.run()
         if handle.wants_drafts:
-            state, kept = self.states.tensors["state.drafts"], self._on_host[handle.buffer_index]
-            if "drafts" not in kept:
-                kept["drafts"] = torch.zeros(state.shape, dtype=state.dtype, pin_memory=self.device.type == "cuda")
-            kept["drafts"].copy_(state, non_blocking=True)
-            handle.outputs["drafts"] = kept["drafts"].numpy()
+            kept = self._on_host[handle.buffer_index]
+            for name in ("drafts", "tree_parents"):  # the tree of those that grow one
+                if (state := self.states.tensors.get(f"state.{name}")) is None:
+                    continue
+                if name not in kept:
+                    kept[name] = torch.zeros(state.shape, dtype=state.dtype, pin_memory=self.device.type == "cuda")
+                kept[name].copy_(state, non_blocking=True)
+                handle.outputs[name] = kept[name].numpy()
 
     def run(self, step: StepInput) -> StepResult:
         """Run one plain step to its end."""
