@@ -38,7 +38,7 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, Row]:
     from graphllm.ops.all_reduce import all_reduce
     from graphllm.ops.fused_linear.triton_fused_linear import launch_norm
     from graphllm.runtime.collectives import LibraryGroup
-    from graphllm.runtime.groups import joined
+    from graphllm.runtime.groups import Meeting, joined
     from graphllm.runtime.symmetric_memory import Method, SymmetricGroup, method_for
 
     def captured(run: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -85,7 +85,7 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, Row]:
 
     methods: tuple[Method, ...] = ("one-shot", "two-shot", "library")
     table: dict[str, Row] = {}
-    with joined(rank, ranks, meeting, torch.device("cuda")):
+    with joined(rank, ranks, Meeting(f"file://{meeting}"), torch.device("cuda")):
         stream = torch.cuda.Stream()
         torch.cuda.set_stream(stream)
         group = group_of(TENSOR, ranks)

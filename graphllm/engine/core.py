@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -78,7 +79,8 @@ class _InFlight(NamedTuple):
 
 class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
-    where there is no tokenizer. processors: see docs/logits-processors.md."""
+    where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs at
+    once, in the stages of a pipeline."""
 
     def __init__(
         self,
@@ -89,6 +91,7 @@ class EngineCore:
         processors: Sequence[LogitsProcessor] = (),
         speculation: SpeculationConfig = _NO_SPECULATION,
         adapters: AdapterMemory | None = None,
+        overlapping: int = 1,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
         limits = SchedulerLimits(
@@ -104,6 +107,7 @@ class EngineCore:
             device_drafts=executor.device_drafts,
             late_drafts=speculation.draft_proposer is not None,
             verify_at_most=speculation.speculative_disable_by_batch_size,
+            overlapping=overlapping,
         )
         if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
             why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"
@@ -135,7 +139,8 @@ class EngineCore:
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab, self._ranked)
         self._providers = find_providers(executor.inputs.values())
         self._adapters = adapters or AdapterMemory(executor.layout.max_adapters, _no_files)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._depth = max(1, overlapping - 1)  # steps that are started before the first of them is waited for
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
@@ -179,7 +184,7 @@ class EngineCore:
     @property
     def unfinished(self) -> int:
         """Requests that are not done, and news not yet fetched."""
-        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + (self._in_flight is not None)
+        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + bool(self._in_flight)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ConfigError, QueueFullError when the queue is."""
@@ -252,7 +257,8 @@ class EngineCore:
         self._stats.finished[str(reason)] = self._stats.finished.get(str(reason), 0) + 1
 
     def step(self) -> list[EngineCoreOutput]:
-        """Start the next step and finish the one before it; news of the latter's requests."""
+        """Start the next step and finish the one before it, or in a pipeline the oldest one; news of the latter's
+        requests."""
         if self._compiling:
             self._take_compiled()
         if self._scheduler.adapters.count:
@@ -267,10 +273,11 @@ class EngineCore:
         if output is not None and batch is not None and not late:
             started = self._launch(output, batch, begun)
         news, self._news = self._news, []
-        if self._in_flight is not None:
-            result = self._in_flight.handle.wait()
-            self._measure(self._in_flight)
-            news += self._commit(self._in_flight, result)
+        if self._in_flight and (started is None or len(self._in_flight) >= self._depth):
+            oldest = self._in_flight.popleft()
+            result = oldest.handle.wait()
+            self._measure(oldest)
+            news += self._commit(oldest, result)
             if self._proposer is not None:
                 self._propose(self._proposer)
         if late and output is not None and batch is not None:
@@ -279,11 +286,11 @@ class EngineCore:
             if started.batch.full:
                 self._sample(started)
             after_step(self._executor, started.output)
-        self._in_flight = started
+            self._in_flight.append(started)
         return news
 
     def _take_compiled(self) -> None:
-        if not self._scheduler.unfinished and self._in_flight is None:
+        if not self._scheduler.unfinished and not self._in_flight:
             futures = [f for _, f in self._compiling.values()]
             concurrent.futures.wait(futures, timeout=_WAIT, return_when=concurrent.futures.FIRST_COMPLETED)
         for id, (request, future) in list(self._compiling.items()):
@@ -299,7 +306,7 @@ class EngineCore:
         """Take in adapters that have been read, and have those read that requests wait for."""
         table = self._scheduler.adapters
         wanted = table.wanted
-        if wanted and not self._scheduler.running and self._in_flight is None:
+        if wanted and not self._scheduler.running and not self._in_flight:
             self._adapters.wait(_WAIT)
         for digest, error in self._adapters.take([adapter.digest for adapter in wanted]).items():
             for state in self._scheduler.fail_adapter(digest, error):
@@ -588,10 +595,9 @@ class EngineCore:
     def close(self) -> None:
         """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its
         failure."""
-        if self._in_flight is not None:
-            with contextlib.suppress(Exception):
-                self._in_flight.handle.wait()
-            self._in_flight = None
+        with contextlib.suppress(Exception):
+            while self._in_flight:
+                self._in_flight.popleft().handle.wait()
         self._compiler.shutdown(cancel_futures=True)
         self._adapters.close()
         self._executor.close()

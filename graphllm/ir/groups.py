@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 from torch import Tensor
@@ -58,7 +59,9 @@ class Alone:
         pass
 
 
+BESIDE = ".beside"  # behind a group's name: the same processes, for a thread whose calls come in no order with others'
 _groups: dict[str, Group] = {}
+_thread = threading.local()
 
 
 def set_group(name: str, group: Group | None) -> None:
@@ -74,10 +77,18 @@ def joined_group(name: str) -> Group | None:
     return _groups.get(name)
 
 
+def go_beside() -> None:
+    """Have this thread use groups of its own from now on, where there are some: all ranks make the same calls in the
+    same order in each thread, and in no order between two threads."""
+    _thread.beside = True
+
+
 def group_of(name: str, ranks: int) -> Group:
     """The group of that name. Raises RuntimeError where it has not so many ranks: a graph is made for a number of
     them, and the parts of another would not make the whole."""
     group = _groups.get(name, Alone())
+    if getattr(_thread, "beside", False):
+        group = _groups.get(name + BESIDE, group)
     if group.size != ranks:
         raise RuntimeError(f"compiled for {ranks} ranks of the group {name!r}, this process is in one of {group.size}")
     return group

@@ -16,7 +16,7 @@ from graphllm.ir.exchange import EXCHANGE_BYTES
 from graphllm.ir.groups import TENSOR, group_of
 from graphllm.ops.all_gather import all_gather
 from graphllm.ops.all_reduce import all_reduce
-from graphllm.runtime.groups import joined
+from graphllm.runtime.groups import Meeting, joined
 from graphllm.runtime.symmetric_memory import SymmetricGroup, method_for
 
 WIDTH, REPLAYS = 4096, 12
@@ -85,7 +85,7 @@ def check_gathers(rank: int, ranks: int, rows: int, dtype: torch.dtype) -> None:
 
 def main() -> None:
     rank, ranks, meeting = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
-    with joined(rank, ranks, meeting, torch.device("cuda")):
+    with joined(rank, ranks, Meeting(f"file://{meeting}"), torch.device("cuda")):
         group = group_of(TENSOR, ranks)
         symmetric = isinstance(group, SymmetricGroup)
         print(f"rank {rank}: {type(group).__name__}", flush=True)
