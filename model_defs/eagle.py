@@ -74,6 +74,8 @@ register_model(
         architectures=("EagleLlamaForCausalLM",),
         config=from_hf,
         method="eagle",
+        shardable=("H", "K", "F"),
+        shared=("K",),
         graphs=(
             Graph(
                 task="draft",

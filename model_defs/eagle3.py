@@ -71,7 +71,7 @@ def _parts(c: Config) -> int:
 
 
 def embed_weights(c: Config) -> dict[str, Weight]:
-    own = Weight((c.V, c.D), ("embed_tokens.weight",))
+    own = Weight((c.V, c.D), ("embed_tokens.weight",), shard="vocab")
     shared = Weight((c.V, c.D), tie=f"{MAIN}embed.tokens")
     return {"tokens": own if c.own_embedding else shared, "inv_freq": c.rope.weight()}
 
@@ -89,7 +89,7 @@ def head_weights(c: Config) -> dict[str, Weight]:
         offsets["d2t"] = Weight((c.draft_vocab,), expr=Read(("d2t",), (c.draft_vocab,), "int64"), dtype="float32")
     return {
         "norm": Weight((c.D,), ("norm.weight",)),
-        "lm_head": Weight((c.draft_vocab, c.D), ("lm_head.weight",)),
+        "lm_head": Weight((c.draft_vocab, c.D), ("lm_head.weight",), shard="vocab"),
         **offsets,
     }
 
@@ -120,6 +120,8 @@ register_model(
         architectures=("Eagle3LlamaForCausalLM", "LlamaForCausalLMEagle3"),
         config=from_hf,
         method="eagle3",
+        shardable=("H", "K", "F"),
+        shared=("K",),
         graphs=(
             Graph(
                 task="draft",

@@ -82,6 +82,8 @@ register_model(
         architectures=("MiMoMTPModel",),
         config=mtp_from_hf,
         method="mtp",
+        shardable=("H", "K", "F"),
+        shared=("K",),
         part_of=("MiMoForCausalLM",),
         graphs=(
             Graph(

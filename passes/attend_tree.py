@@ -18,7 +18,11 @@ _INPUT = "ancestors_T"
 def attend_tree(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Where steps verify a tree of drafts, give `paged_attention` the ancestors of each row, an input of every graph
     with a cache. Rows of prompts have none and see what they saw."""
-    calls = [node for node in unit.graph.nodes if op_of(node.target) is paged_attention]
+    calls = [
+        node
+        for node in unit.graph.nodes
+        if op_of(node.target) is paged_attention and paged_attention.bind(node.args, node.kwargs)[_INPUT] is None
+    ]
     if config.tree is None or not calls:
         return PassReport(0)
     with unit.graph.inserting_before(next(iter(unit.graph.nodes))):

@@ -7,6 +7,7 @@ import torch
 from graphllm.config import CompileConfig
 from graphllm.ir.op import op_of
 from graphllm.ops.paged_attention import paged_attention
+from graphllm.ops.store_kv import store_kv
 from graphllm.rewrite import PassReport, Unit, register_pass
 from graphllm.weights.cache_scales import NAME
 from graphllm.weights.plan import WeightPlan
@@ -14,8 +15,8 @@ from graphllm.weights.plan import WeightPlan
 
 @register_pass(numerics="changes")
 def scale_cache(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
-    """Give `paged_attention` the scales of its layer, where the plan has them."""
-    calls = [node for node in unit.graph.nodes if op_of(node.target) is paged_attention]
+    """Give `paged_attention`, and `store_kv`, the scales of their layer, where the plan has them."""
+    calls = {node: op for node in unit.graph.nodes if (op := op_of(node.target)) in (paged_attention, store_kv)}
     if not calls or not {entry.name for entry in plan}.issuperset(unit.entries(NAME)):
         return PassReport(0)
     with unit.graph.inserting_before(next(iter(unit.graph.nodes))):
@@ -23,6 +24,6 @@ def scale_cache(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRepo
     with unit.shapes.mode:
         fake = torch.empty(2, dtype=torch.float32, device=unit.shapes.device)
     scales.meta.update(val=fake, label=f"w.{NAME}")
-    for node in calls:
-        unit.replace(node, paged_attention, **paged_attention.bind(node.args, node.kwargs) | {NAME: scales})
+    for node, op in calls.items():
+        unit.replace(node, op, **op.bind(node.args, node.kwargs) | {NAME: scales})
     return PassReport(len(calls))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.token_tree import chain, token_tree
+from graphllm.config.token_tree import GrownTree, chain, of_parents, token_tree
 from graphllm.entrypoints.resolve import compile_config
 
 BRANCHING = "[(0,), (1,), (0, 0)]"
@@ -24,6 +24,15 @@ def test_nodes() -> None:
     assert token_tree("[[0], [0, 0], (0, 0, 0)]") == chain(3)
 
 
+def test_sizes_of_one_that_grows() -> None:
+    tree = token_tree('{"top_k": 3, "depth": 4, "drafts": 12}')
+    assert isinstance(tree, GrownTree)
+    assert (tree.levels, tree.drafts, tree.nodes, tree.rows, tree.candidates) == (4, 12, 13, 9, 30)
+    made = of_parents([0, 0, 0, 1, 1, 2, 4])
+    assert made.paths == ((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0))
+    assert made.parents == [-1, 0, 0, 1, 1, 2, 4]
+
+
 @pytest.mark.parametrize(
     ("said", "told"),
     [
@@ -36,6 +45,15 @@ def test_nodes() -> None:
         ("[(0,), (0,)]", "a path is there twice"),
         ("[(0,), (1, 0)]", r"\(1, 0\) has nothing to follow; give the path \(1,\) as well"),
         (str([(i,) for i in range(61)] + [(0, 0), (0, 1)]), "has 63 drafts; give at most 62"),
+        ("{'top_k': 4, 'depth': 3}", "give a list of paths, such as .* for one that grows"),
+        ("{'top_k': 4, 'depth': 3, 'drafts': 0}", "give a list of paths"),
+        ("{'top_k': 4, 'depth': 3, 'drafts': 63}", "has 63 drafts, and 8 behind which others are looked at"),
+        ("{'top_k': 8, 'depth': 9, 'drafts': 20}", "has 20 drafts, and 64 behind which others are looked at"),
+        (
+            "{'top_k': 2, 'depth': 3, 'drafts': 11}",
+            "has 11 drafts; .* at least, and at most 10",
+        ),
+        ("{'top_k': 4, 'depth': 6, 'drafts': 5}", "has 5 drafts; give as many as its depth, 6, at least"),
     ],
 )
 def test_what_is_no_tree(said: str, told: str) -> None:
@@ -67,6 +85,9 @@ def test_what_does_not_go_together(fields: dict[str, Any], told: str) -> None:
 
 def test_vllms_form() -> None:
     """Its text, and the list itself."""
+    sizes = {"top_k": 2, "depth": 3, "drafts": 8}
+    args = EngineArgs(speculative_config={"method": "eagle3", "speculative_token_tree": sizes})
+    assert token_tree(str(args.speculative_token_tree)) == GrownTree(2, 3, 8)
     for said in (BRANCHING, [[0], [1], [0, 0]]):
         args = EngineArgs(speculative_config={"method": "medusa", "speculative_token_tree": said})
         assert token_tree(str(args.speculative_token_tree)) == token_tree(BRANCHING)

@@ -234,6 +234,13 @@ def serve_command(
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key; default: in the same file.")] = None,
     ssl_ca_certs: Annotated[Path | None, typer.Option(help="Of who signs the certificates of clients.")] = None,
     ssl_cert_reqs: Annotated[int, typer.Option(help="Of clients: 0 none, 1 may have one, 2 must.")] = 0,
+    headless: Annotated[
+        bool,
+        typer.Option(
+            "--headless",
+            help="Speak no HTTP: lend this machine, --node-rank of --nnodes, to the engine at --master-addr.",
+        ),
+    ] = False,
     api_server_count: Annotated[int, typer.Option(help="Processes that speak HTTP, of one engine.")] = 1,
     data_parallel_multi_port_external_lb: Annotated[
         bool,
@@ -301,9 +308,17 @@ def serve_command(
     ] = "info",
 ) -> None:
     """Serve OpenAI's and Anthropic's APIs over HTTP, and a chat page."""
+    from graphllm.config.parallel import ParallelConfig, check_parallel
+    from graphllm.config.setting import assemble
     from graphllm.engine.spawn import spawn, spawn_cores
 
     alone, gpus = args.data_parallel_rank is not None, (args.tensor_parallel_size or 1) * args.pipeline_parallel_size
+    parallel = assemble(ParallelConfig, vars(args))
+    check_parallel(parallel, gpus)
+    if headless:
+        from graphllm.cli.serve_node import serve_headless
+
+        raise typer.Exit(serve_headless(args, model, log_format, log_level))
     if data_parallel_multi_port_external_lb and not alone:
         from graphllm.cli.serve_ranks import serve_ranks
         from graphllm.server.ranks.options import RankOptions
@@ -325,7 +340,9 @@ def serve_command(
         )
         raise typer.Exit(serve_ranks(args, ranks, log_format, log_level))
     # First of all: what takes longest is their import of torch.
-    children = spawn_cores(1 if alone else args.data_parallel_size, gpus)
+    # A cluster says later which devices ranks have.
+    here = 1 if args.distributed_executor_backend == "ray" else parallel.ranks_of_node(gpus)
+    children = spawn_cores(1 if alone else args.data_parallel_size, here)
     others = [spawn() for _ in also or ()]
     try:
         from graphllm.cli import serve as told

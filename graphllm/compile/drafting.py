@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphllm.compile import trees
+from graphllm.compile import blocks, grown_trees, trees
+from graphllm.compile.draft_rows import behind_last, hidden_states, rejected, step_rows
 from graphllm.compile.sampling import ANCESTORS, Stage, Values
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Drafts, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
@@ -38,6 +39,7 @@ from graphllm.weights.expr import Expr, renamed
 _WEIGHTS = ("embed_weights", "layer_weights", "head_weights", "project_weights")
 _FUNCTIONS = (
     "layer_types", "embed", "layer", "head", "states", "inputs", "buckets", "hidden", "project", "drafts_at_once",
+    "context", "mask_token",
 )  # fmt: skip
 
 
@@ -66,7 +68,7 @@ def joined(model: Model, c: Any, drafter: Model, own: Any) -> Model:
     drafts = dataclasses.replace(graph, name=DRAFT, task="draft", **changed)
     if (hidden := reads(drafts, model.graphs[0], c)) is not None and hidden.normed:
         drafts = _behind_norm(drafts, model, c, hidden)
-    return dataclasses.replace(model, graphs=(*model.graphs, drafts), shardable=())  # its Config is never divided
+    return dataclasses.replace(model, graphs=(*model.graphs, drafts))
 
 
 def reads(graph: Graph, main: Graph, c: Any) -> Hidden | None:
@@ -99,14 +101,16 @@ class _MainWeights:
 
     def of_second(self, name: str, w: Weight) -> Weight:
         """A weight of the draft model, which is read from the second checkpoint or tied to one of the first."""
+        if w.tie is not None and w.tie.startswith(MAIN):
+            root = self._root(w)
+            return dataclasses.replace(w, tie=root, shard=self._found[root].shard)
         if w.tie is not None:
-            tie = self._root(name, w) if w.tie.startswith(MAIN) else f"{DRAFT}.{w.tie}"
-            return dataclasses.replace(w, tie=tie)
+            return dataclasses.replace(w, tie=f"{DRAFT}.{w.tie}")
         sources = tuple(draft_name(s) if isinstance(s, str) else tuple(map(draft_name, s)) for s in w.sources)
         expr = renamed(w.expr, draft_name) if isinstance(w.expr, Expr) else w.expr
         return dataclasses.replace(w, sources=sources, expr=expr)
 
-    def _root(self, name: str, w: Weight) -> str:
+    def _root(self, w: Weight) -> str:
         to = w.tie.removeprefix(MAIN)  # type: ignore[union-attr]
         while (found := self._found.get(to)) is not None and found.tie is not None:
             to = found.tie
@@ -150,20 +154,23 @@ def lookahead(graph: Graph, c: Any, config: CompileConfig) -> int:
     """Positions behind the tokens of a step for which the draft graph keeps something."""
     if not any(graph.states(c, t) for t in graph.layer_types(c)):
         return 0
+    if graph.context is not None:
+        return blocks.num_drafts(config) + 1
     if by_levels(graph, c, config):
-        return len(config.tree.inner) if config.tree is not None else 0
+        return config.tree.rows if config.tree is not None else 0
     return config.num_speculative_tokens - (0 if one_row_more(graph, c) else 1)
 
 
 def buckets(graph: Graph, c: Any, config: CompileConfig) -> tuple[Bucket, ...]:
     """The sizes that a draft graph is compiled for."""
-    if by_levels(graph, c, config) and config.tree is not None and config.tree.inner:
-        count = len(config.tree.inner)
-        plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
+    plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
+    count = 0 if graph.context is None else blocks.num_drafts(config) + 1
+    if by_levels(graph, c, config) and config.tree is not None:
+        count = config.tree.rows
+    if count:
         return tuple(dict.fromkeys([*config.buckets, *(dataclasses.replace(b, query_len=count) for b in plain)]))
     if not one_row_more(graph, c):
         return config.buckets
-    plain = [b for b in config.buckets if b.kind == "decode" and b.query_len == 1]
     more = [dataclasses.replace(b, query_len=b.query_len + 1) for b in config.buckets if b.kind == "decode"]
     mixed = [dataclasses.replace(b, hi=b.hi + config.max_num_seqs) for b in config.buckets if b.kind == "mixed"]
     return (*plain, *more, *mixed)
@@ -191,16 +198,15 @@ def states(hidden: Hidden | None, config: CompileConfig, vocab: int) -> tuple[St
         StateSpec("draft_position", "slot", (), "int32", "none"),
     ]
     if hidden is not None:
-        found += [StateSpec(name, "token", (hidden.size,), "model", "none") for name in _hidden_states(hidden)]
-        found.append(StateSpec("draft_hidden", "slot", (hidden.width,), "model", "none"))
-        found += trees.hidden_of_nodes(config.tree, hidden.width) if config.tree is not None else ()
+        found += [StateSpec(name, "token", (hidden.size,), "model", "none") for name in hidden_states(hidden)]
+        if hidden.width:
+            found.append(StateSpec("draft_hidden", "slot", (hidden.width,), "model", "none"))
+            found += trees.hidden_of_nodes(config.tree, hidden.width) if config.tree is not None else ()
+    if isinstance(config.tree, GrownTree):
+        found += grown_trees.draft_states(config.tree)
     if draws(config):
         found.append(StateSpec("draft_probs", "slot", (config.num_speculative_tokens, vocab), "float32", "none"))
     return tuple(found)
-
-
-def _hidden_states(hidden: Hidden) -> list[str]:
-    return [f"step_hidden_{i}" for i in range(len(hidden.layers))]
 
 
 _DRAWING = (
@@ -230,7 +236,7 @@ def keep_hidden(hidden: Hidden) -> list[tuple[int, Stage]]:
     def stage(state: str) -> Stage:
         return Stage(f"keep_{state}", lambda v: _keep((v["x"], v[f"state.{state}"])), ())
 
-    return [(layer, stage(state)) for layer, state in zip(hidden.layers, _hidden_states(hidden), strict=True)]
+    return [(layer, stage(state)) for layer, state in zip(hidden.layers, hidden_states(hidden), strict=True)]
 
 
 def _keep(*pairs: tuple[Tensor, Tensor]) -> tuple[()]:
@@ -253,26 +259,38 @@ def programs(
     wanted = config.num_speculative_tokens if tree is None else tree.levels
     if 0 < at_once < wanted:
         told = "num_speculative_tokens is" if tree is None else "speculative_token_tree has paths of"
-        raise ConfigError(f"{told} {wanted}: the draft model has {at_once} heads; give at most that")
+        does = f"has {at_once} heads" if graph.context is None else f"guesses {at_once} tokens at once"
+        raise ConfigError(f"{told} {wanted}: the draft model {does}; give at most that")
     levels = tree if by_levels(graph, c, config) else None
     choose = Stage("choose", lambda v: _choose(v, last), ())
-    if levels is not None:
+    grown = levels if isinstance(levels, GrownTree) else None
+    if grown is not None:
+        choose = Stage("choose", lambda v: grown_trees.choose_first(v, grown, last), ())
+    elif isinstance(levels, TokenTree):
         choose = Stage("choose", lambda v: trees.choose_first(v, levels, last), ())
     if hidden is None:
         first = [Stage("first", lambda v: _first_of_own(v, last), _RESOLVED)]
     else:
-        names = _hidden_states(hidden)
-        first = [Stage("first", lambda v: _first(v, names, tree, levels is not None), (*_RESOLVED, "step.hidden"))]
+        names = hidden_states(hidden)
+        made = (*_RESOLVED, "step.hidden")
+        first = [Stage("first", lambda v: _first(v, names, tree, levels is not None), made)]
+        if graph.context is not None:
+            first = [blocks.context_rows(names, tree)]
         if graph.project is not None:
             project = graph.project
             weights = tuple(graph.project_weights(c).items())
             first.append(
                 Stage("project", lambda v: (project(c, _own(v), v["step.hidden"]),), ("step.hidden",), weights=weights)
             )
-    if at_once or (levels is not None and not levels.inner):
+    if graph.context is not None:
+        before, behind = blocks.block(config, graph.mask_token(c))
+        return {"first": (tuple(first), ()), "next": ((before,), (behind,))}
+    if at_once or (levels is not None and not levels.rows):
         return {"first": (tuple(first), (choose,))}
     if levels is not None:
-        before, behind = trees.next_level(levels, last)
+        before, behind = (
+            grown_trees.next_level(levels, last) if isinstance(levels, GrownTree) else trees.next_level(levels, last)
+        )
         return {"first": (tuple(first), (choose,)), "next": ((before,), (behind,))}
     resolved = _RESOLVED if hidden is None else (*_RESOLVED, "step.hidden")
     following = Stage("next", lambda v: _next(v, hidden is not None), resolved)
@@ -284,27 +302,16 @@ def _own(v: Values) -> Any:
     return SimpleNamespace(**{n[2:]: t for n, t in v.items() if n.startswith("w.")})
 
 
-def _first(v: Values, hidden: list[str], tree: TokenTree | None, by_levels: bool) -> tuple[Tensor, ...]:
+def _first(v: Values, hidden: list[str], tree: TokenTree | GrownTree | None, by_levels: bool) -> tuple[Tensor, ...]:
     """Of each token the one behind it, with the token's hidden states: the next one of the step, or behind the last one
-    that is kept what was sampled, or what the host knows of a prompt that goes on. Of a tree the tokens of the path
-    that was kept come first."""
-    ids_T = v["step.token_ids"]
-    at_T = torch.arange(ids_T.shape[0], device=ids_T.device)
-    if tree is None:
-        from_T, next_T = at_T, (at_T + 1).clamp(max=ids_T.shape[0] - 1)
-        row_S = (v["step.query_start_loc"][1:] - 1 - _rejected(v)).clamp(min=0)
-    else:
-        from_T, next_T, row_S = trees.along_path(v, tree)
-    position_T = torch.index_select(v["state.step_positions"], 0, from_T)
-    behind_T = torch.index_select(v["state.step_ids"], 0, next_T)
-    last_T, row_T = (torch.index_select(t, 0, v["step.sequence_ids"]) for t in (_behind_last(v), row_S))
-    next_T = torch.where(row_T == at_T, last_T, behind_T).clamp(min=0)
-    # Sequence lengths are those of the whole step: attention finds the rows' positions by them.
-    start_S, count_S = v["step.query_start_loc"][:-1], v["step.query_start_loc"][1:] - v["step.query_start_loc"][:-1]
-    end_S = torch.index_select(position_T, 0, start_S.clamp(max=ids_T.shape[0] - 1)) + count_S
-    hidden_T = torch.cat([torch.index_select(v[f"state.{n}"], 0, from_T) for n in hidden], -1)
-    rows = (trees.rows_of(row_S, v) if by_levels else row_S).to(torch.int32)
-    return next_T, position_T, position_T + 1, end_S, rows, torch.zeros_like(row_S), hidden_T
+    that is kept what was sampled, or what the host knows of a prompt that goes on."""
+    rows = step_rows(v, hidden, tree)
+    behind_T = torch.index_select(v["state.step_ids"], 0, rows.behind)
+    last_T, row_T = (torch.index_select(t, 0, v["step.sequence_ids"]) for t in (behind_last(v), rows.last))
+    next_T = torch.where(row_T == torch.arange(row_T.shape[0], device=row_T.device), last_T, behind_T).clamp(min=0)
+    indices = (trees.rows_of(rows.last, v) if by_levels else rows.last).to(torch.int32)
+    places_S = torch.zeros_like(rows.last)
+    return next_T, rows.positions, rows.positions + 1, rows.ends, indices, places_S, rows.hidden
 
 
 def _first_of_own(v: Values, last_position: int) -> tuple[Tensor, ...]:
@@ -314,10 +321,10 @@ def _first_of_own(v: Values, last_position: int) -> tuple[Tensor, ...]:
     at_T = torch.arange(sequence_T.shape[0], device=sequence_T.device)
     before_S = torch.arange(start_loc.shape[0] - 1, device=sequence_T.device)
     count_S = start_loc[1:] - start_loc[:-1] - 1
-    kept_S = (count_S - _rejected(v)).clamp(min=0)
+    kept_S = (count_S - rejected(v)).clamp(min=0)
     most = v["state.step_ids"].shape[0] - 1  # for padding
     start_S = torch.index_select(v["state.step_positions"], 0, (start_loc[:-1] - before_S).clamp(min=0, max=most))
-    of_S = (start_loc[:-1], start_S, kept_S, _behind_last(v))
+    of_S = (start_loc[:-1], start_S, kept_S, behind_last(v))
     first_T, start_T, kept_T, last_T = (torch.index_select(t, 0, sequence_T) for t in of_S)
     place_T = (at_T - first_T).to(torch.int32)
     ids_T = torch.index_select(v["state.step_ids"], 0, (at_T - sequence_T).clamp(min=0, max=most))
@@ -326,16 +333,6 @@ def _first_of_own(v: Values, last_position: int) -> tuple[Tensor, ...]:
     row_S = (start_loc[:-1] + kept_S).clamp(max=sequence_T.shape[0] - 1).to(torch.int32)
     end_S = start_S + count_S + 1
     return ids_T, position_T, position_T + 1, end_S, row_S, torch.zeros_like(row_S)
-
-
-def _rejected(v: Values) -> Tensor:
-    return torch.index_select(v["state.rejected"], 0, v["step.slots"])
-
-
-def _behind_last(v: Values) -> Tensor:
-    """[S]: the token behind the last one of each sequence that is kept."""
-    sampled_S = torch.index_select(v["state.last_token"], 0, v["step.slots"])
-    return torch.where(v["step.next_tokens"] >= 0, v["step.next_tokens"], sampled_S)
 
 
 def _next(v: Values, hidden: bool) -> tuple[Tensor, ...]:
@@ -353,13 +350,20 @@ def chosen(made: Any, v: Values, config: CompileConfig, graph: Graph, c: Any) ->
     """[S, n] int32: the drafts that follow from what a draft graph's head makes, as many as are wanted at most: the
     likeliest tokens, or draws. Where a tree is filled by levels, the likeliest ones in their order."""
     made = made if isinstance(made, Drafts) else Drafts((made,))
+    if graph.context is not None and config.tree is None and not draws(config):
+        return _named(blocks.likeliest(made, config), made.ids)
+    position_S = torch.index_select(v["step.positions"], 0, v["step.logits_indices"])
+    if graph.context is not None:
+        made, position_S = blocks.of_each_draft(made, config), blocks.position_behind(v)
+    if isinstance(config.tree, GrownTree):
+        return grown_trees.likeliest(made, config.tree)
     if config.tree is not None and by_levels(graph, c, config):
         return _named(trees.likeliest(made.logits[0], config.tree), made.ids)
     if config.tree is not None and graph.drafts_at_once(c):
         return _named(trees.fill(made, config.tree), made.ids)
     wanted = made.logits[: config.num_speculative_tokens]
     if draws(config):
-        tokens = [_drawn(logits_SV, made.ids, v, place) for place, logits_SV in enumerate(wanted)]
+        tokens = [_drawn(logits_SV, made.ids, v, position_S, place) for place, logits_SV in enumerate(wanted)]
     else:
         tokens = [logits_SV.argmax(-1) for logits_SV in wanted]
     return _named(torch.stack(tokens, -1), made.ids)
@@ -372,12 +376,11 @@ def _named(tokens_SK: Tensor, ids: Tensor | None) -> Tensor:
     return tokens_SK.to(torch.int32)
 
 
-def _drawn(logits_SV: Tensor, ids: Tensor | None, v: Values, place: int) -> Tensor:
+def _drawn(logits_SV: Tensor, ids: Tensor | None, v: Values, position_S: Tensor, place: int) -> Tensor:
     """[S]: a draw of each sequence by its temperature alone, for a place of this run's drafts, whose distribution is
     kept. Its random numbers are those of its position: no other draft that may be accepted has them, nor what accepts
     or replaces it."""
     temperature_S, slots_S = v["step.draft_temperature"], v["step.slots"]
-    position_S = torch.index_select(v["step.positions"], 0, v["step.logits_indices"])
     record_draft_probs(logits_SV, temperature_S, v["step.places"] + place, slots_S, v["state.draft_probs"], ids)
     unfiltered = torch.zeros_like(slots_S), torch.ones_like(temperature_S), torch.zeros_like(temperature_S)
     drawn_S = sample(logits_SV, temperature_S, *unfiltered, draft_seed(v["step.draft_seed"]), position_S + place)

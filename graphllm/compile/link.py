@@ -94,9 +94,10 @@ class _Chain:
 
     def program(self, program: trace.Program, pieces: dict[str, Piece]) -> Program:
         for name in program.units:
-            if name == "layers":
+            if name in ("layers", "context"):
+                kind = name.removesuffix("s")
                 for i, layer_type in enumerate(self._graph.layer_types):
-                    self.add(self._graph.units[f"layer.{layer_type}"], f"{self._prefix}layers.{i}", i)
+                    self.add(self._graph.units[f"{kind}.{layer_type}"], f"{self._prefix}layers.{i}", i)
                     for behind in self._graph.behind[i]:
                         self.add(self._graph.units[behind], self._prefix + behind, None)
             else:

@@ -94,6 +94,19 @@ def find_model(model_config: Mapping[str, Any]) -> Model:
     return joined(model, model.config(model_config), drafter, drafter.config(drafts))
 
 
+def local_model(model_config: Mapping[str, Any], config: CompileConfig) -> tuple[Model, Any]:
+    """The same family for one of the ranks of a tensor-parallel group, and that rank's Config. A draft graph that
+    cannot be divided is whole on every rank. Raises ConfigError."""
+    degree, apart = config.tensor_parallel_size, config.enable_expert_parallel
+    model = _family(model_config)
+    c = model.local(model.config(model_config), degree, apart)
+    if (drafts := model_config.get(DRAFT)) is None:
+        return model, c
+    drafter = _drafter(model_config, drafts)
+    own = drafter.config(drafts)
+    return joined(model, c, drafter, drafter.local(own, degree, apart) if drafter.shardable else own), c
+
+
 def _drafter(model_config: Mapping[str, Any], drafts: Mapping[str, Any]) -> Model:
     """The family of a draft model: the one of its field "method", or that its architecture names."""
     method, known = drafts.get("method"), load_models()
@@ -170,7 +183,7 @@ def compile_model(
         if config.kv_cache_dtype == "fp8":
             plan = with_cache_scales(plan, stored)
         plan = shard_plan(plan, degree, config.enable_expert_parallel)
-        c = model.local(c, degree, config.enable_expert_parallel)
+        model, c = local_model(model_config, config)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]
@@ -333,10 +346,11 @@ def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> dic
     """What the cache manager must know of a draft graph: see `CacheLayout`."""
     for graph in (g.graph for g in graphs if g.graph.task == "draft"):
         reach = drafting.lookahead(graph, c, config)
-        return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c),
+        block = 0 if graph.context is None else reach
+        return {"lookahead": reach, "next_seen": reach > 0 and not drafting.one_row_more(graph, c) and not block,
                 "one_row_more": drafting.one_row_more(graph, c), "at_once": graph.drafts_at_once(c),
-                "by_levels": drafting.by_levels(graph, c, config)}  # fmt: skip
-    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0, "by_levels": False}
+                "by_levels": drafting.by_levels(graph, c, config), "block": block}  # fmt: skip
+    return {"lookahead": 0, "next_seen": False, "one_row_more": False, "at_once": 0, "by_levels": False, "block": 0}
 
 
 def values_read(graph: TracedGraph) -> set[str]:

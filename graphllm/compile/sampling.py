@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from graphllm.compile import tree_nodes
 from graphllm.config import CompileConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import sampling_columns
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.ops.accept_drafts import accept_drafts
+from graphllm.ops.accept_grown_tree import accept_grown_tree
 from graphllm.ops.accept_tree import accept_tree
 from graphllm.ops.keep_path import keep_path
 from graphllm.ops.ngram_drafts import ngram_drafts
@@ -93,6 +95,7 @@ def states(config: CompileConfig, vocab: int, versions: int) -> tuple[StateSpec,
     return (
         *(verifying if versions > 1 else ()),
         *path,
+        *(tree_nodes.states(config.tree) if isinstance(config.tree, GrownTree) else ()),
         *((history,) if config.prompt_lookup_max else ()),
         StateSpec("last_token", "slot", (), "int32", "none"),
         StateSpec("counts", "slot", (vocab,), "int32", "none"),
@@ -112,14 +115,15 @@ OUTPUTS = (
 )
 
 
-def beginning(versions: int, declared: Iterable[InputSpec]) -> Stage:
-    """What comes before the model's own units. declared: the inputs of the graph."""
+def beginning(versions: int, declared: Iterable[InputSpec], grown: bool = False) -> Stage:
+    """What comes before the model's own units. declared: the inputs of the graph. grown: trees of drafts grow."""
     if versions == 1:
         return Stage("resolve_token_ids", lambda v: (_resolve(v),), ("step.token_ids",))
     made = ("token_ids", "drafts", "positions", "context_lens", "seq_lens", "state_versions", "sample_index")
     counting = tuple(s.name for s in declared if s.counts)
-    outputs = tuple(n if n == "drafts" else f"step.{n}" for n in (*made, *counting))
-    return Stage("resolve_drafts", lambda v: _resolve_drafts(v, counting), outputs)
+    nodes = ("ancestors",) if grown else ()
+    outputs = tuple(n if n == "drafts" else f"step.{n}" for n in (*made, *counting, *nodes))
+    return Stage("resolve_drafts", lambda v: _resolve_drafts(v, counting, grown), outputs)
 
 
 def programs(
@@ -170,7 +174,7 @@ def _resolve(v: Values) -> Tensor:
     return torch.where(ids_T < 0, last_T, ids_T)
 
 
-def _resolve_drafts(v: Values, counting: Iterable[str]) -> tuple[Tensor, ...]:
+def _resolve_drafts(v: Values, counting: Iterable[str], grown: bool) -> tuple[Tensor, ...]:
     inputs = (
         "token_ids",
         "positions",
@@ -183,12 +187,17 @@ def _resolve_drafts(v: Values, counting: Iterable[str]) -> tuple[Tensor, ...]:
     )
     states = ("last_token", "drafts", "rejected")
     resolved = resolve_drafts(*(v[f"step.{n}"] for n in inputs), *(v[f"state.{n}"] for n in states))
+    nodes: tuple[Tensor, ...] = ()
+    if grown:
+        depth_T, bits_T = tree_nodes.of_rows(v)
+        ids_T, drafts_T, position_T, context_T, lengths_S = resolved
+        resolved, nodes = (ids_T, drafts_T, position_T + depth_T, context_T + depth_T, lengths_S), (bits_T,)
     versions_S = torch.index_select(v["state.version"], 0, v["step.slots"])
     # A row's place in the output, which decides its random numbers, moves as the position of its token has.
     moved_T = resolved[2] - v["step.positions"]
     index_R = v["step.sample_index"] + torch.index_select(moved_T, 0, v["step.logits_indices"])
     counts = ((v[f"step.{n}"] + moved_T).clamp(min=0) for n in counting)  # of padding, too, no less than zero
-    return (*resolved, versions_S, index_R, *counts)
+    return (*resolved, versions_S, index_R, *counts, *nodes)
 
 
 def _sample(v: Values, logits: str) -> Tensor:
@@ -245,11 +254,16 @@ def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tup
     return recorded_R, kept_S, drafted_S
 
 
-def _verify_tree(v: Values, logits: str, tree: TokenTree) -> tuple[Tensor, ...]:
+def _verify_tree(v: Values, logits: str, tree: TokenTree | GrownTree) -> tuple[Tensor, ...]:
     sampled_R = _sample(v, logits)
     rows = (v["step.row_slots"], v["drafts"], v["step.logits_indices"])
     where = (v[f"step.{n}"] for n in ("sequence_ids", "query_start_loc", "row_start_loc", "slots"))
-    kept = accept_tree(sampled_R, *rows, *where, v["state.rejected"], v["state.path"], tree.parents)
+    states = (v["state.rejected"], v["state.path"])
+    if isinstance(tree, GrownTree):
+        nodes = (torch.index_select(v[f"state.{n}"], 0, v["step.slots"]) for n in tree_nodes.STATES)
+        kept = accept_grown_tree(sampled_R, *rows, *where, *states, *nodes, tree.levels)
+    else:
+        kept = accept_tree(sampled_R, *rows, *where, *states, tree.parents)
     tokens_R, rows_R, newest_R, kept_R, kept_S, drafted_S, path_SD = kept
     return _record(v, tokens_R, newest_R, kept_R), kept_S, drafted_S, rows_R, path_SD, sampled_R
 

@@ -25,7 +25,9 @@ def split_layers(graph: TracedGraph, plan: WeightPlan, config: CompileConfig) ->
             sets.setdefault(_kept(plan, f"{unit.prefix}layers.{i}.", config), []).append(i)
         for number, layers in enumerate(sets.values()):
             name = f"{layer_type}.{number}" if number else layer_type
-            units[f"layer.{name}"] = _of_layers(unit, f"{unit.prefix}layer.{name}", layers)
+            for kind in ("layer", "context"):
+                if (whole := graph.units.get(f"{kind}.{layer_type}")) is not None:
+                    units[f"{kind}.{name}"] = _of_layers(whole, f"{unit.prefix}{kind}.{name}", layers)
             for i in layers:
                 types[i] = name
     return graph._replace(units=units, layer_types=tuple(types))

@@ -15,6 +15,7 @@ from graphllm.compile import drafting, expert_counts, sampling, trees
 from graphllm.compile.expert_counts import Counting
 from graphllm.compile.sampling import Stage
 from graphllm.config import CompileConfig, ConfigError
+from graphllm.config.token_tree import GrownTree
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Hidden, Model
 from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
@@ -46,7 +47,8 @@ class Layout(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The units of a program in order, "layers" standing for all of them, and the parts that begin with some.
+    """The units of a program in order, and the parts that begin with some. "layers" stands for all of them, "context"
+    for what a draft graph keeps for each of its layers.
 
     results: the values that must be there in the end.
     """
@@ -243,7 +245,10 @@ class _Tracer:
         programs = {}
         for name, (before, after) in around.items():
             first = () if counting is None else ("no_expert_tokens",)
-            order = (*(s.name for s in before), *first, "embed", "layers", "head", *(s.name for s in after))
+            own: tuple[str, ...] = ("embed", "layers", "head")
+            if graph.context is not None and name == "first":
+                own = ("embed", "context")
+            order = (*(s.name for s in before), *first, *own, *(s.name for s in after))
             made_here = {*names, *(n for s in after for n in s.outputs)}
             programs[name] = Program(
                 order,
@@ -260,7 +265,8 @@ class _Tracer:
             return drafting.programs(self._graph, self._c, config, hidden)
         if task != "generate":
             return {task: ((), ())}
-        resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values())
+        grown = isinstance(config.tree, GrownTree)
+        resolve = sampling.beginning(layout.versions, layout.inputs[self._number].values(), grown)
         before = (resolve, drafting.KEEP_IDS) if drafted else (resolve,)
         made = sampling.programs(config, layout.versions, self.caches())
         return {name: (before, after) for name, after in made.items()}
@@ -291,6 +297,13 @@ class _Tracer:
             return (graph.layer(c, layer_type, _weights(v), v["x"], self.context(v)),)
 
         self.trace(f"layer.{layer_type}", extra, run, layers=layers)
+        if (context := graph.context) is not None:
+
+            def keep(v: dict[str, Any]) -> tuple[()]:
+                context(c, layer_type, _weights(v), self.context(v))
+                return ()
+
+            self.trace(f"context.{layer_type}", extra, keep, (), layers)
 
     def counting(self, behind: dict[int, list[str]]) -> Counting:
         """Units that count the tokens of experts: before all layers and behind each."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from graphllm.compile.sampling import Stage, Values
 from graphllm.config import CompileConfig, ConfigError
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Drafts, Model
 from graphllm.ir.specs import BLOCK_TOKENS, StateSpec
 from graphllm.ops.record_drafts import record_drafts
@@ -44,7 +44,12 @@ def check_tree(model: Model, c: Any, config: CompileConfig, layers: Sequence[Seq
     drafters = [graph for graph in model.graphs if graph.task == "draft"]
     if not drafters:
         raise ConfigError(f"{_NAME}: drafts of a tree come from a draft model; give one, or leave it out")
-    if tree.levels < len(tree.paths) and drafters[0].hidden(c, 1) is None:
+    if isinstance(tree, GrownTree) and (drafters[0].hidden(c, 1) is None or drafters[0].drafts_at_once(c)):
+        raise ConfigError(
+            f"{_NAME}: a tree grows by what is likely behind each draft, which EAGLE heads and MTP layers tell; use "
+            "method eagle3, eagle or mtp, or give a list of paths"
+        )
+    if tree.levels < tree.drafts and drafters[0].hidden(c, 1) is None:
         raise ConfigError(
             f"{_NAME}: a draft model that is a language model of its own guesses one run of tokens; use method eagle3, "
             "eagle, mtp or medusa, or leave it out"
@@ -75,7 +80,7 @@ def _ranked(logits_SV: Tensor, last: int) -> Tensor:
     return scores_SX[:, 2 + count :].long()
 
 
-def along_path(v: Values, tree: TokenTree) -> tuple[Tensor, Tensor, Tensor]:
+def along_path(v: Values, tree: TokenTree | GrownTree) -> tuple[Tensor, Tensor, Tensor]:
     """Where the step's tokens of a draft graph's first run come from, those that a tree has kept first and in their
     order [T], where the one behind each does [T], and the row of each sequence's newest token [S]."""
     sequence_T, start_S = v["step.sequence_ids"].long(), v["step.query_start_loc"][:-1].long()
@@ -100,9 +105,9 @@ def along_path(v: Values, tree: TokenTree) -> tuple[Tensor, Tensor, Tensor]:
 STATE = "tree_hidden"
 
 
-def hidden_of_nodes(tree: TokenTree, width: int) -> tuple[StateSpec, ...]:
+def hidden_of_nodes(tree: TokenTree | GrownTree, width: int) -> tuple[StateSpec, ...]:
     """What a draft graph keeps of a sequence's inner nodes between its runs: the hidden states that it has made."""
-    return (StateSpec(STATE, "slot", (len(tree.inner) * width,), "model", "none"),) if tree.inner else ()
+    return (StateSpec(STATE, "slot", (tree.rows * width,), "model", "none"),) if tree.rows else ()
 
 
 def likeliest(logits_RV: Tensor, tree: TokenTree) -> Tensor:
@@ -113,7 +118,7 @@ def likeliest(logits_RV: Tensor, tree: TokenTree) -> Tensor:
 def rows_of(row_S: Tensor, v: Values) -> Tensor:
     """[R]: rows of each sequence, and behind them the last one again: the head's rows have a symbol of their own, since
     the first run has one for each sequence and others several."""
-    at_R = _numbers(v["step.logits_indices"])
+    at_R = numbers(v["step.logits_indices"])
     return torch.index_select(row_S, 0, torch.minimum(at_R, at_R.new_full((1,), row_S.shape[0] - 1)))
 
 
@@ -129,12 +134,12 @@ def next_level(tree: TokenTree, last_position: int) -> tuple[Stage, Stage]:
 def choose_first(v: Values, tree: TokenTree, last_position: int) -> tuple[()]:
     """Of each sequence, the tokens behind the root become drafts."""
     slots_S = v["step.slots"]
-    at_S = _numbers(slots_S)
+    at_S = numbers(slots_S)
     row_S = torch.index_select(v["step.logits_indices"], 0, at_S)
     ranked_SC = torch.index_select(v["drafted"], 0, at_S)
     drafts_SJ = torch.stack([ranked_SC[:, tree.choices[node - 1]] for node in tree.children[0]], -1)
     position_S = torch.index_select(v["step.positions"], 0, row_S)
-    _record(v, drafts_SJ, position_S, torch.zeros_like(slots_S), last_position)
+    record(v, drafts_SJ, position_S, torch.zeros_like(slots_S), last_position)
     store_slots(torch.index_select(v["x"], 0, row_S), slots_S, v["state.draft_hidden"])
     return ()
 
@@ -145,7 +150,7 @@ def _inner_rows(v: Values, tree: TokenTree, last_position: int) -> tuple[Tensor,
     inner, nodes, sequence_T = tree.inner, v[f"state.{STATE}"], v["step.sequence_ids"].long()
     N, count, K = nodes.shape[0], len(inner), v["state.drafts"].shape[1]
     slot_T = torch.index_select(v["step.slots"], 0, sequence_T).long()
-    place_T = _numbers(sequence_T) - torch.index_select(v["step.query_start_loc"], 0, sequence_T)
+    place_T = numbers(sequence_T) - torch.index_select(v["step.query_start_loc"], 0, sequence_T)
     place_T = place_T.clamp(0, count - 1)  # of padding, too
     draft_T = slot_T * K + _told(place_T, [node - 1 for node in inner])
     token_T = torch.index_select(v["state.drafts"].view(-1), 0, draft_T).clamp(min=0)
@@ -161,7 +166,7 @@ def _inner_rows(v: Values, tree: TokenTree, last_position: int) -> tuple[Tensor,
     # Where no room is left for all, known rows are overwritten: nothing is verified there any more.
     end_S = torch.index_select(v["state.draft_position"], 0, v["step.slots"]) + count
     end_S = end_S.clamp(max=last_position + 1)
-    row_R = _numbers(v["step.logits_indices"]).to(torch.int32)
+    row_R = numbers(v["step.logits_indices"]).to(torch.int32)
     return token_T, position_T, position_T + 1, end_S, row_R, hidden_TD
 
 
@@ -180,18 +185,18 @@ def _choose_behind_inner(v: Values, tree: TokenTree, last_position: int) -> tupl
         [torch.index_select(ranked_RC[:, tree.choices[n - 1]], 0, row(tree.parents[n])) for n in behind], -1
     )
     before_S = torch.index_select(v["state.draft_position"], 0, slots_S) - 1  # which stays
-    _record(v, drafts_SJ, before_S, torch.zeros_like(slots_S) + first, last_position)
+    record(v, drafts_SJ, before_S, torch.zeros_like(slots_S) + first, last_position)
     rows_SD = torch.cat([torch.index_select(v["x"], 0, row(node)) for node in tree.inner], -1)
     store_slots(rows_SD, slots_S, v[f"state.{STATE}"])
     return ()
 
 
-def _record(v: Values, drafts_SJ: Tensor, position_S: Tensor, places_S: Tensor, last_position: int) -> None:
+def record(v: Values, drafts_SJ: Tensor, position_S: Tensor, places_S: Tensor, last_position: int) -> None:
     kept = (v[f"state.{n}"] for n in ("drafts", "draft_count", "draft_token", "draft_position"))
     record_drafts(drafts_SJ, position_S, places_S, v["step.slots"], *kept, last_position)
 
 
-def _numbers(like: Tensor) -> Tensor:
+def numbers(like: Tensor) -> Tensor:
     return torch.arange(like.shape[0], device=like.device)
 
 

@@ -10,7 +10,7 @@ from typing import Literal, get_args
 
 from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, parse_count, setting
-from graphllm.config.token_tree import TokenTree, token_tree
+from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
 
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -205,7 +205,8 @@ class CompileConfig:
     speculative_token_tree: str | None = setting(
         None,
         help="Which drafts a step verifies where a draft model guesses several tokens for one place: a list of paths, "
-        "such as [(0,), (1,), (0, 0)], each telling which of the likeliest tokens follow each other; None: one run.",
+        "such as [(0,), (1,), (0, 0)], each telling which of the likeliest tokens follow each other; or sizes of one "
+        'that grows where an EAGLE head is sure, such as {"top_k": 4, "depth": 5, "drafts": 16}; None: one run.',
     )
     prompt_lookup_max: int = setting(
         0,
@@ -276,7 +277,7 @@ class CompileConfig:
         return max((b.query_len for b in self.buckets), default=1)
 
     @property
-    def tree(self) -> TokenTree | None:
+    def tree(self) -> TokenTree | GrownTree | None:
         """The tree of drafts that steps verify, None for one run of them."""
         return None if self.speculative_token_tree is None else token_tree(self.speculative_token_tree)
 
@@ -291,9 +292,9 @@ def ranked_logprobs(max_logprobs: int) -> int:
     return 20 if max_logprobs == -1 else max_logprobs
 
 
-def _check_tree(config: CompileConfig, tree: TokenTree) -> None:
+def _check_tree(config: CompileConfig, tree: TokenTree | GrownTree) -> None:
     """Raise ConfigError for what does not go with a tree of drafts."""
-    drafts = len(tree.paths)
+    drafts = tree.drafts
     if config.num_speculative_tokens != drafts:
         raise ConfigError(
             f"num_speculative_tokens is {config.num_speculative_tokens}, but speculative_token_tree has {drafts} "

@@ -18,6 +18,7 @@ from graphllm.config.speculation import SpeculationConfig
 _LOADING = "read when an engine is loaded; the compiled programs are the same"
 _RUNNING = "read while an engine runs; the compiled programs are the same"
 _FILES = "what the files say is in the key"
+_Drafting = Literal["draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash"]
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class ModelConfig:
         help="Folder or hub name of a draft model, whose num_speculative_tokens guesses each step verifies.",
         key="what its config.json and its tensors say is in the key",
     )
-    speculative_method: Literal["draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp"] | None = setting(
+    speculative_method: _Drafting | None = setting(
         None,
         help="How speculative_model drafts; None: as its files say. Without one, mtp takes the further layers of the "
         "model's own checkpoint, and with the embedded model come draft_model, eagle3, medusa.",

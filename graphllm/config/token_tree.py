@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from graphllm.config.errors import ConfigError
 
 _MOST = 62  # drafts: each node, the token last sampled among them, has a bit of an int64 whose sign says "no tree"
 _FORM = (
-    "give a list of paths, such as [(0,), (1,), (0, 0)]: of each draft, which of the likeliest tokens each step takes"
+    "give a list of paths, such as [(0,), (1,), (0, 0)]: of each draft, which of the likeliest tokens each step takes; "
+    'or {"top_k": 4, "depth": 5, "drafts": 16} for one that grows'
 )
 
 
@@ -21,6 +23,11 @@ class TokenTree(NamedTuple):
     """
 
     paths: tuple[tuple[int, ...], ...]
+
+    @property
+    def drafts(self) -> int:
+        """How many there are."""
+        return len(self.paths)
 
     @property
     def levels(self) -> int:
@@ -64,18 +71,72 @@ class TokenTree(NamedTuple):
         """The drafts behind which there are others."""
         return [node for node, behind in enumerate(self.children) if behind and node]
 
+    @property
+    def rows(self) -> int:
+        """Of those, of a sequence in each further run of what drafts."""
+        return len(self.inner)
+
+
+class GrownTree(NamedTuple):
+    """A tree of drafts that grows where what drafts is sure (EAGLE-2), anew in each step: only sizes are known.
+
+    top_k: the likeliest tokens that are looked at behind each draft, and the likeliest drafts of each depth behind
+    which they are. levels: depths. drafts: the likeliest of all that were looked at, which are verified. Nodes are
+    numbered by depth; node 0 is the token that was sampled last.
+    """
+
+    top_k: int
+    levels: int
+    drafts: int
+
+    @property
+    def nodes(self) -> int:
+        """Drafts, and the root."""
+        return self.drafts + 1
+
+    @property
+    def rows(self) -> int:
+        """Drafts behind which others are looked at."""
+        return self.top_k * (self.levels - 1)
+
+    @property
+    def candidates(self) -> int:
+        """Drafts that are looked at: those behind the root, then those behind each of the rows."""
+        return self.top_k * (1 + self.rows)
+
+    @property
+    def depths(self) -> list[int]:
+        """What is known of them on the host: nothing; the device adds what they are."""
+        return [0] * self.nodes
+
+    @property
+    def ancestors(self) -> list[int]:
+        """The same: they are nodes."""
+        return [0] * self.nodes
+
+
+def of_parents(parents: Sequence[int]) -> TokenTree:
+    """The tree in which each node has that one before it, of which there is none before the root."""
+    paths: list[tuple[int, ...]] = [()]
+    for node, parent in enumerate(parents[1:], 1):
+        paths.append((*paths[parent], list(parents[1:node]).count(parent)))
+    return TokenTree(tuple(paths[1:]))
+
 
 def chain(length: int) -> TokenTree:
     """The tree without branches."""
     return TokenTree(tuple((0,) * n for n in range(1, length + 1)))
 
 
-def token_tree(said: str) -> TokenTree:
-    """A tree as vLLM writes it: the text of a list of paths, in any order. Raises ConfigError for what is none."""
+def token_tree(said: str) -> TokenTree | GrownTree:
+    """A tree as vLLM writes it: the text of a list of paths, in any order; or that of the sizes of one that grows.
+    Raises ConfigError for what is none."""
     try:
         found = ast.literal_eval(said)
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         found = None
+    if isinstance(found, dict):
+        return _grown(found, said)
     if not isinstance(found, list | tuple) or not found or not all(map(_is_path, found)):
         raise ConfigError(f"speculative_token_tree is {said!r:.80}: {_FORM}")
     paths = tuple(sorted({tuple(path) for path in found}, key=lambda path: (len(path), path)))
@@ -93,3 +154,20 @@ def token_tree(said: str) -> TokenTree:
 def _is_path(value: Any) -> bool:
     whole = isinstance(value, list | tuple) and len(value) > 0
     return whole and all(type(i) is int and 0 <= i < _MOST for i in value)
+
+
+def _grown(sizes: Mapping[Any, Any], said: str) -> GrownTree:
+    if set(sizes) != {"top_k", "depth", "drafts"} or any(type(n) is not int or n < 1 for n in sizes.values()):
+        raise ConfigError(f"speculative_token_tree is {said!r:.80}: {_FORM}")
+    tree = GrownTree(sizes["top_k"], sizes["depth"], sizes["drafts"])
+    if max(tree.drafts, tree.rows) > _MOST:
+        raise ConfigError(
+            f"speculative_token_tree has {tree.drafts} drafts, and {tree.rows} behind which others are looked at, "
+            f"top_k * (depth - 1); give at most {_MOST} of each"
+        )
+    if not tree.levels <= tree.drafts <= tree.candidates:
+        raise ConfigError(
+            f"speculative_token_tree has {tree.drafts} drafts; give as many as its depth, {tree.levels}, at least, and "
+            f"at most {tree.candidates}, which are looked at"
+        )
+    return tree

@@ -51,7 +51,7 @@ def hints(remedy: str, **neutral: Any) -> dict[str, ForeignName]:
 
 
 _NGRAM = ("ngram", "ngram_gpu")
-_DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp")
+_DRAFTING = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "dflash")
 _ACCEPTANCE = ("rejection_sample_method", "posterior_threshold", "posterior_alpha", "synthetic_acceptance_rate")
 # Methods that guess on the host, and what their keys mean.
 _ON_HOST: Mapping[str, Mapping[str, str]] = {
@@ -90,7 +90,7 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     elif method not in _NGRAM:
         known |= {name: name for name in ("draft_sample_method", *_ACCEPTANCE)}
         known |= {"model": "speculative_model", "speculative_token_tree": "speculative_token_tree"}
-        if isinstance(given.get("speculative_token_tree"), list | tuple):
+        if isinstance(given.get("speculative_token_tree"), list | tuple | dict):
             given["speculative_token_tree"] = str(given["speculative_token_tree"])
     else:
         known |= {name: name for name in ("prompt_lookup_max", "prompt_lookup_min")}
@@ -185,7 +185,7 @@ _MEANINGS = {
     ),
 }
 
-_ONE_HOST = "ranks are processes of one host, by tensor_parallel_size and pipeline_parallel_size; leave it out"
+_DEGREES = "what is divided is said by tensor_parallel_size and pipeline_parallel_size; leave it out"
 _TEXT = "models here read text only; leave it out"
 _LORA = (
     "adapters change linear layers of the text model, in its dtype; leave it out, or merge the adapter (graphllm merge)"
@@ -222,9 +222,8 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     # Several devices.
     **fixed(
-        _ONE_HOST, decode_context_parallel_size=1,
-        prefill_context_parallel_size=1, nnodes=1, node_rank=0, device_ids=(), worker_use_ray=False,
-        distributed_executor_backend=("uni", "mp"), enable_eplb=False,
+        _DEGREES, decode_context_parallel_size=1,
+        prefill_context_parallel_size=1, device_ids=(), worker_use_ray=False, enable_eplb=False,
         enable_elastic_ep=False, elastic_ep_max_dp_size=(), enable_fault_tolerance=False,
         fault_tolerance_config=({},), fully_sharded_loras=False, enable_dbo=False, enable_batch_sharded_sampling=False,
         enable_hc_sp=False, enable_ep_weight_filter=False,
@@ -236,8 +235,8 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     ),
     **fixed("it is a flag of `graphllm serve`", data_parallel_multi_port_external_lb=False),
     **hints(
-        "it changes nothing in how ranks of one host work here", data_parallel_address=(), data_parallel_backend="mp",
-        data_parallel_rpc_port=(), master_addr="127.0.0.1", master_port=29501, disable_custom_all_reduce=False,
+        "it changes nothing in how ranks work here", data_parallel_address=(), data_parallel_backend="mp",
+        data_parallel_rpc_port=(), disable_custom_all_reduce=False,
         all2all_backend=(), eplb_config=(), expert_placement_strategy="linear", max_parallel_loading_workers=(),
         ray_workers_use_nsight=False, distributed_timeout_seconds=(), cpu_distributed_timeout_seconds=(),
         cp_kv_cache_interleave_size=1, dcp_kv_cache_interleave_size=1, dcp_comm_backend=(), dcp_q_replicate=False,

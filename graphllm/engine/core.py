@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import copy
@@ -22,6 +23,7 @@ import numpy as np
 from graphllm.config import ConfigError, SchedulerConfig, SpeculationConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import SamplingParams
+from graphllm.config.token_tree import GrownTree, TokenTree, of_parents
 from graphllm.engine.adapter_memory import AdapterMemory
 from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.constraints import ConstraintError, Constraints
@@ -77,7 +79,8 @@ class _InFlight(NamedTuple):
 
 class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
-    where there is no tokenizer. processors: see docs/logits-processors.md."""
+    where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs at
+    once, in the stages of a pipeline."""
 
     def __init__(
         self,
@@ -88,6 +91,7 @@ class EngineCore:
         processors: Sequence[LogitsProcessor] = (),
         speculation: SpeculationConfig = _NO_SPECULATION,
         adapters: AdapterMemory | None = None,
+        overlapping: int = 1,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
         limits = SchedulerLimits(
@@ -103,6 +107,7 @@ class EngineCore:
             device_drafts=executor.device_drafts,
             late_drafts=speculation.draft_proposer is not None,
             verify_at_most=speculation.speculative_disable_by_batch_size,
+            overlapping=overlapping,
         )
         if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
             why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"
@@ -134,12 +139,14 @@ class EngineCore:
         self._table = SamplingTable(executor.max_num_seqs, executor.vocab, self._ranked)
         self._providers = find_providers(executor.inputs.values())
         self._adapters = adapters or AdapterMemory(executor.layout.max_adapters, _no_files)
-        self._in_flight: _InFlight | None = None
+        self._in_flight: collections.deque[_InFlight] = collections.deque()
+        self._depth = max(1, overlapping - 1)  # steps that are started before the first of them is waited for
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
         self._constraints = Constraints(self._table)
         self._device_drafts = np.zeros((0, 0), dtype=np.int32)  # of the next step, by slot
+        self._device_parents = self._device_drafts  # of the trees that they are, where these grow
         self._scored: dict[str, list[PositionLogprobs]] = {}  # prompt log-probabilities so far
         self._vectors = PooledVectors(executor.vector[0] == "T")
         keeps = options.enable_prefix_caching and executor.vector[0] == "T"
@@ -177,7 +184,7 @@ class EngineCore:
     @property
     def unfinished(self) -> int:
         """Requests that are not done, and news not yet fetched."""
-        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + (self._in_flight is not None)
+        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + bool(self._in_flight)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ConfigError, QueueFullError when the queue is."""
@@ -250,7 +257,8 @@ class EngineCore:
         self._stats.finished[str(reason)] = self._stats.finished.get(str(reason), 0) + 1
 
     def step(self) -> list[EngineCoreOutput]:
-        """Start the next step and finish the one before it; news of the latter's requests."""
+        """Start the next step and finish the one before it, or in a pipeline the oldest one; news of the latter's
+        requests."""
         if self._compiling:
             self._take_compiled()
         if self._scheduler.adapters.count:
@@ -265,10 +273,11 @@ class EngineCore:
         if output is not None and batch is not None and not late:
             started = self._launch(output, batch, begun)
         news, self._news = self._news, []
-        if self._in_flight is not None:
-            result = self._in_flight.handle.wait()
-            self._measure(self._in_flight)
-            news += self._commit(self._in_flight, result)
+        if self._in_flight and (started is None or len(self._in_flight) >= self._depth):
+            oldest = self._in_flight.popleft()
+            result = oldest.handle.wait()
+            self._measure(oldest)
+            news += self._commit(oldest, result)
             if self._proposer is not None:
                 self._propose(self._proposer)
         if late and output is not None and batch is not None:
@@ -277,11 +286,11 @@ class EngineCore:
             if started.batch.full:
                 self._sample(started)
             after_step(self._executor, started.output)
-        self._in_flight = started
+            self._in_flight.append(started)
         return news
 
     def _take_compiled(self) -> None:
-        if not self._scheduler.unfinished and self._in_flight is None:
+        if not self._scheduler.unfinished and not self._in_flight:
             futures = [f for _, f in self._compiling.values()]
             concurrent.futures.wait(futures, timeout=_WAIT, return_when=concurrent.futures.FIRST_COMPLETED)
         for id, (request, future) in list(self._compiling.items()):
@@ -297,7 +306,7 @@ class EngineCore:
         """Take in adapters that have been read, and have those read that requests wait for."""
         table = self._scheduler.adapters
         wanted = table.wanted
-        if wanted and not self._scheduler.running and self._in_flight is None:
+        if wanted and not self._scheduler.running and not self._in_flight:
             self._adapters.wait(_WAIT)
         for digest, error in self._adapters.take([adapter.digest for adapter in wanted]).items():
             for state in self._scheduler.fail_adapter(digest, error):
@@ -389,14 +398,15 @@ class EngineCore:
             for at, end in zip(first, [*first[1:], len(mask)], strict=True):
                 state = output.requests[entries[at]]
                 if state.finish_reason is None:  # else it ended with the step before; its rows are not looked at
-                    self._mask(state, mask[at:end], self._drafts_of(started, int(entries[at])))
+                    entry = int(entries[at])
+                    self._mask(state, mask[at:end], self._drafts_of(started, entry), self._tree_of(started, entry))
         whole = [int(r) for r in np.flatnonzero(rows.wanted >= 0) if self._wants_all(started, int(r))]
         self._executor.sample(started.handle, mask, bool((rows.wanted >= 0).any()), whole, self._hook(started))
 
-    def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int]) -> None:
+    def _mask(self, state: RequestState, masks: np.ndarray, drafts: Sequence[int], tree: TokenTree | None) -> None:
         """Write the masks of a request's rows; one whose grammar fails ends."""
         try:
-            self._constraints.write(state, masks, drafts, self._executor.layout.tree)
+            self._constraints.write(state, masks, drafts, tree)
         except ConstraintError as problem:
             self._scheduler.fail(state, str(problem))
             self._end(EngineCoreOutput(state.request.id, [], "error", error=str(problem)))
@@ -409,6 +419,14 @@ class EngineCore:
         drafts = self._device_drafts[output.slots[entry]] if output.drafts is None else output.drafts[entry]
         found: list[int] = drafts[: output.query_len - 1].tolist()
         return found
+
+    def _tree_of(self, started: _InFlight, entry: int) -> TokenTree | None:
+        """The tree of these drafts, None where they are one run."""
+        tree = self._executor.layout.tree
+        if isinstance(tree, GrownTree):
+            verified = entry < started.output.verified
+            return of_parents(self._device_parents[started.output.slots[entry]].tolist()) if verified else None
+        return tree
 
     def _wants_all(self, started: _InFlight, row: int) -> bool:
         rows = started.batch.rows
@@ -424,12 +442,11 @@ class EngineCore:
     def _hook(self, started: _InFlight) -> Callable[[torch.Tensor], None] | None:
         if not self._processors:
             return None
-        rows, tree = started.batch.rows, self._executor.layout.tree
-        told = []
+        rows, told = started.batch.rows, []
         for entry, place, index in zip(rows.entry.tolist(), rows.place.tolist(), rows.sample_index, strict=True):
             state = started.output.requests[entry]
             before = self._drafts_of(started, entry)[:place] if place else []
-            if before and tree is not None:
+            if before and (tree := self._tree_of(started, entry)) is not None:
                 before = [draft for i, draft in enumerate(before, 1) if tree.ancestors[place] >> i & 1]
             # What is sampled behind a draft that there is not does not count.
             output = [*state.output, *itertools.takewhile(lambda draft: draft >= 0, before)]
@@ -447,6 +464,7 @@ class EngineCore:
         scores = self._scores(step, result) if step.batch.full else {}
         kept = result.outputs["kept"] if step.output.verified else None
         self._device_drafts = result.outputs.get("drafts", self._device_drafts)
+        self._device_parents = result.outputs.get("tree_parents", self._device_parents)
         pooled = result.outputs.get("pooled")
         rows = int(step.output.rows.sum())
         tokens = result.tokens if pooled is None else np.zeros(rows, dtype=np.int32)  # never given
@@ -577,10 +595,9 @@ class EngineCore:
     def close(self) -> None:
         """Finish the step in flight and stop the threads. Nobody wants to know of that step any more, nor of its
         failure."""
-        if self._in_flight is not None:
-            with contextlib.suppress(Exception):
-                self._in_flight.handle.wait()
-            self._in_flight = None
+        with contextlib.suppress(Exception):
+            while self._in_flight:
+                self._in_flight.popleft().handle.wait()
         self._compiler.shutdown(cancel_futures=True)
         self._adapters.close()
         self._executor.close()

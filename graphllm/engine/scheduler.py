@@ -27,6 +27,8 @@ from graphllm.program.schema import CacheLayout
 
 _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
 
+_PART = 16  # sequences up to which a step takes nearly as long with half of them, so that stages gain nothing by parts
+
 
 class Scheduler:
     """The cache and the request table are this scheduler's alone. caching, secret: see `CacheManager`."""
@@ -184,6 +186,12 @@ class Scheduler:
         todo = known - t.num_computed_tokens
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
         ready &= todo > 0
+        most = len(ready)
+        if (steps := self._limits.overlapping) > 1:  # what a step in flight samples is not known to the next one
+            ready &= t.num_in_flight == 0
+            most = max(-(-self.running // steps), _PART)  # the others are for the other stages
+            if self.running <= _PART and np.count_nonzero(t.num_in_flight[t.order]):
+                ready &= todo > 1
         if not (self._waiting or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
@@ -191,7 +199,7 @@ class Scheduler:
         chunks = np.count_nonzero(ready) > np.count_nonzero(decode)
         query_len = 1
         if len(chosen):
-            chosen = chosen[: min(budget, rows)]
+            chosen = chosen[: min(budget, rows, most)]
             if self._query_lens:
                 query_len = self._verify(chosen, known[chosen], alone=not (chunks or self._waiting))
             entries.append((chosen, np.full(len(chosen), query_len, dtype=np.int32)))

@@ -17,7 +17,8 @@ class SchedulerLimits(NamedTuple):
     long_prefill_token_threshold: tokens of one prompt in one step, 0 for no limit. snapshot_interval: see
     `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device. late_drafts: those
     of the host come when the step before is done, and `Scheduler.propose` tells how many there were the last time.
-    verify_at_most: sequences of a step that verifies; None: as it pays.
+    verify_at_most: sequences of a step that verifies; None: as it pays. overlapping: steps that run at once, each of
+    other sequences.
     """
 
     max_num_seqs: int
@@ -32,6 +33,7 @@ class SchedulerLimits(NamedTuple):
     device_drafts: bool = False
     late_drafts: bool = False
     verify_at_most: int | None = None
+    overlapping: int = 1
 
 
 class SchedulerOutput(NamedTuple):

@@ -49,6 +49,9 @@ def load_core(
     manifest, degree = stage_manifest(place, manifest, own.stage), own.degree
     with contextlib.ExitStack() as undo:  # what a failure ends
         ranks = start_ranks(config, degree, undo, exits, waiting)
+        if ranks is not None:
+            config = ranks.config
+            own = rank_place(config, manifest, 0)
         counts = cache = None
         if compiled["target"]["device"] == "cpu" and ranks is None:
             counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)
@@ -57,13 +60,13 @@ def load_core(
         from graphllm.runtime.stream import alone  # imports torch
 
         clock("import torch")
-        threads = rank_threads(config, degree)  # of the process: within `alone` there is one
+        threads = rank_threads(config, own.here)  # of the process: within `alone` there is one
         with alone():
-            device = rank_device(compiled["target"]["device"], 0, degree)
+            device = rank_device(compiled["target"]["device"], own)
             weights = open_weights(config, compiled, device, own)
             clock("weights")
             if ranks is not None:
-                executor: Executor = join_ranks(ranks, config, manifest, own, device, weights, threads, clock)
+                executor: Executor = join_ranks(ranks, manifest, own, device, weights, threads, clock)
                 undo.callback(executor.close)
             else:
                 from graphllm.runtime.executor import Executor
@@ -105,7 +108,14 @@ def _make_core(
     ready = [adapted(processor, told, executor.device) for processor in (*named, *processors)]
     adapters = _adapter_memory(executor, config, compiled["dtype"])
     return EngineCore(
-        executor, compiled["max_model_len"], config.scheduler, grammars, ready, config.speculation, adapters
+        executor,
+        compiled["max_model_len"],
+        config.scheduler,
+        grammars,
+        ready,
+        config.speculation,
+        adapters,
+        executor.overlapping,
     )
 
 

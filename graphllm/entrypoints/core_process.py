@@ -1,5 +1,5 @@
 """The program of an engine core's own process: it loads the real core. `graphllm.engine.process` has the loop. Its
-argument, if any: of how many ranks the engine will be; the others' processes are started first of all."""
+argument, if any: how many ranks this machine will have; the others' processes are started first of all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _preload() -> None:
 def main() -> None:
     """The process's whole life."""
     degree = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    waiting = WaitingRanks(COMMAND, degree) if degree > 1 else None
+    waiting = WaitingRanks(COMMAND, degree - 1) if degree > 1 else None
     run_core(functools.partial(_load, waiting), _preload)
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from graphllm.config import ConfigError, CoreConfig, EngineArgs
 from graphllm.config.fields import read_json
+from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.pooling import Vectors, vectors_of
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
@@ -60,9 +61,11 @@ def resolve_model(
     checkpoint's defaults, and ``base`` what holds where it has none. Raises ConfigError, before anything is built where
     that is possible.
     """
-    if (rank := args.data_parallel_rank) is not None and rank >= args.data_parallel_size:
+    check_parallel(assemble(ParallelConfig, vars(args)), (args.tensor_parallel_size or 1) * args.pipeline_parallel_size)
+    if args.node_rank:
         raise ConfigError(
-            f"data_parallel_rank is {rank}: ranks of data_parallel_size {args.data_parallel_size} are below that"
+            f"node_rank is {args.node_rank}: the engine is on node 0; start `graphllm serve --headless` with these "
+            "settings on this one"
         )
     source = find_source(args)
     defaults = SamplingParams.from_fields(sampling or {}, checkpoint_defaults(args, source, base))

@@ -1,10 +1,13 @@
-"""Starting the ranks of an engine: this process is rank 0, the others have processes of their own. All load their
-shares at the same time, then meet, agree on the cache's size, and make their executors."""
+"""Starting the ranks of an engine: this process is rank 0, the others have processes of their own, here and on other
+nodes. All load their shares at the same time, then meet, agree on the cache's size, and make their executors."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -15,54 +18,117 @@ import msgspec
 
 from graphllm.config import CoreConfig
 from graphllm.entrypoints.memory import cache_counts
+from graphllm.entrypoints.node import artifact_files, manifest_digest
 from graphllm.entrypoints.rank_process import COMMAND
 from graphllm.entrypoints.share import RankPlace, join_group
+from graphllm.runtime.all_ranks import AllRanks, RanksOfHost
+from graphllm.runtime.node_messages import Begin
+from graphllm.runtime.rank_failure import SharedFate
 from graphllm.runtime.rank_messages import Allocate, Counted, Loaded, Serving
-from graphllm.runtime.rank_processes import RankProcesses, WaitingRanks
+from graphllm.runtime.rank_processes import Orders, RankProcesses, WaitingRanks
+from graphllm.runtime.remote_ranks import NodesDoor, RemoteRanks, listen, receive_nodes
 
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.runtime.groups import Meeting
     from graphllm.runtime.multiproc_executor import MultiprocExecutor
 
 _log = logging.getLogger(__name__)
 
 
 class StartedRanks:
-    """Processes that load, and the folder where they meet this one."""
+    """Ranks that load, and where they meet this process. config: with the number of nodes that there are."""
 
-    def __init__(self, waiting: WaitingRanks, config: CoreConfig, exits: bool) -> None:
+    def __init__(self, config: CoreConfig, degree: int, exits: bool, waiting: WaitingRanks | None) -> None:
+        self.config, self.all = config, AllRanks(degree, SharedFate(exits))
         self.folder = Path(tempfile.mkdtemp(prefix="graphllm-ranks-"))
-        self.processes = RankProcesses(waiting, str(self.folder), msgspec.to_builtins(config), exits)
+        self._undo = self.all.undo
+        self._undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
+        self.listener: int | None = None
+        self.meeting_url = f"file://{self.folder / 'meeting'}"
+        try:
+            remote = self._remote()
+            here = self.config.parallel.ranks_of_node(degree)
+            if waiting is not None and waiting.count != here - 1:
+                waiting.close()
+                waiting = None
+            own: list[RanksOfHost] = []
+            if here > 1:
+                load = msgspec.to_builtins(self.config)
+                orders = Orders(1, degree, str(self.folder), self.meeting_url, load)
+                waiting = waiting or WaitingRanks(COMMAND, here - 1)
+                own = [RankProcesses(waiting, orders, self.all.fate, self.all.hear)]
+            self.all.begin([*own, *remote])
+        except BaseException:
+            self.all.close()
+            raise
 
-    def forget_folder(self) -> None:
-        """Nobody joins any more."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+    def _remote(self) -> list[RemoteRanks]:
+        """The ranks of other nodes, which are on their way."""
+        parallel, degree, secret = self.config.parallel, self.all.degree, ""
+        explain: Callable[[int], str] = _nothing_known
+        host, port = parallel.master_addr, parallel.master_port
+        nodes = None
+        if parallel.distributed_executor_backend == "ray":
+            from graphllm.entrypoints.ray_nodes import RayNodes  # the library is an extra
 
-    def close(self) -> None:
-        """End the processes."""
-        self.processes.close()
-        self.forget_folder()
+            nodes = self._undo.enter_context(RayNodes(self.config, degree))
+            secret, explain, host, port = secrets.token_hex(16), nodes.explain, nodes.address, 0
+            parallel = dataclasses.replace(parallel, nnodes=nodes.count)
+            self.config = dataclasses.replace(self.config, parallel=parallel)
+        if parallel.nnodes == 1:
+            return []
+        door = NodesDoor(self._undo.enter_context(listen(host, port)), secret)
+        store = self._undo.enter_context(listen(host, 0))
+        self.listener, address = store.fileno(), f"{host}:{store.getsockname()[1]}"
+        self.meeting_url = f"tcp://{address}"
+        here, load = parallel.ranks_of_node(degree), msgspec.to_builtins(self.config)
+        artifact = Path(self.config.load.artifact)
+        files, digest = functools.partial(artifact_files, artifact), manifest_digest(artifact)
+        remote = [
+            RemoteRanks(
+                Begin(node, node * here, here, degree, address, load, digest),
+                files, explain, self.all.fate, self.all.hear,
+            )
+            for node in range(1, parallel.nnodes)
+        ]  # fmt: skip
+        receive_nodes(door, remote, self.all.fate)
+        if nodes is not None:
+            nodes.start(door.port, secret)
+        else:
+            _log.info("waiting for %d nodes to come to %s", parallel.nnodes - 1, door.address)
+        return remote
+
+    @property
+    def meeting(self) -> Meeting:
+        """Where this process joins the others."""
+        from graphllm.runtime.groups import Meeting  # imports torch
+
+        return Meeting(self.meeting_url, self.listener)
+
+
+def _nothing_known(node: int) -> str:
+    """What somebody else says of the end of a node, where nobody does."""
+    return ""
 
 
 def start_ranks(
     config: CoreConfig, degree: int, undo: contextlib.ExitStack, exits: bool, waiting: WaitingRanks | None
 ) -> StartedRanks | None:
-    """Have the processes of all ranks but 0 load; None where there are none. undo: ends them. exits: see
-    `RankProcesses`. waiting: those that were started before the degree was known, and are used where it is theirs."""
-    if waiting is not None and waiting.degree != degree:
-        waiting.close()
-        waiting = None
+    """Have all ranks but 0 load; None where there are none. undo: ends them. exits: see `SharedFate`. waiting:
+    processes that were started before it was known how many this machine has, and are used where it is as many."""
     if degree == 1:
+        if waiting is not None:
+            waiting.close()
         return None
-    ranks = StartedRanks(waiting or WaitingRanks(COMMAND, degree), config, exits)
-    undo.callback(ranks.close)
+    ranks = StartedRanks(config, degree, exits, waiting)
+    undo.callback(ranks.all.close)
     return ranks
 
 
 def join_ranks(
     ranks: StartedRanks,
-    config: CoreConfig,
     manifest: Mapping[str, Any],
     place: RankPlace,
     device: torch.device,
@@ -74,27 +140,26 @@ def join_ranks(
     for a rank that cannot go on."""
     from graphllm.runtime.multiproc_executor import MultiprocExecutor
 
-    processes = ranks.processes
-    loaded = processes.answers(Loaded)
+    config, others = ranks.config, ranks.all
+    loaded = others.answers(Loaded)
     clock("wait for the ranks")
     joined = contextlib.ExitStack()
     try:
-        joined.enter_context(join_group(place, ranks.folder, device))
-        blocks, snapshots = cache_counts(manifest, config.cache, processes.degree * config.parallel.data_parallel_size)
-        for counted in processes.answers(Counted):
+        joined.enter_context(join_group(place, ranks.meeting, device))
+        blocks, snapshots = cache_counts(manifest, config.cache, place.here * config.parallel.data_parallel_size)
+        for counted in others.answers(Counted):
             blocks, snapshots = min(blocks, counted.blocks), min(snapshots, counted.snapshots)
         clock("join the ranks")
-        processes.send(Allocate(blocks, snapshots))
+        others.send(Allocate(blocks, snapshots))
         artifact = Path(config.load.artifact)
         executor = MultiprocExecutor(
-            processes, joined, artifact, manifest, weights, blocks, threads, None, snapshots, place.stage
+            ranks.all, joined, artifact, manifest, weights, blocks, threads, None, snapshots, place.stage
         )
-        executor.others_serve(loaded, processes.answers(Serving))
+        executor.others_serve(loaded, others.answers(Serving))
     except BaseException:
         joined.close()
         raise
     for rank, seconds in enumerate(executor.rank_seconds, 1):
         told = ", ".join(f"{name} {s:.2f}" for name, s in seconds.items())
-        _log.info("rank %d of %d is ready; seconds: %s", rank, processes.degree, told)
-    joined.callback(ranks.forget_folder)
+        _log.info("rank %d of %d is ready; seconds: %s", rank, others.degree, told)
     return executor

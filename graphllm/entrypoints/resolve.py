@@ -40,11 +40,14 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     unused = whole(text, "pad_token_id", 1, 1, ge=0) + 1 if behind_padding else 0
     drafts = args.num_speculative_tokens
     if not drafts and args.speculative_token_tree is not None:
-        drafts = len(token_tree(args.speculative_token_tree).paths)
+        drafts = token_tree(args.speculative_token_tree).drafts
     if not drafts and (drafter := section(model_config, DRAFT)):
         # What the draft model was made for; MLP speculators call it n_predict, Medusa has a head for each.
         said = ("num_speculative_tokens", "n_predict", "medusa_num_heads", "num_heads", "num_nextn_predict_layers")
         drafts = next((whole(drafter, name) for name in said if drafter.get(name)), 0)
+        block = {**drafter, **section(drafter, "dflash_config")}
+        if not drafts and "block_size" in block:  # of which the first token is known
+            drafts = whole(block, "block_size", ge=2) - 1
     automatic: dict[str, Any] = {
         "target": target,
         "dtype": "bfloat16" if cuda and stored == "float32" else stored,

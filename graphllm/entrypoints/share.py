@@ -19,54 +19,70 @@ if TYPE_CHECKING:
 
     from graphllm.program.stages import Stage
     from graphllm.runtime.executor import Executor
+    from graphllm.runtime.groups import Meeting
     from graphllm.runtime.rank_process import Settings
 
 _SPIN = 200e-6  # seconds, on a GPU; a CPU's kernels need the core
 
 
-def rank_device(kind: str, rank: int, degree: int) -> torch.device:
+def rank_device(kind: str, place: RankPlace) -> torch.device:
     """The device of a rank, which becomes the current one. Raises ConfigError where there are too few."""
     import torch
 
     if kind == "cpu":
         return torch.device("cpu")
-    if degree == 1:
+    if place.degree == 1:
         return torch.device(kind)
-    if (count := torch.cuda.device_count()) < degree:
+    if (count := torch.cuda.device_count()) < place.here:
+        of = "" if place.here == place.degree else f" on {place.degree // place.here} nodes"
         raise ConfigError(
-            f"tensor_parallel_size times pipeline_parallel_size is {degree}: this machine has {count} GPUs; give at "
-            "most as many"
+            f"tensor_parallel_size times pipeline_parallel_size is {place.degree}{of}: this machine has {count} GPUs; "
+            "give at most as many"
         )
-    torch.cuda.set_device(rank)
-    return torch.device(kind, rank)
+    torch.cuda.set_device(place.local)
+    return torch.device(kind, place.local)
 
 
-def rank_threads(config: CoreConfig, degree: int) -> int:
-    """Threads of a rank's kernels on a CPU: ranks share the machine."""
+def rank_threads(config: CoreConfig, here: int) -> int:
+    """Threads of a rank's kernels on a CPU, which so many of its machine share."""
     import torch
 
-    return max(1, (config.load.threads or torch.get_num_threads()) // degree)
+    return max(1, (config.load.threads or torch.get_num_threads()) // here)
 
 
 class RankPlace(NamedTuple):
-    """A rank's place among all of an engine. degree: how many there are. tensor: its number in the tensor-parallel
-    group. stage: of the pipeline, None where there is one."""
+    """A rank's place among all of an engine. degree: how many there are; here: on each node, of which this one is the
+    rank ``local``. tensor: its number in the tensor-parallel group, of ``width``. stage: of the pipeline, None where
+    there is one."""
 
     rank: int
     degree: int
+    here: int
     tensor: int
+    width: int
     stage: Stage | None
+
+    @property
+    def local(self) -> int:
+        return self.rank % self.here
+
+    @property
+    def one_host(self) -> bool:
+        """Whether the ranks of a stage are on one node."""
+        return self.here % self.width == 0
 
 
 def rank_place(config: CoreConfig, manifest: Mapping[str, Any], rank: int) -> RankPlace:
-    """Of one rank; those of a stage are consecutive."""
+    """Of one rank; those of a stage, and those of a node, are consecutive."""
     width, stages = manifest["factors"]["compile"]["tensor_parallel_size"], config.parallel.pipeline_parallel_size
+    degree = width * stages
+    here = config.parallel.ranks_of_node(degree)
     stage = None
     if stages > 1:
         from graphllm.program.stages import Stage  # imports torch
 
         stage = Stage(rank // width, stages)
-    return RankPlace(rank, width * stages, rank % width, stage)
+    return RankPlace(rank, degree, here, rank % width, width, stage)
 
 
 def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | None) -> Mapping[str, Any]:
@@ -133,25 +149,27 @@ class RankShare:
         config = msgspec.convert(settings.load, CoreConfig)
         manifest = artifact.read_manifest(Path(config.load.artifact))
         self._place = rank_place(config, manifest, settings.rank)
-        self._config, self._folder = config, Path(settings.folder)
+        self._config, self._meeting = config, settings.meeting
         self._manifest = stage_manifest(Path(config.load.artifact), manifest, self._place.stage)
         compiled = manifest["factors"]["compile"]
         kind = compiled["target"]["device"]
         self.spin = _SPIN if kind == "cuda" else 0.0
-        self._device = rank_device(kind, settings.rank, settings.degree)
-        self._threads = rank_threads(self._config, settings.degree)
+        self._device = rank_device(kind, self._place)
+        self._threads = rank_threads(self._config, self._place.here)
         torch.set_num_threads(1)  # of this thread; the kernels' is another one
         self._weights = open_weights(config, compiled, self._device, self._place)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
         """Meet the other ranks."""
-        with join_group(self._place, self._folder, self._device):
+        from graphllm.runtime.groups import Meeting
+
+        with join_group(self._place, Meeting(self._meeting), self._device):
             yield
 
     def count(self) -> CacheCounts:
         """Blocks and snapshots that there is memory for."""
-        processes = self._place.degree * self._config.parallel.data_parallel_size
+        processes = self._place.here * self._config.parallel.data_parallel_size
         return cache_counts(self._manifest, self._config.cache, processes)
 
     def executor(self, blocks: int, snapshots: int) -> Executor:
@@ -166,8 +184,8 @@ class RankShare:
 
 
 @contextlib.contextmanager
-def join_group(place: RankPlace, folder: Path, device: torch.device) -> Iterator[None]:
-    """Be a rank of the groups. folder: of this engine's ranks alone. Every rank has met all others when the context
+def join_group(place: RankPlace, meeting: Meeting, device: torch.device) -> Iterator[None]:
+    """Be a rank of the groups. meeting: of this engine's ranks alone. Every rank has met all others when the context
     begins, so that what the library takes of a GPU's memory is taken."""
     import torch
 
@@ -179,6 +197,6 @@ def join_group(place: RankPlace, folder: Path, device: torch.device) -> Iterator
             "several ranks already; close it first"
         )
     stages = 1 if place.stage is None else place.stage.total
-    with joined(place.rank, place.degree, folder / "meeting", device, stages):
+    with joined(place.rank, place.degree, meeting, device, stages, place.one_host):
         torch.distributed.all_reduce(torch.zeros(1, device=device))
         yield

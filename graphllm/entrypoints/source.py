@@ -179,6 +179,8 @@ def open_source(
 
 def _method_of(config: Mapping[str, Any], names: Sequence[str]) -> str | None:
     """How a draft model drafts whose config.json looks like any model's."""
+    if "dflash_config" in config or "hidden_norm.weight" in names:
+        return "dflash"
     if "fc.weight" in names:
         return "eagle3" if any(name.startswith(("midlayer.", "d2t")) for name in names) else "eagle"
     kind = config.get("model_type")

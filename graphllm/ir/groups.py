@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 from torch import Tensor
@@ -17,6 +18,7 @@ class Group(Protocol):
 
     rank: int
     size: int
+    exchange: Tensor | None  # for kernels that give the other ranks numbers themselves: see `graphllm.ir.exchange`
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         """out: the sum of all ranks' x, of its shape, bitwise the same on each of them. Both are contiguous."""
@@ -39,6 +41,7 @@ class Alone:
     """The group of one process."""
 
     rank, size = 0, 1
+    exchange: Tensor | None = None
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)
@@ -56,7 +59,9 @@ class Alone:
         pass
 
 
+BESIDE = ".beside"  # behind a group's name: the same processes, for a thread whose calls come in no order with others'
 _groups: dict[str, Group] = {}
+_thread = threading.local()
 
 
 def set_group(name: str, group: Group | None) -> None:
@@ -67,10 +72,23 @@ def set_group(name: str, group: Group | None) -> None:
         _groups[name] = group
 
 
+def joined_group(name: str) -> Group | None:
+    """The group of that name, if this process has joined one."""
+    return _groups.get(name)
+
+
+def go_beside() -> None:
+    """Have this thread use groups of its own from now on, where there are some: all ranks make the same calls in the
+    same order in each thread, and in no order between two threads."""
+    _thread.beside = True
+
+
 def group_of(name: str, ranks: int) -> Group:
     """The group of that name. Raises RuntimeError where it has not so many ranks: a graph is made for a number of
     them, and the parts of another would not make the whole."""
     group = _groups.get(name, Alone())
+    if getattr(_thread, "beside", False):
+        group = _groups.get(name + BESIDE, group)
     if group.size != ranks:
         raise RuntimeError(f"compiled for {ranks} ranks of the group {name!r}, this process is in one of {group.size}")
     return group

@@ -53,12 +53,12 @@ class ForwardContext(NamedTuple):
 class Hidden(NamedTuple):
     """The hidden states that a draft graph reads: those behind layers of the main graph (-1: the last one), side by
     side, each of so many numbers. normed: behind the main graph's last norm, too. width: of the draft graph's own x,
-    which it reads in further runs."""
+    where it reads that in further runs, else 0."""
 
     layers: tuple[int, ...]
     size: int
     normed: bool
-    width: int
+    width: int = 0
 
 
 class Drafts(NamedTuple):
@@ -105,6 +105,11 @@ class Graph:
     makes of those the hidden states [T, D] that embed finds as ctx.inputs.hidden; those that x is behind the layers
     are what embed finds in further runs. head: logits [S, V] of the rows logits_indices, or `Drafts`. drafts_at_once:
     how many one run makes where no further run follows, 0 where runs follow and each makes one.
+
+    context(c, layer_type, w, ctx): of a graph that guesses a block in one run over masks, mask_token(c), writes what a
+    layer keeps of the step's tokens from their hidden states, in a run of its own before. In the run over the block,
+    ctx.inputs.block_bits [T] are what `paged_attention` takes where all rows of a block see each other, and
+    logits_indices the rows of its masks.
     """
 
     layer_types: Callable[[Any], tuple[str, ...]]
@@ -122,6 +127,8 @@ class Graph:
     project_weights: Callable[[Any], dict[str, Weight]] = _no_weights
     project: Callable[[Any, SimpleNamespace, Tensor], Tensor] | None = None
     drafts_at_once: Callable[[Any], int] = lambda c: 0
+    context: Callable[[Any, str, SimpleNamespace, ForwardContext], None] | None = None
+    mask_token: Callable[[Any], int] = lambda c: 0
     task: Task = "generate"
     name: str = ""
 

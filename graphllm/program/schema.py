@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 
 NEUTRAL = ".neutral"  # behind a program's name: the one for steps in which optional inputs are neutral throughout
 
@@ -42,7 +42,7 @@ class CacheLayout(NamedTuple):
     history: int = 0
     lookahead: int = 0
     next_seen: bool = False
-    tree: TokenTree | None = None
+    tree: TokenTree | GrownTree | None = None
 
     @property
     def stateless(self) -> bool:

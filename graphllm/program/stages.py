@@ -18,8 +18,9 @@ from graphllm.program.linking import Call
 from graphllm.program.states import place_from
 
 PIPELINE = "pipeline"  # the group of ranks that have the stages of one model
+BEHIND = "behind layers"  # the part of a program in which a stage gets the logits, and what follows them
 _OF_LAYER = re.compile(r"(?:state\.)?layers\.(\d+)\.")
-_GEOMETRY = ("empty", "view", "zeroed")  # instructions of a piece that run nothing
+_GEOMETRY = ("empty", "view", "zeroed", "exchange")  # instructions of a piece that run nothing
 
 
 class Stage(NamedTuple):
@@ -69,6 +70,14 @@ def stage_calls(calls: Sequence[Call], results: Sequence[str], stage: Stage) -> 
             call = _passing_on(call, _live(calls, at, results), owner, stage)
         made.append(call)
     return made
+
+
+def stage_parts(calls: Sequence[Call], parts: Mapping[str, int], stage: Stage) -> dict[str, int]:
+    """The parts of a program for a stage, with `BEHIND`, which another step's layers may overtake. calls: of the
+    program, all stages'."""
+    owners = _owners([call.inputs for call in calls], stage.total)
+    last = max(at for at, owner in enumerate(owners) if owner is not None)
+    return {BEHIND: last + (stage.number == stage.total - 1), **parts}
 
 
 def _owners(inputs: Sequence[Sequence[str]], count: int) -> list[int | None]:

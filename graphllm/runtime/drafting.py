@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from graphllm.config.token_tree import TokenTree
+from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.runtime.graphs import GraphPrograms
 from graphllm.runtime.staging import StepInput
 from graphllm.runtime.stream import Job
@@ -30,23 +30,29 @@ class DraftRuns(NamedTuple):
 class DraftShape(NamedTuple):
     """one_row_more: the first run has the step's tokens and one more of each sequence. at_once: drafts of a run that
     none follows, 0 where each run makes one. tree: that they fill, level by level, None where each is one behind the
-    other."""
+    other. block: rows of each sequence in the one run that makes all drafts behind the first, which makes none."""
 
     one_row_more: bool
     at_once: int
-    tree: TokenTree | None
+    tree: TokenTree | GrownTree | None
+    block: int
 
 
-def _inner_nodes(tree: TokenTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
-    """Rows of each sequence for the nodes of a tree that have others behind them."""
-    inner, n = tree.inner, np.arange(sequences + 1, dtype=np.int32)
-    count = len(inner)
+def _inner_nodes(tree: TokenTree | GrownTree, sequences: int, kept: Mapping[str, np.ndarray]) -> StepInput:
+    """Rows of each sequence for the nodes of a tree that have others behind them. Of one that grows the device knows
+    which they are."""
+    if isinstance(tree, GrownTree):
+        return _alike(sequences, max(tree.rows, 1), kept)
+    inner, count = tree.inner, len(tree.inner)
     bits = [sum(1 << i for i, other in enumerate(inner) if tree.ancestors[node] >> other & 1) for node in inner]
-    rows: dict[str, np.ndarray] = {
-        "query_start_loc": n * count,
-        "sequence_ids": np.repeat(n[:-1], count),
-        "ancestors": np.tile(np.array(bits, dtype=np.int64), sequences),
-    }
+    rows = _alike(sequences, count, kept)
+    return rows._replace(arrays={**rows.arrays, "ancestors": np.tile(np.array(bits, dtype=np.int64), sequences)})
+
+
+def _alike(sequences: int, count: int, kept: Mapping[str, np.ndarray]) -> StepInput:
+    """So many rows of each sequence."""
+    n = np.arange(sequences + 1, dtype=np.int32)
+    rows = {"query_start_loc": n * count, "sequence_ids": np.repeat(n[:-1], count)}
     return StepInput(count * sequences, sequences, count * sequences, count, {**kept, **rows})
 
 
@@ -55,22 +61,21 @@ def prepare_drafts(graph: GraphPrograms, step: StepInput, count: int, shape: Dra
     writes the draft graph's own states for the step's tokens."""
     given, n = step.arrays, np.arange(step.sequences + 1, dtype=np.int32)
     kept = {name: given[name] for name, spec in graph.inputs.items() if name in given and spec.shape[0] == "S"}
-    one_each = StepInput(
-        step.sequences, step.sequences, step.sequences, 1, {**kept, "query_start_loc": n, "sequence_ids": n[:-1]}
-    )
+    further = _alike(step.sequences, shape.block or 1, kept)
     # What is kept of a tree is a run of tokens, and rows that are sampled from are the draft graph's own matter.
     other = ("ancestors", "logits_indices")
     first = step._replace(arrays={name: array for name, array in given.items() if name not in other})
     if shape.tree is not None:
         first = first._replace(rows=step.sequences)
-        one_each = _inner_nodes(shape.tree, step.sequences, kept)
+        further = _inner_nodes(shape.tree, step.sequences, kept)
     if shape.one_row_more:
         starts = given["query_start_loc"] + n
         rows = {"query_start_loc": starts, "sequence_ids": np.repeat(n[:-1], np.diff(starts))}
         query_len = step.query_len + 1 if step.query_len else 0
         first = StepInput(step.tokens + step.sequences, step.sequences, step.sequences, query_len, {**kept, **rows})
+    runs = min(count, 1) if shape.block else 0 if shape.at_once else max(count - 1, 0)
     staged = []
-    for program, batch, times in (("first", first, 1), ("next", one_each, 0 if shape.at_once else max(count - 1, 0))):
+    for program, batch, times in (("first", first, 1), ("next", further, runs)):
         if times:
             size, index = graph.pick(batch), graph.next_buffer()
             graph.staging.fill(index, batch, size.symbols)

@@ -19,10 +19,11 @@ import torch
 
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
+from graphllm.ir.groups import TENSOR, go_beside, group_of
 from graphllm.ir.specs import InputSpec
-from graphllm.program.linking import ZEROED
+from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout
-from graphllm.program.stages import Stage, stage_reads
+from graphllm.program.stages import BEHIND, Stage, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
@@ -137,14 +138,26 @@ class Executor:
             program["drafts"]["one_row_more"],
             program["drafts"]["at_once"],
             self.layout.tree if program["drafts"]["by_levels"] else None,
+            program["drafts"]["block"],
         )
         self._stream: Stream = (
             CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
         )
+        # Steps that may be at different stages at once. On a GPU a second stream would need kernels of its own.
+        self.overlapping = stage.total if stage is not None and self.device.type == "cpu" else 1
+        self._behind: Stream = self._stream  # runs what a stage does behind all layers
+        if self.overlapping > 1:
+            self._behind = CpuStream(threads or torch.get_num_threads())
+            self._behind.submit(go_beside)
+        in_flight = max(_IN_FLIGHT, self.overlapping)
         self._kernels = self._open_kernels(folder / "pieces")
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
-        arena = self.states.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
+        table = group_of(TENSOR, compiled["tensor_parallel_size"]).exchange if self.device.type == "cuda" else None
+        if table is not None:
+            outside[EXCHANGE] = table
+        arena_shape = (max(manifest["memory"]["arena"], 1),)
+        arenas = [self.states.zeros(arena_shape, "uint8") for _ in range(self.overlapping)]
         longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {
             # A step prepares two runs of a draft graph.
@@ -152,11 +165,11 @@ class Executor:
                 folder,
                 g,
                 outside,
-                arena,
+                arenas,
                 self._kernels,
                 self.max_num_seqs,
                 longest_query,
-                _IN_FLIGHT * (2 if g["task"] == "draft" else 1),
+                in_flight * (2 if g["task"] == "draft" else 1),
                 stage,
             )
             for g in program["graphs"]
@@ -173,7 +186,7 @@ class Executor:
         self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
-        self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(_IN_FLIGHT)]
+        self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(in_flight)]
 
     def _open_kernels(self, folder: Path) -> Kernels:
         if isinstance(self._stream, CudaStream):
@@ -183,15 +196,17 @@ class Executor:
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`
-        must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K]."""
+        must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K], and of trees
+        that grow "tree_parents" [N, K + 1], the node before each one."""
         graph = self._main
         size, index = graph.pick(step), graph.next_buffer()
         symbols = size.symbols
         graph.staging.fill(index, step, symbols)
-        bound = graph.bound(graph.variant(program, step), size)
+        bound = graph.bound(graph.variant(program, step), size, index)
         handle = StepHandle(step, index, size, bound)
         handle.wants_drafts = drafts
-        whole = len(bound.parts) == 1
+        behind = BEHIND in bound.parts
+        whole = len(bound.parts) == 1 + behind
         copied = graph.host_results(program)
         if self._drafter is not None:
             count = self.layout.ahead(self.layout.query_lens[-1]) - 1
@@ -205,14 +220,24 @@ class Executor:
             self.states.reach(highest)
             graph.staging.upload(index, symbols)
             bound.run()
-            if whole:
+            if whole and not behind:
                 self._finish(handle, copied)
 
-        self._submit(handle, work)
+        self._submit(handle, work, self._stream if behind else self._behind)
+        if behind:
+            layers = handle.jobs[0]
+
+            def follow() -> None:
+                layers.result()
+                bound.run(BEHIND)
+                if whole:
+                    self._finish(handle, copied)
+
+            self._submit(handle, follow, self._behind)
         return handle
 
-    def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
-        job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
+    def _submit(self, handle: StepHandle, work: Callable[[], None], stream: Stream) -> None:
+        job = self._main.jobs[handle.buffer_index] = stream.submit(work)
         handle.jobs.append(job)
         if handle.drafts is not None:
             handle.drafts.belong_to(job)
@@ -275,7 +300,7 @@ class Executor:
                 handle.whole[row] = torch.log_softmax(logits, dim=-1)
             self._finish(handle, copied)
 
-        self._submit(handle, work)
+        self._submit(handle, work, self._behind)
 
     def _finish(self, handle: StepHandle, wanted: Mapping[str, str | int]) -> None:
         """What ends a step, in the order of the current stream: copy results, each with a row for each of T, S or R or
@@ -298,11 +323,14 @@ class Executor:
         if handle.drafts is not None:
             handle.drafts.run()
         if handle.wants_drafts:
-            state, kept = self.states.tensors["state.drafts"], self._on_host[handle.buffer_index]
-            if "drafts" not in kept:
-                kept["drafts"] = torch.zeros(state.shape, dtype=state.dtype, pin_memory=self.device.type == "cuda")
-            kept["drafts"].copy_(state, non_blocking=True)
-            handle.outputs["drafts"] = kept["drafts"].numpy()
+            kept = self._on_host[handle.buffer_index]
+            for name in ("drafts", "tree_parents"):  # the tree of those that grow one
+                if (state := self.states.tensors.get(f"state.{name}")) is None:
+                    continue
+                if name not in kept:
+                    kept[name] = torch.zeros(state.shape, dtype=state.dtype, pin_memory=self.device.type == "cuda")
+                kept[name].copy_(state, non_blocking=True)
+                handle.outputs[name] = kept[name].numpy()
 
     def run(self, step: StepInput) -> StepResult:
         """Run one plain step to its end."""
@@ -334,7 +362,7 @@ class Executor:
             for name, tensor in given.items():
                 self.states.tensors[f"state.{name}"][entry, : len(tensor)].copy_(tensor, non_blocking=True)
 
-        self._stream.submit(work)
+        self._between(work)
 
     def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
         """Fill an entry of the adapters' tables, in order with the steps; those that are not given become zero. tables:
@@ -348,7 +376,7 @@ class Executor:
                 else:
                     whole.zero_()
 
-        self._stream.submit(work)
+        self._between(work)
 
     def _copy_own(self, target: torch.Tensor, name: str, table: torch.Tensor) -> None:
         """What this rank has of a table."""
@@ -364,21 +392,33 @@ class Executor:
             at += stop - start
         target.narrow(dim, at, target.shape[dim] - at).zero_()
 
+    def _between(self, work: Callable[[], None]) -> None:
+        """Change states in order with the steps, also with what is behind their layers: a slot that a request has left
+        in the middle of a step is written by it."""
+        before = self._main.newest if self.overlapping > 1 else None
+
+        def wait() -> None:
+            if before is not None:
+                before.result()
+            work()
+
+        self._stream.submit(wait)
+
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to), in order with the steps."""
-        self._stream.submit(lambda: self.states.copy_blocks(pairs))
+        self._between(lambda: self.states.copy_blocks(pairs))
 
     def reset_slots(self, slots: Sequence[int]) -> None:
         """Zero the recurrent states of slots, in order with the steps."""
-        self._stream.submit(lambda: self.states.reset_slots(slots))
+        self._between(lambda: self.states.reset_slots(slots))
 
     def save_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent states (slot, snapshot), in order with the steps."""
-        self._stream.submit(lambda: self.states.save_snapshots(pairs))
+        self._between(lambda: self.states.save_snapshots(pairs))
 
     def load_snapshots(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy snapshots (snapshot, slot) into slots, in order with the steps."""
-        self._stream.submit(lambda: self.states.load_snapshots(pairs))
+        self._between(lambda: self.states.load_snapshots(pairs))
 
     def read_blocks(self, blocks: Sequence[int]) -> list[bytes]:
         """The bytes of blocks, once all steps before have ended; as `States.read_blocks`."""
@@ -420,12 +460,15 @@ class Executor:
 
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
-        self._stream.submit(_nothing).result()
+        for stream in (self._stream, self._behind):
+            stream.submit(_nothing).result()
 
     def close(self) -> None:
         """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
         which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
         self._stream.close()
+        if self._behind is not self._stream:
+            self._behind.close()
         for graph in self._graphs.values():
             graph.release()
         self.states.release()

@@ -14,7 +14,7 @@ from graphllm.config import Bucket, ConfigError
 from graphllm.ir.specs import input_from
 from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
 from graphllm.program.schema import NEUTRAL
-from graphllm.program.stages import Stage, stage_calls
+from graphllm.program.stages import Stage, stage_calls, stage_parts
 from graphllm.runtime import padding
 from graphllm.runtime.binding import Bound, bind
 from graphllm.runtime.kernels import Kernels, Launch
@@ -27,15 +27,17 @@ _BOUND_KEPT = 128
 
 class GraphPrograms:
     """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
-    max_num_seqs: sequences of a step. longest_query: tokens of one that verifies. steps_in_flight: runs that may be
-    prepared before the first of them has ended. stage: of a pipeline, whose calls alone run here."""
+    arenas: memory of what programs make; where there are several, runs whose buffers follow each other have different
+    ones, and device memory of their own for inputs, so that they may overlap. max_num_seqs: sequences of a step.
+    longest_query: tokens of one that verifies. steps_in_flight: runs that may be prepared before the first of them has
+    ended. stage: of a pipeline, whose calls alone run here."""
 
     def __init__(
         self,
         folder: Path,
         described: Mapping[str, Any],
         outside: Mapping[str, torch.Tensor],
-        arena: torch.Tensor,
+        arenas: Sequence[torch.Tensor],
         kernels: Kernels,
         max_num_seqs: int,
         longest_query: int,
@@ -47,18 +49,18 @@ class GraphPrograms:
         self.inputs = {n: input_from(spec) for n, spec in described["inputs"].items()}
         self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
-        self._outside, self._arena, self._kernels, self._max_num_seqs = outside, arena, kernels, max_num_seqs
+        self._outside, self._arenas, self._kernels, self._max_num_seqs = outside, arenas, kernels, max_num_seqs
         self._longest_query, self._stage = longest_query, stage
         limits = [b.limits(max_num_seqs, longest_query) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
-        self.staging = Staging(list(self.inputs.values()), self.most, arena.device, steps_in_flight)
+        self.staging = Staging(list(self.inputs.values()), self.most, arenas[0].device, steps_in_flight, len(arenas))
         self.jobs: list[Job | None] = [None] * steps_in_flight  # that read each staging buffer
         self._buffer_index = 0
         self._bundles: dict[str, Any] = {}
         self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
-        self._bound: OrderedDict[tuple[str, Size], BoundProgram] = OrderedDict()
+        self._bound: OrderedDict[tuple[str, Size, int], BoundProgram] = OrderedDict()
         # One pool for all graphs, which never run at once: libraries take their workspace from it once.
-        self._graph_pool = torch.cuda.graph_pool_handle() if arena.is_cuda else None
+        self._graph_pool = torch.cuda.graph_pool_handle() if arenas[0].is_cuda else None
 
     def pick(self, step: StepInput) -> Size:
         """What a batch is padded to."""
@@ -86,13 +88,18 @@ class GraphPrograms:
         R, or so many."""
         return dict(self._programs[program]["host"])
 
-    def bound(self, name: str, size: Size) -> BoundProgram:
-        """A program at a padded size, bound when it is first asked for."""
-        key = (name, size)
+    @property
+    def newest(self) -> Job | None:
+        """The last job of the step that was started last."""
+        return self.jobs[self._buffer_index - 1]
+
+    def bound(self, name: str, size: Size, buffer: int = 0) -> BoundProgram:
+        """A program at a padded size, bound when it is first asked for. buffer: of its inputs."""
+        key = (name, size, turn := buffer % len(self._arenas))
         if key not in self._bound:
             linked, plan = self._link(name, size.bucket)
-            outside = {**self._outside, **self.staging.tensors(size.symbols)}
-            bound = bind(linked, plan, outside, self._arena, self._kernels, size.symbols)
+            outside = {**self._outside, **self.staging.tensors(size.symbols, turn)}
+            bound = bind(linked, plan, outside, self._arenas[turn], self._kernels, size.symbols)
             captured = padding.is_captured(size.bucket, size.T)
             self._bound[key] = BoundProgram(bound, self._kernels, self._graph_pool if captured else None)
             if len(self._bound) > _BOUND_KEPT:
@@ -105,7 +112,7 @@ class GraphPrograms:
         for bound in self._bound.values():
             bound.release()
         self._bound.clear()
-        self._outside, self._arena = {}, torch.empty(0, dtype=torch.uint8)
+        self._outside, self._arenas = {}, ()
         self.jobs = [None] * len(self.jobs)
 
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
@@ -113,11 +120,14 @@ class GraphPrograms:
         if key not in self._linked:
             described = self._programs[name]
             calls = [Call(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in described["calls"]]
+            parts = described["parts"]
             if self._stage is not None:
+                if len(self._arenas) > 1:
+                    parts = stage_parts(calls, parts, self._stage)
                 calls = stage_calls(calls, described["results"], self._stage)
-            program = LinkedProgram(calls, described["results"], described["parts"])
+            program = LinkedProgram(calls, described["results"], parts)
             plan = MemoryPlan(*described["memory"][bucket.name])
-            if plan.arena_bytes > self._arena.numel():
+            if plan.arena_bytes > self._arenas[0].numel():
                 raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")
             self._linked[key] = program, plan
         return self._linked[key]

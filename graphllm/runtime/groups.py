@@ -3,32 +3,59 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from graphllm.ir.groups import TENSOR, Group, set_group
+from graphllm.config import ConfigError
+from graphllm.ir.groups import BESIDE, TENSOR, Group, set_group
 from graphllm.program.stages import PIPELINE
 from graphllm.runtime.collectives import LibraryGroup
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
 
 
+class Meeting(NamedTuple):
+    """Where ranks find each other. url: file:// and a file that does not exist yet, of ranks of one host, or tcp:// and
+    the address of rank 0. listener: on rank 0, the file descriptor of the socket that listens there."""
+
+    url: str
+    listener: int | None = None
+
+    def store(self, rank: int, degree: int) -> torch.distributed.Store:
+        """What the library keeps there. Waits for rank 0."""
+        kind, _, place = self.url.partition("://")
+        if kind == "file":
+            return torch.distributed.FileStore(place, degree)
+        host, _, port = place.rpartition(":")
+        return torch.distributed.TCPStore(
+            host,
+            int(port),
+            degree,
+            is_master=rank == 0,
+            timeout=_PATIENCE,
+            wait_for_workers=False,
+            master_listen_fd=None if self.listener is None else os.dup(self.listener),  # it closes what it gets
+        )
+
+
 @contextmanager
-def joined(rank: int, degree: int, meeting: Path, device: torch.device, stages: int = 1) -> Iterator[None]:
-    """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs. meeting: a file that does not exist yet,
-    where the ranks of one machine find each other. device: of type cuda without a number it is the GPU of the rank's
-    number, which becomes the current one. stages: of a pipeline; the ranks of each are consecutive, and a
-    tensor-parallel group of their own."""
+def joined(
+    rank: int, degree: int, meeting: Meeting, device: torch.device, stages: int = 1, one_host: bool = True
+) -> Iterator[None]:
+    """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs. device: of type cuda without a number it
+    is the GPU of the rank's number, which becomes the current one. stages: of a pipeline; the ranks of each are
+    consecutive, and a tensor-parallel group of their own. one_host: the ranks of each stage are on one host."""
     on_gpu = device.type == "cuda"
     if on_gpu:
         device = torch.device("cuda", rank if device.index is None else device.index)
         torch.cuda.set_device(device)
     torch.distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
-        init_method=f"file://{meeting}",
+        store=meeting.store(rank, degree),
         rank=rank,
         world_size=degree,
         timeout=_PATIENCE,
@@ -36,17 +63,21 @@ def joined(rank: int, degree: int, meeting: Path, device: torch.device, stages: 
     )
     assert torch.distributed.group.WORLD is not None
     if stages == 1:
-        set_group(TENSOR, open_group(torch.distributed.group.WORLD, device))
+        set_group(TENSOR, open_group(torch.distributed.group.WORLD, device, one_host))
     else:
         width = degree // stages
         of_stage = _own_group(rank, [range(first, first + width) for first in range(0, degree, width)])
+        if width > 1 and device.type == "cpu":
+            members = [range(first, first + width) for first in range(0, degree, width)]
+            set_group(TENSOR + BESIDE, open_group(_own_group(rank, members), device))
         if width > 1:
-            set_group(TENSOR, open_group(of_stage, device))
+            set_group(TENSOR, open_group(of_stage, device, one_host))
         set_group(PIPELINE, LibraryGroup(_own_group(rank, [range(i, degree, width) for i in range(width)])))
     try:
         yield
     finally:
         set_group(TENSOR, None)
+        set_group(TENSOR + BESIDE, None)
         set_group(PIPELINE, None)
         torch.distributed.destroy_process_group()
 
@@ -57,7 +88,7 @@ def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.
     return next(group for group, ranks in zip(made, groups, strict=True) if rank in ranks)
 
 
-def open_group(members: torch.distributed.ProcessGroup, device: torch.device) -> Group:
+def open_group(members: torch.distributed.ProcessGroup, device: torch.device, one_host: bool = True) -> Group:
     """The group of some processes of which this is one, each with its device. All of them must call this. On GPUs of
     one host small collectives go through symmetric memory. The library's communicator is made now: it cannot be while
     a graph is captured."""
@@ -66,4 +97,13 @@ def open_group(members: torch.distributed.ProcessGroup, device: torch.device) ->
     from graphllm.runtime.symmetric_memory import SymmetricGroup, is_reachable
 
     torch.distributed.all_reduce(torch.zeros(1, device=device), group=members)
-    return SymmetricGroup(members, device) if is_reachable(members.size()) else LibraryGroup(members)
+    if not one_host:
+        raise ConfigError(
+            f"tensor_parallel_size is {members.size()}: these ranks are on several machines, and GPUs sum through each "
+            "other's memory; give tensor_parallel_size the GPUs of one machine, and pipeline_parallel_size the machines"
+        )
+    if is_reachable(members.size()):
+        return SymmetricGroup(members, device)
+    from graphllm.runtime.host_exchange import HostExchange
+
+    return LibraryGroup(members, HostExchange(members, device))

@@ -128,7 +128,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
 
     from graphllm import artifact
     from graphllm.runtime.executor import Executor
-    from graphllm.runtime.groups import joined
+    from graphllm.runtime.groups import Meeting, joined
     from graphllm.weights.checkpoint import Checkpoint
     from graphllm.weights.loader import load_weights
     from graphllm.weights.plan import WeightPlan
@@ -139,7 +139,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
     torch.set_num_threads(args.threads)
     manifest = artifact.verify(args.artifact)
     device = torch.device(manifest["factors"]["compile"]["target"]["device"])
-    with joined(args.rank, args.degree, args.meeting, device):
+    with joined(args.rank, args.degree, Meeting(f"file://{args.meeting}"), device):
         plan = WeightPlan.from_json((args.artifact / "weights.json").read_text())
         weights = load_weights(plan, Checkpoint.open(args.checkpoint), device, rank=args.rank)
         executor = Executor(args.artifact, manifest, weights, args.num_blocks, args.threads)

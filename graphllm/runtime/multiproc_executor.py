@@ -18,9 +18,11 @@ import numpy as np
 import torch
 
 from graphllm.program.stages import Stage
+from graphllm.runtime.all_ranks import AllRanks
 from graphllm.runtime.collectives import send_logits
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.executor import Executor, Hook, StepHandle
+from graphllm.runtime.rank_failure import RankError
 from graphllm.runtime.rank_messages import (
     AdapterTable,
     Array,
@@ -39,11 +41,11 @@ from graphllm.runtime.rank_messages import (
     packed,
 )
 from graphllm.runtime.rank_process import CHECKS, FIRST_CHECK, StepChecks
-from graphllm.runtime.rank_processes import RankError, RankProcesses
 from graphllm.runtime.staging import StepInput
-from graphllm.runtime.stream import Job, Stream
+from graphllm.runtime.stream import CpuStream, Job, Stream
 
 _LATER = 8  # steps after which all ranks have told what they sampled
+_ENDING = 5.0  # seconds that a CPU's work may take to end after a failure
 _PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks live
 
 
@@ -53,7 +55,7 @@ class MultiprocExecutor(Executor):
 
     def __init__(
         self,
-        ranks: RankProcesses,
+        ranks: AllRanks,
         joined: contextlib.ExitStack,
         folder: Path,
         manifest: Mapping[str, Any],
@@ -68,8 +70,10 @@ class MultiprocExecutor(Executor):
         self.ranks, self._joined = ranks, joined
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
         self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
-        self._stream = _WatchedStream(self._stream, ranks)
-        self._checks = StepChecks()
+        separate = self._behind is not self._stream
+        self._stream = self._watched = _WatchedStream(self._stream, ranks)
+        self._behind = _WatchedStream(self._behind, ranks) if separate else self._stream
+        self._checks = StepChecks(self.overlapping)
         self._words = [0] * CHECKS
 
     def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:
@@ -185,15 +189,15 @@ class MultiprocExecutor(Executor):
 
     def check_health(self) -> None:
         """Raise RankError when a rank is gone."""
-        self.ranks.check()
+        self.ranks.fate.check()
 
     def close(self) -> None:
         """Have all ranks finish, and end their processes. After a failure nobody waits for a GPU, whose kernels may
-        wait for the rank that is gone."""
-        if not self.ranks.failed:
+        wait for the rank that is gone, nor for long where that is on a host that is silent."""
+        if not self.ranks.fate.failed:
             with contextlib.suppress(RankError):
                 self.ranks.stop()
-        if self.device.type == "cpu" or not self.ranks.failed:
+        if not self.ranks.fate.failed or self._watched.has_ended(_ENDING):
             super().close()
             self._joined.close()
         self.ranks.close()
@@ -208,18 +212,33 @@ def _divided(contents: Sequence[bytes], shares: Sequence[int]) -> list[list[byte
 class _WatchedStream:
     """A stream whose jobs are waited for only while all ranks live."""
 
-    def __init__(self, stream: Stream, ranks: RankProcesses) -> None:
+    def __init__(self, stream: Stream, ranks: AllRanks) -> None:
         self._stream, self._ranks = stream, ranks
+        if isinstance(stream, CpuStream):
+            ranks.fate.ends(stream.let_exit)
 
     def submit(self, work: Callable[[], Any]) -> Job:
         return _WatchedJob(self._stream.submit(work), self._ranks)
+
+    def has_ended(self, seconds: float) -> bool:
+        """Whether a CPU's work is done within that time. If not it is left to itself, and so is a GPU."""
+        if not isinstance(self._stream, CpuStream):
+            return False
+        if ended := self._stream.submit(_nothing).wait(seconds):
+            return ended
+        self._stream.abandon()
+        return False
 
     def close(self) -> None:
         self._stream.close()
 
 
+def _nothing() -> None:
+    """Work that only marks a place in the queue."""
+
+
 class _WatchedJob:
-    def __init__(self, job: Job, ranks: RankProcesses) -> None:
+    def __init__(self, job: Job, ranks: AllRanks) -> None:
         self._job, self._ranks = job, ranks
 
     def wait(self, seconds: float) -> bool:
@@ -228,12 +247,12 @@ class _WatchedJob:
     def result(self) -> Any:
         """Wait until it is done. Raises RankError when a rank is gone before, and what the job raised."""
         while not self._job.wait(_PATIENCE):
-            self._ranks.check()
+            self._ranks.fate.check()
         try:
             return self._job.result()
         except Exception as failure:
             try:
-                self._ranks.check_soon()
+                self._ranks.fate.check_soon()
             except RankError as gone:
                 raise gone from failure
             raise

@@ -51,16 +51,20 @@ LIFE = 1  # the word of a rank that it counts up while it lives, once it serves
 CHECKS = 64  # words behind it: of the last steps, by number, what they sampled
 FIRST_CHECK = 64
 _BEAT = 0.25  # seconds
-_IN_FLIGHT = 2  # steps; whose results lie in buffers that take turns
+_IN_FLIGHT = 2  # steps, or as many as there are stages; whose results lie in buffers that take turns
 
 
 class Settings(msgspec.Struct):
-    """What a rank is told at its start. folder: of this engine's ranks, for as long as they live. load: how to load.
-    started: `time.monotonic`."""
+    """What a rank is told at its start. reader: its number among the ``readers`` of its host's memory of commands.
+    folder: of this engine's ranks on this host, for as long as they live. meeting: where all ranks meet. load: how to
+    load. started: `time.monotonic`."""
 
     rank: int
     degree: int
+    reader: int
+    readers: int
     folder: str
+    meeting: str
     load: dict[str, Any]
     started: float
 
@@ -148,7 +152,7 @@ def _live(
 ) -> None:
     begun = time.monotonic()
     share = load(settings)
-    reader = Reader(ring, settings.degree - 1, settings.rank - 1, share.spin)
+    reader = Reader(ring, settings.readers, settings.reader, share.spin)
     loaded = time.monotonic()
     report(Loaded({**seconds, "weights": loaded - begun}))
     with share.join():
@@ -169,8 +173,9 @@ class StepChecks:
     """Numbers steps, and makes a word of what each sampled, once its result is there: `retire` at the latest before the
     second step after it, whose result takes its place."""
 
-    def __init__(self) -> None:
+    def __init__(self, overlapping: int) -> None:
         self._steps: deque[StepHandle] = deque()
+        self._most = max(_IN_FLIGHT, overlapping)
         self._number = 0
 
     def add(self, handle: StepHandle) -> None:
@@ -178,7 +183,7 @@ class StepChecks:
         self._steps.append(handle)
 
     def full(self) -> bool:
-        return len(self._steps) == _IN_FLIGHT
+        return len(self._steps) == self._most
 
     def retire(self) -> tuple[int, int]:
         """The number of the oldest step, and its word; waits for its end."""
@@ -198,7 +203,7 @@ class _Follower:
     ) -> None:
         self._executor, self._rank = executor, settings.rank
         self._reader, self._report = reader, report
-        self._checks = StepChecks()
+        self._checks = StepChecks(executor.overlapping)
         self._last: StepHandle | None = None
         self._tables: dict[str, torch.Tensor] = {}  # of the adapter that comes
 

@@ -1,43 +1,35 @@
-"""The processes of ranks 1, 2 ... as that of rank 0 sees them: their start, what they are told, life, death and end.
+"""The processes of ranks on this host, as the process that leads them sees them: their start, what they are told, life,
+death and end. On rank 0's host it leads ranks 1, 2 ..., on another one `graphllm.runtime.node` leads that node's.
 
-A thread watches them. One that ends, or gives no sign of life, ends all of them: the ranks wait for each other in every
-layer, so none can go on alone. Whoever waits for their work is told by `RankError` which one it was.
+A thread watches them. One that ends, or gives no sign of life, ends all of them (`rank_failure`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
-import queue
 import select
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.runtime.broadcast import Writer
-from graphllm.runtime.rank_messages import Command, Failed, Report, Stop
+from graphllm.runtime.rank_failure import RankError, SharedFate
+from graphllm.runtime.rank_messages import Failed, Report
 from graphllm.runtime.rank_process import LIFE, Settings, receive
 
 _TICK = 0.25  # seconds between two looks at the signs of life
 _SILENCE = 5.0  # seconds without one until a rank counts as dead
 _IDLE = 60.0  # seconds in which a rank takes none of the commands that it has
-_NOTICE = 2.0  # seconds in which the death of a rank is noticed after rank 0 has felt it
-_HUNG = 8.0  # seconds without interest in the death of a rank
 _GRACE = 5.0  # seconds that an orderly end may take
 
-_log = logging.getLogger(__name__)
-_T = TypeVar("_T")
-
-
-class RankError(RuntimeError):
-    """A rank is gone, and the others with it."""
+Hear = Callable[[int, Report], None]  # what is done with a report of a rank
 
 
 class _Life:
@@ -49,21 +41,22 @@ class _Life:
 
 
 class WaitingRanks:
-    """Processes of ranks 1 to ``degree`` - 1, which import what they need while they wait to be told what to load.
-    command: of a program that calls `rank_process.run_rank`."""
+    """So many processes of ranks, which import what they need while they wait to be told what to load. command: of a
+    program that calls `rank_process.run_rank`. environment: variables besides those of this process."""
 
-    def __init__(self, command: Sequence[str], degree: int) -> None:
-        self.degree, self.started = degree, time.monotonic()
-        self.writer = Writer(degree - 1)
+    def __init__(self, command: Sequence[str], count: int, environment: Mapping[str, str] | None = None) -> None:
+        self.count, self.started = count, time.monotonic()
+        self.writer = Writer(count)
         self.processes = [
             subprocess.Popen(
                 [*command, str(self.writer.fd)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(self.writer.fd,),
+                env=None if environment is None else {**os.environ, **environment},
                 start_new_session=True,  # Ctrl-C is for the process of rank 0
             )
-            for _ in range(1, degree)
+            for _ in range(count)
         ]
 
     def close(self) -> None:
@@ -74,22 +67,39 @@ class WaitingRanks:
         self.writer.close()
 
 
-class RankProcesses:
-    """The ranks that waited, now at work. folder: of theirs alone. load: what to load. exits: this process ends when
-    nobody asks after the death of one how they are, as the thread that would ask hangs in what it waits for. Close it
-    in the end."""
+class Orders(msgspec.Struct):
+    """What the ranks of a host are told at their start: they are ``first`` and those behind it, of ``degree`` in all.
+    folder: of theirs alone, on their host. meeting: where all ranks meet, see `graphllm.runtime.groups`. load: what to
+    load."""
 
-    def __init__(self, waiting: WaitingRanks, folder: str, load: Mapping[str, Any], exits: bool = False) -> None:
-        self.degree, self._exits = waiting.degree, exits
+    first: int
+    degree: int
+    folder: str
+    meeting: str
+    load: dict[str, Any]
+
+
+class RankProcesses:
+    """The ranks that waited, now at work. hear: gets what they report, in a thread. Close it in the end."""
+
+    def __init__(self, waiting: WaitingRanks, orders: Orders, fate: SharedFate, hear: Hear) -> None:
+        self.numbers = range(orders.first, orders.first + waiting.count)
+        self._degree, self._fate, self._hear = orders.degree, fate, hear
         self._writer, self._processes = waiting.writer, waiting.processes
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._failure: RankError | ConfigError | None = None
-        self._failed, self._closing = threading.Event(), threading.Event()
+        self._closing = threading.Event()
         self._stopping = False
-        self._told = threading.Event()  # somebody knows of the failure
-        self._reports: list[queue.SimpleQueue[Report | None]] = [queue.SimpleQueue() for _ in self._processes]
-        for rank, process in enumerate(self._processes, 1):
-            settings = Settings(rank, self.degree, folder, dict(load), waiting.started)
+        fate.ends(self._kill)
+        for reader, process in enumerate(self._processes):
+            settings = Settings(
+                orders.first + reader,
+                orders.degree,
+                reader,
+                waiting.count,
+                orders.folder,
+                orders.meeting,
+                orders.load,
+                waiting.started,
+            )
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # it is dead already, which `_watch` reports
                 process.stdin.write(msgspec.json.encode(settings) + b"\n")
@@ -102,45 +112,18 @@ class RankProcesses:
         """Of the processes, by rank."""
         return [process.pid for process in self._processes]
 
-    @property
-    def failed(self) -> bool:
-        """Whether a rank is gone."""
-        return self._failed.is_set()
-
-    def send(self, command: Command) -> None:
-        """Have all ranks do something; returns at once. Raises RankError."""
-        self._writer.write(self._encode(command), self.check)
-
-    def check(self) -> None:
-        """Raise RankError, or ConfigError where a rank could not be loaded, when one is gone."""
-        if self._failure is not None and self._failed.is_set():
-            self._told.set()
-            raise type(self._failure)(str(self._failure))
-
-    def check_soon(self) -> None:
-        """The same, with the time that it takes to notice."""
-        self._failed.wait(_NOTICE)
-        self.check()
-
-    def answers(self, kind: type[_T]) -> list[_T]:
-        """The next report of every rank, in their order. Raises as `check` does."""
-        found = []
-        for rank, reports in enumerate(self._reports, 1):
-            report = reports.get()
-            if report is None:
-                self.check_soon()
-            assert isinstance(report, kind), f"rank {rank} said {report}"
-            found.append(report)
-        return found
+    def write(self, command: bytes) -> None:
+        """Have all these ranks do something, as encoded; returns at once. Raises RankError."""
+        self._writer.write(command, self._fate.check)
 
     def word(self, rank: int, at: int) -> int:
-        """A word that a rank has written for rank 0."""
-        return self._writer.words(rank - 1)[at]
+        """A word that a rank has written."""
+        return self._writer.words(rank - self.numbers.start)[at]
 
-    def stop(self) -> None:
-        """Have the ranks finish what they were told, and end; `close` waits for that."""
+    def stop(self, command: bytes) -> None:
+        """Send the command to stop. Have the ranks finish what they were told, and end; `close` waits for that."""
         self._closing.set()
-        self.send(Stop())
+        self.write(command)
         self._stopping = True
 
     def close(self) -> None:
@@ -148,7 +131,6 @@ class RankProcesses:
         if not self._processes:
             return
         self._closing.set()
-        self._told.set()
         if self._stopping:
             self._wait()
         for process in self._processes:
@@ -178,7 +160,7 @@ class RankProcesses:
         """Take in what ranks report, and notice their end. The thread's whole life."""
         poll = select.poll()
         ranks = {}
-        for rank, process in enumerate(self._processes, 1):
+        for rank, process in zip(self.numbers, self._processes, strict=True):
             assert process.stdout is not None
             ranks[process.stdout.fileno()] = rank
             poll.register(process.stdout, select.POLLIN)
@@ -198,10 +180,10 @@ class RankProcesses:
                 if isinstance(report, Failed):
                     self._end(rank, report)
                 else:
-                    self._reports[rank - 1].put(report)
+                    self._hear(rank, report)
             if time.monotonic() - looked >= _TICK and not self._closing.is_set():
                 looked = time.monotonic()
-                for rank, life in enumerate(lives, 1):
+                for rank, life in zip(self.numbers, lives, strict=True):
                     self._look(rank, life)
 
     def _look(self, rank: int, life: _Life) -> None:
@@ -210,49 +192,43 @@ class RankProcesses:
         life.idle = life.idle + _TICK if read == life.read and read < self._writer.written and beat else 0.0
         life.beat, life.read = beat, read
         if life.silent > _SILENCE:
-            self._fail(RankError(f"{self._name(rank)} has given no sign of life for {_SILENCE:.0f} seconds"))
+            self._fate.fail(RankError(f"{self._name(rank)} has given no sign of life for {_SILENCE:.0f} seconds"))
         elif life.idle > _IDLE:
-            self._fail(RankError(f"{self._name(rank)} has taken no command for {_IDLE:.0f} seconds"))
+            self._fate.fail(RankError(f"{self._name(rank)} has taken no command for {_IDLE:.0f} seconds"))
 
     def _end(self, rank: int, report: Failed | None) -> None:
         if report is not None and report.config:
-            self._fail(ConfigError(f"{self._name(rank)}: {report.error}"))
+            self._fate.fail(ConfigError(f"{self._name(rank)}: {report.error}"))
             return
         if report is not None:
             # It may have failed because another one was killed, which is what to tell.
             time.sleep(_TICK)
-            killed = [r for r, p in enumerate(self._processes, 1) if (p.poll() or 0) < 0]
+            killed = [r for r, p in zip(self.numbers, self._processes, strict=True) if (p.poll() or 0) < 0]
             if not killed:
-                self._fail(RankError(f"{self._name(rank)}: {report.error}"))
+                self._fate.fail(RankError(f"{self._name(rank)}: {report.error}"))
                 return
             rank = killed[0]
-        if self._closing.is_set() or self._failed.is_set():
+        if self._closing.is_set() or self._fate.failed:
             return
         try:
-            code = self._processes[rank - 1].wait(_GRACE)
+            code = self._process(rank).wait(_GRACE)
         except subprocess.TimeoutExpired:
             how = "has closed its pipe"
         else:
             how = f"exited with code {code}" if code >= 0 else f"was killed by signal {-code} ({_signal(-code)})"
-        self._fail(RankError(f"{self._name(rank)} {how}"))
+        self._fate.fail(RankError(f"{self._name(rank)} {how}"))
+
+    def _process(self, rank: int) -> subprocess.Popen[bytes]:
+        return self._processes[rank - self.numbers.start]
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} of {self.degree} (process {self._processes[rank - 1].pid})"
+        return f"rank {rank} of {self._degree} (process {self._process(rank).pid})"
 
-    def _fail(self, failure: RankError | ConfigError) -> None:
-        """The first one counts. The other ranks end, whatever they do; so what waits for them ends too."""
-        if self._failed.is_set():
-            return
-        self._failure = failure
-        self._failed.set()
+    def _kill(self) -> None:
+        """The ranks end, whatever they do; so what waits for them ends too."""
         for process in self._processes:
             if process.poll() is None:
                 process.kill()
-        for reports in self._reports:
-            reports.put(None)
-        if self._exits and not self._told.wait(_HUNG):
-            _log.error("%s; the engine core hangs and ends", failure)
-            os._exit(1)
 
 
 def _signal(number: int) -> str:

@@ -63,11 +63,12 @@ class _Layout(NamedTuple):
 class Staging:
     """The inputs of one graph.
 
-    specs: in any order. limits: the largest T, S and R. buffers: how many on the host, numbered from 0.
+    specs: in any order. limits: the largest T, S and R. buffers: how many on the host, numbered from 0. turns: how
+    many on the device, which take turns as those do.
     """
 
     def __init__(
-        self, specs: list[InputSpec], limits: Mapping[str, int], device: torch.device, buffers: int = 2
+        self, specs: list[InputSpec], limits: Mapping[str, int], device: torch.device, buffers: int = 2, turns: int = 1
     ) -> None:
         self._specs = sorted(specs, key=lambda s: (s.late, s.ragged))
         self._ragged = [s.name for s in self._specs if s.ragged]
@@ -78,9 +79,9 @@ class Staging:
         size = max((f.offset + -(-f.bytes // _ALIGN) * _ALIGN for f in most.fields.values()), default=1)
         pin = device.type == "cuda"
         self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(buffers)]
-        self._device = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(turns)]
         self._host_bytes = [t.numpy().data for t in self._host]
-        self._device_bytes = None if pin else self._device.numpy().data
+        self._device_bytes = None if pin else [t.numpy().data for t in self._device]
         self._filled: list[dict[str, tuple[int, int]]] = [{}] * buffers  # rows and columns of ragged inputs
         largest = max((most.fields[name].bytes for name in self._ragged), default=0)
         self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
@@ -108,10 +109,11 @@ class Staging:
             layout = self._layouts[key] = _Layout(fields, ragged, late, neutral.data)
         return layout
 
-    def tensors(self, sizes: Mapping[str, int]) -> dict[str, torch.Tensor]:
+    def tensors(self, sizes: Mapping[str, int], turn: int = 0) -> dict[str, torch.Tensor]:
         """The device views for a padded size, by the names of inputs in programs."""
+        device = self._device[turn]
         return {
-            f"step.{name}": self._device[f.offset : f.offset + f.bytes].view(getattr(torch, f.dtype)).view(f.shape)
+            f"step.{name}": device[f.offset : f.offset + f.bytes].view(getattr(torch, f.dtype)).view(f.shape)
             for name, f in self._layout(sizes).fields.items()
         }
 
@@ -161,7 +163,8 @@ class Staging:
             f = layout.fields[name]
             packed = self._packed[: rows * columns * 4]
             packed.copy_(self._host[buffer][f.offset : f.offset + len(packed)], non_blocking=True)
-            table = self._device[f.offset : f.offset + f.bytes].view(torch.int32).view(f.shape)
+            device = self._device[buffer % len(self._device)]
+            table = device[f.offset : f.offset + f.bytes].view(torch.int32).view(f.shape)
             table[:rows, :columns].copy_(packed.view(torch.int32).view(rows, columns))
 
     def upload_late(self, buffer: int, name: str, rows: int, sizes: Mapping[str, int]) -> None:
@@ -170,10 +173,11 @@ class Staging:
         self._copy(buffer, f.offset, f.offset + rows * (f.bytes // f.shape[0]))
 
     def _copy(self, buffer: int, start: int, end: int) -> None:
+        turn = buffer % len(self._device)
         if self._device_bytes is None:
-            self._device[start:end].copy_(self._host[buffer][start:end], non_blocking=True)
+            self._device[turn][start:end].copy_(self._host[buffer][start:end], non_blocking=True)
         else:  # torch would let another thread run Python meanwhile, and then wait for it
-            self._device_bytes[start:end] = self._host_bytes[buffer][start:end]
+            self._device_bytes[turn][start:end] = self._host_bytes[buffer][start:end]
 
 
 def ragged(new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[np.ndarray] = ()) -> StepInput:

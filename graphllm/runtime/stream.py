@@ -59,6 +59,14 @@ class CpuStream:
         """Finish what is queued and end the thread."""
         self._end()
 
+    def let_exit(self) -> None:
+        """The interpreter's end waits for nothing of it."""
+        self._end.atexit = False
+
+    def abandon(self) -> None:
+        """Close it without an end of what it does, which may wait for ever."""
+        self._end.detach()
+
 
 class _Queued:
     """Work for the thread. Lighter than a future, and the thread that waits is woken by a lock alone: what a step costs

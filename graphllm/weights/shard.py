@@ -42,12 +42,18 @@ def _by_expert(entry: Entry) -> Entry:
 
 
 def _divided(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
+    if entry.tie and entry.shard != "vocab":
+        if entry.shard is not None:
+            raise ValueError(f"{entry.name}: tied to {entry.tie}, which says how it is divided; leave shard out")
+        owner = plan[entry.tie]
+        if owner.shard == "vocab":
+            raise ValueError(f"{entry.name}: tied to {entry.tie}, which is divided by vocabulary; it must be, too")
+        divided = _divided(owner, plan, degree)
+        return dataclasses.replace(entry, shape=divided.shape, shard=owner.shard, division=divided.division)
     if entry.shard is None:
         return entry
     if entry.shard == "vocab":
         return _vocabulary(entry, plan, degree)
-    if entry.tie:
-        raise ValueError(f"{entry.name}: tied to {entry.tie}; a parameter that is divided cannot be")
     dim, segments, heads = _cut(entry)
     shares = [_share(entry, n, h, degree) for n, h in zip(segments, heads, strict=True)]
     expr = _of_segments(entry.expr, dim, shares)

@@ -51,7 +51,6 @@ def accept_tree(
         depths.append(depths[parent] + 1)
     levels, device = max(depths), tokens_R.device
     first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
-    count_S = (query_start_loc[1:] - query_start_loc[:-1]).long()
     # Rows and tokens behind the last one are looked at, too.
     slots_R = torch.cat([row_slots_R, row_slots_R.new_full((1,), scrap)])
     sampled_R, draft_T = (torch.cat([t, t.new_full((1,), -1)]) for t in (tokens_R, drafts_T))
@@ -79,7 +78,30 @@ def accept_tree(
             node_S = torch.where(kept[node], node, node_S)
         kept_S, drafted_S = kept_S + any_S.long(), drafted_S + drafts_S.long()
         path.append(node_S)
-    path_SD = torch.stack(path, -1)
+    where = row_slots_R, logits_indices_R, sequence_ids_T, query_start_loc, row_start_loc, slots_S
+    return as_one_run(tokens_R, *where, rejected_N, path_NL, torch.stack(path, -1), tree_S, kept_S, drafted_S)
+
+
+def as_one_run(
+    tokens_R: Tensor,
+    row_slots_R: Tensor,
+    logits_indices_R: Tensor,
+    sequence_ids_T: Tensor,
+    query_start_loc: Tensor,
+    row_start_loc: Tensor,
+    slots_S: Tensor,
+    rejected_N: Tensor,
+    path_NL: Tensor,
+    path_SD: Tensor,
+    tree_S: Tensor,
+    kept_S: Tensor,
+    drafted_S: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What `accept_tree` returns and writes, from the path that is kept, which sequences have a tree, and how many
+    tokens are kept and drafts were there."""
+    R, levels, scrap = tokens_R.shape[0], path_SD.shape[1] - 1, rejected_N.shape[0] - 1
+    first_S, rows_S = row_start_loc[:-1].long(), (row_start_loc[1:] - row_start_loc[:-1]).long()
+    count_S = (query_start_loc[1:] - query_start_loc[:-1]).long()
     rejected_S = torch.where(tree_S, levels + 1 - kept_S, 0)
     place_S = torch.where(tree_S, kept_S - 1, count_S - 1).clamp(min=0)
     rejected_N.index_put_((slots_S.long(),), rejected_S.to(rejected_N.dtype))
@@ -87,7 +109,7 @@ def accept_tree(
     path_NL.index_put_((slots_S.long(),), entry_SL)
 
     sequence_R = sequence_ids_T.long()[logits_indices_R.long()]
-    row_R = torch.arange(R, device=device)
+    row_R = torch.arange(R, device=tokens_R.device)
     inner_R = row_R - first_S[sequence_R]
     node_R = path_SD[sequence_R, inner_R.clamp(0, levels)]
     on_path_R = tree_S[sequence_R] & (inner_R <= levels)

@@ -98,7 +98,8 @@ class Batch {
     const i64 s = sequence(number), n = queries(s), start = ((first_[s + 1] - 1 - number) / a_.K) * block_;
     Item item{s, number % a_.K, 1, a_.starts[s] + start, std::min(block_, n - start), a_.lengths[s] - n + start, 0, 0};
     const bool tree = a_.ancestors && a_.ancestors[item.row] >= 0;
-    item.from = first_seen(tree ? item.position - start : item.position), item.to = std::min(i64(a_.lengths[s]), item.position + item.tokens + a_.ahead);
+    item.from = first_seen(tree ? item.position - start : item.position);
+    item.to = tree ? i64(a_.lengths[s]) : std::min(i64(a_.lengths[s]), item.position + item.tokens + a_.ahead);
     return item;
   }
 

@@ -40,6 +40,8 @@ def _bits(sequences: Sequence[tuple[int, int]], tree: Sequence[int]) -> list[int
     nodes = [1]
     for node, parent in enumerate(tree[1:], 1):
         nodes.append(nodes[parent] | 1 << node)
+    if not any(tree):  # a block
+        nodes = [(1 << len(tree)) - 1] * len(tree)
     return [bits for n, _ in sequences for bits in (nodes if n == len(tree) else [-1] * n)]
 
 
@@ -66,7 +68,7 @@ def _case(
     sinks: whether there are some, each about as strong as a few tokens. pad: rows after the last sequence's, whose
     output is not specified. most: of the bucket, if it holds larger batches. queries: of a sequence in the bucket, if
     it has several and there are no prompts. cache: its dtype, if not that of the rest. tree: of each node of one the
-    node before it; sequences of as many tokens verify it.
+    node before it; sequences of as many tokens verify it. Of a block, zeros.
     """
     H, K, E = heads
     T, S = sum(n for n, _ in sequences) + pad, len(sequences)
@@ -110,6 +112,7 @@ _SCALED: dict[str, Any] = _FP8 | {"scales": (0.05, 0.0078)}  # of which some val
 _INT8: dict[str, Any] = {"cache": "int8"}
 _TREE = (-1, 0, 0, 1, 1, 2)  # two drafts, of which the first has two behind it and the second one
 _WIDE = (-1, *(i // 3 for i in range(21)))
+_BLOCK, _LONG_BLOCK = (0,) * 6, (0,) * 33
 _8B, _06B = (32, 8, 128), (16, 8, 128)
 
 CASES = (
@@ -156,6 +159,9 @@ CASES = (
     _case("verify_wide_tree", [(22, 22), (22, 150), (22, 40)], (2, 1, 64), queries=22, tree=_WIDE),
     _case("verify_wide_tree_window", [(22, 22), (22, 150)], (2, 1, 64), queries=22, tree=_WIDE, window=4),
     _case("verify_tree_too_many_rows", [(22, 150), (22, 40)], (8, 1, 32), queries=22, tree=_WIDE),
+    _case("block", [(6, 6), (6, 37), (0, 0), (6, 333)], queries=6, tree=_BLOCK, fused=True, pad=3),
+    _case("block_ranges_fp8", [(6, 1500), (6, 40)], (2, 1, 32), queries=6, tree=_BLOCK, **_SCALED),
+    _case("block_too_many_rows", [(33, 150), (33, 33), (33, 100)], (8, 1, 32), queries=33, tree=_LONG_BLOCK),
     _case("prompt_one_token", [(1, 1), (2, 2)]),
     _case("prompt", [(70, 70)], fused=True),
     _case("prompts_ragged", [(5, 5), (33, 33), (1, 1), (64, 64)]),
@@ -176,6 +182,8 @@ CASES = (
     _case("mixed_tree_window", [(6, 77), (60, 130), (6, 200), (6, 6)], (2, 1, 80), tree=_TREE, window=20),
     _case("mixed_wide_tree_window_int8", [(22, 70), (60, 70), (22, 22)], (8, 1, 32), tree=_WIDE, window=3, **_INT8),
     _case("mixed_wide_tree_sinks", [(22, 70), (40, 70), (22, 130)], (14, 2, 64), tree=_WIDE, sinks=True),
+    _case("mixed_block", [(6, 77), (30, 30), (0, 0), (6, 6), (9, 100)], tree=_BLOCK),
+    _case("mixed_long_block_int8", [(33, 70), (60, 70), (33, 33)], (8, 1, 32), tree=_LONG_BLOCK, **_INT8),
     _case("decode_fp8", [(1, 1), (1, 40), (0, 0), (1, 333)], (8, 2, 32), **_SCALED),
     _case("decode_fp8_group7", [(1, 90), (1, 64)], (14, 2, 64), fused=True, **_FP8),
     _case("decode_fp8_ranges", [(1, 1500), (1, 40), (1, 700)], (14, 2, 64), sinks=True, fused=True, **_SCALED),

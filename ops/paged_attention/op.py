@@ -109,10 +109,11 @@ def paged_attention(
     int8, [B, 2, K, P, E + 4], holds of each head P * E numbers, then P float32 scales: that of a token and head is its
     largest magnitude / 127. Quotients are float32. All tokens, the step's own too, are read as entry times scale; what
     is read of an entry that is NaN is not specified.
-    ancestors_T [T] int64 (None: -1 throughout): -1 for a row that sees what was said above. The rows of other sequences
-    are nodes of a tree of drafts: such a row sees all of the cache before the step's rows, and row j of its own step
-    where bit j is set, as its own one is and none behind it. It stands as many positions behind the first row as it has
-    bits more than one, and a window counts by these. Rows lie in the cache as they do without.
+    ancestors_T [T] int64 (None: -1 throughout): -1 for a row that sees what was said above. The rows of other
+    sequences, at most 63, are nodes of a tree of drafts, or of a block in which all see each other: such a row sees all
+    of the cache before the step's rows, and row j of its own step where bit j is set, as its own one is. It stands as
+    many positions behind the first row as it has bits more than one, and a window counts by these. Rows lie in the
+    cache as they do without.
     Returns [T, H, E] in q's dtype; rows at or after query_start_loc[S] are padding and come back unspecified.
     Softmax and products accumulate in float32. Source: Vaswani et al. 2017; Kwon et al. 2023 (paging); Ainslie et al.
     2023 (grouped queries); Gemma 2 report 2024 (soft cap); OpenAI 2025, gpt-oss (sinks); Miao et al. 2024, SpecInfer

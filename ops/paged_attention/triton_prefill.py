@@ -11,6 +11,8 @@ kernels of triton_decode, which spread a long context over many programs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -267,13 +269,14 @@ def _flash_kernel(
         begin = length - queries
         low = begin + skip  # position of the first token of the block
         end = tl.minimum(low + BLOCK_Q, length)  # one past the last
-        last_tile = (end + BLOCK_N - 1) // BLOCK_N
         bits = load_bits(ancestors_ptr, row, valid, TREE)
-        if TREE:  # nodes may stand anywhere from the first row on, and need not see it
+        if TREE:  # nodes may stand anywhere from the first row on, need not see it, and may see rows behind
             if tl.load(ancestors_ptr + row0) >= 0:
                 low = begin - 1
+                end = length
                 if WINDOW > 0:
                     position = tl.where(bits < 0, position, begin + count_bits(bits, 64) - 1)
+        last_tile = (end + BLOCK_N - 1) // BLOCK_N
         full = (low + 1) // BLOCK_N  # tiles that end at or before low: seen by all rows, but for the window
         acc = tl.zeros([BLOCK_M, E_PAD], tl.float32)
         top = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -304,6 +307,38 @@ def _flash_kernel(
         acc = acc * (v_scale / total)[:, None]
         out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def _cache_constants(kv_cache: Tensor, block_table: Tensor, E: int, kv_scales: Tensor | None) -> dict[str, Any]:
+    """What both kernels are told of the cache."""
+    return {
+        "CACHE_BLOCK": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
+        "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E),
+        "P": kv_cache.shape[3], "BLOCK_S": 128, "SCALED": kv_scales is not None,
+        "EMULATED": triton.knobs.runtime.interpret,
+    }  # fmt: skip
+
+
+def write_rows(
+    k_TKE: Tensor,
+    v_TKE: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    kv_scales: Tensor | None,
+    rotary: Rotary | None,
+) -> None:
+    """Keys and values of the step's tokens go to the cache. rotary: for `rope_attention`."""
+    T, K, E = k_TKE.shape
+    (_, k_norm, cos, sin), rotation = rotary_arguments(rotary, k_TKE)
+    launch_triton(
+        _write_kernel, (K, (T + _WRITE_TOKENS - 1) // _WRITE_TOKENS),
+        k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, k_norm, cos, sin,
+        k_TKE if kv_scales is None else kv_scales, seq_lens.shape[0],
+        K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
+        BLOCK_T=_WRITE_TOKENS, num_warps=4, **_cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
+    )  # fmt: skip
 
 
 def prefill_configs(site: CallSite) -> list[Config]:
@@ -353,21 +388,12 @@ def triton_prefill(
     """Any ragged batch. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     T, H, E = q_THE.shape
-    K, P = kv_cache.shape[2], kv_cache.shape[3]
-    G, S = H // K, seq_lens.shape[0]
-    cache = {
-        "CACHE_BLOCK": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
-        "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E), "P": P,
-        "BLOCK_S": 128, "SCALED": kv_scales is not None, "EMULATED": triton.knobs.runtime.interpret,
-    }  # fmt: skip
-    (q_norm, k_norm, cos, sin), rotation = rotary_arguments(rotary, q_THE)
+    K, P, S = kv_cache.shape[2], kv_cache.shape[3], seq_lens.shape[0]
+    G = H // K
+    cache = _cache_constants(kv_cache, block_table, E, kv_scales)
+    (q_norm, _, cos, sin), rotation = rotary_arguments(rotary, q_THE)
     scales = q_THE if kv_scales is None else kv_scales
-    launch_triton(
-        _write_kernel, (K, (T + _WRITE_TOKENS - 1) // _WRITE_TOKENS),
-        k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, k_norm, cos, sin, scales, S,
-        K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
-        BLOCK_T=_WRITE_TOKENS, num_warps=4, **cache, **rotation,
-    )  # fmt: skip
+    write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
     score_scale, log2e_cap = score_constants(scale, softcap)
     launch_triton(
         _flash_kernel, ((T // (block_m // G) + S) * K,),

@@ -174,9 +174,11 @@ def _verify_kernel(
                 new_scores = soft_cap(new_scores, LOG2E_CAP, row_scale)
             else:
                 new_scores = new_scores * row_scale
-            seen = new[None, :] & (j[None, :] <= query[:, None])
+            seen = j[None, :] <= query[:, None]
             if TREE:
-                seen = seen & (((bits[:, None] >> j[None, :].to(tl.int64)) & 1) != 0)
+                node = ((bits[:, None] >> j[None, :].to(tl.int64)) & 1) != 0
+                seen = tl.where((bits < 0)[:, None], seen, node)
+            seen = seen & new[None, :]
             if WINDOW > 0:
                 new_stands = j
                 if TREE:

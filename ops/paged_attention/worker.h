@@ -144,7 +144,7 @@ class Worker {
   // Which rows of its step a node sees, of those that lie within its window.
   i64 seen_nodes(const Item& item, i64 row) const {
     i64 found = 0;
-    for (i64 other = a_.starts[item.s]; other <= row; other++)
+    for (i64 other = a_.starts[item.s]; other < a_.starts[item.s + 1]; other++)
       if (a_.sees(row, other, a_.starts[item.s])) found |= i64(1) << (other - a_.starts[item.s]);
     return found;
   }
@@ -152,11 +152,12 @@ class Worker {
   i64 step_begin(const Item& item) const { return item.position - (item.row - a_.starts[item.s]); }
 
   void place_nodes(const Item& item, i64 tile, i64 used, Rows& rows) const {
-    rows.begin = rows.first = step_begin(item), rows.last = 0, rows.least = rows.begin - 1;
+    rows.begin = rows.first = step_begin(item), rows.last = 0, rows.least = rows.begin - 1, rows.most = item.to - 1;
     for (i64 i = 0; i < kLanes; i++) {
       const i64 row = item.row + (tile * kLanes + std::min(i, used - 1)) / group_;
       rows.position[i] = std::int32_t(rows.begin + a_.depth(row, a_.starts[item.s]));
       rows.last = std::max(rows.last, i64(rows.position[i]));
+      rows.newest[i] = std::int32_t(item.to - 1);
       rows.bits[i] = seen_nodes(item, row);
     }
   }
@@ -272,7 +273,7 @@ class Worker {
     for (i64 r = 0; r < padded; r++) {
       const i64 token = std::min(r, count - 1) / group_, begin = step_begin(item);
       const i64 position = tree ? begin + a_.depth(item.row + token, a_.starts[item.s]) : item.position + token;
-      spans[r].newest = std::int32_t(item.position + token);
+      spans[r].newest = std::int32_t(tree ? item.to - 1 : item.position + token);
       spans[r].oldest = std::int32_t(a_.window > 0 ? position - a_.window : -1);
       spans[r].begin = std::int32_t(begin), spans[r].bits = tree ? seen_nodes(item, item.row + token) : -1;
       oldest = std::max(oldest, i64(spans[r].oldest));

@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from graphllm.compile.pipeline import compile_model, find_model
 from graphllm.config import ConfigError, EngineArgs
-from graphllm.config.token_tree import TokenTree, token_tree
+from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
 from graphllm.embedded.draft_heads import Eagle3
 from graphllm.engine.core import EngineCore
 from graphllm.entrypoints.resolve import compile_config
@@ -80,18 +80,19 @@ def _layer_weights(at: str, normal: Callable[..., Tensor], width: int = D) -> di
     return w | {f"{at}{n}_layernorm.weight": 1 + normal(D) for n in ("input", "post_attention")}
 
 
-Run = Callable[[list[int], Tensor], tuple[Tensor, list[int]]]  # hidden states, and the likeliest tokens in their order
+Ranked = list[tuple[int, float]]  # the likeliest tokens in their order, with their log-probabilities
+Run = Callable[[list[int], Tensor], tuple[Tensor, Ranked]]  # hidden states, and what comes next
 
 
 def _again(known: Known, count: int, hidden: Tensor, run: Run) -> list[int]:
     """Drafts of a head that reads, at each position, a hidden state and the token behind it, and then its own."""
     path: list[int] = []
     for _ in range(count):
-        path.append(_behind(known, path, hidden, run)[0])
+        path.append(_behind(known, path, hidden, run)[0][0])
     return path
 
 
-def _behind(known: Known, path: Sequence[int], hidden: Tensor, run: Run) -> list[int]:
+def _behind(known: Known, path: Sequence[int], hidden: Tensor, run: Run) -> Ranked:
     """The likeliest tokens behind drafts."""
     ids, rows = known.tokens[1:], hidden
     for token in path:
@@ -100,9 +101,9 @@ def _behind(known: Known, path: Sequence[int], hidden: Tensor, run: Run) -> list
     return run(ids, rows)[1]
 
 
-def _ranked(logits: Tensor) -> list[int]:
-    found: list[int] = logits.argsort(descending=True)[:4].tolist()
-    return found
+def ranked(logits: Tensor) -> Ranked:
+    found = logits.log_softmax(-1).topk(4)
+    return list(zip(found.indices.tolist(), found.values.tolist(), strict=True))
 
 
 class Method(NamedTuple):
@@ -114,7 +115,7 @@ class Method(NamedTuple):
     w: dict[str, Tensor]
     drafts: Callable[[LlamaForCausalLM, Known, int], list[int]]
     first: Callable[[LlamaForCausalLM, Known], Tensor] | None = None
-    behind: Callable[[LlamaForCausalLM, Known, Sequence[int]], list[int]] | None = None
+    behind: Callable[[LlamaForCausalLM, Known, Sequence[int]], Ranked] | None = None
 
 
 _SIZES = {"hidden_size": D, "vocab_size": V, "num_attention_heads": H, "num_key_value_heads": K, "intermediate_size": F,
@@ -134,14 +135,14 @@ def eagle(model: LlamaForCausalLM) -> Method:
         x = x + _attention(w, "layers.0.self_attn.", x)
         return x + _mlp(w, "layers.0.mlp.", _norm(x, w["layers.0.post_attention_layernorm.weight"]))
 
-    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, list[int]]:
+    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, Ranked]:
         x = rows_of(model, ids, rows)
-        return x, _ranked(model.lm_head.weight @ x[-1])
+        return x, ranked(model.lm_head.weight @ x[-1])
 
     def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
         return _again(known, count, known.last, run)
 
-    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> Ranked:
         return _behind(known, path, known.last, run)
 
     def first(model: LlamaForCausalLM, known: Known) -> Tensor:
@@ -164,13 +165,13 @@ def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) ->
 
     embedding = model.model.embed_tokens.weight if small else w["embed_tokens.weight"]
 
-    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, list[int]]:
+    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, Ranked]:
         hidden = _norm(rows, w["midlayer.hidden_norm.weight"])
         joint = torch.cat([_norm(embedding[ids], w["midlayer.input_layernorm.weight"]), hidden], -1)
         x = (hidden if before else rows) + _attention(w, "midlayer.self_attn.", joint)
         x = x + _mlp(w, "midlayer.mlp.", _norm(x, w["midlayer.post_attention_layernorm.weight"]))
-        best = _ranked(w["lm_head.weight"] @ _norm(x[-1], w["norm.weight"]))
-        return x, kept[best].tolist() if small else best
+        best = ranked(w["lm_head.weight"] @ _norm(x[-1], w["norm.weight"]))
+        return x, [(int(kept[token]), told) for token, told in best] if small else best
 
     def read(known: Known) -> Tensor:
         # Inputs of the layers 2, L // 2 and L - 3, counted from 0: what lies behind so many layers.
@@ -179,7 +180,7 @@ def eagle3(model: LlamaForCausalLM, before: bool = False, small: bool = True) ->
     def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
         return _again(known, count, read(known), run)
 
-    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> Ranked:
         return _behind(known, path, read(known), run)
 
     config = {**_SIZES, "architectures": ["LlamaForCausalLMEagle3"], "norm_before_residual": before, "pad_token_id": 0}
@@ -203,8 +204,8 @@ def medusa(model: LlamaForCausalLM) -> Method:
     config = {"architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": D, "vocab_size": V}
     config |= {"num_heads": 4, "num_hidden_layers": 2}
 
-    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
-        return _ranked(logits(known, len(path)))
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> Ranked:
+        return ranked(logits(known, len(path)))
 
     return Method("medusa", config, w, drafts, lambda model, known: logits(known, 0), behind)
 
@@ -265,19 +266,19 @@ def mtp(model: LlamaForCausalLM) -> Method:
     w[f"{at}input_proj.weight"] = torch.cat([0.1 * _normal(15)(D, D), torch.eye(D)], 1)
     w |= {f"{at}self_attn.{n}_proj.bias": _normal(16)(h * E) for n, h in (("q", H), ("k", K), ("v", K))}
 
-    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, list[int]]:
+    def run(ids: list[int], rows: Tensor) -> tuple[Tensor, Ranked]:
         tokens = _norm(model.model.embed_tokens.weight[ids], w[f"{at}token_layernorm.weight"])
         joint = torch.cat([_norm(rows, w[f"{at}hidden_layernorm.weight"]), tokens], -1)
         x = linear(joint, w[f"{at}input_proj.weight"])
         x = x + _attention(w, f"{at}self_attn.", _norm(x, w[f"{at}input_layernorm.weight"]))
         x = x + _mlp(w, f"{at}mlp.", _norm(x, w[f"{at}post_attention_layernorm.weight"]))
         x = _norm(x, w[f"{at}final_layernorm.weight"])
-        return x, _ranked(model.lm_head.weight @ x[-1])
+        return x, ranked(model.lm_head.weight @ x[-1])
 
     def drafts(model: LlamaForCausalLM, known: Known, count: int) -> list[int]:
         return _again(known, count, known.last, run)
 
-    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> list[int]:
+    def behind(model: LlamaForCausalLM, known: Known, path: Sequence[int]) -> Ranked:
         return _behind(known, path, known.last, run)
 
     return Method("mtp", {}, w, drafts, None, behind)
@@ -357,9 +358,8 @@ class Opened(NamedTuple):
     place: Path
 
 
-def _open(
-    model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eager", pages: int = 150, **fields: Any
-) -> Opened:
+def saved(model: LlamaForCausalLM, method: Method, at: Path) -> tuple[Path, Path]:
+    """Checkpoints of the model and of what drafts."""
     config = {**model.config.to_dict(), "architectures": ["LlamaForCausalLM"]}
     w = dict(model.state_dict())
     if method.name == "mtp":  # Qwen2's layers have biases
@@ -368,7 +368,13 @@ def _open(
         attns = [f"model.layers.{i}.self_attn." for i in range(L)]
         w |= method.w | {f"{at}{n}_proj.bias": torch.zeros(size) for at in attns for n, size in sizes.items()}
     folder = _save(at / "model", config, w)
-    draft = folder if method.name == "mtp" else _save(at / "draft", method.config, method.w)
+    return folder, folder if method.name == "mtp" else _save(at / "draft", method.config, method.w)
+
+
+def _open(
+    model: LlamaForCausalLM, method: Method, at: Path, backend: Any = "eager", pages: int = 150, **fields: Any
+) -> Opened:
+    folder, draft = saved(model, method, at)
     args = EngineArgs(
         **{"target": "cpu", "backend": backend, "dtype": "float32", "max_model_len": LEN, "max_num_seqs": 4,
            "max_num_batched_tokens": 32, "block_size": 8, "num_speculative_tokens": DRAFTS, **fields}
@@ -406,24 +412,48 @@ def _texts(model: LlamaForCausalLM, seed: int, lengths: Sequence[int], count: in
     return found
 
 
-def tree_drafts(method: Method, model: LlamaForCausalLM, known: Known, tree: TokenTree | None) -> list[int]:
+def tree_drafts(method: Method, model: LlamaForCausalLM, known: Known, tree: TokenTree | GrownTree | None) -> list[int]:
     """The drafts of its nodes; of one run of them without a tree."""
     if tree is None:
         return method.drafts(model, known, DRAFTS)
+    if isinstance(tree, GrownTree):
+        return grown(method, model, known, tree)[0]
     assert method.behind is not None
     found: dict[tuple[int, ...], int] = {}
     for path in tree.paths:
         before = [found[path[:i]] for i in range(1, len(path))]
-        found[path] = method.behind(model, known, before)[path[-1]]
+        found[path] = method.behind(model, known, before)[path[-1]][0]
     return list(found.values())
 
 
+def grown(method: Method, model: LlamaForCausalLM, known: Known, tree: GrownTree) -> tuple[list[int], list[int]]:
+    """EAGLE-2's tree as its paper has it: its drafts, and of each node, the root first, the one before it."""
+    assert method.behind is not None
+    found: list[tuple[tuple[int, ...], float]] = []
+    best: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+    for _ in range(tree.levels):  # behind the best of the last depth
+        new = [
+            ((*path, token), score + told)
+            for path, score in best
+            for token, told in method.behind(model, known, path)[: tree.top_k]
+        ]
+        found += new
+        best = sorted(new, key=lambda draft: -draft[1])[: tree.top_k]
+    kept = sorted(sorted(range(len(found)), key=lambda i: -found[i][1])[: tree.drafts])
+    paths = [(), *(found[i][0] for i in kept)]
+    return [path[-1] for path in paths[1:]], [0, *(paths.index(path[:-1]) for path in paths[1:])]
+
+
 def _run(
-    opened: Opened, model: LlamaForCausalLM, texts: Sequence[Text], tree: TokenTree | None = None, **params_of: Any
+    opened: Opened,
+    model: LlamaForCausalLM,
+    texts: Sequence[Text],
+    tree: TokenTree | GrownTree | None = None,
+    **params_of: Any,
 ) -> int:
     """Answer them at once, and compare drafts and texts; how many steps' drafts were compared."""
     core, count = opened.core, 0
-    tensors, one = core._executor.states.tensors, opened.method.name in ("medusa", "mlp_speculator")
+    tensors, one = core._executor.states.tensors, opened.method.name in ("medusa", "mlp_speculator", "dflash")
 
     def compare(number: int) -> None:
         nonlocal count
@@ -440,6 +470,8 @@ def _run(
                 continue
             expected = tree_drafts(opened.method, model, known, tree)
             assert tensors["state.drafts"][slot].tolist()[:made] == expected[:made], (state.request.id, position)
+            if made and isinstance(tree, GrownTree):
+                assert tensors["state.tree_parents"][slot].tolist() == grown(opened.method, model, known, tree)[1]
             count += made > 0
 
     params = GREEDY.__class__(**{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True, **params_of})
@@ -485,6 +517,45 @@ def test_trees(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     assert _run(opened, model, texts, token_tree(TREE)) > 10
     assert _run(opened, model, texts[3:] + texts[:2], token_tree(TREE)) > 5
     stats = opened.core.stats()
+    assert stats.prefix_hits > 0
+    assert stats.drafts > 10
+    opened.core.close()
+    scarce = open_core(opened.folder, opened.place, 12, draft=opened.draft)
+    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    found = finish(scarce, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
+    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
+    assert scarce.stats().preemptions
+    scarce.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("eagle3", (3, 4, 9)),
+        *(pytest.param(*given, marks=pytest.mark.slow) for given in (("eagle", (4, 3, 14)), ("mtp", (2, 2, 6)))),
+    ],
+)
+def test_trees_that_grow(model: LlamaForCausalLM, name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    _check_grown(model, name, sizes, tmp_path)
+
+
+@pytest.mark.slow
+def test_compiled_trees_that_grow(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    _check_grown(model, "eagle3", (3, 4, 9), tmp_path, "inductor")
+
+
+def _check_grown(
+    model: LlamaForCausalLM, name: str, sizes: tuple[int, int, int], tmp_path: Path, backend: str = "eager"
+) -> None:
+    """Each step's own tree, after the paper; and the text, which is that of plain decoding, as above."""
+    tree = str(dict(zip(("top_k", "depth", "drafts"), sizes, strict=True)))
+    fields = {"speculative_token_tree": tree, "num_speculative_tokens": 0}
+    opened = _open(model, METHODS[name](model), tmp_path, backend, **fields)
+    texts = _texts(model, 1, (40, 31, 8, 39, 16, 52, 1))
+    assert _run(opened, model, texts, token_tree(tree)) > 10
+    assert _run(opened, model, texts[3:] + texts[:2], token_tree(tree)) > 5
+    stats = opened.core.stats()
+    print(f"{stats.drafts} times, accepted by place {stats.accepted_tokens}")
     assert stats.prefix_hits > 0
     assert stats.drafts > 10
     opened.core.close()
@@ -543,6 +614,12 @@ def test_draft_models_that_do_not_fit(model: LlamaForCausalLM, tmp_path: Path) -
             {},
             {"speculative_token_tree": str([(0,) * n for n in range(1, 6)]), "num_speculative_tokens": 0},
             "speculative_token_tree has paths of 5: the draft model has 4 heads",
+        ),
+        (
+            "medusa",
+            {},
+            {"speculative_token_tree": "{'top_k': 2, 'depth': 2, 'drafts': 4}", "num_speculative_tokens": 0},
+            "a tree grows by what is likely behind each draft",
         ),
         ("eagle", {"hidden_size": 64}, {}, "shares the model's embed.tokens as .97, 64., it is .97, 32."),
     ]

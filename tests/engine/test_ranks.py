@@ -18,8 +18,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from graphllm import LLM, SamplingParams, StructuredOutputsParams
 from graphllm.config import ConfigError
 from graphllm.runtime.multiproc_executor import MultiprocExecutor
+from graphllm.runtime.rank_failure import RankError
 from graphllm.runtime.rank_messages import Array, Start
-from graphllm.runtime.rank_processes import RankError
+from graphllm.runtime.rank_processes import RankProcesses
 
 PROMPTS = ["hello world, the cat", "what is the answer", "a list of words in a row", "hello"]
 LIMITS = {"max_model_len": 96, "max_num_seqs": 4, "max_num_batched_tokens": 32, "block_size": 8}
@@ -48,6 +49,11 @@ def executor_of(llm: LLM) -> MultiprocExecutor:
     found = llm.llm_engine.core._executor
     assert isinstance(found, MultiprocExecutor)
     return found
+
+
+def pids_of(llm: LLM) -> list[int]:
+    """Of the ranks' processes on this host."""
+    return [pid for host in executor_of(llm).ranks.hosts if isinstance(host, RankProcesses) for pid in host.pids]
 
 
 def ended(pid: int, seconds: float = 10.0) -> bool:
@@ -149,7 +155,7 @@ class TestTwoRanks:
 def test_a_rank_that_dies(checkpoint: Path, options: dict[str, Any]) -> None:
     """The engine is told which one, at once; nothing hangs, and no process stays."""
     with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
-        (pid,) = executor_of(llm).ranks.pids
+        (pid,) = pids_of(llm)
         llm.llm_engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
         for _ in range(4):
             llm.llm_engine.step()
@@ -179,10 +185,26 @@ def test_four_ranks_with_a_logits_processor(four_heads: Path, options: dict[str,
     with LLM(four_heads, **options) as llm:
         expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)]
     with LLM(four_heads, tensor_parallel_size=4, **options) as llm:
-        pids = executor_of(llm).ranks.pids
+        pids = pids_of(llm)
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, GREEDY)] == expected
     assert len(pids) == 3
     assert all(ended(pid, 2) for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [1, 2, 3])
+def test_each_of_four_ranks_that_dies(four_heads: Path, options: dict[str, Any], victim: int) -> None:
+    """It is the one that is named, not one of those that miss it: in its stage, or in the other."""
+    with LLM(four_heads, tensor_parallel_size=2, pipeline_parallel_size=2, **options) as llm:
+        pids = pids_of(llm)
+        llm.llm_engine.add_request("long", PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(4):
+            llm.llm_engine.step()
+        os.kill(pids[victim - 1], signal.SIGKILL)
+        told = rf"rank {victim} of 4 \(process {pids[victim - 1]}\) was killed by signal 9 \(SIGKILL\)"
+        with pytest.raises(RankError, match=told):
+            _step_for_ever(llm)
+    assert all(ended(pid) for pid in pids)
 
 
 @pytest.mark.slow
@@ -202,7 +224,7 @@ def test_drafts_by_lookup(checkpoint: Path, options: dict[str, Any]) -> None:
 def test_a_rank_that_stops(checkpoint: Path, options: dict[str, Any]) -> None:
     """It gives no sign of life, which is noticed within seconds; it ends though it cannot run."""
     with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
-        (pid,) = executor_of(llm).ranks.pids
+        (pid,) = pids_of(llm)
         llm.generate(PROMPTS[0], GREEDY)
         os.kill(pid, signal.SIGSTOP)
         begun = time.monotonic()

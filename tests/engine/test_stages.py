@@ -17,11 +17,12 @@ from test_ranks import (  # noqa: F401
     executor_of,
     one,
     options,
+    pids_of,
     tolerance,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphllm import LLM
+from graphllm import LLM, SamplingParams
 from graphllm.config import ConfigError
 from graphllm.program.linking import Call
 from graphllm.program.stages import Stage, stage_calls
@@ -78,14 +79,54 @@ def test_stages_of_unequal_size_and_a_tied_head(three_layers: Path, options: dic
         assert (again.num_cached_tokens, again.outputs[0].token_ids) == (2 * options["block_size"], before)
 
 
+def test_stages_work_on_different_batches(three_layers: Path, options: dict[str, Any]) -> None:  # noqa: F811
+    """While prompts and tokens of some requests are in one stage, those of others are in the other, never a token of
+    the same request; few requests stay together. What is sampled is what transformers says."""
+    options = {**options, "max_num_seqs": 40, "max_num_batched_tokens": 128}
+    with LLM(three_layers, pipeline_parallel_size=2, skip_tokenizer_init=True, **options) as llm:
+        core: Any = llm.llm_engine.core
+        if not core._executor.overlapping > 1:
+            pytest.skip("stages of GPUs take turns")
+        launch, together = core._launch, []
+
+        def watched(output: Any, *rest: Any) -> Any:
+            together.append([{s.request.id for s in step.output.requests} for step in (*core._in_flight,)])
+            together[-1].append({s.request.id for s in output.requests})
+            return launch(output, *rest)
+
+        core._launch = watched
+        expected = _expected(three_layers)
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS * 10, GREEDY)] == expected * 10
+        pairs = [sets for sets in together if len(sets) == 2]
+        assert len(pairs) > len(together) / 2
+        decoding = pairs[8:-4]  # a prompt may be in both stages, with a part in each
+        assert all(not a & b for a, b in decoding)
+        assert max(len(b) for _, b in decoding) == 20  # half of the forty
+        together.clear()
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == expected
+        assert max(len(sets[-1]) for sets in together) == 4
+        assert len(together) <= 13
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_stages_whose_matrices_are_divided(three_layers: Path, backend: str) -> None:
     """Four processes: two stages of two ranks each; compiled as well."""
     options = {**EAGER, "backend": backend, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}  # noqa: F811
     with LLM(three_layers, skip_tokenizer_init=True, **options) as llm:
-        assert len(executor_of(llm).ranks.pids) == 3
+        assert len(pids_of(llm)) == 3
         assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
+
+
+@pytest.mark.slow
+def test_three_stages(three_layers: Path, options: dict[str, Any]) -> None:  # noqa: F811
+    """With three steps in flight, of the rows that there are."""
+    with LLM(three_layers, pipeline_parallel_size=3, skip_tokenizer_init=True, **options) as llm:
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
+        drawn = SamplingParams(temperature=0.8, seed=4, presence_penalty=0.4, max_tokens=10, ignore_eos=True)
+        found = [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, drawn)]
+    with LLM(three_layers, skip_tokenizer_init=True, **options) as llm:
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, drawn)] == found
 
 
 def test_what_cannot_have_stages(checkpoint: Path, options: dict[str, Any]) -> None:  # noqa: F811

@@ -16,8 +16,11 @@ TREE = str([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 
 TASKS = ("capital", "sort_numbers", "persona", "call_tool", "word_problem", "opposite")
 
 
-@pytest.mark.parametrize("method", ["medusa", "eagle3"])
-def test_trees(method: str) -> None:
+GROWN = str({"top_k": 3, "depth": 4, "drafts": 10})
+
+
+@pytest.mark.parametrize(("method", "tree"), [("medusa", TREE), ("eagle3", TREE), ("eagle3", GROWN)])
+def test_trees(method: str, tree: str) -> None:
     """Greedy, drawn and penalized requests beside each other, so that steps verify beside prompts, too."""
     rng = Random(5)
     messages = [draw(rng, name, held_out=True).messages for name in TASKS for _ in range(4)]
@@ -29,7 +32,7 @@ def test_trees(method: str) -> None:
     runs = {
         "plain": None,
         "chain": {"method": method, "num_speculative_tokens": 3},
-        "tree": {"method": method, "speculative_token_tree": TREE},
+        "tree": {"method": method, "speculative_token_tree": tree},
     }
     for name, drafts in runs.items():
         with LLM(

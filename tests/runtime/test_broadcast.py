@@ -9,9 +9,11 @@ import time
 
 import pytest
 
+from graphllm.runtime.all_ranks import AllRanks
 from graphllm.runtime.broadcast import CAPACITY, Reader, Writer
+from graphllm.runtime.rank_failure import RankError, SharedFate
 from graphllm.runtime.rank_messages import Loaded
-from graphllm.runtime.rank_processes import RankError, RankProcesses, WaitingRanks
+from graphllm.runtime.rank_processes import Orders, RankProcesses, WaitingRanks
 
 
 def _never() -> None:
@@ -64,7 +66,9 @@ def test_a_writer_that_waits_for_a_reader_looks_whether_it_lives() -> None:
     ],
 )
 def test_ranks_that_end_before_they_are_loaded(tmp_path: object, program: str, told: str) -> None:
-    ranks = RankProcesses(WaitingRanks((sys.executable, "-c", program), 3), str(tmp_path), {})
+    ranks = AllRanks(3, SharedFate())
+    waiting = WaitingRanks((sys.executable, "-c", program), 2)
+    ranks.begin([RankProcesses(waiting, Orders(1, 3, str(tmp_path), "", {}), ranks.fate, ranks.hear)])
     with pytest.raises(RankError, match=rf"rank [12] of 3 \(process \d+\) {told}"):
         ranks.answers(Loaded)
     ranks.close()
@@ -74,8 +78,11 @@ def test_ranks_end_when_nobody_holds_their_input() -> None:
     """As when the process of rank 0 is killed: no thread of it can do anything any more."""
     program = (
         "import sys, tempfile; from graphllm.entrypoints.rank_process import COMMAND;"
-        "from graphllm.runtime.rank_processes import RankProcesses, WaitingRanks;"
-        "ranks = RankProcesses(WaitingRanks(COMMAND, 2), tempfile.mkdtemp(), {}); print(*ranks.pids, flush=True);"
+        "from graphllm.runtime.rank_failure import SharedFate;"
+        "from graphllm.runtime.rank_processes import Orders, RankProcesses, WaitingRanks;"
+        "orders = Orders(1, 2, tempfile.mkdtemp(), '', {});"
+        "ranks = RankProcesses(WaitingRanks(COMMAND, 1), orders, SharedFate(), print);"
+        "print(*ranks.pids, flush=True);"
         "sys.stdin.read()"
     )
     with subprocess.Popen(

@@ -1,0 +1,51 @@
+"""The model of steps on several GPUs beside what was measured on two H200s, to which nothing of it is fitted."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from graphllm.ir.registry import load_ops, load_passes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def scripts() -> None:
+    """Benchmarks import each other as scripts do."""
+    from bench import __file__ as package
+
+    sys.path.insert(0, package.removesuffix("/__init__.py"))
+    load_ops()
+    load_passes()
+
+
+def test_two_gpus_as_measured() -> None:
+    from bench import simulate_ranks as simulation
+
+    stored = json.loads((simulation.RESULTS / "simulated_ranks.json").read_text())["rates"]
+    rates = simulation.Rates(
+        stored["bandwidth"], stored["arithmetic"], 1e-6 * stored["begin us"], 1e12 * stored["attention TFLOP/s"]
+    )
+    measured = json.loads((simulation.RESULTS / "h200_tensor_parallel.json").read_text())
+    model, sums = simulation.Model("llama3.1-8b", 2), simulation.Sums()
+    rows = simulation.rows_of("llama3.1-8b tp2", measured)
+    assert len(rows) == 6
+    for row, ms in rows.items():
+        told = 1e3 * simulation.seconds(model, rates, sums, simulation.row_step(model, row))
+        assert told == pytest.approx(ms, rel=0.1), row
+
+
+def test_what_ranks_share() -> None:
+    """Half of the weights but the norms on each of two; a sum behind every o and down projection, and the embedding."""
+    from bench import simulate_ranks as simulation
+
+    one, two = (simulation.Model("llama3.1-8b", ranks) for ranks in (1, 2))
+    assert two.weights == pytest.approx(one.weights / 2, rel=1e-3)
+    step = two.step(1, 64, 256)
+    sums = [(kernel.bytes, n) for kernel, n in step.items() if kernel.kind == "all_reduce"]
+    assert sums == [(2 * 64 * 4096, 65)]
+    flops = [sum(k.flops * n for k, n in m.step(1, 64, 256).items() if k.kind == "product") for m in (one, two)]
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336  # q, k, v; o; gate, up, down
+    assert flops[0] == 2 * 64 * (32 * layer + 4096 * 128256)
+    assert flops[1] == flops[0] / 2
