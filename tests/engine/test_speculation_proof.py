@@ -250,7 +250,7 @@ def test_mixed_requests(
     plain = _core(places, "plain", 2000)
     alone = finish(plain, wanted)
     plain.close()
-    core = _core(places, proposer, 130, scheduling_policy="priority", long_prefill_token_threshold=rng.choice((0, 30)))
+    core = _core(places, proposer, 96, scheduling_policy="priority", long_prefill_token_threshold=rng.choice((0, 30)))
     late, gone = list(wanted), set()
     found = {r.id: Result() for r in wanted}
     while late or core.unfinished:
