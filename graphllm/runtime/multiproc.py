@@ -139,9 +139,10 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
     torch.set_num_threads(args.threads)
     manifest = artifact.verify(args.artifact)
     device = torch.device(manifest["factors"]["compile"]["target"]["device"])
+    plan = WeightPlan.from_json((args.artifact / "weights.json").read_text())
+    checkpoint = Checkpoint.open(args.checkpoint)  # what is wrong with it every rank says before it meets the others
     with joined(args.rank, args.degree, Meeting(f"file://{args.meeting}"), device):
-        plan = WeightPlan.from_json((args.artifact / "weights.json").read_text())
-        weights = load_weights(plan, Checkpoint.open(args.checkpoint), device, rank=args.rank)
+        weights = load_weights(plan, checkpoint, device, rank=args.rank)
         executor = Executor(args.artifact, manifest, weights, args.num_blocks, args.threads)
         answer({})
         while (message := _receive(sys.stdin.buffer)) is not None:
