@@ -140,6 +140,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
     manifest = artifact.verify(args.artifact)
     device = torch.device(manifest["factors"]["compile"]["target"]["device"])
     with joined(args.rank, args.degree, Meeting(f"file://{args.meeting}"), device):
+        torch.distributed.all_reduce(torch.zeros(1, device=device))  # so that one that fails leaves nobody half joined
         plan = WeightPlan.from_json((args.artifact / "weights.json").read_text())
         weights = load_weights(plan, Checkpoint.open(args.checkpoint), device, rank=args.rank)
         executor = Executor(args.artifact, manifest, weights, args.num_blocks, args.threads)
