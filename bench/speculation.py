@@ -1,88 +1,177 @@
 """Speculative decoding of the embedded model, one request at a time: drafts that are right, tokens of a step, speed.
 
-    python bench/speculation.py [--methods eagle3,medusa,draft_model,ngram] [--count 8] [--out FILE.json]
+    python bench/speculation.py [--target cpu|cuda] [--methods "suffix;eagle3, tree"] [--count 6] [--out FILE.json]
 
 By kind of task, questions that the model has not seen, greedy; each method's answers are checked against those without
-drafts. Copying tasks repeat what stands in the prompt, which is what ngram guesses.
+drafts. "copying" repeats what stands in the prompt; "again" is asked a second time in one chat, so its answers stand
+there: that is what ngram and suffix guess. Speed-ups are against no drafts, "decoding" those of the time behind an
+answer's first token, the others of all of it, the prompt included. All artifacts are compiled first, --jobs at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from graphllm import LLM, SamplingParams
-from graphllm.embedded import DRAFTS
-from graphllm.embedded.tasks import draw
-
 KINDS = {
     "facts": ("capital", "opposite", "plural"),
     "sums": ("add_large", "word_problem", "multiply"),
-    "copying": ("sort_numbers", "call_tool", "use_tool_result"),
+    "texts": ("story", "poem", "unknown"),
     "talk": ("persona", "remember", "several_turns"),
+    "tools": ("call_tool", "call_unseen_tool", "use_tool_result"),
+    "copying": ("copy", "sort_numbers", "list_json"),
+    "again": ("story", "count_range", "call_tool_twice"),
 }
-REPEATS = 3
+TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]"
+METHODS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+    "ngram_host": {"method": "ngram_host", "num_speculative_tokens": 5},
+    # The answers of the repeats before are not looked up, as nobody asks the same four times.
+    "suffix": {"method": "suffix", "num_speculative_tokens": 5, "suffix_decoding_max_cached_requests": 0},
+    "draft_model": {"method": "draft_model"},
+    "eagle3": {"method": "eagle3"},
+    "medusa": {"method": "medusa"},
+    "eagle3, tree": {"method": "eagle3", "speculative_token_tree": TREE},
+    "medusa, tree": {"method": "medusa", "speculative_token_tree": TREE},
+}
+REPEATS, MAX_TOKENS = 6, 160  # the first of the repeats is not timed
 
 
-def measure(config: dict[str, Any] | None, count: int, fields: dict[str, Any]) -> dict[str, Any]:
-    """By kind of task: texts, seconds, and what drafts gave."""
-    params, found = SamplingParams(temperature=0.0, max_tokens=160), {}
-    with LLM(target="cpu", speculative_config=config, enable_prefix_caching=False, **fields) as llm:
-        for kind, names in KINDS.items():
-            rng = Random(f"speculation {kind}")
-            chats = [draw(rng, name, held_out=True) for name in names for _ in range(count)]
-            times, texts = [], []
-            before = llm._core.stats()
-            for _ in range(REPEATS):
-                start = time.perf_counter()
-                answers = [
-                    llm.chat(chat.messages, params, tools=chat.tools or None, use_tqdm=False)[0].outputs[0].token_ids
-                    for chat in chats
-                ]
-                times.append(time.perf_counter() - start)
-                texts = [list(a) for a in answers]
-            after = llm._core.stats()
-            drafted = after.draft_tokens - before.draft_tokens
-            right = sum(after.accepted_tokens) - sum(before.accepted_tokens)
-            tokens = sum(map(len, texts))
-            found[kind] = {
-                "texts": texts,
-                "seconds": min(times),
-                "tokens": tokens,
-                "tokens/s": round(tokens / min(times)),
-            }
-            if drafted:
-                steps = after.drafts - before.drafts
-                found[kind] |= {"acceptance": round(right / drafted, 3), "tokens a step": round(1 + right / steps, 2)}
+def opened(name: str, args: argparse.Namespace) -> Any:
+    """An LLM that drafts by that method."""
+    from graphllm import LLM
+
+    config = METHODS[name]
+    if config and args.drafts and "speculative_token_tree" not in config:
+        config = {**config, "num_speculative_tokens": args.drafts}
+    return LLM(
+        target=args.target, backend=args.backend, speculative_config=config, enable_prefix_caching=False,
+        max_num_seqs=1, max_num_batched_tokens=1024, kv_cache_memory_bytes=1 << 27, tune=args.tune,
+    )  # fmt: skip
+
+
+def questions(count: int) -> dict[str, list[Any]]:
+    """By kind of task, messages and tools."""
+    from graphllm.embedded.tasks import draw
+
+    found: dict[str, list[Any]] = {}
+    for kind, names in KINDS.items():
+        rng = Random(f"speculation {kind}")
+        chats = [draw(rng, name, held_out=True) for name in names for _ in range(count)]
+        found[kind] = [
+            ([*chat.conversation(), chat.messages[-1]] if kind == "again" else chat.messages, chat.tools or None)
+            for chat in chats
+        ]
     return found
+
+
+def answers(llm: Any, asked: list[Any]) -> tuple[list[list[int]], float, float]:
+    """What an LLM says, one question after the other: tokens, seconds, and those behind each first token."""
+    from graphllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
+    start, decoding, texts = time.perf_counter(), 0.0, []
+    for messages, tools in asked:
+        output = llm.chat(messages, params, tools=tools, use_tqdm=False)[0]
+        decoding += output.metrics.last_token_time - output.metrics.first_token_time
+        texts.append(list(output.outputs[0].token_ids))
+    return texts, time.perf_counter() - start, decoding
+
+
+def measure(llms: dict[str, Any], count: int) -> dict[str, dict[str, Any]]:
+    """By method and kind of task. Methods take turns, so that a machine's moods meet all of them."""
+    table: dict[str, dict[str, Any]] = {name: {} for name in llms}
+    for kind, asked in questions(count).items():
+        before = {name: llm._core.stats() for name, llm in llms.items()}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
+        texts = {}
+        for _ in range(REPEATS):
+            for name, llm in llms.items():
+                texts[name], *seconds = answers(llm, asked)
+                times[name].append((seconds[0], seconds[1]))
+        fastest = {name: [min(t) for t in zip(*found[1:], strict=True)] for name, found in times.items()}
+        tokens = sum(map(len, texts["plain"]))
+        for name, llm in llms.items():
+            after = llm._core.stats()
+            whole, decoding = fastest[name]
+            row: dict[str, Any] = {"tokens": tokens, "decoding tokens/s": round((tokens - len(asked)) / decoding)}
+            if name != "plain":
+                row["same text"] = texts[name] == texts["plain"]
+                row["decoding speed-up"] = round(fastest["plain"][1] / decoding, 2)
+                row["speed-up"] = round(fastest["plain"][0] / whole, 2)
+            if drafted := after.draft_tokens - before[name].draft_tokens:
+                right = sum(after.accepted_tokens) - sum(before[name].accepted_tokens)
+                row["acceptance"] = round(right / drafted, 3)
+                row["tokens a step with drafts"] = round(1 + right / (after.drafts - before[name].drafts), 2)
+            table[name][kind] = row
+            print(f"{kind}, {name}: {json.dumps(row)}", flush=True)
+    return table
+
+
+def prepare(names: list[str], args: argparse.Namespace) -> None:
+    """Compile what is not compiled yet, each in a process of its own."""
+    running: list[subprocess.Popen[bytes]] = []
+    for name in names:
+        while len([p for p in running if p.poll() is None]) >= args.jobs:
+            time.sleep(0.1)
+        command = [sys.executable, __file__, "--prepare", name, "--target", args.target, "--backend", args.backend]
+        command += ["--drafts", str(args.drafts), *(["--tune"] if args.tune else [])]
+        running.append(subprocess.Popen(command, stdout=sys.stderr))
+    if any(p.wait() for p in running):
+        raise SystemExit("a method could not be compiled")
+
+
+def machine(target: str) -> str:
+    if target == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    name = next(x.partition(": ")[2] for x in lines if x.startswith("model name"))
+    return f"{name}, {os.environ.get('OMP_NUM_THREADS', os.cpu_count())} threads"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", default=",".join((*DRAFTS, "ngram")))
-    parser.add_argument("--count", type=int, default=8, help="questions of each task")
+    parser.add_argument("--methods", default=";".join(METHODS), help="with semicolons between them")
+    parser.add_argument("--count", type=int, default=6, help="questions of each task")
+    parser.add_argument("--target", default="cpu")
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--drafts", type=int, default=3)
+    parser.add_argument("--drafts", type=int, default=0, help="of a step; 0: 5 guesses, and what a head is made for")
+    parser.add_argument("--tune", action="store_true", help="time kernels while compiling, which takes longer")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that compile at once")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--prepare", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    fields = {"backend": args.backend, "max_num_seqs": 2, "max_num_batched_tokens": 1024}
-    plain = measure(None, args.count, fields)
-    table: dict[str, Any] = {"plain": {k: {"tokens/s": row["tokens/s"]} for k, row in plain.items()}}
-    for method in args.methods.split(","):
-        rows = measure({"method": method, "num_speculative_tokens": args.drafts}, args.count, fields)
-        for kind, row in rows.items():
-            row["same text"] = row.pop("texts") == plain[kind]["texts"]
-            row["speed-up"] = round(plain[kind]["seconds"] / row.pop("seconds"), 2)
-        table[method] = rows
-        print(method, json.dumps(rows), flush=True)
-    text = json.dumps(table, indent=1)
-    print(text)
+    if args.prepare:
+        opened(args.prepare, args).close()
+        return
+    names = [name for name in METHODS if name == "plain" or name in args.methods.split(";")]
+    start = time.perf_counter()
+    prepare(names, args)
+    compiled = round(time.perf_counter() - start)
+    llms = {name: opened(name, args) for name in names}
+    table = measure(llms, args.count)
+    for llm in llms.values():
+        llm.close()
+    result = {
+        "command": f"python {' '.join(sys.argv)}", "machine": machine(args.target),
+        "versions": {p: version(p) for p in ("torch", "graphllm")}, "compiling s": compiled,
+        "whole s": round(time.perf_counter() - start), "methods": table,
+    }  # fmt: skip
     if args.out:
-        args.out.write_text(text + "\n")
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    if not all(row.get("same text", True) for rows in table.values() for row in rows.values()):
+        raise SystemExit("texts differ from those without drafts")
 
 
 if __name__ == "__main__":

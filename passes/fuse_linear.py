@@ -18,6 +18,7 @@ from torch.fx import Node
 from graphllm.config import CompileConfig
 from graphllm.ir.op import Op, op_of
 from graphllm.ops.add_lora import add_lora
+from graphllm.ops.all_reduce import all_reduce
 from graphllm.ops.fused_linear import fused_linear
 from graphllm.ops.linear import linear
 from graphllm.ops.linear_add_norm import linear_add_norm
@@ -39,17 +40,21 @@ def fuse_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRepo
         form = next((f for f in forms if is_implemented(unit, config, f.op, **f.arguments)), None)
         if form is not None:
             made = unit.replace(form.replaces, form.op, **form.arguments)
+            if form.sums is not None:
+                unit.graph.erase_node(form.sums)
             notes.append(f"{made.name}: {', '.join(form.parts)}")
     return PassReport(len(notes), tuple(notes))
 
 
 class _Form(NamedTuple):
-    """One way to fuse: the op, its arguments, the nodes that it computes, and what it has in it, for people."""
+    """One way to fuse: the op, its arguments, the nodes that it computes, and what it has in it, for people. sums: the
+    sum over ranks among them."""
 
     op: Op
     arguments: dict[str, Any]
     replaces: Node | tuple[Node, ...]
     parts: tuple[str, ...]
+    sums: Node | None = None
 
 
 def _forms_with_adapters(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
@@ -67,15 +72,20 @@ def _forms(node: Node, bound: dict[str, Any], readers: Collection[Node] = ()) ->
     """The ways to fuse a linear layer whose result is a node's, those that take in more first. readers: of x, all of
     which join; the node alone if not given."""
     before = _bound(bound["x_TI"], rms_norm)
-    add, residual = sum_with(node)
+    user = _only_user(node)
+    sums = user if user is not None and op_of(user.target) is all_reduce else None
+    add, residual = sum_with(sums or node)
     norm = None if add is None else next((u for u in add.users if _is_norm_of(u, add)), None)
-    if add is not None and norm is not None and before is None and not _one_row(node):
+    if add is not None and norm is not None and before is None and not (sums is None and _one_row(node)):
         after = rms_norm.bind(norm.args, norm.kwargs)
         arguments = bound | {"residual_TO": residual, "norm_O": after["weight"], "eps": after["eps"]}
-        yield _Form(linear_add_norm, arguments, (add, norm), ("linear", "residual", "norm"))
+        parts = ["linear", "residual", "norm"]
+        if sums is not None:
+            arguments["ranks"] = all_reduce.bind(sums.args, sums.kwargs)["ranks"]
+            parts.insert(1, "all_reduce")
+        yield _Form(linear_add_norm, arguments, (add, norm), tuple(parts), sums)
     if before is not None and (before["offset"] or set(bound["x_TI"].users) != {node, *readers}):
         before = None
-    user = _only_user(node)
     gate = user if user is not None and op_of(user.target) is swiglu else None
     for with_norm, gated, with_sum in itertools.product((True, False), repeat=3):
         last = gate if gated else node
@@ -89,21 +99,10 @@ def _forms(node: Node, bound: dict[str, Any], readers: Collection[Node] = ()) ->
         if gated:
             parts.append("gate")
         if with_sum and add is not None and residual is not None:
-            arguments |= _scaled(residual, add)
+            arguments["residual_TN"] = residual
             last = add
             parts.append("residual")
         yield _Form(fused_linear, arguments, last, tuple(parts))
-
-
-def _scaled(residual: Node, add: Node) -> dict[str, Any]:
-    """The residual that an addition reads: a value times a number, which nothing else reads, as these two."""
-    arguments = residual.args
-    if residual.target is not torch.ops.aten.mul.Tensor or residual.kwargs or set(residual.users) != {add}:
-        return {"residual_TN": residual}
-    value, scale = arguments
-    if not isinstance(value, Node) or not isinstance(scale, float):
-        return {"residual_TN": residual}
-    return {"residual_TN": value, "residual_scale": scale}
 
 
 def _bound(node: Node, op: Op) -> dict[str, Any] | None:

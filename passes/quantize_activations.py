@@ -1,13 +1,15 @@
-"""quantize_activations: in steps of many rows, linear layers with float8 weights take rows of float8 as well.
+"""quantize_activations: in steps of more than a few rows, linear layers with float8 weights take float8 rows as well.
 
-Few rows are bound by reading the weights and keep x as it is. The norm or gate that makes the rows joins the kernel
-that rounds them, where nothing else reads what it makes.
+A few rows are bound by reading the weights and keep x as it is. The norm or gate that makes the rows joins the kernel
+that rounds them, where nothing else reads what it makes; or the gate, and the residual, end the product before, where
+an implementation takes them.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
@@ -18,6 +20,7 @@ from graphllm.ops.quantize_rows import quantize_rows
 from graphllm.ops.rms_norm import rms_norm
 from graphllm.ops.scaled_linear import scaled_linear
 from graphllm.ops.swiglu import swiglu
+from graphllm.passes.fuse_linear import sum_with
 from graphllm.rewrite import PassReport, Unit, fake_values, is_implemented, register_pass
 from graphllm.weights.plan import WeightPlan
 
@@ -43,12 +46,36 @@ def quantize_activations(unit: Unit, plan: WeightPlan, config: CompileConfig) ->
         dtype = str(node.meta["val"].dtype).removeprefix("torch.")
         product = {"codes_TW": codes, "row_scales_T1": scales, "weight_OW": given["weight_OI"],
                    "scales_1O": given["scales_GO"], "dtype": dtype}  # fmt: skip
-        if not is_implemented(unit, config, scaled_linear, **product):
+        forms = (f for f in _forms(node) if is_implemented(unit, config, scaled_linear, **product, **f.more))
+        form = next(forms, None)
+        if form is None:
             for unused in (scales, codes, made):
                 unit.graph.erase_node(unused)
             continue
-        notes.append(f"{unit.replace(node, scaled_linear, **product).name}: {', '.join(_said(rows))}")
+        name = unit.replace(form.last, scaled_linear, **product, **form.more).name
+        if form.last is not node:
+            unit.graph.erase_node(node)
+        notes.append(f"{name}: {', '.join((*_said(rows), *form.parts))}")
     return PassReport(len(notes), tuple(notes))
+
+
+class _Form(NamedTuple):
+    """What joins a product: the arguments that say so, the node that it then computes, and its name for people."""
+
+    more: dict[str, Any]
+    last: Node
+    parts: tuple[str, ...]
+
+
+def _forms(node: Node) -> Iterator[_Form]:
+    """The ways to end a linear layer, those that take in more first."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    if user is not None and op_of(user.target) is swiglu:
+        yield _Form({"gated": True}, user, ("gate",))
+    add, residual = sum_with(node)
+    if add is not None:
+        yield _Form({"residual_TN": residual}, add, ("residual",))
+    yield _Form({}, node, ())
 
 
 def _rows(x: Node) -> dict[str, Any]:

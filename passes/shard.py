@@ -70,7 +70,6 @@ class _Sharding:
             elif "input" in divided.values():
                 self._sum(node, given, "bias_O")
         self._merge()
-        self._add_residuals_before()
 
     def _entry(self, weight: str) -> Entry:
         return self.plan[self.unit.entries(weight)[0]]
@@ -197,31 +196,6 @@ class _Sharding:
                 self.unit.graph.erase_node(reduction)
             self._reduce(node)
             self.notes.append(f"{node.name}: one all_reduce of two")
-
-    def _add_residuals_before(self) -> None:
-        """Have each rank add its part of the residual to its part of a linear layer's products, which costs no kernel
-        where that is fused, in place of adding the residual to the sum. Only where such parts are exact."""
-        if self.ranks & (self.ranks - 1):
-            return
-        for reduction in list(self._reductions):
-            product, add = reduction.args[0], next(iter(reduction.users), None)
-            assert isinstance(product, Node)
-            if op_of(product.target) is not linear or add is None or len(reduction.users) != 1:
-                continue
-            others = [a for a in add.args if a is not reduction]
-            if add.target is not aten.add.Tensor or add.kwargs or len(others) != 1 or not isinstance(others[0], Node):
-                continue
-            value, own = others[0].meta["val"], product.meta["val"]
-            if (value.shape, value.dtype) != (own.shape, own.dtype):
-                continue
-            part = self.unit.insert(add, aten.mul.Tensor, others[0], 1 / self.ranks)
-            both = self.unit.insert(add, aten.add.Tensor, part, product)
-            total = self.unit.insert(add, all_reduce.overload, both, TENSOR, self.ranks)
-            add.replace_all_uses_with(total)
-            for gone in (add, reduction):
-                self.unit.graph.erase_node(gone)
-            del self._reductions[reduction]
-            self._reductions[total] = None
 
     def _reduction_under(self, value: Any) -> Node | None:
         """The reduction that makes a value, which nothing else reads, directly or times something that does not depend

@@ -12,6 +12,7 @@ import torch
 
 from graphllm.compile import inductor
 from graphllm.compile.backends import Built, Generated, generate
+from graphllm.compile.stand_in import standing_in
 from graphllm.config import Bucket, CompileConfig
 from graphllm.expr import value
 from graphllm.ir.graph import TensorSpec, input_specs
@@ -35,7 +36,9 @@ class Cuda:
         examples = [example(s, sizes) for s in input_specs(piece)]
         kernels, blobs = {}, {}
         hidden = [sizes[name] for name in generated.hidden]
-        for name, made in inductor.cubins(generated.source, [*examples, *hidden], names).items():
+        with standing_in(config.tensor_parallel_size):
+            found = inductor.cubins(generated.source, [*examples, *hidden], names)
+        for name, made in found.items():
             cubin = made.pop("cubin")
             file = f"{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"
             blobs[file] = cubin

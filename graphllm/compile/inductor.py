@@ -27,6 +27,7 @@ from torch._inductor.ir import ExternKernel, MultiOutput
 from torch._inductor.runtime.triton_heuristics import GridExpr
 from torch._inductor.virtualized import V
 
+from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes
 from graphllm.ir.kernels import zeroed
 
@@ -98,16 +99,16 @@ def generate(graph: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], shapes
         lowering.freeze_runtime_asserts()
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
-            _keep_zeroed(lowering)
+            _keep_apart(lowering)
             code = lowering.codegen()[0]
     return code if isinstance(code, str) else code.value
 
 
-def _keep_zeroed(lowering: GraphLowering) -> None:
-    """Have nothing else written where `zeroed` scratch is: the next kernels, of other pieces, count on its zeros."""
-    made = {
-        o.get_name() for o in lowering.operations if isinstance(o, ExternKernel) and o.op_overload is zeroed._opoverload
-    }
+def _keep_apart(lowering: GraphLowering) -> None:
+    """Have nothing else written where `zeroed` scratch is: the next kernels, of other pieces, count on its zeros; nor
+    where the table of `exchange` is."""
+    apart = (zeroed._opoverload, exchange._opoverload)
+    made = {o.get_name() for o in lowering.operations if isinstance(o, ExternKernel) and o.op_overload in apart}
     outputs = {
         o.get_name()
         for o in lowering.operations

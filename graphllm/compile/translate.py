@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from graphllm.ir.exchange import EXCHANGE_WORDS
 from graphllm.ir.externs import EXTERN_NAMESPACE
 from graphllm.ir.graph import Shapes, TensorSpec, evaluate, target_of
 from graphllm.ir.kernels import C_NAMESPACE, c_kernel
@@ -219,6 +220,10 @@ class _Translator:
             count = args[1]["i"] if isinstance(args[1], dict) else args[1]
             self.specs[name] = TensorSpec.contiguous("int32", count)
             self.bundle.code.append(["zeroed", name, count])
+        elif target.startswith(f"{C_NAMESPACE}::exchange"):
+            assert name is not None
+            self.specs[name] = TensorSpec.contiguous("int64", EXCHANGE_WORDS)
+            self.bundle.code.append(["exchange", name])
         elif namespace == C_NAMESPACE:
             kernel = c_kernel(rest.split(".")[0])
             abi = ["ptr" if "Tensor" in t else "f64" if t == "float" else "i64" for t in kernel.argument_types]

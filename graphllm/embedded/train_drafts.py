@@ -2,8 +2,8 @@
 
 Without --model it is the embedded one, and the text is generated chats as in `train`; with --model, any checkpoint that
 transformers reads whose layers are Llama's, and --text, a file of text of the kind that it will write. The head learns
-the model's own likeliest tokens, several drafts deep. The learning rate follows the clock, down to zero when --minutes
-are over; then acceptance is measured on text that was not trained on, and stands in the card.
+the model's own likeliest tokens, several drafts deep, on a GPU where there is one. The learning rate follows the clock,
+down to zero when --minutes are over; then acceptance is measured on text that was not trained on; the card has it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -22,13 +23,14 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from graphllm.embedded import MODEL_DIR
-from graphllm.embedded.data import END_OF_TEXT, TURN_END, TURN_START, PackedChats, answer_mask, token_id
+from graphllm.embedded.data import CONTEXT, END_OF_TEXT, TURN_END, TURN_START, PackedChats, answer_mask, token_id
 from graphllm.embedded.draft_heads import DraftModel, Eagle3, Head, Medusa, Seen
 
-ROW = 256  # tokens
+ROW = 256  # tokens of a row of --text
 COUNTED = 12  # batches whose tokens say which ones the head drafts
 HELD_OUT = 8  # batches for the card
 WARMUP = 0.03  # of the time
@@ -57,15 +59,17 @@ That is {length:.2f} tokens for each step that verifies {count} drafts.
 """
 
 
-def chats(folder: Path, batch_tokens: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of generated chats, and where the model speaks."""
+def chats(folder: Path, batch_tokens: int, seed: int, workers: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Rows of generated chats, and where the model speaks. workers: processes that make them, 0 for this one."""
     file = folder / "tokenizer.json"
     tokenizer = Tokenizer.from_file(str(file))
     marks = [token_id(tokenizer, mark) for mark in (END_OF_TEXT, TURN_START, TURN_END, "assistant")]
-    for batch in PackedChats(file, max(batch_tokens, 1024), seed):
-        ids = batch.long()
-        spoken = answer_mask(ids, *marks)
-        yield ids.view(-1, ROW), spoken.view(-1, ROW)
+    cuda = torch.cuda.is_available()
+    made = PackedChats(file, max(batch_tokens, CONTEXT), seed)
+    ahead = 4 if workers else None
+    for batch in DataLoader(made, batch_size=None, num_workers=workers, prefetch_factor=ahead, pin_memory=cuda):
+        ids = batch.to("cuda" if cuda else "cpu", non_blocking=True).long()
+        yield ids, answer_mask(ids, *marks)
 
 
 def text(folder: Path, file: Path, batch_tokens: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -86,8 +90,7 @@ def text(folder: Path, file: Path, batch_tokens: int, seed: int) -> Iterator[tup
 @torch.no_grad()
 def look(model: Any, ids: Tensor) -> tuple[Seen, Tensor]:
     """What a head reads of the model, and the model's likeliest token at each place, given those before it."""
-    with torch.autocast(ids.device.type, torch.bfloat16):
-        out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
+    out = model(input_ids=ids, output_hidden_states=True, use_cache=False)
     best = out.logits.argmax(-1)
     return (ids, out.hidden_states), torch.cat([ids[:, :1], best[:, :-1]], 1)
 
@@ -105,11 +108,12 @@ def targets(best: Tensor, spoken: Tensor, index: Tensor, offset: int, j: int) ->
 def measure(head: Head, model: Any, batches: list[tuple[Tensor, Tensor]], index: Tensor, count: int) -> list[float]:
     """The share of places at which at least 1, 2 ... drafts are right."""
     right, places = torch.zeros(count), 0
+    device = index.device
     for ids, spoken in batches:
-        seen, best = look(model, ids)
-        with torch.no_grad():
+        seen, best = look(model, ids.to(device))
+        with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             logits = head.drafts(seen, count)
-        wanted = [targets(best, spoken, index, head.offset, j) for j in range(count)]
+        wanted = [targets(best, spoken.to(device), index, head.offset, j) for j in range(count)]
         counted = torch.stack([c for _, c in wanted]).all(0)
         run = torch.ones_like(counted)
         for j, (found, (token, _)) in enumerate(zip(logits, wanted, strict=True)):
@@ -125,7 +129,7 @@ def fit(head: Any, model: Any, batches: Iterator[tuple[Tensor, Tensor]], index: 
     device = next(head.parameters()).device
     matrices, vectors = ([p for p in head.parameters() if (p.dim() > 1) is m] for m in (True, False))
     groups = [{"params": matrices, "weight_decay": 0.05}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
+    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
     start, step = time.monotonic(), 0
     for ids, spoken in batches:
         done = (time.monotonic() - start) / (args.minutes * 60)
@@ -139,8 +143,9 @@ def fit(head: Any, model: Any, batches: Iterator[tuple[Tensor, Tensor]], index: 
             drafts = head.drafts(seen, count)
         for j, logits in enumerate(drafts):
             wanted, counts = targets(best, spoken.to(device), index, head.offset, j)
-            wanted = torch.where(counts, wanted, -1)
-            loss = loss + DECAY**j * cross_entropy(logits.float().flatten(0, 1), wanted.flatten(), ignore_index=-1)
+            wanted = torch.where(counts, wanted, -1).flatten()
+            told = cross_entropy(logits.float().flatten(0, 1), wanted, ignore_index=-1, reduction="sum")
+            loss = loss + DECAY**j * told / (wanted >= 0).sum().clamp(min=1)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.parameters(), 1.0)
         optimizer.step()
@@ -180,25 +185,28 @@ def main() -> None:
     parser.add_argument("--batch-tokens", type=int, default=2048)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
+    processes = min(max((os.cpu_count() or 1) - 2, 0), 8)
+    parser.add_argument("--workers", type=int, default=processes, help="processes that generate chats")
     args = parser.parse_args()
     if args.text is None and args.model != MODEL_DIR:
         parser.error("--text: give a file of text for a model of your own")
     torch.manual_seed(args.seed)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     model = model.to(device).eval().requires_grad_(False)
 
     def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
         if args.text is None:
-            return chats(args.model, args.batch_tokens, seed)
+            return chats(args.model, args.batch_tokens, seed, args.workers)
         return text(args.model, args.text, args.batch_tokens, seed)
 
     V, train = model.config.vocab_size, batches(2 * args.seed)
-    said = torch.zeros(V, dtype=torch.long)
+    said = torch.zeros(V, dtype=torch.long, device=device)
     for ids, spoken in islice(train, COUNTED):
-        said += torch.bincount(ids[spoken], minlength=V)
-    kept = torch.arange(V) if args.method == "draft_model" else said.topk(min(args.vocab, V)).indices.sort().values
-    kept = kept.to(device)
+        said += torch.bincount(ids[spoken].to(device), minlength=V)
+    kept = torch.arange(V, device=device)
+    if args.method != "draft_model":
+        kept = said.topk(min(args.vocab, V)).indices.sort().values
     index = torch.full((V,), -1, device=device)
     index[kept] = torch.arange(len(kept), device=device)
     head: Any
@@ -206,8 +214,9 @@ def main() -> None:
         head = Eagle3(model, kept)
     else:
         head = Medusa(model, kept, args.drafts) if args.method == "medusa" else DraftModel(model)
-    steps = fit(head, model, train, index, args.drafts, args)
-    held_out = [(a.to(device), b.to(device)) for a, b in islice(batches(2 * args.seed + 1), HELD_OUT)]
+    # A draft model learns one token ahead: its further drafts are the same ones, of places further on.
+    steps = fit(head, model, train, index, 1 if args.method == "draft_model" else args.drafts, args)
+    held_out = list(islice(batches(2 * args.seed + 1), HELD_OUT))
     shares = measure(head, model, held_out, index, args.drafts)
     told = {n: getattr(args, n) for n in ("method", "minutes", "drafts", "vocab", "batch_tokens", "lr", "seed")}
     options = " ".join(f"--{n.replace('_', '-')} {v}" for n, v in told.items())

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_MEMORY = 0.05  # of the newest step in the running means
+# Of the newest step in the running means: one of what a text is like, and one of whether it repeats itself just now.
+_MEMORY = np.array([0.05, 0.5])
 _PRIOR = (1 / 30, 1 / 480)  # what a draft costs, of a plain step: for any step, and more for each sequence
 _PROBE = 16  # of steps that would not pay, one verifies
+_PLAIN = 64  # of steps that pay, one does not verify, so that what such a step takes stays known
 _FALL, _RISE = 0.5, 0.02  # of a step's time in its mean: the first ones take long, so a shorter one counts for more
 
 
@@ -24,10 +26,12 @@ class Acceptance:
         self.drafts = self.draft_tokens = 0
         self.by_position = np.zeros(most, dtype=np.int64)
         self._off_above = off_above
-        self._rates = np.ones(most)  # of the drafts at each place, how many were right with all before them, lately
-        self._share = 1.0  # of the sequences that were verified, how many had drafts, lately
+        # By memory: of the drafts at each place, how many were right with all before them, lately; of the sequences
+        # that were verified, how many had drafts.
+        self._rates = np.ones((len(_MEMORY), most))
+        self._shares = np.ones(len(_MEMORY))
         self._seconds: dict[tuple[int, int], float] = {}
-        self._passed = 0
+        self._passed = self._verified = 0
 
     def off(self, sequences: int) -> bool:
         """Whether a step of so many verifies nothing, whatever drafts there are."""
@@ -36,15 +40,19 @@ class Acceptance:
     def best(self, sequences: int, lengths: Sequence[int], share: float | None = None) -> int:
         """How many tokens of each sequence the next step should compute: one of the lengths, ascending and above 1, or
         1. That is what has given the most tokens for its time. What does not pay is tried now and then, since texts
-        change. share: of the sequences that have drafts, None where only the device knows: as many as lately."""
+        change, and so are steps without drafts where those pay, since what they gain is measured by them. share: of the
+        sequences that have drafts, None where only the device knows: as many as lately."""
         if not lengths or self.off(sequences):
             return 1
-        share = self._share if share is None else share
-        gains = [1 + share * float(self._rates[: q - 1].sum()) for q in lengths]
+        shares = self._shares if share is None else np.full(len(_MEMORY), share)
+        gains = [1 + float((shares * self._rates[:, : q - 1].sum(axis=1)).max()) for q in lengths]
         speeds = [gain / self._cost(q, sequences) for q, gain in zip(lengths, gains, strict=True)]
         fastest = int(np.argmax(speeds))
         if speeds[fastest] > 1:
-            return lengths[fastest]
+            self._verified = (self._verified + 1) % _PLAIN
+            about = sequences.bit_length()
+            unknown = (lengths[fastest], about) in self._seconds and (1, about) not in self._seconds
+            return 1 if unknown or self._verified == 0 else lengths[fastest]
         self._passed = (self._passed + 1) % _PROBE
         return lengths[fastest] if self._passed == 0 else 1
 
@@ -67,7 +75,7 @@ class Acceptance:
     def learn(self, kept: np.ndarray, drafted: np.ndarray) -> None:
         """A step's result: how many tokens were kept of each sequence, one at least, and how many drafts each had."""
         if len(drafted):
-            self._share += _MEMORY * (float((drafted > 0).mean()) - self._share)
+            self._shares += _MEMORY * (float((drafted > 0).mean()) - self._shares)
         kept, drafted = kept[drafted > 0], drafted[drafted > 0]
         if not len(kept):
             return
@@ -78,4 +86,4 @@ class Acceptance:
         self.drafts += len(kept)
         self.draft_tokens += int(drafted.sum())
         self.by_position[: len(places)] += good
-        self._rates[: len(places)] += _MEMORY * (good / had - self._rates[: len(places)])
+        self._rates[:, : len(places)] += _MEMORY[:, None] * (good / had - self._rates[:, : len(places)])

@@ -54,37 +54,47 @@ class Constraints:
         parents, children = tree.parents, tree.children
         path: list[tuple[int, bool]] = []  # the drafts behind the known output, and whether the matcher has taken each
         todo = [0] if len(masks) else []
-        try:
-            while todo:
-                node = todo.pop()
-                kept = next((i for i, (on, _) in enumerate(path, 1) if on == parents[node]), 0)
-                _go_back(matcher, path, kept, output)
+        while todo:
+            node = todo.pop()
+            kept = next((i for i, (on, _) in enumerate(path, 1) if on == parents[node]), 0)
+            _go_back(matcher, path, kept, output)
+            draft = drafts[node - 1] if node else -1
+            if node and (draft < 0 or not masks[parents[node], draft >> 5] >> (draft & 31) & 1):
+                continue
+            try:
                 if node:
-                    draft = drafts[node - 1]
-                    if draft < 0 or not masks[parents[node], draft >> 5] >> (draft & 31) & 1:
-                        continue
                     taken = matcher is not None and _holds(state, output)
                     if matcher is not None and taken:
                         matcher.advance(draft)
                     path.append((node, taken))
                     output.append(draft)
+                    if matcher is not None and matcher.finished:
+                        continue  # nothing counts behind the end
                 if matcher is not None and _holds(state, output):
                     matcher.allow(masks[node])
-                self._table.mask_row(masks[node], state.slot, state, output)
-                todo += [child for child in reversed(children[node]) if child < len(masks)]
-            _go_back(matcher, path, 0, output)
-        except GrammarError as problem:
-            if len(output) == len(state.output):
-                raise ConstraintError(f"structured_outputs: {problem}") from problem
-            self._replay(state)  # it failed behind a draft, which may be wrong: it is as if there were none
+            except GrammarError as problem:
+                if not node:
+                    raise ConstraintError(f"structured_outputs: {problem}") from problem
+                # It failed behind a draft, which may be wrong: it is as if there were none, and other branches go on.
+                if len(path) > kept:
+                    path.pop()
+                    output.pop()
+                matcher = self._replay(state, [drafts[on - 1] for on, taken in path if taken])
+                continue
+            self._table.mask_row(masks[node], state.slot, state, output)
+            todo += [child for child in reversed(children[node]) if child < len(masks)]
+        _go_back(matcher, path, 0, output)
 
-    def _replay(self, state: RequestState) -> None:
-        """A new matcher, to where the output stands."""
+    def _replay(self, state: RequestState, drafts: Sequence[int]) -> Matcher:
+        """A new matcher, to where the output stands, and behind it the drafts."""
         matcher = self._grammars[state.request.id].matcher()
         for i, token in enumerate(state.output):
             if _holds(state, state.output[:i]):
                 matcher.advance(token)
+        for token in drafts:
+            matcher.advance(token)
         self._matchers[state.request.id] = matcher
+        return matcher
 
     def advance(self, state: RequestState, new: Sequence[int]) -> int | None:
         """Take the newest tokens of a request's output; how many of them count when they end its text, else None.

@@ -1,5 +1,6 @@
 """The intermediate representation: registered ops, weights as data, the contracts of models and passes."""
 
+from graphllm.ir.exchange import exchange
 from graphllm.ir.externs import Extern
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
 from graphllm.ir.model import (
@@ -18,6 +19,7 @@ from graphllm.ir.weight import Weight
 
 __all__ = [
     "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "Graph", "Impl", "InputSpec",
-    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "launch_triton", "nbytes", "op",
+    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "exchange", "launch_triton", "nbytes",
+    "op",
     "register_derivation", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

@@ -18,6 +18,7 @@ class Group(Protocol):
 
     rank: int
     size: int
+    exchange: Tensor | None  # for kernels that give the other ranks numbers themselves: see `graphllm.ir.exchange`
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         """out: the sum of all ranks' x, of its shape, bitwise the same on each of them. Both are contiguous."""
@@ -40,6 +41,7 @@ class Alone:
     """The group of one process."""
 
     rank, size = 0, 1
+    exchange: Tensor | None = None
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         out.copy_(x)
@@ -68,6 +70,11 @@ def set_group(name: str, group: Group | None) -> None:
         _groups.pop(name, None)
     else:
         _groups[name] = group
+
+
+def joined_group(name: str) -> Group | None:
+    """The group of that name, if this process has joined one."""
+    return _groups.get(name)
 
 
 def go_beside() -> None:

@@ -141,8 +141,9 @@ class Op:
 
     @property
     def tunable(self) -> bool:
-        """Whether random numbers, and zeros for integers, are an input like any other, or `tuning_inputs` are known."""
-        return self._tuning is not None or not self.mutates
+        """Whether random numbers, and zeros for integers, are an input like any other, or `tuning_inputs` are known,
+        and no other process is needed."""
+        return (self._tuning is not None or not self.mutates) and not self.collective
 
     def with_tuning_inputs(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """All arguments of a call to time, from tensors of its shapes and dtypes: those of `tuning_inputs` replaced."""

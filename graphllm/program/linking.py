@@ -18,6 +18,9 @@ _ALIGN = 256
 ZEROED = "zeroed"  # scratch that is zero before and after every kernel; the kernels of a step share it
 
 
+EXCHANGE = "exchange"  # the table of the group of ranks: `graphllm.ir.exchange`
+
+
 class Call(NamedTuple):
     """One run of a piece: which bundle, and the program values it reads and makes, in the bundle's order."""
 
@@ -93,6 +96,9 @@ class LinkedProgram:
                 name, count = body
                 self.places[resolve(name)] = Place(ZEROED, [count], [1], (0,), "")
                 self.zeroed.append(count)
+            elif kind == "exchange":
+                (name,) = body
+                self.places[resolve(name)] = Place(EXCHANGE, [1], [1], (0,), "")
             elif kind in ("kernel", "op", "call", "ir", "extern"):
                 self.instructions.append(Instruction(kind, _renamed(kind, body, resolve), call.bundle, part))
             else:

@@ -20,7 +20,7 @@ from graphllm.program.states import place_from
 PIPELINE = "pipeline"  # the group of ranks that have the stages of one model
 BEHIND = "behind layers"  # the part of a program in which a stage gets the logits, and what follows them
 _OF_LAYER = re.compile(r"(?:state\.)?layers\.(\d+)\.")
-_GEOMETRY = ("empty", "view", "zeroed")  # instructions of a piece that run nothing
+_GEOMETRY = ("empty", "view", "zeroed", "exchange")  # instructions of a piece that run nothing
 
 
 class Stage(NamedTuple):

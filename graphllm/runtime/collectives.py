@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from graphllm.runtime.host_exchange import HostExchange
+
 
 class LibraryGroup:
-    """A group whose collectives are those of torch's library."""
+    """A group whose collectives are those of torch's library. host: its exchange memory, where that is the host's."""
 
-    def __init__(self, members: dist.ProcessGroup) -> None:
+    def __init__(self, members: dist.ProcessGroup, host: HostExchange | None = None) -> None:
+        self._host, self.exchange = host, None if host is None else host.table
         self.rank, self.size, self._members = members.rank(), members.size(), members
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:

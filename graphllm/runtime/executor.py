@@ -19,9 +19,9 @@ import torch
 
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
-from graphllm.ir.groups import go_beside
+from graphllm.ir.groups import TENSOR, go_beside, group_of
 from graphllm.ir.specs import InputSpec
-from graphllm.program.linking import ZEROED
+from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout
 from graphllm.program.stages import BEHIND, Stage, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
@@ -153,6 +153,9 @@ class Executor:
         self._kernels = self._open_kernels(folder / "pieces")
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
+        table = group_of(TENSOR, compiled["tensor_parallel_size"]).exchange if self.device.type == "cuda" else None
+        if table is not None:
+            outside[EXCHANGE] = table
         arena_shape = (max(manifest["memory"]["arena"], 1),)
         arenas = [self.states.zeros(arena_shape, "uint8") for _ in range(self.overlapping)]
         longest_query = max(b["query_len"] for b in compiled["buckets"])

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from graphllm.config import ConfigError
 from graphllm.ir.groups import BESIDE, TENSOR, Group, set_group
 from graphllm.program.stages import PIPELINE
 from graphllm.runtime.collectives import LibraryGroup
@@ -96,4 +97,13 @@ def open_group(members: torch.distributed.ProcessGroup, device: torch.device, on
     from graphllm.runtime.symmetric_memory import SymmetricGroup, is_reachable
 
     torch.distributed.all_reduce(torch.zeros(1, device=device), group=members)
-    return SymmetricGroup(members, device) if one_host and is_reachable(members.size()) else LibraryGroup(members)
+    if not one_host:
+        raise ConfigError(
+            f"tensor_parallel_size is {members.size()}: these ranks are on several machines, and GPUs sum through each "
+            "other's memory; give tensor_parallel_size the GPUs of one machine, and pipeline_parallel_size the machines"
+        )
+    if is_reachable(members.size()):
+        return SymmetricGroup(members, device)
+    from graphllm.runtime.host_exchange import HostExchange
+
+    return LibraryGroup(members, HostExchange(members, device))

@@ -4,34 +4,35 @@ memory, without the library's latency.
 Each rank has a buffer that the others see. One-shot: everyone reads all of everyone's and adds up, in one kernel.
 Two-shot: everyone adds up a part, then reads the others' sums. NVLink multicast stays off. Every kernel ends when all
 ranks have read what it needs, so the next one may write the buffer. What they are slower for goes through NCCL.
+What kernels exchange themselves (`graphllm.ir.exchange`) has memory of its own.
 """
 
 from __future__ import annotations
 
 import os
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from graphllm.ir.exchange import buffer_bytes, exchange_table
 from graphllm.ir.groups import SYMMETRIC_BYTES
 from graphllm.runtime.collectives import LibraryGroup, place_share
 
 Method = Literal["one-shot", "two-shot", "library"]
 
-_SIZES = (2, 4, 8)  # of groups that torch's kernels are made for
 _DTYPES = (torch.bfloat16, torch.float32)
-# By the size of the group: bytes up to which one-shot is taken, and between which two-shot is. Two ranks as measured
-# (bench/results/h100_all_reduce.json: NCCL is the fastest between 32 KB and 1 MB); four and eight are not measured.
-_ONE_SHOT = {2: 16 << 10, 4: 128 << 10, 8: 64 << 10}
-_TWO_SHOT = {2: (1536 << 10, 16 << 20), 4: (128 << 10, 4 << 20), 8: (64 << 10, 4 << 20)}
+# By the sizes of groups that torch's kernels are made for: bytes up to which one-shot is taken, and between which
+# two-shot is. Two ranks as measured (bench/results/h200_all_reduce.json); four and eight are not measured.
+_ONE_SHOT = {2: 1 << 20, 4: 128 << 10, 8: 64 << 10}
+_TWO_SHOT = {2: (1 << 20, 32 << 20), 4: (128 << 10, 4 << 20), 8: (64 << 10, 4 << 20)}
 _ALIGNED = 16  # bytes that a thread moves at a time
 
 
 def is_reachable(size: int) -> bool:
     """Whether the GPUs of a group of that size, the first ones that this process sees, can read each other's memory."""
-    if size not in _SIZES or torch.cuda.device_count() < size:
+    if torch.cuda.device_count() < size:
         return False
     pairs = ((a, b) for a in range(size) for b in range(size) if a != b)
     return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
@@ -41,7 +42,7 @@ def method_for(x: Tensor, size: int) -> Method:
     """How x is summed over a group of that size."""
     nbytes = x.numel() * x.element_size()
     aligned = x.storage_offset() * x.element_size() % _ALIGNED == 0 and nbytes % 4 == 0
-    if x.dtype not in _DTYPES or not aligned:
+    if x.dtype not in _DTYPES or not aligned or size not in _ONE_SHOT:
         return "library"
     if nbytes <= _ONE_SHOT[size]:
         return "one-shot"
@@ -55,11 +56,22 @@ class SymmetricGroup(LibraryGroup):
     def __init__(self, members: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(members)
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared
+        self._buffer, self._shared = self._shared_memory(SYMMETRIC_BYTES, device)
+        self._name = members.group_name
+        self._given, others = self._shared_memory(buffer_bytes(self.size), device)
+        self._given.fill_(255)
+        torch.cuda.synchronize()
+        places = [others.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.size)]
+        self.exchange = exchange_table(self.rank, places, device)
+        dist.barrier(members)  # nobody gives anything before all are empty
+        torch.cuda.synchronize()
+
+    def _shared_memory(self, nbytes: int, device: torch.device) -> tuple[Tensor, Any]:
+        """Bytes that the others see, and their places; all ranks make as many at the same time."""
         import torch.distributed._symmetric_memory as symm_mem
 
-        self._buffer = symm_mem.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device)
-        self._shared = symm_mem.rendezvous(self._buffer, members)
-        self._name = members.group_name
+        buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
+        return buffer, symm_mem.rendezvous(buffer, self._members)
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         if x.numel():

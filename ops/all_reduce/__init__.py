@@ -1,6 +1,11 @@
-"""all_reduce: specification in op.py, how a step runs it beside it."""
+"""all_reduce: specification in op.py, how a step runs it beside it. The first implementation that serves is taken."""
 
-from graphllm.ops.all_reduce import extern  # noqa: F401
+import importlib.util
+
 from graphllm.ops.all_reduce.op import all_reduce
+
+if importlib.util.find_spec("triton"):
+    from graphllm.ops.all_reduce import triton_exchange  # noqa: F401
+from graphllm.ops.all_reduce import extern  # noqa: F401
 
 __all__ = ["all_reduce"]

@@ -15,7 +15,7 @@ _into = Extern("all_reduce_into", "(Tensor x, Tensor(a!) out, str group, int ran
 @all_reduce.impl("group_cpu", device="cpu")
 @all_reduce.impl("group", device="cuda")
 def summed(x: Tensor, group: str, ranks: int) -> Tensor:
-    """gloo on CPUs; on GPUs symmetric memory for what is small, NCCL for the rest."""
+    """gloo on CPUs; on GPUs symmetric memory where that is faster, else NCCL."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     _into(x.contiguous(), out, group, ranks)
     return out

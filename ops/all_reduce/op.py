@@ -13,7 +13,7 @@ def _cost(x: Tensor, group: str, ranks: int) -> Cost:
     return Cost(2 * nbytes(x), x.numel())
 
 
-@op(cost=_cost, boundary=True, collective=True)
+@op(cost=_cost, collective=True, rowwise=True)
 def all_reduce(x: Tensor, group: str, ranks: int) -> Tensor:
     """The sum of x, of any shape, over the ranks of a group, on each of them; the order of the sum is the library's.
 

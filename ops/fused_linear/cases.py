@@ -30,7 +30,6 @@ def _case(
     widths: tuple[int, ...] = (),
     rank: int = 16,
     count: int = 3,
-    scale: float = 1.0,
 ) -> Case:
     def inputs(make: Maker) -> dict[str, object]:
         gated = "gate" in fused
@@ -44,13 +43,11 @@ def _case(
             "eps": 1e-5,
             "residual_TN": make.normal(T, out // 2 if gated else out) if "residual" in fused else None,
             "gated": gated,
-            "residual_scale": scale,
             **(adapters(make, T, inner, widths, rank, count) if widths else {}),
         }
 
     name = "_".join(filter(None, (f"T{T}_O{out}_I{inner}", fused, encoding)))
     name += f"_{len(widths)}x{count}_r{rank}" if widths else ""
-    name += f"_by_{scale}" if scale != 1.0 else ""
     tolerance = _NORMED if "norm" in fused else _TOLERANCE
     return Case(name, inputs, tolerance, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)  # type: ignore[arg-type]
 
@@ -70,8 +67,6 @@ CASES = (
     _case(1, 40, 2056, "residual"),
     _case(0, 16, 32, "norm"),
     _case(3, 40, 96, "bias_residual"),
-    _case(1, 40, 96, "residual", scale=0.5),
-    _case(5, 40, 96, "residual", scale=0.25),
     _case(17, 80, 256, "norm_gate"),
     _case(5, 72, 520, "norm_bias_gate_residual"),
     _case(33, 33, 72, "norm"),

@@ -40,13 +40,12 @@ def fused_linear(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
-    residual_scale: float = 1.0,
 ) -> Tensor:
-    """residual_scale * residual + gate(norm(x) @ weight.T + bias): [T, N] in x's dtype, contiguous.
+    """residual + gate(norm(x) @ weight.T + bias): [T, N] in x's dtype, contiguous.
 
     x_TI [T, I]; weight_OI [O, I]; bias_O [O]. norm_I [I]: if given, x is first normalized as by `rms_norm` with ``eps``
     and offset 0. gated: the O results are a gate and a value half, of which `swiglu` makes N = O / 2; else N = O.
-    residual_TN [T, N]: added last, times residual_scale. scales_GO, zeros_GO, form, group: as for `linear`. a_LRI,
+    residual_TN [T, N]: added last. scales_GO, zeros_GO, form, group: as for `linear`. a_LRI,
     b_LrO, adapter_ids_T, widths: if given, the product with the weight is followed by `add_lora`. Products accumulate
     in float32 (float64 for float64 inputs). An implementation may keep float32 between the steps; the reference rounds
     to x's dtype after each.
@@ -57,9 +56,4 @@ def fused_linear(
     out_TN = adapted(out_TN, x_TI, a_LRI, b_LrO, adapter_ids_T, widths)
     if gated:
         out_TN = swiglu.reference(out_TN)
-    return out_TN if residual_TN is None else scaled(residual_TN, residual_scale) + out_TN
-
-
-def scaled(residual_TN: Tensor, scale: float) -> Tensor:
-    """The residual times its scale, as it is for 1."""
-    return residual_TN if scale == 1.0 else residual_TN * scale
+    return out_TN if residual_TN is None else residual_TN + out_TN

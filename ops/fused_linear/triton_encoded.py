@@ -96,9 +96,10 @@ def numbers_of(words, dtype: tl.constexpr, FORM: tl.constexpr, EMULATED: tl.cons
     if EMULATED:
         bits = words.to(tl.int32)
         if NIBBLES:
-            return _number(bits, FORM), _number(bits >> 4, FORM), _number(bits >> 8, FORM), _number(bits >> 12, FORM)
+            low = number_of(bits, FORM), number_of(bits >> 4, FORM)
+            return low[0], low[1], number_of(bits >> 8, FORM), number_of(bits >> 12, FORM)
         else:
-            return _number(bits, FORM), _number(bits >> 8, FORM)
+            return number_of(bits, FORM), number_of(bits >> 8, FORM)
     elif NIBBLES and dtype == tl.bfloat16:
         return tl.inline_asm_elementwise(
             _decoding(FORM, "bf16", MOVED), "=&r,=&r,=&r,=&r,r", [words],
@@ -120,7 +121,8 @@ def numbers_of(words, dtype: tl.constexpr, FORM: tl.constexpr, EMULATED: tl.cons
 
 
 @triton.jit
-def _number(bits, FORM: tl.constexpr):
+def number_of(bits, FORM: tl.constexpr):
+    """What the lowest bits of int32 stand for, in float32; without instructions that the interpreter lacks."""
     if FORM == "int4":
         number = ((bits & 15) - 8).to(tl.float32)
     elif FORM == "int8":

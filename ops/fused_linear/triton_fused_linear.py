@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton, zeroed
+from graphllm.ir import CallSite, exchange, launch_triton, zeroed
 from graphllm.ops.add_lora.triton_low_rank import (
     MOST_MATRICES,
     Adapters,
@@ -31,14 +31,15 @@ from graphllm.ops.add_lora.triton_low_rank import (
     low_rank_config,
     shrunk,
 )
+from graphllm.ops.all_reduce.triton_exchange import exchange_half, sum_over_ranks
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear, scaled
+from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
 
 
 @triton.jit
-def _weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+def weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
     """The rows of the weights that a tile holds: with a gate, rows of the gate and value halves in turn."""
     r = tl.arange(0, BLOCK_N)
     if GATED:
@@ -72,7 +73,7 @@ def row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
+    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -85,7 +86,7 @@ def row_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     weight_row = weight_ptr + row.to(tl.int64)[:, None] * WEIGHT_ROW
     weight = tl.load(weight_row + k[None, :], mask=in_row[:, None] & (k < K)[None, :], other=0.0)
@@ -131,8 +132,8 @@ def _finish_row(
         inside_out = column < N // 2
     else:
         inside_out = in_row
-    if RESIDUAL != 0:
-        out += RESIDUAL * tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        out += tl.load(residual_ptr + column, mask=inside_out, other=0.0).to(tl.float32)
     tl.store(out_ptr + column, out.to(out_ptr.dtype.element_ty), mask=inside_out)
 
 
@@ -154,7 +155,7 @@ def encoded_row_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
+    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     FORM: tl.constexpr,
     SPAN: tl.constexpr,
@@ -170,7 +171,7 @@ def encoded_row_kernel(
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
     WIDTH: tl.constexpr = SPAN // CODES
     BLOCK_W: tl.constexpr = BLOCK_K // CODES
@@ -219,7 +220,7 @@ def _finish_tile(
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     if BIAS:
-        row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+        row, in_row = weight_rows(block, N, GATED, BLOCK_N)
         acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
@@ -232,10 +233,37 @@ def _finish_tile(
     out = tl.trans(acc)
     inside = (token < T)[:, None] & (column < width)[None, :]
     token64 = token.to(tl.int64)[:, None]
-    if RESIDUAL != 0:
+    if RESIDUAL:
         at = residual_ptr + token64 * RESIDUAL_ROW + column[None, :]
-        out += RESIDUAL * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        out += tl.load(at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out_ptr + token64 * width + column[None, :], out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish_splits(
+    acc, block, split, tile_t, token, T, bias_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
+    N: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    """Write a tile once the parts of its sum are there: the last program to arrive adds them, always in one order."""
+    if SPLITS == 1:
+        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                     N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+    else:
+        tile = tile_t * tl.num_programs(0) + block
+        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
+        cell = (tl.arange(0, BLOCK_N) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
+        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + cell
+        tl.store(parts + split * SIZE, acc)
+        tl.debug_barrier()
+        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
+        if before == SPLITS - 1:
+            acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for i in tl.static_range(SPLITS):
+                acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
+            tl.store(arrived_ptr + tile, 0)
+            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+                         N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
 
 
 @triton.jit
@@ -255,6 +283,21 @@ def _expanded(
     else:
         return expanded_tile(ids, low_ptr, b_ptr, block * BLOCK_N, N, token, N, RANK, COLUMNS, END_0, END_1, BLOCK_N,
                              BLOCK_T, EMULATED)  # fmt: skip
+
+
+@triton.jit
+def fetch_ahead(weight_ptr, weight_row, in_row, first, WEIGHT_ROW: tl.constexpr, AHEAD: tl.constexpr):
+    """Ask for AHEAD bytes of every weight row, from a number on, to be in the L2 cache soon."""
+    NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
+    first = tl.minimum(first, WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
+    line = (
+        tl.where(in_row[:, None], weight_row, weight_ptr)
+        + (first + tl.arange(0, AHEAD // 128) * (128 // NUMBER))[None, :]
+    )
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -281,7 +324,7 @@ def tile_kernel(
     EPS: tl.constexpr,
     NORM: tl.constexpr,  # normalize x, which has one row
     BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,  # what the residual is multiplied with, 0 for none
+    RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
     RANK: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -297,7 +340,8 @@ def tile_kernel(
     SPAN: tl.constexpr,  # of encoded weights
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
-    DIRECT: tl.constexpr,  # warps of a program that reads weights into registers, or 0
+    DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
+    WARPS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -305,7 +349,7 @@ def tile_kernel(
     block = tl.program_id(0)
     split = tl.program_id(1)
     tile_t = tl.program_id(2)
-    row, in_row = _weight_rows(block, N, GATED, BLOCK_N)
+    row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     TILES: tl.constexpr = tiles_of(K, BLOCK_K, SPAN)
     PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
@@ -320,23 +364,14 @@ def tile_kernel(
         ids = tl.load(ids_ptr + token, mask=token < T, other=0)
     if not EMULATED and DIRECT == 0:
         if AHEAD > 0:
-            NUMBER: tl.constexpr = weight_ptr.dtype.element_ty.primitive_bitwidth // 8
-            first = tl.minimum(lo * (BLOCK_K // CODES), WEIGHT_ROW - AHEAD // NUMBER)  # never beyond the row's end
-            line = (
-                tl.where(in_row[:, None], weight_row, weight_ptr)
-                + (first + tl.arange(0, AHEAD // 128) * (128 // NUMBER))[None, :]
-            )
-            tl.inline_asm_elementwise(
-                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)],
-                dtype=tl.int32, is_pure=False, pack=1,
-            )  # fmt: skip
+            fetch_ahead(weight_ptr, weight_row, in_row, lo * (BLOCK_K // CODES), WEIGHT_ROW, AHEAD)
         tl.extra.cuda.gdc_wait()
     x_row = x_ptr + token.to(tl.int64)[:, None] * X_ROW
     if DIRECT:
         acc = direct_product(
             weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
-            token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, DIRECT,
-            2, True, EMULATED,
+            token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, WARPS,
+            DIRECT, True, EMULATED,
         )  # fmt: skip
         if NORM:
             ALL: tl.constexpr = triton.next_power_of_2(K)
@@ -367,24 +402,11 @@ def tile_kernel(
     if PARTS:
         at_row = (split * T + token).to(tl.int64)[:, None] * N
         tl.store(partial_ptr + at_row + row[None, :], tl.trans(acc), mask=(token < T)[:, None] & in_row[None, :])
-    elif SPLITS == 1:
-        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
-                     N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
     else:
-        tile = tile_t * tl.num_programs(0) + block
-        SIZE: tl.constexpr = BLOCK_N * BLOCK_T
-        cell = (tl.arange(0, BLOCK_N) * BLOCK_T)[:, None] + tl.arange(0, BLOCK_T)[None, :]
-        parts = partial_ptr + tile.to(tl.int64) * (SPLITS * SIZE) + cell
-        tl.store(parts + split * SIZE, acc)
-        tl.debug_barrier()
-        before = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel")
-        if before == SPLITS - 1:
-            acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-            for i in tl.static_range(SPLITS):
-                acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
-            tl.store(arrived_ptr + tile, 0)
-            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
-                         N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
+        finish_splits(
+            acc, block, split, tile_t, token, T, bias_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
+            N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, SPLITS, BLOCK_N, BLOCK_T,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -395,6 +417,7 @@ def norm_kernel(
     norm_ptr,
     sum_ptr,
     out_ptr,
+    exchange_ptr,
     T,
     X_ROW: tl.constexpr,
     RESIDUAL_ROW: tl.constexpr,
@@ -402,6 +425,7 @@ def norm_kernel(
     EPS: tl.constexpr,
     PARTS: tl.constexpr,  # 0: normalize x; else sum the parts, bias and residual, store that, and normalize it
     BIAS: tl.constexpr,
+    RANKS: tl.constexpr,  # over which the sum of parts and bias is summed
     BLOCK_K: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
@@ -417,10 +441,19 @@ def norm_kernel(
         x = tl.load(x_ptr + token * X_ROW + k, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(residual_ptr + token * RESIDUAL_ROW + k, mask=inside, other=0.0).to(tl.float32)
-        if BIAS:
-            x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
-        for part in tl.static_range(PARTS):
-            x += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0)
+        if RANKS > 1:
+            own = tl.zeros([BLOCK_K], tl.float32)
+            if BIAS:
+                own += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
+            half = exchange_half(exchange_ptr)
+            x += sum_over_ranks(own, token * K + k, inside, exchange_ptr, half, sum_ptr.dtype.element_ty, RANKS)
+        else:
+            if BIAS:
+                x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                x += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * K + k, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -452,12 +485,15 @@ _TILES = (  # block_n, block_k, stages, warps
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
-    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 4, 8), (64, 2, 4, 4),
+    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip
-_DIRECT = ((16, 4), (16, 8), (32, 4), (32, 8))  # block_n, warps
+_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
+    (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
+)  # fmt: skip
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
+_EXCHANGED = 1024  # numbers of a program that sums over ranks, at least: Triton 3.6 aborts on some smaller blocks
 
 
 def _width(weight_OI: Tensor, gated: bool) -> int:
@@ -497,12 +533,13 @@ def row_configs(site: CallSite) -> list[Config]:
     return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
 
 
-def _one_row(site: CallSite) -> bool:
+def one_row(site: CallSite) -> bool:
+    """Whether the row kernels serve a site."""
     one_scale = site.args["group"] == 0 and site.args["zeros_GO"] is None
     return site.rows("x_TI") == 1 and half(site) and (site.args["form"] == "" or one_scale)
 
 
-@fused_linear.impl("triton_row", device="cuda", supports=_one_row, configs=row_configs)
+@fused_linear.impl("triton_row", device="cuda", supports=one_row, configs=row_configs)
 def triton_row(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -517,32 +554,51 @@ def triton_row(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
-    residual_scale: float = 1.0,
     *,
     block_n: int,
     block_k: int,
     warps: int,
 ) -> Tensor:
     """One row of x."""
-    N, K = weight_OI.shape[0], x_TI.shape[1]
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
+    config = {"block_n": block_n, "block_k": block_k, "warps": warps}
+    launch_row(x_TI, weight_OI, out_TN, config, bias_O, norm_I, eps, residual_TN, gated, scales_GO, form, adapters)
+    return out_TN
+
+
+def launch_row(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    out_TN: Tensor,
+    config: Config,
+    bias_O: Tensor | None = None,
+    norm_I: Tensor | None = None,
+    eps: float = 0.0,
+    residual_TN: Tensor | None = None,
+    gated: bool = False,
+    scales_GO: Tensor | None = None,
+    form: str = "",
+    adapters: Adapters | None = None,
+) -> None:
+    """Products of one row of x with the weights into ``out_TN`` [1, N], of any float dtype."""
+    N, K = weight_OI.shape[0], x_TI.shape[1]
+    block_n, warps = config["block_n"], config["warps"]
     others = [x_TI if t is None else t for t in (bias_O, norm_I, residual_TN)]
     last, ranks = (out_TN, *_tables(adapters, x_TI)), _ranks(adapters)
     # Triton gives tiles of fewer elements than threads the layout of the weights' tile, 64 registers a thread.
     block_r = max(triton.next_power_of_2(ranks["RANK"]), 32 * warps // block_n)
     constants: dict[str, Any] = {
         "WEIGHT_ROW": weight_OI.stride(0), "N": N, "K": K, "EPS": eps, "NORM": norm_I is not None,
-        "BIAS": bias_O is not None, "RESIDUAL": 0.0 if residual_TN is None else residual_scale, "GATED": gated,
-        "BLOCK_N": block_n, "BLOCK_K": block_k, "EMULATED": triton.knobs.runtime.interpret, "num_warps": warps,
-        "BLOCK_R": block_r, **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
+        "BIAS": bias_O is not None, "RESIDUAL": residual_TN is not None, "GATED": gated,
+        "BLOCK_N": block_n, "BLOCK_K": config["block_k"], "EMULATED": triton.knobs.runtime.interpret,
+        "num_warps": warps, "BLOCK_R": block_r, **{n: ranks[n] for n in ("RANK", "END_0", "END_1")},
     }  # fmt: skip
     if scales_GO is None:
         launch_triton(row_kernel, (-(-N // block_n),), x_TI, weight_OI, *others, *last, **constants)
     else:
         constants |= {"FORM": form, "SPAN": span_of(form, K, 0)}
         launch_triton(encoded_row_kernel, (-(-N // block_n),), x_TI, weight_OI, scales_GO, *others, *last, **constants)
-    return out_TN
 
 
 @fused_linear.impl("cublas", device="cuda", supports=plain)
@@ -554,7 +610,6 @@ def cublas(
     eps: float = 0.0,
     residual_TN: Tensor | None = None,
     gated: bool = False,
-    residual_scale: float = 1.0,
 ) -> Tensor:
     """The library's product with kernels before and after it."""
     if norm_I is not None:
@@ -567,7 +622,7 @@ def cublas(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
             EMULATED=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip
-    return out_TN if residual_TN is None else scaled(residual_TN, residual_scale) + out_TN
+    return out_TN if residual_TN is None else residual_TN + out_TN
 
 
 def tile_configs(site: CallSite) -> list[Config]:
@@ -608,8 +663,10 @@ def _direct_configs(site: CallSite) -> list[Config]:
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": 1, "norm": norm}
-        for block_n, warps in _DIRECT if (warps - 1) * span < inner for norm in norms
+         "token_tiles": 1, "direct": steps, "norm": norm}
+        for block_n, warps, steps in _DIRECT
+        if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
+        for norm in norms
     ]  # fmt: skip
 
 
@@ -640,17 +697,26 @@ def launch_norm(
     bias_O: Tensor | None = None,
     residual_TI: Tensor | None = None,
     sum_TI: Tensor | None = None,
+    ranks: int = 1,
 ) -> None:
-    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual."""
+    """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual. ranks:
+    over which parts and bias are summed first."""
     T, K = out_TI.shape
     launch_triton(
         norm_kernel, (T,), x, *(norm_I if t is None else t for t in (bias_O, residual_TI)), norm_I,
-        norm_I if sum_TI is None else sum_TI, out_TI, T,
+        norm_I if sum_TI is None else sum_TI, out_TI, exchange(x, ranks) if ranks > 1 else norm_I, T,
         X_ROW=0 if parts else x.stride(0), RESIDUAL_ROW=0 if residual_TI is None else residual_TI.stride(0),
-        K=K, EPS=eps, PARTS=parts,
-        BIAS=bias_O is not None, BLOCK_K=1 << (K - 1).bit_length(), EMULATED=triton.knobs.runtime.interpret,
-        num_warps=8 if K > 2048 else 4,
+        K=K, EPS=eps, PARTS=parts, BIAS=bias_O is not None, RANKS=ranks,
+        BLOCK_K=max(1 << (K - 1).bit_length(), _EXCHANGED if ranks > 1 else 1), EMULATED=triton.knobs.runtime.interpret,
+        num_warps=_norm_warps(K, ranks),
     )  # fmt: skip
+
+
+def _norm_warps(K: int, ranks: int) -> int:
+    """Of a row. What comes from other ranks is written, awaited and read by 16 bytes of a thread."""
+    if ranks > 1:
+        return min(16, max(4, (1 << (K - 1).bit_length()) // 256))
+    return 8 if K > 2048 else 4
 
 
 def _normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
@@ -671,7 +737,6 @@ def launch_tiles(
     norm: tuple[Tensor | None, float] = (None, 0.0),
     parts: bool = False,
     adapters: Adapters | None = None,
-    residual_scale: float = 1.0,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
     encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
@@ -692,12 +757,12 @@ def launch_tiles(
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
         NORM=norm[0] is not None, BIAS=bias_O is not None, GATED=gated,
-        RESIDUAL=0.0 if residual_TN is None else residual_scale,
+        RESIDUAL=residual_TN is not None,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
-        DIRECT=config["direct"] * config["warps"],
+        DIRECT=config["direct"], WARPS=config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 
@@ -728,7 +793,6 @@ def triton_tile(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
-    residual_scale: float = 1.0,
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
@@ -740,6 +804,6 @@ def triton_tile(
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
-        norm=(norm_I if within else None, eps), adapters=adapters, residual_scale=residual_scale,
+        norm=(norm_I if within else None, eps), adapters=adapters,
     )  # fmt: skip
     return out_TN

@@ -30,6 +30,7 @@ from graphllm.ops.fused_moe.triton_common import (
     supports,
     write_pairs,
 )
+from graphllm.ops.fused_moe.triton_float8 import launch_halves, supports_halves
 from graphllm.ops.fused_moe.triton_one_encoded import launch_one
 
 
@@ -266,6 +267,7 @@ _ENCODED_FEW = (  # weight rows, tiles of a span, stages, warps
 )  # fmt: skip
 _DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
 _ONE_ENCODED = ((16, 4, 2), (16, 4, 4), (16, 4, 6), (16, 2, 4), (16, 8, 3))  # for one token: weight rows, warps, steps
+_HALVES = ((64, 64, 3), (128, 64, 3), (128, 128, 3))  # in float8: weight rows of each of the two products, stages
 _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
 
 
@@ -327,7 +329,8 @@ def configs_of_few(site: CallSite) -> list[Config]:
     block_t = max(16, 1 << (max(1, site.rows("x_TD")) - 1).bit_length())
     # The inner entries of encoded tiles are their format's, whole spans or halves.
     form, rows, plain = site.args["form"], site.rows("x_TD"), site.args["adapter_ids_T"] is None
-    common = {"block_t": block_t, "block_k": 0, "parts": 1, "block_s": 0, "stages": 1, "one": 0, "ahead": 2}
+    common = {"block_t": block_t, "block_k": 0, "parts": 1, "block_s": 0, "stages": 1, "one": 0, "ahead": 2,
+              "halves": 0}  # fmt: skip  # else: weight rows of the second product in float8
     found: list[Config] = []
     if form and rows == 1 and plain:
         one = {**common, "one": 1}
@@ -338,6 +341,8 @@ def configs_of_few(site: CallSite) -> list[Config]:
         if programs_at_once(site, n, block_t, 256 // inner if form else inner, stages):
             which = {"parts": inner} if form else {"block_k": inner}
             found.append({**common, **which, "block_n": n, "stages": stages, "warps": warps})
+    if rows > _MOST_DIRECT and supports_halves(site):
+        found += [{**common, "halves": more, "block_n": n, "stages": s, "warps": 4} for n, more, s in _HALVES]
     return found
 
 
@@ -389,6 +394,10 @@ def few_tokens(
     for i, (x, weight, out, sizes) in enumerate(products):
         if config["one"]:
             launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
+            continue
+        if config["halves"]:
+            rows = (config["block_n"], config["halves"])[i]
+            launch_halves(i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"])
             continue
         bias, lora = experts.biases[i], experts.lora
         tables, of_lora = (x, x, x), NO_LORA

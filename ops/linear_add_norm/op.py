@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ir.groups import TENSOR
 from graphllm.ops.add_lora.op import adapted, table_cost
+from graphllm.ops.all_reduce import all_reduce
 from graphllm.ops.linear import linear
 from graphllm.ops.rms_norm import rms_norm
 
@@ -35,15 +38,26 @@ def linear_add_norm(
     b_LrO: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
     widths: list[int] | None = None,
+    ranks: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """sum = residual + x @ weight.T + bias, and `rms_norm` of it: two tensors [T, O] in x's dtype, contiguous.
 
     x_TI [T, I], weight_OI [O, I], residual_TO [T, O], norm_O [O] applied with offset 0, bias_O [O].
     scales_GO, zeros_GO, form, group: as for `linear`. a_LRI, b_LrO, adapter_ids_T, widths: if given, the product with
-    the weight is followed by `add_lora`. Products accumulate in float32 (float64 for float64 inputs). An
+    the weight is followed by `add_lora`. ranks: if more than one, all this but the residual is summed over the ranks of
+    the tensor-parallel group, by `all_reduce`. Products accumulate in float32 (float64 for float64 inputs). An
     implementation may add in float32 and round once; the reference rounds the product first. The norm is that of the
     rounded sum.
     """
     product_TO = linear.reference(x_TI, weight_OI, bias_O, scales_GO, zeros_GO, form, group)
-    sum_TO = residual_TO + adapted(product_TO, x_TI, a_LRI, b_LrO, adapter_ids_T, widths)
+    product_TO = adapted(product_TO, x_TI, a_LRI, b_LrO, adapter_ids_T, widths)
+    if ranks > 1:
+        product_TO = all_reduce.reference(product_TO, TENSOR, ranks)
+    sum_TO = residual_TO + product_TO
     return sum_TO, rms_norm.reference(sum_TO, norm_O, eps)
+
+
+@linear_add_norm.fake  # the reference may need other processes
+def _(residual_TO: Tensor) -> tuple[Tensor, Tensor]:
+    sum_TO = torch.empty_like(residual_TO, memory_format=torch.contiguous_format)
+    return sum_TO, torch.empty_like(sum_TO)

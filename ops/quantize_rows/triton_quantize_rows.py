@@ -23,7 +23,7 @@ def _row(x_ptr, at, K: tl.constexpr, GATED: tl.constexpr):
 
 
 @triton.jit
-def _code(x):
+def float8_code(x):
     """An E4M3 number as int32, by hand: to the nearest, ties to even."""
     size = tl.abs(x)
     exponent = tl.maximum(tl.floor(tl.log2(tl.maximum(size, 1e-30))), -6.0)
@@ -40,7 +40,7 @@ def _code(x):
 def _codes(low, high, EMULATED: tl.constexpr):
     """Two E4M3 numbers in an int16. By the instruction: ptxas 12.8 gets wrong what Triton makes of two conversions."""
     if EMULATED:
-        return (_code(low) | (_code(high) << 8)).to(tl.int16)
+        return (float8_code(low) | (float8_code(high) << 8)).to(tl.int16)
     else:
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low, high], dtype=tl.int16, is_pure=True, pack=1

@@ -31,6 +31,7 @@ from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_ops, load_passes
 from graphllm.rewrite import ImplChoice, Unit, fake_values, site_key, site_of
 from graphllm.weights.plan import make_plan
+from graphllm.weights.shard import shard_plan
 
 OPS = load_ops()
 TARGET = Target("cuda", ("sm_90",))
@@ -53,13 +54,15 @@ def _config() -> CompileConfig:
 def _linked(config: CompileConfig) -> Linked:
     load_passes()
     model = find_model(QWEN)
-    c = model.config(QWEN)
+    c, ranks = model.config(QWEN), config.tensor_parallel_size
+    plan = shard_plan(make_plan(model, c, config.dtype), ranks)
+    c = model.local(c, ranks, False)
     # Traced on the CPU, so that no GPU is needed; passes and kernels are those of the GPU.
     on_cpu = dataclasses.replace(config, target=Target("cpu", ()))
     layout = plan_layout(model, c, on_cpu)
     graphs = trace_model(model, c, on_cpu, layout)
     units = [u for g in graphs for u in g.units.values()]
-    run_passes(units, make_plan(model, c, config.dtype), config, PIPELINE.units)
+    run_passes(units, plan, config, PIPELINE.units)
     return link(graphs, layout)
 
 
@@ -84,6 +87,16 @@ def test_decode_of_a_layer_is_five_kernels(linked: Linked, config: CompileConfig
     unit, reports = specialize(_middle(linked).json, config.buckets[0], config)
     assert [op.name for n in unit.graph.nodes if (op := op_of(n.target))] == ["fused_linear"] * 4
     assert [(r["pass"], r["changed"]) for r in reports] == [("fuse_linear", 4)]
+
+
+def test_two_ranks_have_as_many_kernels(config: CompileConfig) -> None:
+    """Sums over ranks join the kernel that normalizes."""
+    config = dataclasses.replace(config, tensor_parallel_size=2)
+    linked = _linked(config)
+    unit, _ = specialize(_middle(linked).json, config.buckets[1], config)
+    ops = [op.name for n in unit.graph.nodes if (op := op_of(n.target))]
+    assert ops == ["linear_add_norm", "fused_linear"] * 2
+    assert not any(piece.label == "all_reduce" for piece in linked.pieces.values())
 
 
 def test_every_kernel_keeps_the_sizes_dynamic() -> None:

@@ -16,9 +16,10 @@ from graphllm.compile.objects import Objects
 from graphllm.compile.trace import trace_unit
 from graphllm.compile.translate import Bundle, TranslateError, translate
 from graphllm.config import Bucket, CompileConfig, Target
+from graphllm.ir.exchange import exchange
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.kernels import zeroed
-from graphllm.program.linking import ZEROED, Call, LinkedProgram, plan_memory
+from graphllm.program.linking import EXCHANGE, ZEROED, Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.kernels import CpuKernels
 
@@ -151,6 +152,10 @@ def _scratch(v: dict[str, Tensor]) -> tuple[Tensor, ...]:
     return (zeroed(v["x"], 64) + 1,)
 
 
+def _table(v: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return (exchange(v["x"], 2) + 1,)
+
+
 GRAPHS: dict[str, tuple[Callable[[dict[str, Tensor]], tuple[Tensor, ...]], dict[str, TensorSpec]]] = {
     "softmax": (_softmax, {}),
     "sort": (_sort, {}),
@@ -161,6 +166,7 @@ GRAPHS: dict[str, tuple[Callable[[dict[str, Tensor]], tuple[Tensor, ...]], dict[
     "aliases": (_aliases, {}),
     "casts": (_casts, {}),
     "scratch": (_scratch, {}),
+    "table": (_table, {}),
 }
 BUCKETS = (Bucket("mixed", 2, 33), Bucket("decode", 1, 1))
 
@@ -200,7 +206,8 @@ def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> N
     plan = plan_memory(linked, bucket.limits(5))
     arena = torch.full((max(plan.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
     zeros = torch.zeros(max(plan.zeroed, 1), dtype=torch.int32)
-    bound = bind(linked, plan, {**given, ZEROED: zeros}, arena, CpuKernels(library), {"T": T, "S": S})
+    outside = {**given, ZEROED: zeros, EXCHANGE: exchange(given["x"], 2)}
+    bound = bind(linked, plan, outside, arena, CpuKernels(library), {"T": T, "S": S})
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()

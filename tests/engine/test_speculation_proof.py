@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from harness import Result, finish, open_core, request
+from test_draft_models import LEN, METHODS, Opened, V, _open, made_model
 
+from graphllm import artifact
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import EngineArgs, SpeculationConfig
 from graphllm.config.sampling import SamplingParams, StructuredOutputsParams
@@ -105,6 +107,9 @@ def prompts() -> list[list[int]]:
 
 
 def _core(places: Places, proposer: str, pages: int, **options: Any) -> EngineCore:
+    """pages: of 8 tokens of the model; a draft model's own cache comes on top, in blocks of another size."""
+    memory = artifact.verify(places(proposer))["memory"]
+    pages = pages * 8 * memory["cache bytes a token"] // memory["block"]
     stops = tuple(sorted(Tokenizer.from_folder(MODEL_DIR).stop_ids))
     on_device = {"plain": None, "device": None, **dict.fromkeys(DRAFTERS)}
     own = {**on_device, "random": f"{__name__}:Random"}.get(proposer, proposer)
@@ -167,6 +172,58 @@ def test_a_thousand_prompts(
     assert different == []
     assert all(got.finish_reason == alone[id].finish_reason for id, got in found.items())
     assert sum(stats.accepted_tokens) > 100
+    assert (stats.preemptions > 0) == (way == "few blocks")
+
+
+@pytest.fixture(scope="module")
+def random_heads(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, bool], tuple[Opened, Path]]:
+    """By method, and whether it fills a tree: a random model with a head, compiled, and one without the head."""
+
+    @functools.cache
+    def opened(name: str, branches: bool) -> tuple[Opened, Path]:
+        model, folder = made_model(), tmp_path_factory.mktemp("heads")
+        more: dict[str, Any] = {"speculative_token_tree": TREE, "num_speculative_tokens": 0} if branches else {}
+        sizes = {"max_num_seqs": 32, "max_num_batched_tokens": 1024, "max_model_len": LEN, "block_size": 8}
+        found = _open(model, METHODS[name](model), folder, "inductor", **sizes, **more)
+        found.core.close()
+        source = open_source(found.folder)
+        wanted = EngineArgs(target="cpu", dtype="float32", **sizes)
+        plain = compile_model(source.config, source.tensors, compile_config(source.config, wanted), folder / "plain")
+        return found, plain
+
+    return opened
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "grammar"])  # the random model's tokens are no text
+@pytest.mark.parametrize("branches", [False, True], ids=["chain", "tree"])
+@pytest.mark.parametrize("name", ["eagle", "mtp", "mlp_speculator"])
+def test_heads_of_random_weights(
+    name: str, branches: bool, way: str, random_heads: Callable[[str, bool], tuple[Opened, Path]]
+) -> None:
+    """A thousand prompts with heads that none is trained of here; they are right now and then, as the model has a
+    favourite for what follows each token."""
+    opened, plain = random_heads(name, branches)
+    rng, chosen = random.Random(5), WAYS[way]
+    wanted, params = [], replace(SamplingParams(temperature=0.0, max_tokens=24), **chosen.get("params", {}))
+    if params.logit_bias:
+        params = replace(params, logit_bias={30: 1.5, 31: -2.0})
+    for i in range(PROMPTS):
+        again = [rng.randrange(1, V) for _ in range(rng.randint(1, 20))]
+        wanted.append(request(str(i), (again * 3)[: rng.randint(1, 60)], params, stop_ids=[5]))
+    core = open_core(opened.folder, plain, 400)
+    alone = finish(core, wanted)
+    core.close()
+    pages = 60 if way == "few blocks" else 400
+    core = open_core(opened.folder, opened.place, pages, draft=opened.draft, **chosen.get("options", {}))
+    core._scheduler.acceptance.best = lambda n, lengths, share=1.0: lengths[-1]  # type: ignore[method-assign]
+    found, stats = finish(core, wanted), core.stats()
+    core.close()
+    print(
+        f"{name}, {branches}, {way}: {stats.drafts} drafts, length {1 + sum(stats.accepted_tokens) / stats.drafts:.2f}"
+    )
+    assert [id for id, got in found.items() if got.tokens != alone[id].tokens] == []
+    assert all(got.finish_reason == alone[id].finish_reason for id, got in found.items())
+    assert sum(stats.accepted_tokens) > 20
     assert (stats.preemptions > 0) == (way == "few blocks")
 
 

@@ -18,6 +18,7 @@ from transformers import LlamaForCausalLM
 from graphllm.compile.pipeline import compile_model
 from graphllm.config import ConfigError, EngineArgs, SpeculationConfig
 from graphllm.config.sampling import SamplingParams
+from graphllm.config.token_tree import token_tree
 from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.batch import SamplingTable
 from graphllm.engine.constraints import Constraints
@@ -25,6 +26,7 @@ from graphllm.engine.core import EngineCore
 from graphllm.engine.proposers.ngram import NgramProposer
 from graphllm.engine.request import EngineRequest, ThinkingBudget
 from graphllm.engine.request_table import RequestState
+from graphllm.engine.structured.source import GrammarError
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.staging import StepInput
@@ -364,6 +366,68 @@ def test_masks_behind_drafts() -> None:
     assert _allowed(masks, 61) == [True, True, True, True]
 
 
+END, BREAK = 60, 7
+
+
+class Counting:
+    """A matcher in which a token is the one before plus one, modulo four, or ends the text, or breaks what it knows."""
+
+    def __init__(self) -> None:
+        self.taken: list[int] = []
+
+    @classmethod
+    def matcher(cls) -> Counting:
+        return cls()
+
+    @property
+    def finished(self) -> bool:
+        return self.taken[-1:] == [END]
+
+    def advance(self, token: int) -> None:
+        if self.finished:
+            raise GrammarError("after the end")
+        self.taken.append(token)
+
+    def allow(self, row: np.ndarray) -> None:
+        if self.taken[-1:] == [BREAK]:
+            raise GrammarError("a limit of the library")
+        row[:] = 0
+        for t in _next(self.taken[-1]):
+            row[t >> 5] |= np.int32(1 << (t & 31))
+
+    def rollback(self, tokens: int) -> None:
+        assert tokens <= len(self.taken)
+        del self.taken[len(self.taken) - tokens :]
+
+
+def _next(token: int) -> set[int]:
+    return {(token + 1) % 4, END, BREAK}
+
+
+def test_branches_that_end_or_break_leave_the_others_their_masks() -> None:
+    table = SamplingTable(1, 64, 0)
+    state = RequestState(request("a", [1], SamplingParams()), (0, 0))
+    state.slot, state.output = 0, [2]
+    table.admit(state, always_masked=True)
+    constraints = Constraints(table)
+    constraints.add("a", Counting)  # type: ignore[arg-type]
+    constraints.advance(state, [2])
+    tree = token_tree("[(0,),(1,),(2,),(0,0),(1,0),(1,1),(2,0),(0,0,0),(2,0,0),(2,0,1)]")
+    masks, rng = np.zeros((11, table.words), dtype=np.int32), random.Random(4)
+    masked = 0
+    for _ in range(300):
+        drafts = [rng.choice((0, 1, 2, 3, 3, END, BREAK, -1)) for _ in range(10)]
+        masks[:] = -1
+        constraints.write(state, masks, drafts, tree)
+        for node, path in enumerate([(), *tree.paths]):
+            tokens = [drafts[tree.paths.index(path[:n])] for n in range(1, len(path) + 1)]
+            goes_on = all(t in _next(last) and t < 4 for last, t in itertools.pairwise([2, *tokens]))
+            allowed = _next([2, *tokens][-1]) if goes_on else set(range(64))
+            assert {t for t in range(64) if _allowed(masks[node : node + 1], t)[0]} == allowed, (drafts, node)
+            masked += goes_on and node > 0
+    assert masked > 200
+
+
 def test_drafts_that_are_wrong_are_not_verified_each_step() -> None:
     acceptance = Acceptance(3)
     wrong, right = np.ones(4, dtype=np.int32), np.full(4, 4, dtype=np.int32)
@@ -408,6 +472,33 @@ def test_as_many_drafts_as_are_right() -> None:
     assert acceptance.best(3, lengths) == 2
     acceptance.learn(np.array([9, 9]), np.array([0, 0]))  # nothing was drafted
     assert acceptance.drafts == 400
+
+
+def test_what_drafts_cost_is_measured_beside_steps_without_any() -> None:
+    """Drafts that seem to pay by what they usually cost, and here do not."""
+    acceptance, some = Acceptance(3), (np.array([2]), np.array([3]))
+    assert acceptance.best(1, [4]) == 4
+    for _ in range(30):
+        acceptance.learn(*some)
+    assert acceptance.best(1, [4]) == 4
+    acceptance.timed(4, 1, 3.0)
+    assert acceptance.best(1, [4]) == 1  # until it is known what such a step takes
+    acceptance.timed(1, 1, 1.0)
+    assert [acceptance.best(1, [4]) for _ in range(32)].count(4) == 2
+    acceptance.timed(4, 1, 1.1)
+    for _ in range(10):
+        acceptance.timed(4, 1, 1.1)
+    assert [acceptance.best(1, [4]) for _ in range(128)].count(1) == 2
+
+
+def test_a_text_that_begins_to_repeat_itself_is_noticed_at_once() -> None:
+    acceptance, right = Acceptance(5), (np.array([6]), np.array([5]))
+    for _ in range(100):
+        acceptance.learn(np.array([1]), np.array([0]))  # the device found nothing
+    while acceptance.best(1, [6]) == 1:
+        pass
+    acceptance.learn(*right)
+    assert acceptance.best(1, [6]) == 6
 
 
 @pytest.mark.slow

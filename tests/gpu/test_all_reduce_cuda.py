@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from two_gpus import end_with_parent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 RANKS = 2
@@ -20,12 +21,12 @@ def test_collectives_in_a_graph(tmp_path: Path) -> None:
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(RANKS), str(tmp_path / "meeting")],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=end_with_parent,
         )
         for rank in range(RANKS)
     ]  # fmt: skip
     try:
-        said = [p.communicate(timeout=300)[0] for p in processes]
+        said = [p.communicate(timeout=100)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()

@@ -1,42 +1,44 @@
-"""Engines of several ranks on GPUs of one host: collectives in captured graphs, text and log-probabilities as of one
-GPU and of transformers, and ranks that die. One command runs them:
-
-    python -m pytest -m gpu tests/gpu/test_ranks_cuda.py
+"""Engines of several ranks, stages and cores on two GPUs of one host: collectives in captured graphs, text and
+log-probabilities as of one GPU and of transformers, and a rank that dies. `test_tensor_parallel_cuda` has the command.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from two_gpus import OPTIONS, Compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
-from test_ranks import (  # noqa: E402, F401
-    GREEDY,
-    PROMPTS,
-    TestTwoRanks,
-    one,
-    test_a_rank_that_dies,
-    test_a_rank_that_samples_something_else,
-    test_a_rank_that_stops,
-    test_drafts_by_lookup,
-    two,
-)
+import test_ranks  # noqa: E402
+from test_ranks import PROMPTS, test_a_rank_that_dies  # noqa: E402, F401
 
 from graphllm import LLM, SamplingParams  # noqa: E402
+
+LONG = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def cached(compiled: Compiled) -> Iterator[None]:
+    """Engines find what was compiled for one and for two ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHLLM_CACHE", str(compiled.cache))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def in_the_cache(cached: None, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRAPHLLM_CACHE", str(compiled.cache))
 
 
 @pytest.fixture(scope="module")
 def options() -> dict[str, Any]:
-    """Compiled for these GPUs, with the smallest blocks that their attention kernels take."""
-    return {
-        "target": "cuda", "dtype": "float32", "seed": 3, "max_model_len": 96, "max_num_seqs": 4,
-        "max_num_batched_tokens": 32, "block_size": 16, "tune": False, "kv_cache_memory_bytes": 1 << 28,
-    }  # fmt: skip
+    return {**OPTIONS, "seed": 3, "kv_cache_memory_bytes": 1 << 28}
 
 
 @pytest.fixture(scope="module")
@@ -44,21 +46,40 @@ def tolerance() -> float:
     return 2e-3  # products of float32 on GPUs may round to 19 bits
 
 
-def test_long_batches_replay_the_same_graphs(checkpoint: Path, options: dict[str, Any]) -> None:
-    """Each padded size is captured at its first step on every rank, then replayed; text stays that of one GPU."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
-    prompts = [p for p in PROMPTS for _ in range(4)]
-    with LLM(checkpoint, **options) as alone:
-        expected = [o.outputs[0].token_ids for o in alone.generate(prompts, greedy)]
+@pytest.fixture(scope="module")
+def one(cached: None, checkpoint: Path, options: dict[str, Any]) -> Iterator[LLM]:
+    with LLM(checkpoint, **options) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="class")
+def two(cached: None, checkpoint: Path, options: dict[str, Any]) -> Iterator[LLM]:
     with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
+        yield llm
+
+
+def _tokens(llm: LLM, prompts: list[str]) -> list[Any]:
+    return [o.outputs[0].token_ids for o in llm.generate(prompts, LONG)]
+
+
+class TestTwoRanks(test_ranks.TestTwoRanks):
+    """What ranks on a CPU do, and long batches."""
+
+    def test_long_batches_replay_the_same_graphs(self, one: LLM, two: LLM) -> None:
+        """Each padded size is captured at its first step on every rank, then replayed; text stays that of one GPU."""
+        prompts = [p for p in PROMPTS for _ in range(4)]
+        expected = _tokens(one, prompts)
         for _ in range(2):
-            assert [o.outputs[0].token_ids for o in llm.generate(prompts, greedy)] == expected
+            assert _tokens(two, prompts) == expected
 
 
-def test_stages(checkpoint: Path, options: dict[str, Any]) -> None:
+def test_stages(one: LLM, checkpoint: Path, options: dict[str, Any]) -> None:
     """A layer on each GPU; what goes from one to the other is in their graphs."""
-    greedy = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
-    with LLM(checkpoint, **options) as alone:
-        expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS, greedy)]
     with LLM(checkpoint, pipeline_parallel_size=2, **options) as llm:
-        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS, greedy)] == expected
+        assert _tokens(llm, PROMPTS) == _tokens(one, PROMPTS)
+
+
+def test_cores(one: LLM, checkpoint: Path, options: dict[str, Any]) -> None:
+    """The whole model on each GPU; half of the requests go to each."""
+    with LLM(checkpoint, data_parallel_size=2, **options) as llm:
+        assert _tokens(llm, PROMPTS) == _tokens(one, PROMPTS)

@@ -1,17 +1,23 @@
-"""Families divided among two GPUs, compiled, one process a GPU, beside transformers in float32:
+"""Families divided among two GPUs, compiled, one process a GPU, beside transformers in float32. One command runs what
+two GPUs do together, in two minutes:
 
-python -m pytest -m gpu tests/gpu/test_all_reduce_cuda.py tests/gpu/test_tensor_parallel_cuda.py
+    python -m pytest -m gpu tests/gpu/test_all_reduce_cuda.py tests/gpu/test_ranks_cuda.py \\
+        tests/gpu/test_tensor_parallel_cuda.py
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from two_gpus import FAMILIES, Compiled
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -21,15 +27,15 @@ from graphllm.runtime.multiproc import Ranks  # noqa: E402
 from graphllm.runtime.staging import StepInput  # noqa: E402
 
 N_TOKENS, LENGTHS = 8, (1, 7, 90)
-RUNS = [("llama_biases", False), ("gemma2", False), ("qwen2_moe", False), ("gpt_oss", False), ("gpt_oss", True)]
 
 
 class Processes:
-    """`Ranks` as `Driver` runs an executor."""
+    """`Ranks` as `Runner` runs an executor."""
 
-    def __init__(self, place: Path, folder: Path) -> None:
-        self.layout = SimpleNamespace(num_blocks=64, groups=_groups(place))
-        self._ranks = Ranks(place, folder, 2, 64)
+    def __init__(self, folder: Path) -> None:
+        groups = json.loads((folder / "artifact" / "program.json").read_text())["blocks"]["groups"]
+        self.layout = SimpleNamespace(num_blocks=64, groups=groups)
+        self._ranks = Ranks(folder / "artifact", folder, 2, 64)
         self.close = self._ranks.close
 
     def run(self, step: StepInput) -> Any:
@@ -37,38 +43,32 @@ class Processes:
         return SimpleNamespace(tokens=found["tokens"], logits=torch.from_numpy(found["logits"].copy()))
 
 
-def _groups(place: Path) -> list[Any]:
-    import json
-
-    return list(json.loads((place / "program.json").read_text())["blocks"]["groups"])
+Opened = dict[tuple[str, bool], Future[Processes]]
 
 
-@pytest.mark.parametrize(("name", "apart"), RUNS)
+@pytest.fixture(scope="module")
+def opened(compiled: Compiled) -> Iterator[Opened]:
+    """The processes of all families, which start beside each other."""
+    with ThreadPoolExecutor(len(FAMILIES)) as pool:
+        found = {(n, a): pool.submit(lambda n=n, a=a: Processes(compiled.family(n, a))) for n, a in FAMILIES}
+        yield found  # type: ignore[misc]
+        for future in found.values():
+            if future.exception() is None:
+                future.result().close()
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f[0] + ("-apart" if f[1] else ""))
 @torch.no_grad()
-def test_two_gpus_give_what_transformers_does(name: str, apart: bool, tmp_path: Path) -> None:
-    arch = next(a for a in parity.ARCHS if a.name == name)
-    model = parity._build(arch)
-    model.save_pretrained(tmp_path)
-    opened: list[Processes] = []
-
-    def ranks_of(place: Path, checkpoint: Any) -> Processes:
-        opened.append(Processes(place, tmp_path))
-        return opened[0]
-
-    settings = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
-    runner = parity.driver.Driver(
-        tmp_path, "inductor", tmp_path / "artifact", target="cuda", settings=settings, opened=ranks_of
-    )
+def test_two_gpus_give_what_transformers_does(family: tuple[str, bool], opened: Opened) -> None:
+    runner = parity.driver.Runner(opened[family].result())
+    model = parity._build(next(a for a in parity.ARCHS if a.name == family[0]))
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS]
-    try:
-        for _ in range(2):  # the second time every graph is replayed
-            logits, tokens = runner.generate(prompts, N_TOKENS)
-            for i, prompt in enumerate(prompts):
-                expected = parity._forced(model, prompt, tokens[i])
-                torch.testing.assert_close(logits[i], expected[0], atol=2e-3, rtol=0)
-                best = expected.topk(2).values
-                clear = best[:, 0] - best[:, 1] > 4e-3
-                assert (torch.tensor(tokens[i]) == expected.argmax(-1))[clear].all()
-    finally:
-        opened[0].close()
+    for _ in range(2):  # the second time every graph is replayed
+        logits, tokens = runner.generate(prompts, N_TOKENS)
+        for i, prompt in enumerate(prompts):
+            expected = parity._forced(model, prompt, tokens[i])
+            torch.testing.assert_close(logits[i], expected[0], atol=2e-3, rtol=0)
+            best = expected.topk(2).values
+            clear = best[:, 0] - best[:, 1] > 4e-3
+            assert (torch.tensor(tokens[i]) == expected.argmax(-1))[clear].all()

@@ -24,37 +24,11 @@ BLOCK = 16
 BUCKETS = (Bucket("decode", 1, 1), Bucket("decode", 2, 8), Bucket("mixed", 2, 512))
 
 
-class Driver:
-    """A compiled checkpoint with its executor. settings: further ones of `EngineArgs`. opened: what runs the artifact,
-    of its folder and the checkpoint, in place of an executor in this process."""
+class Runner:
+    """Decodes with an executor, or with what stands in for one."""
 
-    def __init__(
-        self,
-        folder: Path,
-        backend: Literal["eager", "inductor"],
-        place: Path,
-        dtype: Literal["float32", "bfloat16"] = "float32",
-        target: Literal["cpu", "cuda"] = "cpu",
-        tune: bool = False,
-        settings: Mapping[str, Any] = {},
-        opened: Callable[[Path, Checkpoint], Any] | None = None,
-    ) -> None:
-        from graphllm.compile.pipeline import compile_model
-
-        source = open_source(folder)
-        assert source.checkpoint is not None
-        wanted = EngineArgs(
-            target=target, backend=backend, dtype=dtype, buckets=BUCKETS, max_num_seqs=8, max_num_batched_tokens=512,
-            block_size=BLOCK, tune=tune, **settings,
-        )  # fmt: skip
-        config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
-        compile_model(source.config, source.tensors, config, place, stored=source.checkpoint.tensors)
-        if opened is not None:
-            self.executor = opened(place, source.checkpoint)
-            return
-        manifest = artifact.verify(place)
-        plan = WeightPlan.from_json((place / "weights.json").read_text())
-        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), num_blocks=512)
+    def __init__(self, executor: Any) -> None:
+        self.executor = executor
 
     def forced(self, sequences: Sequence[Sequence[int]], n_tokens: int) -> list[Tensor]:
         """The logits [n_tokens, V] after each of the last tokens of every sequence, the first from its prefill and the
@@ -108,6 +82,39 @@ class Driver:
             for row, token in zip(tokens, drawn, strict=True):
                 row.append(token)
         return prefill, tokens
+
+
+class Driver(Runner):
+    """A compiled checkpoint with its executor. settings: further ones of `EngineArgs`. opened: what runs the artifact,
+    of its folder and the checkpoint, in place of an executor in this process."""
+
+    def __init__(
+        self,
+        folder: Path,
+        backend: Literal["eager", "inductor"],
+        place: Path,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        target: Literal["cpu", "cuda"] = "cpu",
+        tune: bool = False,
+        settings: Mapping[str, Any] = {},
+        opened: Callable[[Path, Checkpoint], Any] | None = None,
+    ) -> None:
+        from graphllm.compile.pipeline import compile_model
+
+        source = open_source(folder)
+        assert source.checkpoint is not None
+        wanted = EngineArgs(
+            target=target, backend=backend, dtype=dtype, buckets=BUCKETS, max_num_seqs=8, max_num_batched_tokens=512,
+            block_size=BLOCK, tune=tune, **settings,
+        )  # fmt: skip
+        config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
+        compile_model(source.config, source.tensors, config, place, stored=source.checkpoint.tensors)
+        if opened is not None:
+            self.executor = opened(place, source.checkpoint)
+            return
+        manifest = artifact.verify(place)
+        plan = WeightPlan.from_json((place / "weights.json").read_text())
+        self.executor = Executor(place, manifest, load_weights(plan, source.checkpoint, target), num_blocks=512)
 
 
 def _assign_pages(lengths: Sequence[int], pages: int) -> list[list[int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 V, DRAWS, LEAST_P = 61, 20_000, 1e-4
 
@@ -34,6 +36,17 @@ COMBINATIONS = [
     Filters(banned=50),
     Filters(0.8, top_k=20, top_p=0.95, banned=52),
 ]
+
+
+def on_gpu(kernel: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A Triton kernel given tensors of the host: on a GPU where there is one, in the interpreter elsewhere."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def run(*args: Any, **named: Any) -> Tensor:
+        moved = [x.to(device) if isinstance(x, Tensor) else x for x in (*args, *named.values())]
+        return kernel(*moved[: len(args)], **dict(zip(named, moved[len(args) :], strict=True))).cpu()
+
+    return run
 
 
 def made_logits(filters: Filters) -> np.ndarray:

@@ -4,21 +4,43 @@ as can be: with probability 1 minus the distance of the two distributions. Again
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
-from sampling_statistics import COMBINATIONS, DRAWS, LEAST_P, Filters, V, arguments, distribution, made_logits, p_value
+from sampling_statistics import (
+    COMBINATIONS,
+    DRAWS,
+    LEAST_P,
+    Filters,
+    V,
+    arguments,
+    distribution,
+    made_logits,
+    on_gpu,
+    p_value,
+)
 
 from graphllm.ops.accept_drafts import accept_drafts
 from graphllm.ops.process_logits import process_logits
 from graphllm.ops.process_logits.cpu import cpu_process_logits
+from graphllm.ops.process_logits.triton_process_logits import triton_process_logits
 from graphllm.ops.rejection_sample import draft_seed, rejection_sample
 from graphllm.ops.rejection_sample.cpu import cpu_rejection_sample
+from graphllm.ops.rejection_sample.triton_rejection_sample import triton_rejection_sample
 from graphllm.ops.sample import sample
 from graphllm.ops.sample.cpu import cpu_sample
 
-SAMPLERS = {"reference": rejection_sample.reference, "cpu": cpu_rejection_sample}
+Sampler = Callable[..., torch.Tensor]
+SAMPLERS: dict[str, Sampler] = {"reference": rejection_sample.reference, "cpu": cpu_rejection_sample}
+if torch.cuda.is_available():  # the interpreter takes an hour for a case
+    SAMPLERS["triton"] = on_gpu(triton_rejection_sample)
+ADJUSTERS: dict[str, Sampler] = {
+    "reference": process_logits.reference,
+    "cpu": cpu_process_logits,
+    "triton": on_gpu(triton_process_logits),
+}
 
 
 def _renamed(args: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -26,7 +48,7 @@ def _renamed(args: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _drawn(
-    sampler: str, p_logits: np.ndarray, q: np.ndarray, filters: Filters, count: int
+    sampler: Sampler, p_logits: np.ndarray, q: np.ndarray, filters: Filters, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Drafts from q, and what becomes of them: half by seeds that differ, half by the draws of one seed."""
     half, drafts, tokens = count // 2, [], []
@@ -39,8 +61,8 @@ def _drawn(
         drafts.append(cpu_sample(**own))
         zeros = torch.zeros(half, dtype=torch.int32)
         probs = torch.from_numpy(q.astype(np.float32))[None, None]
-        tokens.append(SAMPLERS[sampler](**_renamed(args), drafts_R=drafts[-1], slots_R=zeros, place_R=zeros,
-                                        draft_probs_NKV=probs))  # fmt: skip
+        tokens.append(sampler(**_renamed(args), drafts_R=drafts[-1], slots_R=zeros, place_R=zeros,
+                              draft_probs_NKV=probs))  # fmt: skip
     return torch.cat(drafts).numpy(), torch.cat(tokens).numpy()
 
 
@@ -53,7 +75,7 @@ def _other(seed: int, spread: float) -> np.ndarray:
 
 
 def _check(sampler: str, logits: np.ndarray, p: np.ndarray, q: np.ndarray, filters: Filters, count: int) -> None:
-    drafts, tokens = _drawn(sampler, logits, q, filters, count)
+    drafts, tokens = _drawn(SAMPLERS[sampler], logits, q, filters, count)
     assert not set(tokens) - set(np.flatnonzero(p))
     assert p_value(tokens, p) > LEAST_P
     rate = float(np.minimum(p, q).sum())
@@ -68,14 +90,27 @@ def test_the_distribution_is_the_targets(sampler: str, filters: Filters) -> None
     _check(sampler, logits, distribution(logits, filters), _other(11, 0.8), filters, DRAWS)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("filters", COMBINATIONS, ids=str)
+def test_the_triton_kernel_draws_what_the_reference_draws(filters: Filters) -> None:
+    """Drawn row for row, so with its distribution; few rows, for the interpreter."""
+    logits, q = made_logits(filters), _other(11, 0.8)
+    drafts, tokens = _drawn(on_gpu(triton_rejection_sample), logits, q, filters, 240)
+    assert (tokens == _drawn(rejection_sample.reference, logits, q, filters, 240)[1]).all()
+    assert 0 < (drafts == tokens).mean() < 1
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("spread", [0.0, 0.1, 4.0])
-def test_drafts_near_and_far(spread: float) -> None:
+def test_drafts_near_and_far(sampler: str, spread: float) -> None:
     logits = made_logits(Filters())
-    _check("cpu", logits, distribution(logits, Filters()), _other(5, spread), Filters(), DRAWS)
+    _check(sampler, logits, distribution(logits, Filters()), _other(5, spread), Filters(), DRAWS)
 
 
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("adjuster", ADJUSTERS)
 @pytest.mark.parametrize("place", [0, 3])
-def test_penalties_of_drafts(place: int) -> None:
+def test_penalties_of_drafts(place: int, adjuster: str, sampler: str) -> None:
     """The row behind three drafts is penalized for them; then the distribution is that of plain decoding there."""
     logits, filters = made_logits(Filters()), Filters(0.9, top_k=30, top_p=0.95)
     before, counts = [7, 7, 12], np.zeros(V, dtype=np.int64)
@@ -89,14 +124,13 @@ def test_penalties_of_drafts(place: int) -> None:
     def ints(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    for kernel in (process_logits.reference, cpu_process_logits):
-        adjusted = kernel(
-            torch.from_numpy(logits)[None], ints(0), ints(-1), torch.zeros((1, -(-V // 32)), dtype=torch.int32),
-            ints(0), torch.tensor([1.3]), torch.tensor([0.2]), torch.tensor([0.4]),
-            torch.from_numpy(counts)[None].int(), torch.zeros((1, 0), dtype=torch.int32), torch.zeros((1, 0)),
-            ints(-1, *before), ints(place), ints(place),
-        )  # fmt: skip
-        _check("cpu", adjusted[0].numpy(), exact, _other(3, 0.7), filters, DRAWS)
+    adjusted = ADJUSTERS[adjuster](
+        torch.from_numpy(logits)[None], ints(0), ints(-1), torch.zeros((1, -(-V // 32)), dtype=torch.int32),
+        ints(0), torch.tensor([1.3]), torch.tensor([0.2]), torch.tensor([0.4]),
+        torch.from_numpy(counts)[None].int(), torch.zeros((1, 0), dtype=torch.int32), torch.zeros((1, 0)),
+        ints(-1, *before), ints(place), ints(place),
+    )  # fmt: skip
+    _check(sampler, adjusted[0].numpy(), exact, _other(3, 0.7), filters, DRAWS)
 
 
 def test_two_tokens_of_a_chain() -> None:

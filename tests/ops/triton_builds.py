@@ -5,6 +5,7 @@ the interpreter is chosen at import: to be run without TRITON_INTERPRET, on the 
 from __future__ import annotations
 
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
@@ -34,8 +35,9 @@ def launches(op: Op, impl: Impl) -> Iterator[dict[str, Any]]:
     """Of the Triton kernels that an implementation starts at the small cases that it takes: the arguments of their
     calls as a tracer records them."""
     maker = Maker(torch.Generator(), torch.device("cpu"), torch.bfloat16)
-    for case in (c for c in cases_of(op) if c.size == "small"):
-        args = op.bind((), case.inputs(maker))
+    small = [c for c in cases_of(op) if c.size == "small"]
+    for case, ranks in itertools.product(small, (1, 2, 4) if "ranks" in op.signature.parameters else (1,)):
+        args = op.bind((), {**case.inputs(maker), **({"ranks": ranks} if ranks > 1 else {})})
         site = CallSite(args, TARGET, case.bucket)
         if not impl.supports(site):
             continue

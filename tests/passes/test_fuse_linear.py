@@ -13,6 +13,7 @@ from torch import Tensor
 from graphllm.compile.trace import trace_unit
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, eliminate_dead, target_name, verify
+from graphllm.ir.groups import Alone, set_group
 from graphllm.ir.registry import load_ops
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.rewrite import PassReport, Unit
@@ -190,21 +191,41 @@ def test_other_pieces_are_left_alone(config: CompileConfig, dtype: str) -> None:
     assert targets.count("graphllm::linear") == 4
 
 
-@pytest.mark.parametrize("bucket", [ONE, SOME])
-def test_a_part_of_the_residual_joins(bucket: Bucket) -> None:
-    """What a rank adds to its part of a sum: the product's kernel multiplies the residual."""
+@pytest.mark.parametrize("bucket", [ONE, SOME, MANY])
+def test_sums_over_ranks_join(bucket: Bucket) -> None:
+    """The kernel that adds the residual and normalizes sums over ranks, for one row, too."""
+
+    def summed(v: Values, x: Any, weight: str) -> Any:
+        return OPS["all_reduce"](linear(x, v[weight]), "tensor", 2)
 
     def fn(v: Values) -> tuple[Tensor, ...]:
-        return (v["r"] * 0.5 + linear(v["a"], v["square"]),)
+        x = v["r"] + summed(v, v["a"], "square")
+        x = x + summed(v, swiglu(linear(_norm(v, x), v["up"])), "down")
+        return x, linear(_norm(v, x), v["up"])
 
-    unit, _, targets = _run(fn, bucket)
-    assert targets == ["graphllm::fused_linear"]
-    _same_result(fn, unit, 1 if bucket is ONE else 7)
+    unit, report, targets = _run(fn, bucket)
+    ops = [t for t in targets if t.startswith("graphllm::")]
+    assert ops == ["graphllm::linear_add_norm", "graphllm::fused_linear"] * 2
+    assert report.notes[0].endswith(": linear, all_reduce, residual, norm")
+    set_group("tensor", Doubling())
+    try:
+        _same_result(fn, unit, 1 if bucket is ONE else 5)
+    finally:
+        set_group("tensor", None)
 
-    def read_twice(v: Values) -> tuple[Tensor, ...]:
-        part = v["r"] * 0.5
-        return part + linear(v["a"], v["square"]), part
 
-    unit, _, targets = _run(read_twice, bucket)
-    assert targets == ["aten::mul.Tensor", "graphllm::fused_linear"]
-    _same_result(read_twice, unit, 1 if bucket is ONE else 7)
+def test_a_sum_over_ranks_that_is_read_as_it_is_stays() -> None:
+    def fn(v: Values) -> tuple[Tensor, ...]:
+        total = OPS["all_reduce"](linear(v["a"], v["square"]), "tensor", 2)
+        return _norm(v, v["r"] + total), total
+
+    assert "graphllm::all_reduce" in _run(fn, SOME)[2]
+
+
+class Doubling(Alone):
+    """Two ranks that have the same."""
+
+    size = 2
+
+    def all_reduce(self, x: Tensor, out: Tensor) -> None:
+        torch.add(x, x, out=out)

@@ -1,0 +1,21 @@
+"""Makes a tiny checkpoint of a family, and compiles it for two GPUs.
+
+python compile_family.py NAME (apart or "") FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+import test_parity as parity
+
+if __name__ == "__main__":
+    name, apart, folder = sys.argv[1], bool(sys.argv[2]), Path(sys.argv[3])
+    parity._build(next(a for a in parity.ARCHS if a.name == name)).save_pretrained(folder)
+    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
+    parity.driver.Driver(
+        folder, "inductor", folder / "artifact", target="cuda", settings=settings, opened=lambda place, tensors: None
+    )

@@ -1,0 +1,22 @@
+"""What tests on two GPUs share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from two_gpus import Compiled
+
+
+@pytest.fixture(scope="session")
+def compiled(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiled]:
+    made = Compiled(checkpoint, tmp_path_factory.mktemp("compiled"))
+    try:
+        made.wait()
+        yield made
+    finally:
+        made.end()

@@ -1,0 +1,76 @@
+"""One rank of test_exchange.py: kernels that give each other numbers through the host's memory, by Triton's
+interpreter.
+
+TRITON_INTERPRET=1 python exchange_worker.py RANK RANKS MEETING
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from graphllm.ir.groups import TENSOR, set_group
+from graphllm.ops.all_reduce import all_reduce
+from graphllm.ops.linear_add_norm import linear_add_norm
+from graphllm.runtime.collectives import LibraryGroup
+from graphllm.runtime.host_exchange import HostExchange
+
+CALLS = 12
+ROWS, WIDTH, INNER = (1, 3, 2), 40, 64
+
+
+def numbers(rank: int, call: int, *shape: int) -> Tensor:
+    """What a rank has in a call: every rank can make them."""
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(1000 * call + rank))
+    made[0, 0] = float("nan") if call == 5 else made[0, 0]
+    return made.bfloat16()
+
+
+def check_sum(rank: int, ranks: int, call: int) -> None:
+    rows = ROWS[call % len(ROWS)]
+    found = all_reduce.impls["exchange"].fn(x=numbers(rank, call, rows, WIDTH), ranks=ranks)
+    parts = [numbers(r, call, rows, WIDTH).float() for r in range(ranks)]
+    exact = torch.stack(parts).sum(0)
+    torch.testing.assert_close(found.float(), exact, atol=0.05, rtol=0.01, equal_nan=True)
+
+
+def check_norm(rank: int, ranks: int, call: int) -> None:
+    rows = ROWS[call % len(ROWS)]
+    residual, norm = numbers(100, call + 100, rows, WIDTH), numbers(101, 0, 1, WIDTH)[0]
+    weights = [numbers(r, 200, WIDTH, INNER) * 0.1 for r in range(ranks)]
+    xs = [numbers(r, call + 100, rows, INNER) for r in range(ranks)]
+    name = "triton_row" if rows == 1 else ("triton_tile", "cublas")[call % 2]
+    config = {"triton_row": {"block_n": 4, "block_k": 64, "warps": 4}, "cublas": {}}.get(name)
+    if config is None:
+        config = {"block_t": 16, "block_n": 32, "block_k": 64, "splits": 1, "warps": 4, "stages": 1, "token_tiles": 1,
+                  "direct": 0, "norm": 0, "low_rows": 16, "low_splits": 1}  # fmt: skip
+    given = linear_add_norm.bind((xs[rank], weights[rank], residual, norm, 1e-5), {"ranks": ranks})
+    total, normed = linear_add_norm.impls[name].fn(**given, **config)
+    exact = residual.float() + sum(x.float() @ w.float().T for x, w in zip(xs, weights, strict=True))
+    torch.testing.assert_close(total.float(), exact, atol=0.1, rtol=0.01)
+    scaled = exact * torch.rsqrt((exact * exact).mean(-1, keepdim=True) + 1e-5) * norm.float()
+    torch.testing.assert_close(normed.float(), scaled, atol=0.1, rtol=0.02)
+
+
+def main() -> None:
+    rank, ranks = int(sys.argv[1]), int(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
+    assert dist.group.WORLD is not None
+    host = HostExchange(dist.group.WORLD, torch.device("cpu"))
+    set_group(TENSOR, LibraryGroup(dist.group.WORLD, host))
+    late = random.Random(rank)
+    for call in range(CALLS):
+        time.sleep(late.random() * 0.05)
+        (check_norm if call % 2 else check_sum)(rank, ranks, call)
+    dist.barrier()
+    assert (host.memory == 255).all()  # as it was
+    print("same", flush=True)
+
+
+if __name__ == "__main__":
+    main()
