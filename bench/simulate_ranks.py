@@ -9,10 +9,10 @@ part of them, as the pass fuse_linear makes it, and begins nothing. Four numbers
 results/h200_table.json): the shares of bandwidth and arithmetic that are reached, that moment, and attention's rate in
 prompts. Nothing is fitted to two GPUs, whose rows (results/h200_tensor_parallel.json) tell how good this is.
 
-Sums over two GPUs are measured: up to 1 MB on H100s (results/h100_all_reduce.json, the column "used"), beyond that at
-the rate of a copy between two H200s. Of more GPUs of one host nobody has measured them here: each byte is taken to pass
-2 (n - 1) / n times, as it must, and the begin to take half as long again for each doubling. Between hosts the inputs of
-a stage go at a NIC's rate.
+Sums over two H200s are measured (results/h200_all_reduce.json): with the norm behind them in one kernel, or in place
+where that is not done. Of more GPUs of one host nobody has measured them here: each byte is taken to pass 2 (n - 1) / n
+times, as it must, and the begin to take half as long again for each doubling. Between hosts the inputs of a stage go at
+a NIC's rate.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Model:
         for call in self.linked.programs[0]["plain"].calls:
             if call.piece not in costs:
                 piece = self.linked.pieces[call.piece]
-                costs[call.piece] = [*_kernels(piece.graph, self.shapes, sizes, starts, lengths)]
+                costs[call.piece] = [*_kernels(piece.graph, self.shapes, sizes, starts, lengths, self.ranks)]
             found.update(costs[call.piece])
         return found
 
@@ -139,7 +139,9 @@ def _linked(described: dict[str, Any], config: CompileConfig) -> tuple[Linked, S
     return link(graphs, with_added(layout, graphs, traced.added, config)), units[0].shapes, weights
 
 
-def _kernels(graph: torch.fx.Graph, shapes: Shapes, sizes: dict[str, int], starts: Any, lengths: Any) -> Any:
+def _kernels(
+    graph: torch.fx.Graph, shapes: Shapes, sizes: dict[str, int], starts: Any, lengths: Any, ranks: int
+) -> Any:
     def sized(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
@@ -148,7 +150,7 @@ def _kernels(graph: torch.fx.Graph, shapes: Shapes, sizes: dict[str, int], start
         return example(spec, sizes, "meta")
 
     for node in graph.nodes:
-        if (op := op_of(node.target)) is None:
+        if (op := op_of(node.target)) is None or (ranks > 1 and op.name == "rms_norm"):  # it is part of a sum
             continue
         args, kwargs = fake_values((node.args, node.kwargs))
         bound = {name: sized(value) for name, value in op.bind(args, kwargs).items()}
@@ -167,9 +169,9 @@ class Sums:
     """Seconds of a sum over GPUs of one host, by the bytes of each."""
 
     def __init__(self) -> None:
-        table = json.loads((RESULTS / "h100_all_reduce.json").read_text())
-        rows = {int(name.split()[0]) << 10: row[row["used"]] for name, row in table.items() if name.endswith("KB")}
-        rows = {nbytes: us for nbytes, us in rows.items() if nbytes <= 1 << 20}
+        table = json.loads((RESULTS / "h200_all_reduce.json").read_text())
+        kept = {int(name.split()[0]) << 10: row for name, row in table.items() if name.endswith("KB")}
+        rows = {nbytes: row.get("norm fused", row["in place"]) for nbytes, row in kept.items()}
         self._bytes, self._seconds = list(rows), [us * 1e-6 for us in rows.values()]
 
     def seconds(self, nbytes: int, ranks: int) -> float:

@@ -142,6 +142,7 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
     plan = WeightPlan.from_json((args.artifact / "weights.json").read_text())
     checkpoint = Checkpoint.open(args.checkpoint)  # what is wrong with it every rank says before it meets the others
     with joined(args.rank, args.degree, Meeting(f"file://{args.meeting}"), device):
+        torch.distributed.all_reduce(torch.zeros(1, device=device))  # one that fails leaves nobody half joined
         weights = load_weights(plan, checkpoint, device, rank=args.rank)
         executor = Executor(args.artifact, manifest, weights, args.num_blocks, args.threads)
         answer({})
