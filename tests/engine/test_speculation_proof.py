@@ -31,13 +31,15 @@ pytestmark = pytest.mark.slow
 Places = Callable[[str], Path]
 PROMPTS, TOKENS = 1000, 32
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 0)]"
-# Of the draft models that come with the embedded one, and whether they fill a tree.
-DRAFTERS = {
-    "medusa": ("medusa", False),
-    "eagle3": ("eagle3", False),
-    "draft_model": ("draft_model", False),
-    "medusa, tree": ("medusa", True),
-    "eagle3, tree": ("eagle3", True),
+GROWN = '{"top_k": 2, "depth": 4, "drafts": 7}'
+# Of the draft models that come with the embedded one, and the tree that they fill.
+DRAFTERS: dict[str, tuple[str, str | None]] = {
+    "medusa": ("medusa", None),
+    "eagle3": ("eagle3", None),
+    "draft_model": ("draft_model", None),
+    "medusa, tree": ("medusa", TREE),
+    "eagle3, tree": ("eagle3", TREE),
+    "eagle3, grown tree": ("eagle3", GROWN),
 }
 
 
@@ -57,12 +59,12 @@ class Random:
 
 
 def _compile(folder: Path, proposer: str) -> Path:
-    method, branches = DRAFTERS.get(proposer, (None, False))
+    method, tree = DRAFTERS.get(proposer, (None, None))
     more: dict[str, Any] = {"dynamic_speculative_tokens": True, "num_speculative_tokens": 4}
     if proposer == "device":
         more = {"prompt_lookup_max": 3, "num_speculative_tokens": 4}
     elif method is not None:
-        more = {"speculative_token_tree": TREE} if branches else {"num_speculative_tokens": 3}
+        more = {"num_speculative_tokens": 3} if tree is None else {"speculative_token_tree": tree}
     source = open_source(MODEL_DIR) if method is None else open_source(MODEL_DIR, draft=DRAFTS[method], method=method)
     wanted = EngineArgs(
         target="cpu", dtype="float32", max_model_len=768, max_num_seqs=32, max_num_batched_tokens=512, block_size=8,
