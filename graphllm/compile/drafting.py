@@ -61,7 +61,7 @@ def joined(model: Model, c: Any, drafter: Model, own: Any) -> Model:
     main = _MainWeights(model.graphs[0], c)
 
     def weights(function: Callable[..., dict[str, Weight]]) -> Callable[..., dict[str, Weight]]:
-        return lambda c, *rest: {n: main.of_second(n, w) for n, w in function(own, *rest).items()}
+        return lambda c, *rest: {n: main.of_second(w) for n, w in function(own, *rest).items()}
 
     changed: dict[str, Any] = {name: bound(getattr(graph, name)) for name in _FUNCTIONS}
     changed |= {name: weights(getattr(graph, name)) for name in _WEIGHTS}
@@ -99,7 +99,7 @@ class _MainWeights:
         self._found = {f"embed.{n}": w for n, w in graph.embed_weights(c).items()}
         self._found |= {f"head.{n}": w for n, w in graph.head_weights(c).items()}
 
-    def of_second(self, name: str, w: Weight) -> Weight:
+    def of_second(self, w: Weight) -> Weight:
         """A weight of the draft model, which is read from the second checkpoint or tied to one of the first."""
         if w.tie is not None and w.tie.startswith(MAIN):
             root = self._root(w)

@@ -87,24 +87,21 @@ def open_backend(config: CompileConfig, objects: Objects | None) -> Backend:
 def find_model(model_config: Mapping[str, Any]) -> Model:
     """The family that serves a ``config.json``, with the draft graph of the one that is in its field "draft". Raises
     ConfigError with the list of known architectures."""
-    model = _family(model_config)
-    if (drafts := model_config.get(DRAFT)) is None:
-        return model
-    drafter = _drafter(model_config, drafts)
-    return joined(model, model.config(model_config), drafter, drafter.config(drafts))
+    if model_config.get(DRAFT) is None:
+        return _family(model_config)
+    return local_model(model_config, 1, False)[0]
 
 
-def local_model(model_config: Mapping[str, Any], config: CompileConfig) -> tuple[Model, Any]:
-    """The same family for one of the ranks of a tensor-parallel group, and that rank's Config. A draft graph that
-    cannot be divided is whole on every rank. Raises ConfigError."""
-    degree, apart = config.tensor_parallel_size, config.enable_expert_parallel
+def local_model(model_config: Mapping[str, Any], degree: int, experts_apart: bool) -> tuple[Model, Any]:
+    """The same family for one of ``degree`` tensor-parallel ranks, and that rank's Config. A draft graph that cannot be
+    divided is whole on every rank. experts_apart: see `Model.local`. Raises ConfigError."""
     model = _family(model_config)
-    c = model.local(model.config(model_config), degree, apart)
+    c = model.local(model.config(model_config), degree, experts_apart)
     if (drafts := model_config.get(DRAFT)) is None:
         return model, c
     drafter = _drafter(model_config, drafts)
     own = drafter.config(drafts)
-    return joined(model, c, drafter, drafter.local(own, degree, apart) if drafter.shardable else own), c
+    return joined(model, c, drafter, drafter.local(own, degree, experts_apart) if drafter.shardable else own), c
 
 
 def _drafter(model_config: Mapping[str, Any], drafts: Mapping[str, Any]) -> Model:
@@ -183,7 +180,7 @@ def compile_model(
         if config.kv_cache_dtype == "fp8":
             plan = with_cache_scales(plan, stored)
         plan = shard_plan(plan, degree, config.enable_expert_parallel)
-        model, c = local_model(model_config, config)
+        model, c = local_model(model_config, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
         graphs = [split_layers(graph, plan, config) for graph in trace_model(model, c, config, layout)]

@@ -31,7 +31,7 @@ from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import StepInput, ragged
 from graphllm.runtime.states import States
-from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream
+from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream, nothing
 from graphllm.weights.adapted import linear_from
 
 _WARM_PROMPT = 128  # tokens
@@ -382,12 +382,12 @@ class Executor:
         """What this rank has of a table."""
         layer, _, which = name.rpartition(".lora_")
         linear = self._divided.get(layer)
-        dim = None if linear is None else linear.divided(which)
-        if linear is None or linear.division is None or dim is None:
+        if linear is None or (divided := linear.divided(which)) is None:
             target.copy_(table, non_blocking=True)
             return
+        dim, division = divided
         at = 0
-        for start, stop in linear.division.ranges(self._rank):
+        for start, stop in division.ranges(self._rank):
             target.narrow(dim, at, stop - start).copy_(table.narrow(dim, start, stop - start), non_blocking=True)
             at += stop - start
         target.narrow(dim, at, target.shape[dim] - at).zero_()
@@ -461,7 +461,7 @@ class Executor:
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
         for stream in (self._stream, self._behind):
-            stream.submit(_nothing).result()
+            stream.submit(nothing).result()
 
     def close(self) -> None:
         """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
@@ -475,7 +475,3 @@ class Executor:
         if self.device.type == "cuda":
             gc.collect()  # what was bound is held in circles
             torch.cuda.empty_cache()
-
-
-def _nothing() -> None:
-    """Work that only marks a place in the queue."""

@@ -66,9 +66,9 @@ def joined(
         set_group(TENSOR, open_group(torch.distributed.group.WORLD, device, one_host))
     else:
         width = degree // stages
-        of_stage = _own_group(rank, [range(first, first + width) for first in range(0, degree, width)])
+        members = [range(first, first + width) for first in range(0, degree, width)]
+        of_stage = _own_group(rank, members)
         if width > 1 and device.type == "cpu":
-            members = [range(first, first + width) for first in range(0, degree, width)]
             set_group(TENSOR + BESIDE, open_group(_own_group(rank, members), device))
         if width > 1:
             set_group(TENSOR, open_group(of_stage, device, one_host))

@@ -42,7 +42,7 @@ from graphllm.runtime.rank_messages import (
 )
 from graphllm.runtime.rank_process import CHECKS, FIRST_CHECK, StepChecks
 from graphllm.runtime.staging import StepInput
-from graphllm.runtime.stream import CpuStream, Job, Stream
+from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
 
 _LATER = 8  # steps after which all ranks have told what they sampled
 _ENDING = 5.0  # seconds that a CPU's work may take to end after a failure
@@ -224,17 +224,13 @@ class _WatchedStream:
         """Whether a CPU's work is done within that time. If not it is left to itself, and so is a GPU."""
         if not isinstance(self._stream, CpuStream):
             return False
-        if ended := self._stream.submit(_nothing).wait(seconds):
+        if ended := self._stream.submit(nothing).wait(seconds):
             return ended
         self._stream.abandon()
         return False
 
     def close(self) -> None:
         self._stream.close()
-
-
-def _nothing() -> None:
-    """Work that only marks a place in the queue."""
 
 
 class _WatchedJob:

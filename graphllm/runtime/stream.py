@@ -32,6 +32,10 @@ class Stream(Protocol):
     def close(self) -> None: ...
 
 
+def nothing() -> None:
+    """Work that only marks a place in the queue."""
+
+
 class CpuStream:
     """One thread, whose kernels share their work with ``threads`` - 1 more. Kernels release the interpreter while they
     compute, so the host goes on.

@@ -6,7 +6,9 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from graphllm.weights.division import Division, division_from
+import msgspec
+
+from graphllm.weights.division import Division
 from graphllm.weights.expr import Concat, Decode, Expr, Permute, Read, Reshape, Slice, Stack, walk
 
 if TYPE_CHECKING:  # plan imports torch
@@ -67,27 +69,27 @@ class AdaptedLinear(NamedTuple):
         return self._own_shape(a, "a"), self._own_shape(b, "b")
 
     def _own_shape(self, shape: tuple[int, ...], table: str) -> tuple[int, ...]:
-        dim = self.divided(table)
-        if dim is None or self.division is None:
+        if (divided := self.divided(table)) is None:
             return shape
-        return (*shape[:dim], self.division.own, *shape[dim + 1 :])
+        dim, division = divided
+        return (*shape[:dim], division.own, *shape[dim + 1 :])
 
-    def divided(self, table: str) -> int | None:
-        """The dimension of a table, "a" or "b", that is divided among the ranks."""
-        return None if self.division is None else _DIVIDED[self.kind, self.division.dim].get(table)
+    def divided(self, table: str) -> tuple[int, Division] | None:
+        """The dimension of a table, "a" or "b", that is divided among the ranks, and how."""
+        dim = None if self.division is None else _DIVIDED[self.kind, self.division.dim].get(table)
+        return None if self.division is None or dim is None else (dim, self.division)
 
     @property
     def own_widths(self) -> tuple[int, ...]:
-        """Outputs of each part that one of the ranks has. Raises ValueError where a part does not end with one of the
-        pieces that are divided apart."""
-        if self.division is None or self.divided("b") != (1 if self.kind == "linear" else 2):
+        """Of a linear layer, the outputs of each part that one of the ranks has. Raises ValueError where a part does
+        not end with one of the pieces that are divided apart."""
+        if (divided := self.divided("b")) is None:
             return self.widths
-        pieces = list(self.division.pieces)
-        found = []
+        pieces, found = iter(divided[1].pieces), []
         for width in self.widths:
             whole = own = 0
             while whole < width:
-                piece = pieces.pop(0)
+                piece = next(pieces)
                 whole, own = whole + piece.length, own + piece.each
             if whole != width:
                 raise ValueError(f"{self.name}: its parts {self.widths} are not the pieces that ranks divide")
@@ -163,10 +165,7 @@ def adapted_experts(plan: WeightPlan, name: str) -> AdaptedLinear | None:
 
 def linear_from(plain: list[Any]) -> AdaptedLinear:
     """What was written as JSON."""
-    name, inputs, widths, parts, kind, experts, stacked, by_turns, division = plain
-    found = tuple(AdapterPart(tuple(modules), start, stop) for modules, start, stop in parts)
-    divided = None if division is None else division_from(division)
-    return AdaptedLinear(name, inputs, tuple(widths), found, kind, experts, tuple(stacked), by_turns, divided)
+    return msgspec.convert(plain, AdaptedLinear)
 
 
 def _of_each_expert(expr: Expr) -> tuple[AdapterPart, ...] | None:

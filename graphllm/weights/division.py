@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class Piece(NamedTuple):
@@ -40,9 +40,3 @@ class Division(NamedTuple):
             found.append((first, min(first + each, end)))
             start = end
         return found
-
-
-def division_from(plain: list[Any]) -> Division:
-    """What was written as JSON."""
-    dim, pieces = plain
-    return Division(dim, tuple(Piece(*piece) for piece in pieces))

@@ -42,18 +42,17 @@ def _by_expert(entry: Entry) -> Entry:
 
 
 def _divided(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
-    if entry.tie and entry.shard != "vocab":
-        if entry.shard is not None:
-            raise ValueError(f"{entry.name}: tied to {entry.tie}, which says how it is divided; leave shard out")
+    if entry.tie:
         owner = plan[entry.tie]
-        if owner.shard == "vocab":
-            raise ValueError(f"{entry.name}: tied to {entry.tie}, which is divided by vocabulary; it must be, too")
+        if entry.shard != ("vocab" if owner.shard == "vocab" else None):
+            told = 'shard must be "vocab", too' if owner.shard == "vocab" else "which says how it is divided"
+            raise ValueError(f"{entry.name}: tied to {entry.tie}, {told}, and shard is {entry.shard!r}")
         divided = _divided(owner, plan, degree)
         return dataclasses.replace(entry, shape=divided.shape, shard=owner.shard, division=divided.division)
     if entry.shard is None:
         return entry
     if entry.shard == "vocab":
-        return _vocabulary(entry, plan, degree)
+        return _vocabulary(entry, degree)
     dim, segments, heads = _cut(entry)
     shares = [_share(entry, n, h, degree) for n, h in zip(segments, heads, strict=True)]
     expr = _of_segments(entry.expr, dim, shares)
@@ -121,14 +120,10 @@ def _is_kept(entry: Entry, name: str) -> bool:
     return any((e.op if entry.expert_axis is None else e.moe_op) is not None for e in found)
 
 
-def _vocabulary(entry: Entry, plan: WeightPlan, degree: int) -> Entry:
+def _vocabulary(entry: Entry, degree: int) -> Entry:
     rows = -(-entry.shape[0] // degree)
     shape = (rows, *entry.shape[1:])
     division = Division(0, (Piece(entry.shape[0], rows, 1),))
-    if entry.tie:
-        if plan[entry.tie].shard != "vocab":
-            raise ValueError(f"{entry.name}: tied to {entry.tie}, which is not divided by vocabulary")
-        return dataclasses.replace(entry, shape=shape, division=division, undivided=entry.expr)
     missing = degree * rows - entry.shape[0]
     stored = [e.encoding for e in walk(entry.expr) if isinstance(e, Decode) and _is_kept(entry, e.encoding)]
     if missing and stored:

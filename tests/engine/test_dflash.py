@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import finish, open_core, request
+from harness import finish, request
 from test_draft_models import (
     DRAFTS,
     EPS,
@@ -28,6 +28,7 @@ from test_draft_models import (
     _run,
     _save,
     _texts,
+    check_with_few_blocks,
     ranked,
 )
 from test_draft_models import made_model as made_circle
@@ -181,12 +182,7 @@ def _check(opened: Any, model: LlamaForCausalLM, tree: str | None = None, pages:
     print(f"{stats.drafts} times, {stats.draft_tokens} drafts, accepted by place {stats.accepted_tokens}")
     assert 0.1 * stats.drafts < stats.accepted_tokens[0] < 0.98 * stats.drafts
     opened.core.close()
-    scarce = open_core(opened.folder, opened.place, pages, draft=opened.draft)
-    params = SamplingParams(temperature=0.0, max_tokens=len(texts[0].answer), ignore_eos=True)
-    found = finish(scarce, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
-    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
-    assert scarce.stats().preemptions
-    scarce.close()
+    check_with_few_blocks(opened, texts, pages)
 
 
 @pytest.mark.parametrize("kind", ["", "sliding", pytest.param("causal", marks=pytest.mark.slow)])

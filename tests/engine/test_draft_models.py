@@ -480,6 +480,16 @@ def _run(
     return count
 
 
+def check_with_few_blocks(opened: Opened, texts: Sequence[Text], pages: int = 12) -> None:
+    """The text alone, where requests are preempted."""
+    scarce = open_core(opened.folder, opened.place, pages, draft=opened.draft)
+    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
+    found = finish(scarce, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
+    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
+    assert scarce.stats().preemptions
+    scarce.close()
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_drafts(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     """Prompts in chunks, of many at once, over the ends of blocks, in slots used again; those that begin alike are
@@ -494,12 +504,7 @@ def test_drafts(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     if name in ("draft_model", "eagle"):
         assert 0.1 * stats.draft_tokens < sum(stats.accepted_tokens) < 0.95 * stats.draft_tokens
     opened.core.close()
-    scarce = open_core(opened.folder, opened.place, 12, draft=opened.draft)
-    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-    found = finish(scarce, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
-    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
-    assert scarce.stats().preemptions
-    scarce.close()
+    check_with_few_blocks(opened, texts)
 
 
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 1)]"
@@ -509,23 +514,7 @@ TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 1, 1)]"
     "name", ["medusa", "eagle3", *(pytest.param(n, marks=pytest.mark.slow) for n in ("eagle", "mtp"))]
 )
 def test_trees(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
-    """Every node's draft, whatever was kept before; and the text, which is that of plain decoding, in chunks, over the
-    ends of blocks, with prefixes found in the cache and with too few blocks."""
-    fields = {"speculative_token_tree": TREE, "num_speculative_tokens": 0}
-    opened = _open(model, METHODS[name](model), tmp_path, **fields)
-    texts = _texts(model, 1, (40, 31, 8, 39, 16, 52, 1))
-    assert _run(opened, model, texts, token_tree(TREE)) > 10
-    assert _run(opened, model, texts[3:] + texts[:2], token_tree(TREE)) > 5
-    stats = opened.core.stats()
-    assert stats.prefix_hits > 0
-    assert stats.drafts > 10
-    opened.core.close()
-    scarce = open_core(opened.folder, opened.place, 12, draft=opened.draft)
-    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-    found = finish(scarce, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
-    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
-    assert scarce.stats().preemptions
-    scarce.close()
+    _check_tree(model, name, TREE, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -536,35 +525,32 @@ def test_trees(model: LlamaForCausalLM, name: str, tmp_path: Path) -> None:
     ],
 )
 def test_trees_that_grow(model: LlamaForCausalLM, name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
-    _check_grown(model, name, sizes, tmp_path)
+    """Each step's own tree, after the paper."""
+    _check_tree(model, name, _growing(*sizes), tmp_path)
 
 
 @pytest.mark.slow
 def test_compiled_trees_that_grow(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    _check_grown(model, "eagle3", (3, 4, 9), tmp_path, "inductor")
+    _check_tree(model, "eagle3", _growing(3, 4, 9), tmp_path, "inductor")
 
 
-def _check_grown(
-    model: LlamaForCausalLM, name: str, sizes: tuple[int, int, int], tmp_path: Path, backend: str = "eager"
-) -> None:
-    """Each step's own tree, after the paper; and the text, which is that of plain decoding, as above."""
-    tree = str(dict(zip(("top_k", "depth", "drafts"), sizes, strict=True)))
+def _growing(top_k: int, depth: int, drafts: int) -> str:
+    return str({"top_k": top_k, "depth": depth, "drafts": drafts})
+
+
+def _check_tree(model: LlamaForCausalLM, name: str, tree: str, tmp_path: Path, backend: str = "eager") -> None:
+    """Every node's draft, whatever was kept before; and the text, which is that of plain decoding, in chunks, over the
+    ends of blocks, with prefixes found in the cache and with too few blocks."""
     fields = {"speculative_token_tree": tree, "num_speculative_tokens": 0}
     opened = _open(model, METHODS[name](model), tmp_path, backend, **fields)
     texts = _texts(model, 1, (40, 31, 8, 39, 16, 52, 1))
     assert _run(opened, model, texts, token_tree(tree)) > 10
     assert _run(opened, model, texts[3:] + texts[:2], token_tree(tree)) > 5
     stats = opened.core.stats()
-    print(f"{stats.drafts} times, accepted by place {stats.accepted_tokens}")
     assert stats.prefix_hits > 0
     assert stats.drafts > 10
     opened.core.close()
-    scarce = open_core(opened.folder, opened.place, 12, draft=opened.draft)
-    params = GREEDY.__class__(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-    found = finish(scarce, [request(str(i), t.prompt, params) for i, t in enumerate(texts)])
-    assert [found[str(i)].tokens for i in range(len(texts))] == [t.answer for t in texts]
-    assert scarce.stats().preemptions
-    scarce.close()
+    check_with_few_blocks(opened, texts)
 
 
 @pytest.mark.parametrize("name", ["draft_model", "eagle3", "medusa"])

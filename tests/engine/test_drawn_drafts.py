@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import finish, request
+from harness import finish, request, verify_all_drafts
 from test_draft_models import METHODS, Known, Method, V, _open, made_model
 from torch import Tensor
 from transformers import LlamaForCausalLM
@@ -97,7 +97,7 @@ def _check_acceptance(core: EngineCore, model: LlamaForCausalLM, method: Method,
 def _opened(model: LlamaForCausalLM, method: Method, place: Path, **fields: Any) -> EngineCore:
     wide = {"max_num_seqs": 32, "max_num_batched_tokens": 512, "draft_sample_method": "probabilistic"}
     core = _open(model, method, place, pages=200, **wide, **fields).core
-    core._scheduler.acceptance.best = lambda n, lengths, share=1.0: lengths[-1]  # type: ignore[method-assign]
+    verify_all_drafts(core)
     return core
 
 

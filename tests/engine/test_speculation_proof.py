@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Result, finish, open_core, request
+from harness import Result, finish, open_core, request, verify_all_drafts
 from test_draft_models import LEN, METHODS, Opened, V, _open, made_model
 
 from graphllm import artifact
@@ -118,8 +118,8 @@ def _core(places: Places, proposer: str, pages: int, **options: Any) -> EngineCo
     options |= {"draft": DRAFTS[DRAFTERS[proposer][0]]} if proposer in DRAFTERS else {}
     speculation = SpeculationConfig(draft_proposer=own)
     core = open_core(MODEL_DIR, places(proposer), pages=pages, stop_ids=stops, speculation=speculation, **options)
-    if proposer != "plain":  # whatever is measured
-        core._scheduler.acceptance.best = lambda n, lengths, share=1.0: lengths[-1]  # type: ignore[method-assign]
+    if proposer != "plain":
+        verify_all_drafts(core)
     return core
 
 
@@ -217,7 +217,7 @@ def test_heads_of_random_weights(
     core.close()
     pages = 60 if way == "few blocks" else 400
     core = open_core(opened.folder, opened.place, pages, draft=opened.draft, **chosen.get("options", {}))
-    core._scheduler.acceptance.best = lambda n, lengths, share=1.0: lengths[-1]  # type: ignore[method-assign]
+    verify_all_drafts(core)
     found, stats = finish(core, wanted), core.stats()
     core.close()
     print(
