@@ -10,12 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from graphllm.compile import trees
 from graphllm.compile.draft_rows import behind_last, step_rows
 from graphllm.compile.sampling import Stage, Values
 from graphllm.config import CompileConfig
 from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Drafts
-from graphllm.ops.record_drafts import record_drafts
 from graphllm.ops.store_slots import store_slots
 
 _RUN = tuple(f"step.{n}" for n in ("token_ids", "positions", "context_lens", "seq_lens"))
@@ -88,6 +88,5 @@ def _block_rows(v: Values, count: int, mask_token: int, last_position: int) -> t
 def _choose(v: Values, last_position: int) -> tuple[()]:
     """The tokens of each sequence become its drafts."""
     before_S = position_behind(v) - 1  # the state stays
-    kept = (v[f"state.{n}"] for n in ("drafts", "draft_count", "draft_token", "draft_position"))
-    record_drafts(v["drafted"], before_S, v["step.places"], v["step.slots"], *kept, last_position)
+    trees.record(v, v["drafted"], before_S, v["step.places"], last_position)
     return ()

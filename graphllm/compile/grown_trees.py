@@ -42,7 +42,8 @@ def likeliest(made: Drafts, tree: GrownTree) -> Tensor:
     tokens_Rk = found_RX[:, 2 + k :].long()
     if made.ids is not None:
         tokens_Rk = torch.index_select(made.ids, 0, tokens_Rk.flatten()).view(tokens_Rk.shape)
-    return torch.cat([found_RX[:, 2 : 2 + k].float(), tokens_Rk.float()], -1)
+    # Of a token that is nearly certain it may be rounded to more than 0, and a draft outdo the one before it.
+    return torch.cat([found_RX[:, 2 : 2 + k].float().clamp(max=0), tokens_Rk.float()], -1)
 
 
 def choose_first(v: Values, tree: GrownTree, last_position: int) -> tuple[()]:
@@ -109,9 +110,14 @@ def _choose_behind_rows(v: Values, tree: GrownTree, last_position: int) -> tuple
     tokens_SC, scores_SC, rows_SF = (
         torch.index_select(v[f"state.grown_{n}"], 0, slots_S) for n in ("tokens", "scores", "rows")
     )
-    behind_SF = torch.gather(scores_SC, 1, rows_SF.long().clamp(0, tree.candidates - 1))
-    found_SC = (behind_SF[:, :, None] + made_SFX[:, :, :k]).flatten(1)
-    scores_SC = torch.cat([scores_SC[:, :k], found_SC], -1)
+    # From depth to depth, of this run's scores alone: those of the run before may be rounded otherwise, and a draft
+    # would outdo the one before it.
+    scores_SC = scores_SC[:, :k]
+    for depth in range(L - 1):
+        rows = slice(depth * k, (depth + 1) * k)
+        behind_Sk = torch.gather(scores_SC, 1, rows_SF[:, rows].long().clamp(0, scores_SC.shape[1] - 1))
+        scores_SC = torch.cat([scores_SC, (behind_Sk[:, :, None] + made_SFX[:, rows, :k]).flatten(1)], -1)
+    found_SC = scores_SC[:, k:]
     tokens_SC = torch.cat([tokens_SC[:, :k], made_SFX[:, :, k:].flatten(1).to(torch.int32)], -1)
     next_SF = rows_SF
     if L > 2:  # of all depths at once, of which one more is right with each run
