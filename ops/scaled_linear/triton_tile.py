@@ -77,7 +77,7 @@ def scaled_tile_kernel(
     acc *= tl.load(row_scales_ptr + token, mask=token < T, other=0.0)[None, :]
     finish_splits(
         acc, block, split, tile_t, token, T, residual_ptr, residual_ptr, out_ptr, partial_ptr, arrived_ptr,
-        N, RESIDUAL_ROW, False, 1.0 if RESIDUAL else 0.0, GATED, SPLITS, BLOCK_N, BLOCK_T,
+        N, RESIDUAL_ROW, False, RESIDUAL, GATED, SPLITS, BLOCK_N, BLOCK_T,
     )  # fmt: skip
 
 
