@@ -108,7 +108,9 @@ def build_library(sources: Sequence[Path]) -> Path:
 def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
     """Start a Triton kernel so that tracers record it; runs it directly otherwise (also under TRITON_INTERPRET=1).
 
-    A kernel that waits on the device for the one before it is started early, as in an artifact.
+    A kernel that waits on the device for the one before it is started early, as in an artifact. One with a constant
+    REGISTERS gets so many a thread at most, unless it is 0: ptxas alone takes more than it needs where fewer would let
+    more programs run at once.
     """
     if type(kernel).__name__ == "InterpretedFunction":
         kernel[grid](*args, **kwargs)
@@ -116,7 +118,8 @@ def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any)
         torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
     else:
         _give_scratch()
-        kernel[grid](*args, launch_pdl="gdc_wait" in kernel.src, **kwargs)
+        limit = {"maxnreg": kwargs["REGISTERS"]} if kwargs.get("REGISTERS") else {}
+        kernel[grid](*args, launch_pdl="gdc_wait" in kernel.src, **limit, **kwargs)
 
 
 @functools.cache

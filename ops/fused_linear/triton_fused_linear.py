@@ -342,6 +342,7 @@ def tile_kernel(
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
     WARPS: tl.constexpr,
+    REGISTERS: tl.constexpr,  # see `launch_triton`
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -486,10 +487,12 @@ _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
     (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
+    (64, 4, 4, 4), (128, 4, 4, 8),
 )  # fmt: skip
-_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
-    (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
+_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way, registers
+    (16, 4, 2, 0), (16, 8, 2, 0), (16, 4, 3, 0), (16, 4, 4, 0), (32, 8, 2, 0), (16, 4, 2, 96), (16, 8, 2, 64),
 )  # fmt: skip
+_SHORTEST = 64  # inner entries of an encoded tile
 _MOST_DIRECT = 16  # rows of x
 _SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
@@ -649,7 +652,7 @@ def _tile_configs(site: CallSite) -> list[Config]:
             for splits in filling or [possible[-1] if programs < _FEWEST else 1]:
                 found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, "splits": splits,
                               "warps": warps, "stages": stages, "token_tiles": token_tiles, "direct": 0,
-                              "norm": 0})  # fmt: skip
+                              "norm": 0, "registers": 0})  # fmt: skip
     return found
 
 
@@ -663,8 +666,8 @@ def _direct_configs(site: CallSite) -> list[Config]:
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": steps, "norm": norm}
-        for block_n, warps, steps in _DIRECT
+         "token_tiles": 1, "direct": steps, "norm": norm, "registers": registers}
+        for block_n, warps, steps, registers in _DIRECT
         if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
         for norm in norms
     ]  # fmt: skip
@@ -676,7 +679,11 @@ def _tiles(site: CallSite) -> Sequence[tuple[int, int, int, int]]:
     if form == "":
         return _TILES
     span = span_of(form, site.args["x_TI"].shape[1], group)
-    return [(rows, span // parts, stages, warps) for rows, parts, stages, warps in _ENCODED_TILES]
+    return [
+        (rows, span // parts, stages, warps)
+        for rows, parts, stages, warps in _ENCODED_TILES
+        if span // parts >= _SHORTEST
+    ]
 
 
 def _ahead(inner: int, row: int, config: Config) -> int:
@@ -762,7 +769,7 @@ def launch_tiles(
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
-        DIRECT=config["direct"], WARPS=config["warps"],
+        DIRECT=config["direct"], WARPS=config["warps"], REGISTERS=config["registers"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 
