@@ -76,3 +76,13 @@ def test_by_default_only_linear_layers() -> None:
     linked, states = _linked(CompileConfig(GPU, buckets=BUCKETS, enable_lora=True))
     assert states == [f"{n}.lora_{m}" for n in ("qkv", "o") for m in "ab"]
     assert _ops(linked, "full")["fused_moe"]["adapter_ids_T"] is None
+
+
+def test_steps_without_adapters_run_what_a_model_without_tables_runs() -> None:
+    """The same pieces in the same order, so that they take as long: a benchmark's difference is in its order."""
+    linked, _ = _linked(CompileConfig(GPU, buckets=BUCKETS, enable_lora=True))
+    plain, states = _linked(CompileConfig(GPU, buckets=BUCKETS))
+    assert not states
+    for name in plain.programs[0]:
+        calls = [call.piece for call in linked.programs[0][name + NEUTRAL].calls]
+        assert calls == [call.piece for call in plain.programs[0][name].calls]
