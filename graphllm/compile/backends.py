@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from graphllm.compile import inductor
 from graphllm.compile.calls import call_source
+from graphllm.compile.jobs import Built
 from graphllm.compile.objects import Objects
 from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import Bundle, translate
@@ -19,19 +20,6 @@ from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import digest
 from graphllm.ir.kernels import c_kernel
 from graphllm.rewrite import ImplChoice
-
-
-class Built(NamedTuple):
-    """One piece for one bucket. bundle: the piece file's JSON. sources: C++ text by symbol. blobs: further files by
-    name. chosen: which implementation each op got. text: the lowered graph, for ``--dump``. reports: of the passes that
-    rewrote the piece for the bucket."""
-
-    bundle: dict[str, Any]
-    sources: dict[str, str]
-    blobs: dict[str, bytes]
-    chosen: tuple[str, ...]
-    text: str
-    reports: Sequence[dict[str, Any]] = ()
 
 
 class Backend(Protocol):

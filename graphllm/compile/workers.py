@@ -1,76 +1,68 @@
 """Processes that build pieces beside each other, seen from the one that has started them.
 
-Each is `graphllm.compile.worker`, started as a program: a user's script needs no main guard for it. Jobs and answers
-cross its pipes as msgpack, each behind its length.
+They come from one process, `graphllm.compile.worker`, that imports what they need and then forks them: so they begin
+warm, and what was imported is in memory once. It is started as a program: a user's script needs no main guard for it.
+Jobs and answers cross a socket of each as msgpack, each behind its length.
+
+Imports nothing heavy: they are started before torch is imported here.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import io
 import os
 import queue
+import signal
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 
-from graphllm.compile.backends import Built
 from graphllm.compile.objects import BuildError
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.ir.graph import TensorSpec
-from graphllm.rewrite import ImplChoice
 
+if TYPE_CHECKING:
+    from graphllm.compile.jobs import Build, Built, Candidate, Done
+    from graphllm.rewrite import ImplChoice
+
+Pipe: TypeAlias = IO[bytes] | io.BufferedRWPair
 _LENGTH = struct.Struct("<Q")
+_MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
 
 
-class Build(msgspec.Struct, tag=True):
-    """Build a piece, given by its canonical JSON, for a bucket; see `Backend.build`. The answer is a `Built`."""
+class Start(msgspec.Struct):
+    """What the process that forks is told. turns: see `graphllm.compile.turns`."""
 
-    piece: dict[str, Any]
-    bucket: Bucket
-    choices: dict[str, ImplChoice]
-
-
-class Candidate(msgspec.Struct, tag=True):
-    """Try an implementation that tuning may choose; see `graphllm.compile.tune.Tunable`. The answer is whether it can
-    be built. tensors, plain: the arguments that are tensors, and the others."""
-
-    op: str
-    tensors: dict[str, TensorSpec]
-    plain: dict[str, Any]
-    sizes: dict[str, int]
-    choice: ImplChoice
+    config: CompileConfig
+    turns: str
 
 
-class Failed(msgspec.Struct, tag=True):
-    """A job that raised. kind: of the error. trace: where."""
+class Ended(msgspec.Struct):
+    """What it says when one of those that it has forked is gone: which one, and its exit status."""
 
-    kind: Literal["config", "build", "other"]
-    message: str
-    trace: str
-
-
-class Done(msgspec.Struct, tag=True):
-    """A job's answer: a `Built`, or why a candidate cannot be built, empty where it can."""
-
-    built: Built | None = None
-    problem: str = ""
+    number: int
+    status: int
 
 
-def send(pipe: IO[bytes], message: object) -> None:
+def send(pipe: Pipe, message: object) -> None:
     """Write one message."""
     data = msgspec.msgpack.encode(message)
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
 
 
-def receive(pipe: IO[bytes], kind: Any) -> Any:
+def receive(pipe: Pipe, kind: Any) -> Any:
     """Read one message of this type. Raises EOFError when there is none any more."""
     head = pipe.read(_LENGTH.size)
     if len(head) == _LENGTH.size:
@@ -81,42 +73,67 @@ def receive(pipe: IO[bytes], kind: Any) -> Any:
     raise EOFError
 
 
+def open_workers(config: CompileConfig) -> contextlib.AbstractContextManager[Workers | None]:
+    """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: eager pieces are
+    only written down, and C++ is only generated per piece and compiled in parallel by `Backend.assemble`."""
+    alone = config.backend == "eager" or config.jobs == 1
+    if alone or (config.target.device == "cpu" and not config.jobs):
+        return contextlib.nullcontext()
+    return Workers(config, config.jobs or min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
+
+
 class Workers:
     """Build processes for one config. A context manager: its end is theirs."""
 
     def __init__(self, config: CompileConfig, count: int) -> None:
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        self._scratch = tempfile.TemporaryDirectory(prefix="graphllm-workers-")
+        self.turns = Path(self._scratch.name)
         self._threads = concurrent.futures.ThreadPoolExecutor(count, "graphllm-build")
-        self._processes = [_start() for _ in range(count)]
-        for process in self._processes:
-            assert process.stdin is not None
-            send(process.stdin, replace(config, dump=None))
-            self._idle.put(process)
+        pairs = [socket.socketpair() for _ in range(count)]
+        self._parent = _start([theirs.fileno() for _, theirs in pairs])
+        self._pipes = [ours.makefile("rwb") for ours, _ in pairs]
+        for pair in pairs:  # a file keeps its socket open
+            for end in pair:
+                end.close()
+        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(count):
+            self._idle.put(number)
+        self._statuses: dict[int, int] = {}
+        self._asking = threading.Lock()
+        assert self._parent.stdin is not None
+        with contextlib.suppress(OSError):  # one that is dead is told when it is asked for something
+            send(self._parent.stdin, Start(replace(config, dump=None), str(self.turns)))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            if kind is not None:
-                process.kill()
-            with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
-                process.stdin.close()
+        if self._parent.returncode is not None:
+            return
+        if kind is not None:
+            os.killpg(self._parent.pid, signal.SIGKILL)
+        assert self._parent.stdin is not None
+        assert self._parent.stdout is not None
         self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            assert process.stdout is not None
-            process.wait()
-            process.stdout.close()
+        with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
+            self._parent.stdin.close()
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._parent.wait()
+        self._parent.stdout.close()
+        self._scratch.cleanup()
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, choices: Mapping[str, ImplChoice]
     ) -> concurrent.futures.Future[Built]:
         """What `Backend.build` makes, later."""
+        from graphllm.compile.jobs import Build
+
         return self._threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
 
     def problem(self, candidate: Candidate) -> concurrent.futures.Future[str]:
-        """Why it cannot be built, empty where it can; later."""
+        """Why its kernels cannot be compiled, empty where they are; later."""
         return self._threads.submit(lambda: self._run(candidate).problem)
 
     def _built(self, job: Build) -> Built:
@@ -126,28 +143,46 @@ class Workers:
 
     def _run(self, job: Build | Candidate) -> Done:
         """Have an idle process do a job. Raises what it raised: ConfigError, else BuildError."""
-        process = self._idle.get()
+        from graphllm.compile.jobs import Done, Failed
+
+        number = self._idle.get()
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            send(process.stdin, job)
-            answer: Done | Failed = receive(process.stdout, Done | Failed)
+            send(self._pipes[number], job)
+            answer: Done | Failed = receive(self._pipes[number], Done | Failed)
         except (EOFError, OSError) as end:
             raise BuildError(
-                f"a build process ended with status {process.wait()}; where memory ran out, use fewer: lower --jobs"
+                f"a build process ended with status {self._status(number)}; where memory ran out, use fewer: lower "
+                "--jobs"
             ) from end
         finally:
-            self._idle.put(process)
+            self._idle.put(number)
         if isinstance(answer, Done):
             return answer
         if answer.kind == "config":
             raise ConfigError(answer.message)
         raise BuildError(answer.message if answer.kind == "build" else f"{answer.message}\n{answer.trace}")
 
+    def _status(self, number: int) -> int:
+        """The exit status of a process that is gone, or that of the one that should have forked it."""
+        assert self._parent.stdout is not None
+        with self._asking:
+            while number not in self._statuses:
+                try:
+                    ended = receive(self._parent.stdout, Ended)
+                except EOFError:
+                    return self._parent.wait()
+                self._statuses[ended.number] = ended.status
+        return self._statuses[number]
 
-def _start() -> subprocess.Popen[bytes]:
-    """A worker that finds the modules this process finds, plugins among them."""
+
+def _start(sockets: list[int]) -> subprocess.Popen[bytes]:
+    """The process that forks a worker for each socket. It finds the modules this process finds, plugins among them, and
+    leads a process group, so that all can be killed at once and Ctrl-C is this process's alone. CUDA is not begun in
+    it, as that would not survive a fork: torch asks the driver's own tool whether there is a GPU."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    command = [sys.executable, "-P", "-m", "graphllm.compile.worker"]
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    command = [sys.executable, "-P", "-m", "graphllm.compile.worker", *map(str, sockets)]
+    environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=sockets,
+        start_new_session=True,
+    )  # fmt: skip
