@@ -255,7 +255,8 @@ def test_equal_calls_are_timed_once(config: CompileConfig, linked: Linked, monke
     assert sorted(tuner.results()) == sorted(keys)
     counts = tuner.counts
     assert counts["sites"] == len(keys) > counts["timed"]
-    of_head = [m for key, m in tuner.measured.items() if f"({QWEN['vocab_size']}, " in key or f"[{QWEN['vocab_size']}, " in key]
+    rows = QWEN["vocab_size"]
+    of_head = [m for key, m in tuner.measured.items() if f"({rows}, " in key or f"[{rows}, " in key]
     assert len(of_head) >= 2
     assert len({str(m) for m in of_head}) == 1
 
