@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, Protocol
 from graphllm.compile import inductor
 from graphllm.compile.calls import call_source
 from graphllm.compile.jobs import Built
+from graphllm.compile.lower import lower_piece
 from graphllm.compile.objects import Objects
-from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import digest
@@ -23,8 +23,10 @@ from graphllm.rewrite import ImplChoice
 
 
 class Backend(Protocol):
-    """build: compile a piece, given by its canonical JSON, with the ``choices`` that were measured. assemble: write the
-    files all pieces share into ``folder``."""
+    """prepare: import what building needs. build: compile a piece, given by its canonical JSON, with the ``choices``
+    that were measured. assemble: write the files all pieces share into ``folder``."""
+
+    def prepare(self) -> None: ...
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
@@ -77,6 +79,9 @@ def generate(
 class Eager:
     """Keeps the IR: always available, and the numerical oracle of the others."""
 
+    def prepare(self) -> None:
+        """Nothing more is needed."""
+
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
@@ -100,6 +105,9 @@ class Cpu:
         """objects: compiles what pieces need; None where they are only generated, in a build process."""
         self._objects = objects
         self._known: dict[str, Generated] = {}
+
+    def prepare(self) -> None:
+        """This file has imported it."""
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]

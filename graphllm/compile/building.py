@@ -28,9 +28,10 @@ def begin_builds(
     workers: Workers | None,
 ) -> dict[Job, Callable[[], Built]]:
     """Tune, and begin every build; what waits for each, or does it. First those that are one op, whose kernels compile
-    beside the others."""
+    beside the others, and these bucket by bucket: what a piece has built for one bucket it often finds for the next."""
     begun: dict[Job, Callable[[], Built]] = {}
-    order = sorted(wanted, key=lambda job: not linked.pieces[job[0]].boundary)
+    buckets = list(dict.fromkeys(bucket for _, bucket in wanted))
+    order = sorted(wanted, key=lambda job: (not linked.pieces[job[0]].boundary, buckets.index(job[1])))
 
     def begin(job: Job) -> None:
         piece, bucket = linked.pieces[job[0]].json, job[1]

@@ -1,4 +1,7 @@
-"""The CUDA backend: Inductor's Triton kernels and our own, tuned at compile time and kept as cubins."""
+"""The CUDA backend: Inductor's Triton kernels and our own, tuned at compile time and kept as cubins.
+
+Inductor is imported with the first piece: where other processes build, this one has no need of it.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,8 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from graphllm.compile import inductor
-from graphllm.compile.backends import Generated, generate
 from graphllm.compile.example_inputs import example
 from graphllm.compile.jobs import Built
 from graphllm.compile.stand_in import standing_in
@@ -17,6 +18,9 @@ from graphllm.compile.turns import turn
 from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import input_specs
 from graphllm.rewrite import ImplChoice
+
+if TYPE_CHECKING:
+    from graphllm.compile.backends import Generated
 
 _TUNING_SEQUENCES = 8  # of mixed buckets
 _TUNING_SIZE = 512  # what kernels of a dynamic bucket are tuned at: tokens, sequences in decode
@@ -29,9 +33,15 @@ class Cuda:
         """turns: of processes that use the GPU beside this one, see `graphllm.compile.turns`."""
         self._turns = turns
 
+    def prepare(self) -> None:
+        """Import Inductor, which lasts seconds."""
+        import graphllm.compile.backends  # noqa: F401
+
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
+        from graphllm.compile.backends import generate
+
         known: dict[str, Generated] = {}  # what Triton kernels look like depends on the bucket's size too
         generated = generate(piece, bucket, config, choices, known)
         kernels, blobs = {}, {}
@@ -46,6 +56,8 @@ class Cuda:
         self, generated: Generated, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig
     ) -> dict[str, Any]:
         """See `inductor.cubins`. A piece without kernels is not run: what it calls may need other processes."""
+        from graphllm.compile import inductor
+
         names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}
         if not names:
             return {}

@@ -203,17 +203,19 @@ def compile_model(
             begun = begin_builds(linked, jobs, config, backend, tuner, workers)
             timed("tune")
             built = finish_builds(jobs, begun, functools.partial(progress, "build"))
+            if workers:
+                workers.end()
             timed("build")
             backend.assemble(built.values(), pieces)
             timed("assemble")
-        memory = write_program(building, graphs, layout, linked, built, traced, adapted, c, config)
-        write_graphs(building / "graph", traced, units, linked, built)
-        if tuner:
-            taken = {key: m.microseconds for key, m in tuner.measured.items()}
-            (building / "graph" / "tuning.json").write_text(json.dumps(taken, indent=1))
-        if config.dump:
-            write_graphs(config.dump, traced, units, linked, built)
-        timed("package")
+            memory = write_program(building, graphs, layout, linked, built, traced, adapted, c, config)
+            write_graphs(building / "graph", traced, units, linked, built)
+            if tuner:
+                taken = {key: m.microseconds for key, m in tuner.measured.items()}
+                (building / "graph" / "tuning.json").write_text(json.dumps(taken, indent=1))
+            if config.dump:
+                write_graphs(config.dump, traced, units, linked, built)
+            timed("package")
         if complete is not None:
             complete(building)
             timed("complete")

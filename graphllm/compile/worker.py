@@ -1,6 +1,6 @@
-"""The program that build processes come from, ``python -m graphllm.compile.worker SOCKET...``: it imports what they
-need, forks one for each socket, and says when one has ended (`graphllm.compile.workers`). Each takes jobs from its
-socket and answers on it, until it is closed."""
+"""The program that build processes come from, ``python -m graphllm.compile.worker``: it imports what they need, forks
+one for each socket that it is told of, and says when one has ended (`graphllm.compile.workers`). Each takes jobs from
+its socket and answers on it, until it is closed."""
 
 from __future__ import annotations
 
@@ -9,56 +9,78 @@ import os
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from graphllm.compile.backends import Backend
 from graphllm.compile.jobs import Build, Candidate, Done, Failed
 from graphllm.compile.objects import BuildError
 from graphllm.compile.pipeline import open_backend
-from graphllm.compile.tune import Tunable, build_candidate
 from graphllm.compile.workers import Ended, Start, receive, send
-from graphllm.config import CompileConfig, ConfigError
+from graphllm.config import ConfigError
 from graphllm.ir.registry import load_ops, load_passes
 
+_NICE = 5  # the process that times kernels goes first
 
-def main(sockets: list[int]) -> None:
-    """Know the ops, passes and compilers, fork, and wait for those that were forked."""
-    said = os.fdopen(os.dup(1), "wb")
+
+class _Forks:
+    """Processes forked so far, each with the number of its socket among all."""
+
+    def __init__(self, start: Start) -> None:
+        self._said = os.fdopen(os.dup(1), "wb")
+        self._open = [*start.builders, *start.candidates]
+        self._numbers = {own: number for number, own in enumerate(self._open)}
+        self._pids: dict[int, int] = {}
+
+    def fork(self, own: int, work: Callable[[Any], Done]) -> None:
+        """A process that does the jobs of a socket and has not the others open."""
+        pid = os.fork()
+        if pid:
+            os.close(own)
+            self._open.remove(own)
+            self._pids[pid] = self._numbers[own]
+            return
+        status = 1
+        try:
+            for other in (self._said.fileno(), *(number for number in self._open if number != own)):
+                os.close(other)
+            serve(socket.socket(fileno=own), work)
+            status = 0
+        finally:
+            os._exit(status)  # Python would take itself apart for a second
+
+    def wait(self) -> None:
+        """Say of each when it has ended, until all have."""
+        while self._pids:
+            pid, status = os.wait()
+            send(self._said, Ended(self._pids.pop(pid), os.waitstatus_to_exitcode(status)))
+
+
+def main() -> None:
+    """Know the ops and Triton, then passes and the backend; fork whoever needs no more than that."""
     start: Start = receive(sys.stdin.buffer, Start)
+    os.nice(_NICE)
+    forks = _Forks(start)
     load_ops()
     load_passes()
+    if start.candidates:
+        from graphllm.compile.offline import compile_for
+
+        target = start.config.target
+        for own in start.candidates:
+            forks.fork(own, lambda job: compile_for(target, job))
     backend = open_backend(start.config, None, Path(start.turns))
+    backend.prepare()
     sink = os.open(os.devnull, os.O_WRONLY)  # what Inductor prints is for nobody
     os.dup2(sink, 1)
     os.dup2(sink, 2)
     gc.freeze()  # so that collections leave alone what processes share
-    pids = {}
-    for i, own in enumerate(sockets):
-        others = [said.fileno(), *(number for number in sockets if number != own)]
-        pids[_fork(own, others, backend, start.config)] = i
-    for number in sockets:
-        os.close(number)
-    while pids:
-        pid, status = os.wait()
-        send(said, Ended(pids.pop(pid), os.waitstatus_to_exitcode(status)))
+    for own in start.builders:
+        forks.fork(own, lambda job: Done(built=backend.build(job.piece, job.bucket, start.config, job.choices)))
+    forks.wait()
 
 
-def _fork(own: int, others: list[int], backend: Backend, config: CompileConfig) -> int:
-    """A process that serves a socket and has not the others open; its id."""
-    pid = os.fork()
-    if pid:
-        return pid
-    status = 1
-    try:
-        for other in others:
-            os.close(other)
-        serve(socket.socket(fileno=own), backend, config)
-        status = 0
-    finally:
-        os._exit(status)  # Python would take itself apart for a second
-
-
-def serve(connection: socket.socket, backend: Backend, config: CompileConfig) -> None:
+def serve(connection: socket.socket, work: Callable[[Any], Done]) -> None:
     """Do jobs as they come; failures go back as answers."""
     with connection.makefile("rwb") as pipe:
         while True:
@@ -67,7 +89,7 @@ def serve(connection: socket.socket, backend: Backend, config: CompileConfig) ->
             except EOFError:
                 return
             try:
-                answer: Done | Failed = _do(job, backend, config)
+                answer: Done | Failed = work(job)
             except Exception as error:
                 known = {ConfigError: "config", BuildError: "build"}
                 kind = next((name for of, name in known.items() if isinstance(error, of)), "other")
@@ -76,11 +98,5 @@ def serve(connection: socket.socket, backend: Backend, config: CompileConfig) ->
             send(pipe, answer)
 
 
-def _do(job: Build | Candidate, backend: Backend, config: CompileConfig) -> Done:
-    if isinstance(job, Build):
-        return Done(built=backend.build(job.piece, job.bucket, config, job.choices))
-    return Done(problem=build_candidate(Tunable(job.op, job.tensors | job.plain, job.sizes, []), job.choice))
-
-
 if __name__ == "__main__":
-    main([int(number) for number in sys.argv[1:]])
+    main()

@@ -1,8 +1,9 @@
-"""Processes that build pieces beside each other, seen from the one that has started them.
+"""Processes that compile beside each other, seen from the one that has started them.
 
-They come from one process, `graphllm.compile.worker`, that imports what they need and then forks them: so they begin
-warm, and what was imported is in memory once. It is started as a program: a user's script needs no main guard for it.
-Jobs and answers cross a socket of each as msgpack, each behind its length.
+They come from one process, `graphllm.compile.worker`, that imports what they need and forks them as soon as it has:
+first those that compile candidates for tuning, which need Triton, then those that build pieces, which need Inductor. So
+they begin warm, and what was imported is in memory once. It is started as a program: a user's script needs no main
+guard for it. Jobs and answers cross a socket of each as msgpack, each behind its length.
 
 Imports nothing heavy: they are started before torch is imported here.
 """
@@ -38,14 +39,17 @@ if TYPE_CHECKING:
 
 Pipe: TypeAlias = IO[bytes] | io.BufferedRWPair
 _LENGTH = struct.Struct("<Q")
-_MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
+_MOST_WORKERS = 16  # each that builds pieces holds half a gigabyte of the GPU
 
 
 class Start(msgspec.Struct):
-    """What the process that forks is told. turns: see `graphllm.compile.turns`."""
+    """What the process that forks is told. turns: see `graphllm.compile.turns`. candidates, builders: the sockets of
+    the processes to fork, by what they do."""
 
     config: CompileConfig
     turns: str
+    candidates: list[int]
+    builders: list[int]
 
 
 class Ended(msgspec.Struct):
@@ -82,27 +86,39 @@ def open_workers(config: CompileConfig) -> contextlib.AbstractContextManager[Wor
     return Workers(config, config.jobs or min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
 
 
+class _Crew:
+    """Processes that do the same, by the numbers they have among all, and threads that wait for their answers."""
+
+    def __init__(self, first: int, pipes: list[Pipe]) -> None:
+        self.pipes = {first + i: pipe for i, pipe in enumerate(pipes)}
+        self.idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in self.pipes:
+            self.idle.put(number)
+        self.threads = concurrent.futures.ThreadPoolExecutor(max(1, len(pipes)), "graphllm-build")
+
+
 class Workers:
     """Build processes for one config. A context manager: its end is theirs."""
 
     def __init__(self, config: CompileConfig, count: int) -> None:
+        """count: of those that build pieces, and again of those that compile candidates where there are any."""
+        tunes = config.target.device == "cuda" and config.tune
         self._scratch = tempfile.TemporaryDirectory(prefix="graphllm-workers-")
         self.turns = Path(self._scratch.name)
-        self._threads = concurrent.futures.ThreadPoolExecutor(count, "graphllm-build")
-        pairs = [socket.socketpair() for _ in range(count)]
-        self._parent = _start([theirs.fileno() for _, theirs in pairs])
-        self._pipes = [ours.makefile("rwb") for ours, _ in pairs]
+        pairs = [socket.socketpair() for _ in range(2 * count if tunes else count)]
+        theirs = [end.fileno() for _, end in pairs]
+        self._parent = _start(theirs)
+        pipes: list[Pipe] = [end.makefile("rwb") for end, _ in pairs]
+        self._builders, self._candidates = _Crew(0, pipes[:count]), _Crew(count, pipes[count:])
         for pair in pairs:  # a file keeps its socket open
             for end in pair:
                 end.close()
-        self._idle: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(count):
-            self._idle.put(number)
         self._statuses: dict[int, int] = {}
         self._asking = threading.Lock()
         assert self._parent.stdin is not None
+        start = Start(replace(config, dump=None), str(self.turns), theirs[count:], theirs[:count])
         with contextlib.suppress(OSError):  # one that is dead is told when it is asked for something
-            send(self._parent.stdin, Start(replace(config, dump=None), str(self.turns)))
+            send(self._parent.stdin, start)
 
     def __enter__(self) -> Self:
         return self
@@ -112,17 +128,22 @@ class Workers:
             return
         if kind is not None:
             os.killpg(self._parent.pid, signal.SIGKILL)
-        assert self._parent.stdin is not None
+        self.end()
         assert self._parent.stdout is not None
-        self._threads.shutdown(cancel_futures=True)
-        with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
-            self._parent.stdin.close()
-        for pipe in self._pipes:
-            with contextlib.suppress(OSError):
-                pipe.close()
         self._parent.wait()
         self._parent.stdout.close()
         self._scratch.cleanup()
+
+    def end(self) -> None:
+        """Have them end when they have done what they do, and do not wait for that."""
+        for crew in (self._builders, self._candidates):
+            crew.threads.shutdown(cancel_futures=True)
+            for pipe in crew.pipes.values():
+                with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
+                    pipe.close()
+        assert self._parent.stdin is not None
+        with contextlib.suppress(OSError):
+            self._parent.stdin.close()
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, choices: Mapping[str, ImplChoice]
@@ -130,32 +151,32 @@ class Workers:
         """What `Backend.build` makes, later."""
         from graphllm.compile.jobs import Build
 
-        return self._threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
+        return self._builders.threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
 
     def problem(self, candidate: Candidate) -> concurrent.futures.Future[str]:
         """Why its kernels cannot be compiled, empty where they are; later."""
-        return self._threads.submit(lambda: self._run(candidate).problem)
+        return self._candidates.threads.submit(lambda: self._run(self._candidates, candidate).problem)
 
     def _built(self, job: Build) -> Built:
-        built = self._run(job).built
+        built = self._run(self._builders, job).built
         assert built is not None
         return built
 
-    def _run(self, job: Build | Candidate) -> Done:
+    def _run(self, crew: _Crew, job: Build | Candidate) -> Done:
         """Have an idle process do a job. Raises what it raised: ConfigError, else BuildError."""
         from graphllm.compile.jobs import Done, Failed
 
-        number = self._idle.get()
+        number = crew.idle.get()
         try:
-            send(self._pipes[number], job)
-            answer: Done | Failed = receive(self._pipes[number], Done | Failed)
+            send(crew.pipes[number], job)
+            answer: Done | Failed = receive(crew.pipes[number], Done | Failed)
         except (EOFError, OSError) as end:
             raise BuildError(
                 f"a build process ended with status {self._status(number)}; where memory ran out, use fewer: lower "
                 "--jobs"
             ) from end
         finally:
-            self._idle.put(number)
+            crew.idle.put(number)
         if isinstance(answer, Done):
             return answer
         if answer.kind == "config":
@@ -180,7 +201,7 @@ def _start(sockets: list[int]) -> subprocess.Popen[bytes]:
     leads a process group, so that all can be killed at once and Ctrl-C is this process's alone. CUDA is not begun in
     it, as that would not survive a fork: torch asks the driver's own tool whether there is a GPU."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    command = [sys.executable, "-P", "-m", "graphllm.compile.worker", *map(str, sockets)]
+    command = [sys.executable, "-P", "-m", "graphllm.compile.worker"]
     environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=sockets,

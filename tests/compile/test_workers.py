@@ -66,13 +66,32 @@ def test_what_goes_wrong_in_a_worker() -> None:
         piece = {"made": [["float32", [2, 3], [3, 1]]], "inputs": ["x"]}
         built = workers.build(piece, CONFIG.buckets[0], {}).result()
         assert built.bundle["ir"] == json.loads(json.dumps(piece))
-        problem = workers.problem(Candidate("no_such_op", {}, {}, {"T": 1}, ImplChoice("triton", {}))).result()
-        assert problem == "triton {}: KeyError: 'no_such_op'"
         (pid,) = map(int, Path(f"/proc/{workers._parent.pid}/task/{workers._parent.pid}/children").read_text().split())
         os.kill(pid, signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(BuildError, match=r"a build process ended with status -9.*lower --jobs"):
                 workers.build(piece, CONFIG.buckets[0], {}).result()
+
+
+def test_candidates_compile_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of a linear layer is in Triton's cache then; what cannot be compiled is told."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = CompileConfig(Target("cuda", ("sm_90", "sms_132")), buckets=(Bucket("decode", 1, 1),), tune=True)
+    tensors = {
+        "x_TI": TensorSpec("bfloat16", ("T", 64), (64, 1)),
+        "weight_OI": TensorSpec("bfloat16", (32, 64), (64, 1)),
+    }
+    optional = ("bias_O", "norm_I", "residual_TN", "scales_GO", "zeros_GO", "a_LRI", "b_LrO", "adapter_ids_T", "widths")
+    plain = dict.fromkeys(optional) | {"eps": 0.0, "gated": False, "form": "", "group": 0}
+    choice = ImplChoice("triton_row", {"block_n": 8, "block_k": 64, "warps": 1})
+    with Workers(config, 1) as workers:
+        told = [
+            workers.problem(Candidate(op, tensors, plain, {"T": 1}, choice)).result()
+            for op in ("fused_linear", "no_such_op")
+        ]
+    assert told == ["", 'triton_row {"block_n": 8, "block_k": 64, "warps": 1}: KeyError: \'no_such_op\'']
+    assert [f.name for f in tmp_path.glob("*/*.cubin")] == ["row_kernel.cubin"]
 
 
 def test_an_error_ends_the_workers() -> None:
