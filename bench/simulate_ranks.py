@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from gpu_step import SHAPES
 
-from graphllm.compile.cuda import example
+from graphllm.compile.example_inputs import example
 from graphllm.compile.link import Linked, link
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pipeline import find_model, run_passes

@@ -31,7 +31,7 @@ def command() -> None:
     status = 1
 
     def leave() -> None:
-        if "graphllm.compile.inductor" in sys.modules:
+        if "graphllm.compile.pipeline" in sys.modules:
             with contextlib.suppress(OSError):
                 sys.stdout.flush()
                 sys.stderr.flush()

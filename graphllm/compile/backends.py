@@ -12,8 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 from graphllm.compile import inductor
 from graphllm.compile.calls import call_source
+from graphllm.compile.jobs import Built
+from graphllm.compile.lower import lower_piece
 from graphllm.compile.objects import Objects
-from graphllm.compile.specialize import lower_piece
 from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
 from graphllm.ir.graph import digest
@@ -21,22 +22,11 @@ from graphllm.ir.kernels import c_kernel
 from graphllm.rewrite import ImplChoice
 
 
-class Built(NamedTuple):
-    """One piece for one bucket. bundle: the piece file's JSON. sources: C++ text by symbol. blobs: further files by
-    name. chosen: which implementation each op got. text: the lowered graph, for ``--dump``. reports: of the passes that
-    rewrote the piece for the bucket."""
-
-    bundle: dict[str, Any]
-    sources: dict[str, str]
-    blobs: dict[str, bytes]
-    chosen: tuple[str, ...]
-    text: str
-    reports: Sequence[dict[str, Any]] = ()
-
-
 class Backend(Protocol):
-    """build: compile a piece, given by its canonical JSON, with the ``choices`` that were measured. assemble: write the
-    files all pieces share into ``folder``."""
+    """prepare: import what building needs. build: compile a piece, given by its canonical JSON, with the ``choices``
+    that were measured. assemble: write the files all pieces share into ``folder``."""
+
+    def prepare(self) -> None: ...
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
@@ -89,6 +79,9 @@ def generate(
 class Eager:
     """Keeps the IR: always available, and the numerical oracle of the others."""
 
+    def prepare(self) -> None:
+        """Nothing more is needed."""
+
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
     ) -> Built:
@@ -112,6 +105,9 @@ class Cpu:
         """objects: compiles what pieces need; None where they are only generated, in a build process."""
         self._objects = objects
         self._known: dict[str, Generated] = {}
+
+    def prepare(self) -> None:
+        """This file has imported it."""
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]

@@ -12,6 +12,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -119,18 +120,22 @@ def _keep_apart(lowering: GraphLowering) -> None:
     lowering.never_reuse_buffers.update(made | outputs)
 
 
-def cubins(source: str, inputs: Sequence[torch.Tensor | int], names: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Compile the Triton kernels of a generated module by running it once on real inputs, tensors and hidden sizes.
+def load_module(source: str) -> ModuleType:
+    """A generated module, which compiles its Triton kernels, all configurations of each."""
+    with inductor_config.patch(settings("cuda")):
+        return PyCodeCache.load(source)
+
+
+def cubins(module: ModuleType, inputs: Sequence[torch.Tensor | int], names: Mapping[str, str]) -> dict[str, Any]:
+    """The Triton kernels of a generated module, found by running it once on real inputs, tensors and hidden sizes:
+    of several configurations it takes the fastest.
 
     Returns for each name: cubin (bytes), symbol, shared (bytes), warps, scratch (bytes of global memory for each of its
     programs), early (whether it may start while the kernel before it runs, because it waits for that one itself), names
     (of the arguments of ``.run``), args (their kinds; None for what the kernel was specialized on), prefix and grid
-    (integer expressions over the names). A module without any is not run: what it calls may need other processes.
+    (integer expressions over the names).
     """
-    if not names:
-        return {}
     with inductor_config.patch(settings("cuda")), torch.no_grad():
-        module = PyCodeCache.load(source)
         module.call(list(inputs))
         torch.cuda.synchronize()
         return {name: _cubin(getattr(module, attribute)) for name, attribute in names.items()}

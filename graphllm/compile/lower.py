@@ -5,7 +5,7 @@ An op without a chosen implementation lowers to its reference body, which Induct
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from graphllm.compile.inductor import decompositions
 from graphllm.compile.pieces import trace_reference
+from graphllm.compile.specialize import specialize
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import GraphError, Shapes, TensorSpec
+from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
 from graphllm.ir.op import Op, op_of
-from graphllm.rewrite import ImplChoice, choose, site_of
+from graphllm.rewrite import ImplChoice, choose, site_key, site_of
 
 
 class Lowered(NamedTuple):
@@ -75,3 +76,15 @@ def lower(
             "size where a constant is needed, such as a launch constant of a kernel"
         )
     return Lowered(graph, fakes, shapes, tuple(chosen))
+
+
+def lower_piece(
+    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
+) -> tuple[Lowered, list[dict[str, Any]]]:
+    """A piece, specialized and lowered with the ``choices`` that were measured by site, and the passes' reports."""
+    unit, reports = specialize(piece, bucket, config)
+
+    def chosen_at(node: torch.fx.Node, op: Op) -> ImplChoice | None:
+        return choices.get(site_key(node, op, unit.shapes, bucket))
+
+    return lower(unit.graph, input_specs(piece), config, bucket, chosen_at), reports

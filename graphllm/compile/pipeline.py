@@ -5,11 +5,8 @@ After each stage the IR is verified and, with ``dump``, written as readable text
 
 from __future__ import annotations
 
-import concurrent.futures
-import contextlib
 import functools
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from graphllm import artifact
 from graphllm.compile import drafting
+from graphllm.compile.building import begin_builds, finish_builds
 from graphllm.compile.cost import step_costs
 from graphllm.compile.drafting import joined
 from graphllm.compile.link import Linked, link
@@ -27,6 +25,7 @@ from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
 from graphllm.compile.split import check_rules, split_layers
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
+from graphllm.compile.workers import Workers, open_workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.fields import strings
 from graphllm.ir.graph import to_text, verify
@@ -49,10 +48,9 @@ from graphllm.weights.shard import shard_plan
 from graphllm.weights.table import table
 
 if TYPE_CHECKING:
-    from graphllm.compile.backends import Backend, Built
-    from graphllm.compile.tune import Measured
-    from graphllm.compile.workers import Workers
-    from graphllm.rewrite import ImplChoice
+    from graphllm.compile.backends import Backend
+    from graphllm.compile.jobs import Built
+    from graphllm.compile.tune import Tuner
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
 _MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
@@ -68,9 +66,9 @@ class Traced(NamedTuple):
     added: list[tuple[Unit, PassReport]]
 
 
-def open_backend(config: CompileConfig, objects: Objects | None) -> Backend:
+def open_backend(config: CompileConfig, objects: Objects | None, turns: Path | None = None) -> Backend:
     """The backend a config asks for. Importing it takes a second where it is Inductor. objects: for C++, None in a
-    process that only generates it."""
+    process that only generates it. turns: where other processes use the GPU beside this one."""
     if config.backend == "eager":
         from graphllm.compile.backends import Eager
 
@@ -81,7 +79,7 @@ def open_backend(config: CompileConfig, objects: Objects | None) -> Backend:
         return Cpu(objects)
     from graphllm.compile.cuda import Cuda
 
-    return Cuda()
+    return Cuda(turns)
 
 
 def find_model(model_config: Mapping[str, Any]) -> Model:
@@ -148,15 +146,16 @@ def compile_model(
     tuned: Path | None = None,
     complete: Callable[[Path], None] | None = None,
     objects: Objects | None = None,
+    workers: Workers | None = None,
     origin: Mapping[str, str | None] = {},
     stored: Stored | None = None,
 ) -> Path:
     """Compile a model into an artifact at ``folder``; see `artifact.key_factors` for the arguments. Returns the folder.
 
     tuned: folder that keeps what tuning found, for later compiles. complete: adds to the files of the artifact, which
-    are all there but the manifest. objects: of C++; without them none is kept for later compiles. origin: the model's
-    name, and the commit of its repository, for the manifest. stored: the checkpoint's tensors, which show what of a
-    quantized one is encoded.
+    are all there but the manifest. objects: of C++; without them none is kept for later compiles. workers: processes to
+    build in, started before; they end here. origin: the model's name, and the commit of its repository, for the
+    manifest. stored: the checkpoint's tensors, which show what of a quantized one is encoded.
 
     Raises ConfigError for a model or setting that is not supported, BuildError when a compiler fails. Nothing is left
     behind unless the artifact is complete.
@@ -195,32 +194,28 @@ def compile_model(
         timed("link")
         if config.backend == "inductor":
             require_implementations(((linked.pieces[id].json, bucket) for id, bucket in jobs), config)
-        with objects or Objects() as objects:
+        with objects or Objects() as objects, workers or open_workers(config) as workers:
             if config.target.device == "cpu" and config.backend == "inductor":
                 objects.expect(sources_beside(linked))
             backend = open_backend(config, objects)
             timed("import backend")
-            with open_workers(config, len(jobs)) as workers:
-                measured: Mapping[str, Measured] = {}
-                if config.target.device == "cuda" and config.backend == "inductor" and config.tune:
-                    from graphllm.compile.tune import tune
-
-                    texts = [(linked.pieces[id].json, bucket) for id, bucket in jobs]
-                    measured = tune(texts, config, workers, functools.partial(progress, "tune"), tuned)
-                choices = {key: m.choice for key, m in measured.items()}
-                timed("tune")
-                built = build_pieces(linked, jobs, config, backend, choices, workers, progress)
+            tuner = open_tuner(config, workers, functools.partial(progress, "tune"), tuned)
+            begun = begin_builds(linked, jobs, config, backend, tuner, workers)
+            timed("tune")
+            built = finish_builds(jobs, begun, functools.partial(progress, "build"))
+            if workers:
+                workers.end()
             timed("build")
             backend.assemble(built.values(), pieces)
             timed("assemble")
-        memory = write_program(building, graphs, layout, linked, built, traced, adapted, c, config)
-        write_graphs(building / "graph", traced, units, linked, built)
-        if measured:
-            taken = {key: m.microseconds for key, m in measured.items()}
-            (building / "graph" / "tuning.json").write_text(json.dumps(taken, indent=1))
-        if config.dump:
-            write_graphs(config.dump, traced, units, linked, built)
-        timed("package")
+            memory = write_program(building, graphs, layout, linked, built, traced, adapted, c, config)
+            write_graphs(building / "graph", traced, units, linked, built)
+            if tuner:
+                taken = {key: m.microseconds for key, m in tuner.measured.items()}
+                (building / "graph" / "tuning.json").write_text(json.dumps(taken, indent=1))
+            if config.dump:
+                write_graphs(config.dump, traced, units, linked, built)
+            timed("package")
         if complete is not None:
             complete(building)
             timed("complete")
@@ -248,6 +243,7 @@ def compile_model(
             graphs, linked, [graph_buckets(graph, c, config) for graph in graphs], units[0].shapes, config.max_num_seqs
         ),
         "seconds": seconds,
+        "tuning": {**tuner.counts, "seconds": round(tuner.seconds, 3)} if tuner else {},
         "compilers": objects.seconds,
         "made_with": {"g++": compiler_version(), "machine": config.target.name},
     }
@@ -278,16 +274,15 @@ def run_passes(units: list[Unit], plan: WeightPlan, config: CompileConfig, passe
     return Traced(plan, reports, texts, added)
 
 
-def open_workers(config: CompileConfig, jobs: int) -> contextlib.AbstractContextManager[Workers | None]:
-    """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: eager pieces are
-    only written down, and C++ is only generated per piece and compiled in parallel by `Backend.assemble`. jobs: pieces
-    to build."""
-    alone = config.backend == "eager" or config.jobs == 1 or jobs == 1
-    if alone or (config.target.device == "cpu" and not config.jobs):
-        return contextlib.nullcontext()
-    from graphllm.compile.workers import Workers
+def open_tuner(
+    config: CompileConfig, workers: Workers | None, progress: Callable[[int, int], None], folder: Path | None
+) -> Tuner | None:
+    """What finds launch constants, for a GPU whose kernels are tuned."""
+    if config.target.device == "cpu" or config.backend == "eager" or not config.tune:
+        return None
+    from graphllm.compile.tune import Tuner
 
-    return Workers(config, min(jobs, config.jobs or min(_MOST_WORKERS, len(os.sched_getaffinity(0)))))
+    return Tuner(config, workers, progress, folder)
 
 
 def sources_beside(linked: Linked) -> list[Path]:
@@ -313,30 +308,6 @@ def piece_buckets(graphs: list[TracedGraph], linked: Linked, c: Any, config: Com
             for bucket in graph_buckets(graph, c, config)
         )
     )
-
-
-def build_pieces(
-    linked: Linked,
-    wanted: list[tuple[str, Bucket]],
-    config: CompileConfig,
-    backend: Backend,
-    choices: Mapping[str, ImplChoice],
-    workers: Workers | None,
-    progress: Progress,
-) -> dict[tuple[str, Bucket], Built]:
-    """Build them all; first those that are one op, whose kernels compile beside the others."""
-    jobs = sorted(wanted, key=lambda job: not linked.pieces[job[0]].boundary)
-    done: dict[tuple[str, Bucket], Built] = {}
-    if workers is None:
-        for i, (piece, bucket) in enumerate(jobs):
-            progress("build", i, len(jobs))
-            done[piece, bucket] = backend.build(linked.pieces[piece].json, bucket, config, choices)
-        return {job: done[job] for job in wanted}
-    futures = {workers.build(linked.pieces[piece].json, bucket, choices): (piece, bucket) for piece, bucket in jobs}
-    for i, future in enumerate(concurrent.futures.as_completed(futures)):
-        progress("build", i, len(jobs))
-        done[futures[future]] = future.result()
-    return {job: done[job] for job in wanted}
 
 
 def draft_reach(graphs: list[TracedGraph], c: Any, config: CompileConfig) -> dict[str, Any]:

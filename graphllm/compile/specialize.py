@@ -1,32 +1,16 @@
-"""SPECIALIZE: one linked piece at one bucket's sizes, rewritten by the passes that look at them, then lowered."""
+"""SPECIALIZE: one linked piece at one bucket's sizes, rewritten by the passes that look at them. Imports nothing of
+Inductor."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
-from graphllm.compile.lower import Lowered, lower
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import unit_of
 from graphllm.config import Bucket, CompileConfig
-from graphllm.ir.graph import input_specs
-from graphllm.ir.op import Op
-from graphllm.rewrite import ImplChoice, Unit, site_key
+from graphllm.rewrite import Unit
 from graphllm.weights.plan import WeightPlan
-
-
-def lower_piece(
-    piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig, choices: Mapping[str, ImplChoice]
-) -> tuple[Lowered, list[dict[str, Any]]]:
-    """A piece, specialized and lowered with the ``choices`` that were measured by site, and the passes' reports."""
-    unit, reports = specialize(piece, bucket, config)
-
-    def chosen_at(node: torch.fx.Node, op: Op) -> ImplChoice | None:
-        return choices.get(site_key(node, op, unit.shapes, bucket))
-
-    return lower(unit.graph, input_specs(piece), config, bucket, chosen_at), reports
 
 
 class Special(NamedTuple):

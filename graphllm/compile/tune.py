@@ -1,28 +1,34 @@
 """Tuning: at compile time, on the GPU, the implementations of an op are timed at every site where they have launch
 constants to choose among. What was found is kept beside the artifacts, for the next compile on the same machine.
 
-Kernels are built by the worker processes, which leaves them in Triton's cache; the timing is done by one process, with
-a short kernel after each call, as in a model: kernels that start early save time there that others take.
+Kernels are compiled by the worker processes, which leave them in Triton's cache and do not run them; meanwhile this
+process times those that are there, with a short kernel after each call, as in a model: kernels that start early save
+time there that others take. Calls of equal arguments are timed once, whatever bucket they are of.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import json
 import os
 import statistics
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from graphllm.compile.cuda import example
+from graphllm.compile.example_inputs import example
+from graphllm.compile.jobs import Candidate
 from graphllm.compile.objects import BuildError
 from graphllm.compile.specialize import specialize
-from graphllm.compile.workers import Candidate, Workers
+from graphllm.compile.turns import turn
+from graphllm.compile.workers import Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.expr import value
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
 from graphllm.rewrite import ImplChoice, candidates, fake_values, site_key, site_of
@@ -48,53 +54,109 @@ class Measured(NamedTuple):
     microseconds: dict[str, float]
 
 
-def tune(
-    pieces: Sequence[tuple[Mapping[str, Any], Bucket]],
-    config: CompileConfig,
-    workers: Workers | None,
-    progress: Callable[[int, int], None],
-    folder: Path | None,
-) -> dict[str, Measured]:
-    """The fastest implementation and launch constants on this GPU at every site that has some to choose among, by
-    `site_key`. pieces: each with a bucket that it is built for. workers: processes to build candidates in. folder:
-    where what was found is kept for later compiles."""
-    sites = tunables(pieces, config)
-    file = folder / f"{fingerprint(config)}.json" if folder else None
-    known = read_measured(file) if file else {}
-    new = {key: site for key, site in sites.items() if key not in known}
-    jobs = [(key, choice) for key, site in new.items() for choice in site.candidates]
-    usable: dict[str, list[ImplChoice]] = {key: [] for key in new}
-    for i, problem in enumerate(_problems([(new[key], choice) for key, choice in jobs], workers)):
-        progress(i, len(jobs))
-        key, choice = jobs[i]
-        if not problem:
-            usable[key].append(choice)
-        elif choice is new[key].candidates[-1] and not usable[key]:
-            raise BuildError(f"no implementation of {new[key].op} runs on this GPU with {new[key].args}: {problem}")
-    try:
-        known |= {key: measure(site, usable[key]) for key, site in new.items()}
-    except torch.OutOfMemoryError as full:
-        free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
-        raise ConfigError(
-            f"tune: {free:.1f} of {total:.1f} GB are free on the GPU, too little to measure kernels; end what else "
-            "uses it, or compile with --no-tune"
-        ) from full
-    if file and new:
-        write_measured(file, known)
-    return {key: known[key] for key in sites}
+class _Problem(NamedTuple):
+    """Sites whose calls have equal arguments, by key, and why each candidate cannot be compiled, once that is known."""
+
+    site: Tunable
+    keys: list[str]
+    problems: list[concurrent.futures.Future[str]]
 
 
-def _problems(jobs: Sequence[tuple[Tunable, ImplChoice]], workers: Workers | None) -> Iterator[str]:
-    """Of each candidate, why it cannot be built, empty where it can."""
-    if workers is None:
-        yield from (build_candidate(site, choice) for site, choice in jobs)
-        return
-    futures = []
-    for site, choice in jobs:
+class Tuner:
+    """Finds the fastest implementation and launch constants on this GPU at every site that has some to choose among.
+
+    workers: processes that compile candidates. progress: is told how many candidates of those known so far are timed.
+    folder: where what was found is kept for later compiles. measured: what was found so far, by `site_key`. seconds:
+    how long candidates were timed.
+    """
+
+    def __init__(
+        self,
+        config: CompileConfig,
+        workers: Workers | None,
+        progress: Callable[[int, int], None],
+        folder: Path | None,
+    ) -> None:
+        self._config, self._workers, self._progress = config, workers, progress
+        self._file = folder / f"{fingerprint(config)}.json" if folder else None
+        self._kept = read_measured(self._file) if self._file else {}
+        self._problems: dict[str, _Problem] = {}
+        self.measured: dict[str, Measured] = {}
+        self.seconds = 0.0
+
+    def add(self, piece: Mapping[str, Any], bucket: Bucket) -> set[str]:
+        """Have a piece's candidates compiled for a bucket; the keys of its sites that are not known yet."""
+        sites = tunables([(piece, bucket)], self._config)
+        self.measured |= {key: self._kept[key] for key in sites if key in self._kept}
+        for key, site in sites.items():
+            if key not in self.measured:
+                same = self._problems.get(text := _equal_to(site))
+                if same is None:
+                    self._problems[text] = same = _Problem(site, [], self._compile(site))
+                if key not in same.keys:
+                    same.keys.append(key)
+        return {key for key in sites if key not in self.measured}
+
+    def results(self) -> Iterator[str]:
+        """Time the candidates of what was added, as they come; each key, once `measured` has it."""
+        total, done = self.counts["candidates"], 0
+        for problem in self._problems.values():
+            self._progress(done, total)
+            found = self._measured(problem)
+            self.measured |= dict.fromkeys(problem.keys, found)
+            done += len(problem.site.candidates)
+            yield from problem.keys
+        if self._file and self._problems:
+            write_measured(self._file, self._kept | self.measured)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How much there is to do: sites, those of them that differ in their arguments, and candidates at these."""
+        problems = self._problems.values()
+        return {
+            "sites": sum(len(p.keys) for p in problems),
+            "timed": len(problems),
+            "candidates": sum(len(p.site.candidates) for p in problems),
+        }
+
+    def _compile(self, site: Tunable) -> list[concurrent.futures.Future[str]]:
+        if self._workers is None:
+            return []
         tensors = {n: s for n, s in site.args.items() if isinstance(s, TensorSpec)}
         plain = {n: v for n, v in site.args.items() if n not in tensors}
-        futures.append(workers.problem(Candidate(site.op, tensors, plain, site.sizes, choice)))
-    yield from (future.result() for future in futures)
+        jobs = [Candidate(site.op, tensors, plain, site.sizes, choice) for choice in site.candidates]
+        return [self._workers.problem(job) for job in jobs]
+
+    def _measured(self, problem: _Problem) -> Measured:
+        site = problem.site
+        problems = [future.result() for future in problem.problems] or [""] * len(site.candidates)
+        usable = [c for c, problem in zip(site.candidates, problems, strict=True) if not problem]
+        try:
+            with turn(self._workers.turns if self._workers else None, alone=True):
+                begin = time.perf_counter()
+                found, failed = measure(site, usable)
+                self.seconds += time.perf_counter() - begin
+        except torch.OutOfMemoryError as full:
+            free, total = (size / 1e9 for size in torch.cuda.mem_get_info())
+            raise ConfigError(
+                f"tune: {free:.1f} of {total:.1f} GB are free on the GPU, too little to measure kernels; end what else "
+                "uses it, or compile with --no-tune"
+            ) from full
+        if found is None:
+            told = [p for p in (*problems, *failed) if p][-1]
+            raise BuildError(f"no implementation of {site.op} runs on this GPU with {site.args}: {told}")
+        return found
+
+
+def _equal_to(site: Tunable) -> str:
+    """The same text for sites whose calls have equal arguments and the same candidates."""
+    args = {
+        n: [a.dtype, *([value(d, site.sizes) for d in dims] for dims in (a.shape, a.stride))]
+        if isinstance(a, TensorSpec)
+        else a
+        for n, a in site.args.items()
+    }
+    return repr((site.op, args, site.candidates))
 
 
 def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: CompileConfig) -> dict[str, Tunable]:
@@ -143,26 +205,38 @@ def write_measured(file: Path, found: Mapping[str, Measured]) -> None:
 
 
 def build_candidate(tunable: Tunable, choice: ImplChoice) -> str:
-    """Compile one candidate by running it; why it could not be, empty where it could. For worker processes."""
+    """Compile the kernels of one candidate, running none; why that is impossible, empty where it is not. For worker
+    processes."""
+    specs = {n: s for n, s in tunable.args.items() if isinstance(s, TensorSpec)}
+    given = {**tunable.args, **{n: example(s, tunable.sizes, "meta") for n, s in specs.items()}}
     try:
-        _calls(tunable, choice, inputs_of(tunable, 1))[0]()
-        torch.cuda.synchronize()
+        _calls(tunable, choice, [given])[0]()
     except Exception as error:
-        return f"{choice.impl} {json.dumps(dict(choice.config))}: {type(error).__name__}: {error}"
+        return _told(choice, error)
     return ""
 
 
-def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> Measured:
-    """Time the candidates that could be built."""
+def _told(choice: ImplChoice, error: Exception) -> str:
+    return f"{choice.impl} {json.dumps(dict(choice.config))}: {type(error).__name__}: {error}"
+
+
+def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> tuple[Measured | None, list[str]]:
+    """Time the candidates: what was found, if any of them runs, and why the others do not."""
     inputs = inputs_of(tunable, _MOST_COPIES)
     short = _short_kernel(tunable.sizes["T"])
     alone = microseconds([short] * len(inputs))
-    taken = [
-        microseconds([c for call in _calls(tunable, choice, inputs) for c in (call, short)]) for choice in candidates
-    ]
-    taken = [2 * each - alone for each in taken]
-    named = {f"{c.impl} {json.dumps(dict(c.config))}": round(t, 2) for c, t in zip(candidates, taken, strict=True)}
-    return Measured(candidates[min(range(len(taken)), key=taken.__getitem__)], named)
+    taken, failed = list[tuple[float, ImplChoice]](), []
+    for choice in candidates:
+        try:
+            both = microseconds([c for call in _calls(tunable, choice, inputs) for c in (call, short)])
+            taken.append((2 * both - alone, choice))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # such as a kernel that takes more shared memory than there is
+            failed.append(_told(choice, error))
+    named = {f"{c.impl} {json.dumps(dict(c.config))}": round(t, 2) for t, c in taken}
+    best = min(taken, key=lambda one: one[0], default=None)
+    return Measured(best[1], named) if best else None, failed
 
 
 def inputs_of(tunable: Tunable, most: int, device: str = "cuda") -> list[dict[str, Any]]:

@@ -1,76 +1,72 @@
-"""Processes that build pieces beside each other, seen from the one that has started them.
+"""Processes that compile beside each other, seen from the one that has started them.
 
-Each is `graphllm.compile.worker`, started as a program: a user's script needs no main guard for it. Jobs and answers
-cross its pipes as msgpack, each behind its length.
+They come from one process, `graphllm.compile.worker`, that imports what they need and forks them as soon as it has:
+first those that compile candidates for tuning, which need Triton, then those that build pieces, which need Inductor. So
+they begin warm, and what was imported is in memory once. It is started as a program: a user's script needs no main
+guard for it. Jobs and answers cross a socket of each as msgpack, each behind its length.
+
+Imports nothing heavy: they are started before torch is imported here.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import io
 import os
 import queue
+import signal
+import socket
 import struct
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, Self
+from typing import IO, TYPE_CHECKING, Any, Self, TypeAlias
 
 import msgspec
 
-from graphllm.compile.backends import Built
 from graphllm.compile.objects import BuildError
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.ir.graph import TensorSpec
-from graphllm.rewrite import ImplChoice
 
+if TYPE_CHECKING:
+    from graphllm.compile.jobs import Build, Built, Candidate, Done
+    from graphllm.rewrite import ImplChoice
+
+Pipe: TypeAlias = IO[bytes] | io.BufferedRWPair
 _LENGTH = struct.Struct("<Q")
+_MOST_WORKERS = 16  # each that builds pieces holds half a gigabyte of the GPU
 
 
-class Build(msgspec.Struct, tag=True):
-    """Build a piece, given by its canonical JSON, for a bucket; see `Backend.build`. The answer is a `Built`."""
+class Start(msgspec.Struct):
+    """What the process that forks is told. turns: see `graphllm.compile.turns`. candidates, builders: the sockets of
+    the processes to fork, by what they do."""
 
-    piece: dict[str, Any]
-    bucket: Bucket
-    choices: dict[str, ImplChoice]
-
-
-class Candidate(msgspec.Struct, tag=True):
-    """Try an implementation that tuning may choose; see `graphllm.compile.tune.Tunable`. The answer is whether it can
-    be built. tensors, plain: the arguments that are tensors, and the others."""
-
-    op: str
-    tensors: dict[str, TensorSpec]
-    plain: dict[str, Any]
-    sizes: dict[str, int]
-    choice: ImplChoice
+    config: CompileConfig
+    turns: str
+    candidates: list[int]
+    builders: list[int]
 
 
-class Failed(msgspec.Struct, tag=True):
-    """A job that raised. kind: of the error. trace: where."""
+class Ended(msgspec.Struct):
+    """What it says when one of those that it has forked is gone: which one, and its exit status."""
 
-    kind: Literal["config", "build", "other"]
-    message: str
-    trace: str
-
-
-class Done(msgspec.Struct, tag=True):
-    """A job's answer: a `Built`, or why a candidate cannot be built, empty where it can."""
-
-    built: Built | None = None
-    problem: str = ""
+    number: int
+    status: int
 
 
-def send(pipe: IO[bytes], message: object) -> None:
+def send(pipe: Pipe, message: object) -> None:
     """Write one message."""
     data = msgspec.msgpack.encode(message)
     pipe.write(_LENGTH.pack(len(data)) + data)
     pipe.flush()
 
 
-def receive(pipe: IO[bytes], kind: Any) -> Any:
+def receive(pipe: Pipe, kind: Any) -> Any:
     """Read one message of this type. Raises EOFError when there is none any more."""
     head = pipe.read(_LENGTH.size)
     if len(head) == _LENGTH.size:
@@ -81,73 +77,133 @@ def receive(pipe: IO[bytes], kind: Any) -> Any:
     raise EOFError
 
 
+def open_workers(config: CompileConfig) -> contextlib.AbstractContextManager[Workers | None]:
+    """Processes to build in: for a GPU, or as many as ``config.jobs`` says. None where one is enough: eager pieces are
+    only written down, and C++ is only generated per piece and compiled in parallel by `Backend.assemble`."""
+    alone = config.backend == "eager" or config.jobs == 1
+    if alone or (config.target.device == "cpu" and not config.jobs):
+        return contextlib.nullcontext()
+    return Workers(config, config.jobs or min(_MOST_WORKERS, len(os.sched_getaffinity(0))))
+
+
+class _Crew:
+    """Processes that do the same, by the numbers they have among all, and threads that wait for their answers."""
+
+    def __init__(self, first: int, pipes: list[Pipe]) -> None:
+        self.pipes = {first + i: pipe for i, pipe in enumerate(pipes)}
+        self.idle: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in self.pipes:
+            self.idle.put(number)
+        self.threads = concurrent.futures.ThreadPoolExecutor(max(1, len(pipes)), "graphllm-build")
+
+
 class Workers:
     """Build processes for one config. A context manager: its end is theirs."""
 
     def __init__(self, config: CompileConfig, count: int) -> None:
-        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
-        self._threads = concurrent.futures.ThreadPoolExecutor(count, "graphllm-build")
-        self._processes = [_start() for _ in range(count)]
-        for process in self._processes:
-            assert process.stdin is not None
-            send(process.stdin, replace(config, dump=None))
-            self._idle.put(process)
+        """count: of those that build pieces, and again of those that compile candidates where there are any."""
+        tunes = config.target.device == "cuda" and config.tune
+        self._scratch = tempfile.TemporaryDirectory(prefix="graphllm-workers-")
+        self.turns = Path(self._scratch.name)
+        pairs = [socket.socketpair() for _ in range(2 * count if tunes else count)]
+        theirs = [end.fileno() for _, end in pairs]
+        self._parent = _start(theirs)
+        pipes: list[Pipe] = [end.makefile("rwb") for end, _ in pairs]
+        self._builders, self._candidates = _Crew(0, pipes[:count]), _Crew(count, pipes[count:])
+        for pair in pairs:  # a file keeps its socket open
+            for end in pair:
+                end.close()
+        self._statuses: dict[int, int] = {}
+        self._asking = threading.Lock()
+        assert self._parent.stdin is not None
+        start = Start(replace(config, dump=None), str(self.turns), theirs[count:], theirs[:count])
+        with contextlib.suppress(OSError):  # one that is dead is told when it is asked for something
+            send(self._parent.stdin, start)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, raised: object, trace: TracebackType | None) -> None:
-        for process in self._processes:
-            assert process.stdin is not None
-            if kind is not None:
-                process.kill()
-            with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
-                process.stdin.close()
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._processes:
-            assert process.stdout is not None
-            process.wait()
-            process.stdout.close()
+        if self._parent.returncode is not None:
+            return
+        if kind is not None:
+            os.killpg(self._parent.pid, signal.SIGKILL)
+        self.end()
+        assert self._parent.stdout is not None
+        self._parent.wait()
+        self._parent.stdout.close()
+        self._scratch.cleanup()
+
+    def end(self) -> None:
+        """Have them end when they have done what they do, and do not wait for that."""
+        for crew in (self._builders, self._candidates):
+            crew.threads.shutdown(cancel_futures=True)
+            for pipe in crew.pipes.values():
+                with contextlib.suppress(OSError):  # a dead process does not take what is still to be written
+                    pipe.close()
+        assert self._parent.stdin is not None
+        with contextlib.suppress(OSError):
+            self._parent.stdin.close()
 
     def build(
         self, piece: Mapping[str, Any], bucket: Bucket, choices: Mapping[str, ImplChoice]
     ) -> concurrent.futures.Future[Built]:
         """What `Backend.build` makes, later."""
-        return self._threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
+        from graphllm.compile.jobs import Build
+
+        return self._builders.threads.submit(self._built, Build(dict(piece), bucket, dict(choices)))
 
     def problem(self, candidate: Candidate) -> concurrent.futures.Future[str]:
-        """Why it cannot be built, empty where it can; later."""
-        return self._threads.submit(lambda: self._run(candidate).problem)
+        """Why its kernels cannot be compiled, empty where they are; later."""
+        return self._candidates.threads.submit(lambda: self._run(self._candidates, candidate).problem)
 
     def _built(self, job: Build) -> Built:
-        built = self._run(job).built
+        built = self._run(self._builders, job).built
         assert built is not None
         return built
 
-    def _run(self, job: Build | Candidate) -> Done:
+    def _run(self, crew: _Crew, job: Build | Candidate) -> Done:
         """Have an idle process do a job. Raises what it raised: ConfigError, else BuildError."""
-        process = self._idle.get()
+        from graphllm.compile.jobs import Done, Failed
+
+        number = crew.idle.get()
         try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            send(process.stdin, job)
-            answer: Done | Failed = receive(process.stdout, Done | Failed)
+            send(crew.pipes[number], job)
+            answer: Done | Failed = receive(crew.pipes[number], Done | Failed)
         except (EOFError, OSError) as end:
             raise BuildError(
-                f"a build process ended with status {process.wait()}; where memory ran out, use fewer: lower --jobs"
+                f"a build process ended with status {self._status(number)}; where memory ran out, use fewer: lower "
+                "--jobs"
             ) from end
         finally:
-            self._idle.put(process)
+            crew.idle.put(number)
         if isinstance(answer, Done):
             return answer
         if answer.kind == "config":
             raise ConfigError(answer.message)
         raise BuildError(answer.message if answer.kind == "build" else f"{answer.message}\n{answer.trace}")
 
+    def _status(self, number: int) -> int:
+        """The exit status of a process that is gone, or that of the one that should have forked it."""
+        assert self._parent.stdout is not None
+        with self._asking:
+            while number not in self._statuses:
+                try:
+                    ended = receive(self._parent.stdout, Ended)
+                except EOFError:
+                    return self._parent.wait()
+                self._statuses[ended.number] = ended.status
+        return self._statuses[number]
 
-def _start() -> subprocess.Popen[bytes]:
-    """A worker that finds the modules this process finds, plugins among them."""
+
+def _start(sockets: list[int]) -> subprocess.Popen[bytes]:
+    """The process that forks a worker for each socket. It finds the modules this process finds, plugins among them, and
+    leads a process group, so that all can be killed at once and Ctrl-C is this process's alone. CUDA is not begun in
+    it, as that would not survive a fork: torch asks the driver's own tool whether there is a GPU."""
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-P", "-m", "graphllm.compile.worker"]
-    environment = {**os.environ, "PYTHONPATH": path}
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=sockets,
+        start_new_session=True,
+    )  # fmt: skip

@@ -97,10 +97,12 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
             raise ConfigError("bake_weights: there are none with --load-format dummy; leave one of the two out")
         complete = functools.partial(baked.bake, checkpoint=source.checkpoint)
     from graphllm.compile.objects import Objects
+    from graphllm.compile.workers import open_workers
 
     # On a GPU, garbage may hold memory that tuning needs.
     collections = _no_collections() if native else contextlib.nullcontext()
-    with collections, Objects(env.cache_dir / "objects" if native else None) as objects:
+    kept = env.cache_dir / "objects" if native else None
+    with collections, Objects(kept) as objects, open_workers(config) as workers:
         if native:
             objects.guess()
         from graphllm.compile.pipeline import compile_model, find_model
@@ -122,7 +124,9 @@ def _build(source: Source, config: CompileConfig, env: Env, progress: Progress, 
         origin = {"name": source.name, "commit": source.commit}
         tuned = env.cache_dir / "tuned"
         stored = source.checkpoint.tensors if source.checkpoint else None
-        compile_model(source.config, tensors, config, place, progress, tuned, complete, objects, origin, stored)
+        compile_model(
+            source.config, tensors, config, place, progress, tuned, complete, objects, workers, origin, stored
+        )
 
 
 @contextlib.contextmanager

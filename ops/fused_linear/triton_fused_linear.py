@@ -13,7 +13,6 @@ constant.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,11 +27,11 @@ from graphllm.ops.add_lora.triton_low_rank import (
     expanded_tile,
     load_b,
     load_low,
-    low_rank_config,
     shrunk,
 )
 from graphllm.ops.all_reduce.triton_exchange import exchange_half, sum_over_ranks
 from graphllm.ops.encoded_weights import BITS, span_of
+from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, row_configs
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
@@ -475,26 +474,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMU
     tl.store(out_ptr + token * N + n, _gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-Config = Mapping[str, int]
-_ROWS = (  # block_n, block_k, warps
-    (4, 4096, 8), (4, 2048, 4), (8, 1024, 4), (2, 4096, 4), (2, 2048, 4), (4, 1024, 4), (4, 4096, 4), (16, 256, 4),
-    (8, 512, 4),
-)  # fmt: skip
-_TILES = (  # block_n, block_k, stages, warps
-    (64, 128, 4, 4), (64, 256, 3, 4), (64, 64, 6, 4), (128, 128, 3, 8), (128, 64, 4, 8), (32, 256, 4, 4),
-)  # fmt: skip
-_FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
-_ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
-    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
-    (64, 4, 4, 4), (128, 4, 4, 8),
-)  # fmt: skip
-_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way, registers
-    (16, 4, 2, 0), (16, 8, 2, 0), (16, 4, 3, 0), (16, 4, 4, 0), (32, 8, 2, 0), (16, 4, 2, 96), (16, 8, 2, 64),
-)  # fmt: skip
-_SHORTEST = 64  # inner entries of an encoded tile
-_MOST_DIRECT = 16  # rows of x
-_SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 _GATE_BLOCK = 1024
 _EXCHANGED = 1024  # numbers of a program that sums over ranks, at least: Triton 3.6 aborts on some smaller blocks
 
@@ -527,13 +507,6 @@ def half(site: CallSite) -> bool:
         and group % (64 if BITS.get(form) == 8 else 32) == 0
         and len(widths or ()) <= MOST_MATRICES
     )
-
-
-def row_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the row kernels, the likely best first."""
-    inner = site.args["x_TI"].shape[1]
-    fitting = [row for row in _ROWS if row[1] < 2 * inner] or _ROWS[-1:]
-    return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
 
 
 def one_row(site: CallSite) -> bool:
@@ -626,64 +599,6 @@ def cublas(
             EMULATED=triton.knobs.runtime.interpret, num_warps=4,
         )  # fmt: skip
     return out_TN if residual_TN is None else residual_TN + out_TN
-
-
-def tile_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the tile kernel for a linear layer at a site."""
-    low = low_rank_config(site)
-    return [{**config, **low} for config in _tile_configs(site)]
-
-
-def _tile_configs(site: CallSite) -> list[Config]:
-    found = _direct_configs(site)
-    width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
-    most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
-    form = site.args["form"]
-    span = span_of(form, inner, site.args["group"]) if form else 0
-    for block_t in sorted({min(128, most), min(64, most)}, reverse=True):
-        token_tiles = -(-most // block_t)
-        for block_n, block_k, stages, warps in _tiles(site):
-            shared = (block_n * BITS.get(form, 16) // 8 + block_t * 2) * block_k * stages
-            if shared > _SHARED or block_n * block_t > 64 * 32 * warps:
-                continue
-            programs, tiles = -(-width // block_n) * token_tiles, tiles_of(inner, block_k, span)
-            possible = [n for n in (1, 2, 4, 8) if n <= tiles]
-            filling = [n for n in possible if _FEWEST <= programs * n <= _MOST]
-            for splits in filling or [possible[-1] if programs < _FEWEST else 1]:
-                found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, "splits": splits,
-                              "warps": warps, "stages": stages, "token_tiles": token_tiles, "direct": 0,
-                              "norm": 0, "registers": 0})  # fmt: skip
-    return found
-
-
-def _direct_configs(site: CallSite) -> list[Config]:
-    """Those of programs that read encoded weights into registers."""
-    rows, form, inner = site.rows("x_TI"), site.args["form"], site.args["x_TI"].shape[1]
-    if not form or rows > _MOST_DIRECT:
-        return []
-    span = span_of(form, inner, site.args["group"])
-    block_t = 8 if rows <= 8 else 16
-    norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
-    return [
-        {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": steps, "norm": norm, "registers": registers}
-        for block_n, warps, steps, registers in _DIRECT
-        if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
-        for norm in norms
-    ]  # fmt: skip
-
-
-def _tiles(site: CallSite) -> Sequence[tuple[int, int, int, int]]:
-    """Rows and inner entries of a tile of weights, stages and warps."""
-    form, group = site.args["form"], site.args["group"]
-    if form == "":
-        return _TILES
-    span = span_of(form, site.args["x_TI"].shape[1], group)
-    return [
-        (rows, span // parts, stages, warps)
-        for rows, parts, stages, warps in _ENCODED_TILES
-        if span // parts >= _SHORTEST
-    ]
 
 
 def _ahead(inner: int, row: int, config: Config) -> int:
@@ -783,7 +698,7 @@ def _ranks(adapters: Adapters | None) -> dict[str, int]:
     return adapters.constants if adapters else {"RANK": 0, "COLUMNS": 0, "END_0": 0, "END_1": 0}
 
 
-@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=tile_configs)
+@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=beside_rows)
 def triton_tile(
     x_TI: Tensor,
     weight_OI: Tensor,

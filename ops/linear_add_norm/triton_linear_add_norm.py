@@ -12,15 +12,14 @@ from graphllm.ir.groups import TENSOR
 from graphllm.ops.add_lora.triton_low_rank import shrunk
 from graphllm.ops.all_reduce.extern import summed
 from graphllm.ops.all_reduce.triton_exchange import fits_exchange
+from graphllm.ops.fused_linear.launch_constants import beside_rows, row_configs, tile_configs
 from graphllm.ops.fused_linear.triton_fused_linear import (
     launch_norm,
     launch_row,
     launch_tiles,
     one_row,
     plain,
-    row_configs,
     short,
-    tile_configs,
 )
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
@@ -99,7 +98,7 @@ def cublas_group(
     "triton_tile",
     device="cuda",
     supports=lambda site: short(site) and _exchanged(site),
-    configs=tile_configs,
+    configs=lambda site: beside_rows(site) if _row(site) else tile_configs(site),
 )
 def triton_tile(
     x_TI: Tensor,

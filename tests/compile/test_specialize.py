@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from graphllm.compile import tune
-from graphllm.compile.cuda import example
+from graphllm.compile.example_inputs import example
 from graphllm.compile.link import Linked, link
 from graphllm.compile.lower import lower
 from graphllm.compile.objects import BuildError
@@ -203,33 +203,62 @@ def test_attention_is_tuned_on_a_step_as_they_are(linked: Linked, config: Compil
 def test_what_was_found_is_kept(
     linked: Linked, config: CompileConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second compile measures nothing; one with further buckets only those. A candidate that cannot be built is
-    none."""
-    measured: list[tune.Tunable] = []
+    """The second compile measures nothing; one with further buckets only those. What cannot run is not chosen."""
+    timed: list[tune.Tunable] = []
 
-    def measure(site: tune.Tunable, candidates: list[ImplChoice]) -> tune.Measured:
-        measured.append(site)
-        assert {c.impl for c in candidates} == {c.impl for c in site.candidates} - {"cublas"}
-        return tune.Measured(candidates[-1], {"last": 1.0})
+    def measure(site: tune.Tunable, candidates: list[ImplChoice]) -> tuple[tune.Measured | None, list[str]]:
+        timed.append(site)
+        assert candidates == site.candidates
+        return tune.Measured(candidates[-1], {"last": 1.0}), ["cublas: no room"]
 
-    monkeypatch.setattr(tune, "build_candidate", lambda site, choice: "no room" if choice.impl == "cublas" else "")
     monkeypatch.setattr(tune, "measure", measure)
     monkeypatch.setattr(tune, "fingerprint", lambda config: "here")
     pieces = [(p.json, bucket) for bucket in config.buckets for p in linked.pieces.values()]
     few = [(piece, bucket) for piece, bucket in pieces if bucket == config.buckets[1]]
     told: list[tuple[int, int]] = []
-    first = tune.tune(few, config, None, lambda done, total: told.append((done, total)), tmp_path)
-    assert len(measured) == len(first) == len(tune.tunables(few, config))
-    assert told == [(i, len(told)) for i in range(sum(len(s.candidates) for s in measured))]
-    assert tune.tune(few, config, None, lambda done, total: None, tmp_path) == first
-    assert len(measured) == len(first)
-    more = tune.tune(pieces, config, None, lambda done, total: None, tmp_path)
-    assert len(measured) == len(more) > len(first)
-    assert first.items() <= more.items()
+
+    def tuned(given: list[Any], folder: Path) -> tune.Tuner:
+        tuner = tune.Tuner(config, None, lambda done, total: told.append((done, total)), folder)
+        keys = {key for piece, bucket in given for key in tuner.add(piece, bucket)}
+        assert set(tuner.results()) == keys
+        return tuner
+
+    first = tuned(few, tmp_path)
+    assert len(timed) == len(first.measured) == len(tune.tunables(few, config)) == len(told)
+    assert first.counts == {"sites": len(timed), "timed": len(timed), "candidates": told[0][1]}
+    assert [done for done, _ in told] == [sum(len(s.candidates) for s in timed[:i]) for i in range(len(timed))]
+    again = tuned(few, tmp_path)
+    assert again.measured == first.measured
+    assert again.counts == {"sites": 0, "timed": 0, "candidates": 0}
+    more = tuned(pieces, tmp_path)
+    assert len(more.measured) == len(tune.tunables(pieces, config))
+    assert len(timed) == len(first.measured) + more.counts["timed"]
+    assert first.measured.items() <= more.measured.items()
     assert [f.name for f in tmp_path.iterdir()] == ["here.json"]
-    monkeypatch.setattr(tune, "build_candidate", lambda site, choice: f"{choice.impl}: no room")
+    monkeypatch.setattr(tune, "measure", lambda site, candidates: (None, [f"{c.impl}: no room" for c in candidates]))
     with pytest.raises(BuildError, match=r"no implementation of \w+ runs on this GPU with .*: \w+: no room"):
-        tune.tune(few, config, None, lambda done, total: None, tmp_path / "other")
+        tuned(few, tmp_path / "other")
+
+
+def test_equal_calls_are_timed_once(config: CompileConfig, linked: Linked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long step samples from as many rows as the largest step of decode has: what follows is timed there alone. Both
+    sites get what was found."""
+    full = dataclasses.replace(
+        config,
+        buckets=(Bucket("decode", 2, config.max_num_seqs), Bucket("mixed", 2, config.max_num_batched_tokens)),
+    )
+    tuner = tune.Tuner(full, None, lambda done, total: None, None)
+    keys = {k for p in linked.pieces.values() for b in full.buckets for k in tuner.add(p.json, b)}
+    monkeypatch.setattr(
+        tune, "measure", lambda site, candidates: (tune.Measured(candidates[-1], {site.op: len(candidates)}), [])
+    )
+    assert sorted(tuner.results()) == sorted(keys)
+    counts = tuner.counts
+    assert counts["sites"] == len(keys) > counts["timed"]
+    rows = QWEN["vocab_size"]
+    of_head = [m for key, m in tuner.measured.items() if f"({rows}, " in key or f"[{rows}, " in key]
+    assert len(of_head) >= 2
+    assert len({str(m) for m in of_head}) == 1
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int8"])

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from graphllm.compile.backends import Built, Cpu
+from graphllm.compile.backends import Cpu
+from graphllm.compile.jobs import Built
 from graphllm.compile.objects import Objects
 from graphllm.compile.trace import trace_unit
 from graphllm.compile.translate import Bundle, TranslateError, translate

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
 
 import graphllm
-from graphllm.compile.backends import Built
+from graphllm.compile.jobs import Build, Built, Candidate, Done
 from graphllm.compile.objects import BuildError
-from graphllm.compile.workers import Build, Candidate, Done, Workers
+from graphllm.compile.turns import turn
+from graphllm.compile.workers import Workers
 from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import TensorSpec
 from graphllm.rewrite import ImplChoice
@@ -59,12 +66,32 @@ def test_what_goes_wrong_in_a_worker() -> None:
         piece = {"made": [["float32", [2, 3], [3, 1]]], "inputs": ["x"]}
         built = workers.build(piece, CONFIG.buckets[0], {}).result()
         assert built.bundle["ir"] == json.loads(json.dumps(piece))
-        problem = workers.problem(Candidate("no_such_op", {}, {}, {"T": 1}, ImplChoice("triton", {}))).result()
-        assert problem == "triton {}: KeyError: 'no_such_op'"
-        workers._processes[0].kill()
+        (pid,) = map(int, Path(f"/proc/{workers._parent.pid}/task/{workers._parent.pid}/children").read_text().split())
+        os.kill(pid, signal.SIGKILL)
         for _ in range(2):
             with pytest.raises(BuildError, match=r"a build process ended with status -9.*lower --jobs"):
                 workers.build(piece, CONFIG.buckets[0], {}).result()
+
+
+def test_candidates_compile_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of a linear layer is in Triton's cache then; what cannot be compiled is told."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    config = CompileConfig(Target("cuda", ("sm_90", "sms_132")), buckets=(Bucket("decode", 1, 1),), tune=True)
+    tensors = {
+        "x_TI": TensorSpec("bfloat16", ("T", 64), (64, 1)),
+        "weight_OI": TensorSpec("bfloat16", (32, 64), (64, 1)),
+    }
+    optional = ("bias_O", "norm_I", "residual_TN", "scales_GO", "zeros_GO", "a_LRI", "b_LrO", "adapter_ids_T", "widths")
+    plain = dict.fromkeys(optional) | {"eps": 0.0, "gated": False, "form": "", "group": 0}
+    choice = ImplChoice("triton_row", {"block_n": 8, "block_k": 64, "warps": 1})
+    with Workers(config, 1) as workers:
+        told = [
+            workers.problem(Candidate(op, tensors, plain, {"T": 1}, choice)).result()
+            for op in ("fused_linear", "no_such_op")
+        ]
+    assert told == ["", 'triton_row {"block_n": 8, "block_k": 64, "warps": 1}: KeyError: \'no_such_op\'']
+    assert [f.name for f in tmp_path.glob("*/*.cubin")] == ["row_kernel.cubin"]
 
 
 def test_an_error_ends_the_workers() -> None:
@@ -78,7 +105,79 @@ def test_an_error_ends_the_workers() -> None:
 
     with pytest.raises(RuntimeError, match="of the compile"):
         failing()
-    assert [p.returncode for p in workers._processes] == [-9, -9]
+    assert workers._parent.returncode == -9
+    deadline = time.monotonic() + 10
+    while any(f"{workers._parent.pid} " in text for text in _groups()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [text for text in _groups() if f"{workers._parent.pid} " in text]
+
+
+def _groups() -> list[str]:
+    """Of every process here that is no zombie: parent, group and session."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, *numbers = file.read_text().rpartition(") ")[2].split()[:4]
+            if state != "Z":
+                found.append(" ".join(numbers) + " ")
+    return found
+
+
+def test_a_process_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with Workers(CONFIG, 2) as workers, pytest.raises(BuildError, match="a build process ended with status 1"):
+        workers.build({}, CONFIG.buckets[0], {}).result()
+
+
+def test_they_come_from_one_process_that_has_imported_the_compiler() -> None:
+    """Each is a fork of it, begins with its first job, and ends with the others."""
+    with Workers(CONFIG, 3) as workers:
+        piece = {"made": [["float32", [2, 3], [3, 1]]], "inputs": ["x"]}
+        for future in [workers.build(piece, CONFIG.buckets[0], {}) for _ in range(6)]:
+            assert future.result().bundle["ir"]["inputs"] == ["x"]
+        parent = workers._parent.pid
+        forked = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        assert len(forked) == 3
+    assert workers._parent.returncode == 0
+    assert not [pid for pid in forked if Path(f"/proc/{pid}").exists()]
+
+
+def test_turns(tmp_path: Path) -> None:
+    """Who has the GPU alone has it alone; others share it, and those that begin to wait later come later."""
+    order: list[str] = []
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+
+        def take(name: str, alone: bool, until: threading.Event) -> None:
+            with turn(tmp_path, alone):
+                order.append(name)
+                assert until.wait(10)
+
+        first, both, last = (threading.Event() for _ in range(3))
+        one = pool.submit(take, "shares", False, first)
+        two = pool.submit(take, "shares too", False, first)
+        _until(lambda: len(order) == 2)
+        timing = pool.submit(take, "alone", True, both)
+        time.sleep(0.1)
+        later = pool.submit(take, "later", False, last)
+        time.sleep(0.1)
+        assert sorted(order) == ["shares", "shares too"]
+        first.set()
+        _until(lambda: len(order) == 3)
+        time.sleep(0.1)
+        assert order[2:] == ["alone"]
+        both.set()
+        _until(lambda: len(order) == 4)
+        last.set()
+        for future in (one, two, timing, later):
+            future.result()
+    assert order[2:] == ["alone", "later"]
+
+
+def _until(reached: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not reached():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_jobs_and_answers_are_plain_data() -> None:

@@ -1,0 +1,152 @@
+"""Which launch constants of the kernels of `triton_fused_linear` are worth compiling and timing at a site.
+
+Of plain weights a tile is tried only where its programs fill the multiprocessors as those of no other do. At all 79
+sites of two shapes, on an H100, the fastest of 1,285 candidates was among the 400 that are left
+(bench/results/gpu_compile.md): programs that all run at once, one on each multiprocessor, are faster than twice as many
+parts of sums, even where 96 of them fill 132.
+"""
+
+# mypy: allow-untyped-defs
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from graphllm.ir import CallSite
+from graphllm.ops.add_lora.triton_low_rank import low_rank_config
+from graphllm.ops.encoded_weights import BITS, span_of
+from graphllm.ops.fused_linear.triton_encoded import tiles_of
+
+Config = Mapping[str, int]
+_ROWS = (  # block_n, block_k, warps
+    (4, 4096, 8), (4, 2048, 4), (8, 1024, 4), (2, 4096, 4), (2, 2048, 4), (4, 4096, 4), (8, 512, 4),
+)  # fmt: skip
+_USUAL, _WIDE = 64, 128  # rows of weights of a tile
+_ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
+    (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
+    (64, 4, 4, 4), (128, 4, 4, 8),
+)  # fmt: skip
+_SHORTEST = 64  # inner entries of a tile of encoded weights
+_FEWEST, _MOST = 96, 640  # programs that a launch of tiles of encoded weights should have
+_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way, registers
+    (16, 4, 2, 0), (16, 8, 2, 0), (16, 4, 3, 0), (16, 4, 4, 0), (32, 8, 2, 0), (16, 4, 2, 96), (16, 8, 2, 64),
+)  # fmt: skip
+_MOST_DIRECT = 16  # rows of x
+_SPLITS = (1, 2, 4, 8)
+_SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
+
+
+class Tile(NamedTuple):
+    """Rows of weights and entries of each that a program takes at once, how many steps are under way, and warps."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    warps: int
+
+
+_TILES = (Tile(64, 128, 4, 4), Tile(64, 256, 3, 4), Tile(64, 64, 6, 4), Tile(128, 128, 3, 8), Tile(32, 256, 4, 4))
+
+
+def row_configs(site: CallSite) -> list[Config]:
+    """Launch constants of the row kernels, the likely best first."""
+    inner = site.args["x_TI"].shape[1]
+    fitting = [row for row in _ROWS if row[1] < 2 * inner] or _ROWS[-1:]
+    return [{"block_n": n, "block_k": k, "warps": w} for n, k, w in fitting]
+
+
+def tile_configs(site: CallSite) -> list[Config]:
+    """Launch constants of the tile kernel for a linear layer at a site."""
+    low = low_rank_config(site)
+    form = site.args["form"]
+    found = [*_direct_configs(site), *_encoded_configs(site)] if form else _plain_configs(site)
+    return [{**config, **low} for config in found]
+
+
+def beside_rows(site: CallSite) -> list[Config]:
+    """`tile_configs` where row kernels serve one row: of plain weights they do that best, as 15 of 16 rows of a tile
+    of tokens are empty, so that one of these is enough."""
+    return tile_configs(site)[: 1 if site.rows("x_TI") == 1 and not site.args["form"] else None]
+
+
+def _plain_configs(site: CallSite) -> list[Config]:
+    width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
+    processors = site.target.multiprocessors
+    found = []
+    for block_t, token_tiles, largest in _token_tiles(site):
+        for tile in _TILES:
+            if not _fits(tile, block_t, 16):
+                continue
+            programs = -(-width // tile.block_n) * token_tiles
+            usual = -(-width // _USUAL) * token_tiles
+            if not _worth_trying(tile, block_t, largest, programs, usual, processors):
+                continue
+            possible = [n for n in _SPLITS if n <= -(-inner // tile.block_k)]
+            splits = max((n for n in possible if n * programs <= processors), default=1)
+            found.append(_config(tile, block_t, token_tiles, splits))
+    return found
+
+
+def _worth_trying(tile: Tile, block_t: int, largest: bool, programs: int, usual: int, processors: int) -> bool:
+    """Whether a tile may be the fastest. largest: no other one takes more tokens, so that weights are read most
+    seldom. usual: programs there would be with tiles of the usual width."""
+    if tile.block_n > _USUAL:  # reads tokens less often, where there is enough to do for every processor without
+        return usual > processors
+    if (tile.block_n < _USUAL or not largest) and programs > processors:  # makes more programs where there are enough
+        return False
+    # Deep tiles are for few tokens, shallow ones for many: both fill shared memory.
+    return tile.block_n < _USUAL or (block_t >= 32 if tile.block_k < 128 else block_t <= 64 or tile.block_k == 128)
+
+
+def _encoded_configs(site: CallSite) -> Iterator[Config]:
+    width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
+    form, group = site.args["form"], site.args["group"]
+    span = span_of(form, inner, group)
+    for block_t, token_tiles, _ in _token_tiles(site):
+        for block_n, parts, stages, warps in _ENCODED_TILES:
+            tile = Tile(block_n, span // parts, stages, warps)
+            if tile.block_k < _SHORTEST or not _fits(tile, block_t, BITS[form]):
+                continue
+            programs, tiles = -(-width // block_n) * token_tiles, tiles_of(inner, tile.block_k, span)
+            possible = [n for n in _SPLITS if n <= tiles]
+            filling = [n for n in possible if _FEWEST <= programs * n <= _MOST]
+            for splits in filling or [possible[-1] if programs < _FEWEST else 1]:
+                yield _config(tile, block_t, token_tiles, splits)
+
+
+def _token_tiles(site: CallSite) -> Iterator[tuple[int, int, bool]]:
+    """Tokens of a tile, how many such tiles there are, and whether it is the largest."""
+    most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
+    sizes = sorted({min(128, most), min(64, most)}, reverse=True)
+    for block_t in sizes:
+        yield block_t, -(-most // block_t), block_t == sizes[0]
+
+
+def _fits(tile: Tile, block_t: int, bits: int) -> bool:
+    """Whether a tile's steps fit into shared memory and its sums into registers."""
+    shared = (tile.block_n * bits // 8 + block_t * 2) * tile.block_k * tile.stages
+    return shared <= _SHARED and tile.block_n * block_t <= 64 * 32 * tile.warps
+
+
+def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:
+    return {"block_t": block_t, "block_n": tile.block_n, "block_k": tile.block_k, "splits": splits,
+            "warps": tile.warps, "stages": tile.stages, "token_tiles": token_tiles, "direct": 0, "norm": 0,
+            "registers": 0}  # fmt: skip
+
+
+def _direct_configs(site: CallSite) -> list[Config]:
+    """Those of programs that read encoded weights into registers."""
+    rows, form, inner = site.rows("x_TI"), site.args["form"], site.args["x_TI"].shape[1]
+    if rows > _MOST_DIRECT:
+        return []
+    span = span_of(form, inner, site.args["group"])
+    block_t = 8 if rows <= 8 else 16
+    norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
+    return [
+        {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
+         "token_tiles": 1, "direct": steps, "norm": norm, "registers": registers}
+        for block_n, warps, steps, registers in _DIRECT
+        if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
+        for norm in norms
+    ]  # fmt: skip
