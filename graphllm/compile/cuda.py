@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphllm.compile import inductor
+from graphllm.compile import gluon, inductor
 from graphllm.compile.backends import Built, Generated, generate
 from graphllm.compile.stand_in import standing_in
 from graphllm.config import Bucket, CompileConfig
@@ -32,12 +32,14 @@ class Cuda:
         generated = generate(piece, bucket, config, choices, known)
         usual = replace(bucket, hi=max(bucket.lo, min(bucket.hi, _TUNING_SIZE)))
         sizes = usual.limits(min(config.max_num_seqs, _TUNING_SEQUENCES))
-        names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}
+        calls = generated.bundle.kernels
+        names = {name: k["triton"] for name, k in calls.items() if "triton" in k}
         examples = [example(s, sizes) for s in input_specs(piece)]
         kernels, blobs = {}, {}
         hidden = [sizes[name] for name in generated.hidden]
         with standing_in(config.tensor_parallel_size):
             found = inductor.cubins(generated.source, [*examples, *hidden], names)
+        found |= {name: gluon.described(k, config.target) for name, k in calls.items() if "gluon" in k}
         for name, made in found.items():
             cubin = made.pop("cubin")
             file = f"{hashlib.sha256(cubin).hexdigest()[:16]}.cubin"

@@ -115,12 +115,12 @@ def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any)
     elif any(isinstance(a, FakeTensor) for a in args):
         torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
     else:
-        _give_scratch()
+        give_scratch()
         kernel[grid](*args, launch_pdl="gdc_wait" in kernel.src, **kwargs)
 
 
 @functools.cache
-def _give_scratch() -> None:
+def give_scratch() -> None:
     """Triton asks a function for the memory in which kernels build descriptors; an artifact has its own."""
     import triton
 
