@@ -55,18 +55,22 @@ class Cuda:
     def _cubins(
         self, generated: Generated, piece: Mapping[str, Any], bucket: Bucket, config: CompileConfig
     ) -> dict[str, Any]:
-        """See `inductor.cubins`. A piece without kernels is not run: what it calls may need other processes."""
+        """See `inductor.cubins`. A piece without Triton kernels is not run: what it calls may need other processes."""
         from graphllm.compile import inductor
+        from graphllm.compile.gluon import described
 
-        names = {name: k["triton"] for name, k in generated.bundle.kernels.items()}
+        calls = generated.bundle.kernels
+        names = {name: k["triton"] for name, k in calls.items() if "triton" in k}
+        others = {name: described(k, config.target) for name, k in calls.items() if "gluon" in k}
         if not names:
-            return {}
+            return others
         module = inductor.load_module(generated.source)
         usual = replace(bucket, hi=max(bucket.lo, min(bucket.hi, _TUNING_SIZE)))
         sizes = usual.limits(min(config.max_num_seqs, _TUNING_SEQUENCES))
         with turn(self._turns, alone=False), standing_in(config.tensor_parallel_size):
             examples = [example(s, sizes) for s in input_specs(piece)]
-            return inductor.cubins(module, [*examples, *(sizes[name] for name in generated.hidden)], names)
+            sizes_given = [sizes[name] for name in generated.hidden]
+            return others | inductor.cubins(module, [*examples, *sizes_given], names)
 
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Nothing is shared: every piece names its cubins."""

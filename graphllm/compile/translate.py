@@ -17,6 +17,7 @@ import torch
 
 from graphllm.ir.exchange import EXCHANGE_WORDS
 from graphllm.ir.externs import EXTERN_NAMESPACE
+from graphllm.ir.gluon import GLUON_NAMESPACE, gluon_kernel
 from graphllm.ir.graph import Shapes, TensorSpec, evaluate, target_of
 from graphllm.ir.kernels import C_NAMESPACE, c_kernel
 
@@ -36,7 +37,8 @@ class Bundle:
     """A compiled piece before packaging.
 
     inputs, outputs: value names. code: instructions in order. kernels: by name, the ABI ("args" as "ptr", "i64", "f64")
-    and where the code is: "cpp" source text, "c" symbol of a `CKernel`, or "triton" name in the generated module.
+    and where the code is: "cpp" source text, "c" symbol of a `CKernel`, "triton" name in the generated module, or
+    "gluon" name of a `GluonKernel` with what it is built from.
     """
 
     inputs: list[str]
@@ -229,6 +231,8 @@ class _Translator:
             abi = ["ptr" if "Tensor" in t else "f64" if t == "float" else "i64" for t in kernel.argument_types]
             self.bundle.kernels[kernel.symbol] = {"args": abi, "c": kernel.symbol}
             self.bundle.code.append(["kernel", kernel.symbol, _arguments(args)])
+        elif namespace == GLUON_NAMESPACE:
+            self.gluon_kernel(rest.split(".")[0], args)
         elif namespace == EXTERN_NAMESPACE:
             self.bundle.code.append(["extern", rest.split(".")[0], _arguments(args)])
         elif "out" in kwargs:
@@ -237,6 +241,15 @@ class _Translator:
             assert name is not None, f"{target} returns nothing and has no out argument"
             made = self.fresh_outputs(target, args, kwargs, name)
             self.bundle.code.append(["call", made, target, args, kwargs])
+
+    def gluon_kernel(self, kernel: str, args: list[Any]) -> None:
+        *given, constants = args
+        names = gluon_kernel(kernel).function.arg_names
+        dtypes = {n: self.specs[a["t"]].dtype for n, a in zip(names, given, strict=False) if _is_tensor(a)}
+        built = {"gluon": kernel, "dtypes": dtypes, "constants": constants}
+        symbol = f"{kernel}_{hashlib.sha256(repr(built).encode()).hexdigest()[:16]}"
+        self.bundle.kernels[symbol] = built
+        self.bundle.code.append(["kernel", symbol, _arguments(given)])
 
     def fresh_outputs(self, target: str, args: list[Any], kwargs: dict[str, Any], name: str) -> list[str]:
         """Allocate the results of an aten call that has no out= form, by running it on fake tensors."""
@@ -278,6 +291,10 @@ class _Translator:
         if isinstance(node, ast.UnaryOp):
             return ast.literal_eval(node)
         return {"i": self.integer(node)}
+
+
+def _is_tensor(argument: Any) -> bool:
+    return isinstance(argument, dict) and "t" in argument
 
 
 def _arguments(args: list[Any]) -> list[Any]:

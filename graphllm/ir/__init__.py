@@ -2,6 +2,7 @@
 
 from graphllm.ir.exchange import exchange
 from graphllm.ir.externs import Extern
+from graphllm.ir.gluon import GluonKernel
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
 from graphllm.ir.model import (
     AttentionMetadata,
@@ -18,8 +19,8 @@ from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 
 __all__ = [
-    "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "Graph", "Impl", "InputSpec",
-    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "exchange", "launch_triton", "nbytes",
-    "op",
+    "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "GluonKernel", "Graph", "Impl",
+    "InputSpec", "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "exchange", "launch_triton",
+    "nbytes", "op",
     "register_derivation", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

@@ -123,12 +123,12 @@ def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any)
         if any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
             kernel.warmup(*args, grid=grid, **options, **kwargs)
             return
-        _give_scratch()
+        give_scratch()
         kernel[grid](*args, **options, **kwargs)
 
 
 @functools.cache
-def _give_scratch() -> None:
+def give_scratch() -> None:
     """Triton asks a function for the memory in which kernels build descriptors; an artifact has its own."""
     import triton
 

@@ -178,6 +178,8 @@ CASES = (
     _case("mixed_sinks", [(1, 77), (30, 30), (0, 0), (9, 100), (1, 1)], (8, 1, 64), sinks=True, fused=True),
     _case("mixed_sinks_window_softcap", [(40, 70), (1, 70), (3, 60)], sinks=True, softcap=3.0, window=18),
     _case("mixed_block128", [(150, 150), (1, 129)], (2, 1, 32), block_size=128),
+    _case("mixed_head128_chunks", [(1, 300), (150, 400), (0, 0), (129, 129), (2, 513)], (4, 1, 128), fused=True),
+    _case("mixed_window_chunks", [(70, 400), (140, 290), (1, 90), (33, 150)], window=150, block_size=64, sinks=True),
     _case("mixed_tree", [(6, 77), (30, 30), (0, 0), (1, 16), (6, 6), (9, 100)], tree=_TREE, fused=True),
     _case("mixed_tree_window", [(6, 77), (60, 130), (6, 200), (6, 6)], (2, 1, 80), tree=_TREE, window=20),
     _case("mixed_wide_tree_window_int8", [(22, 70), (60, 70), (22, 22)], (8, 1, 32), tree=_WIDE, window=3, **_INT8),

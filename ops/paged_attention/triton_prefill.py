@@ -1,4 +1,5 @@
-"""Triton kernels for ragged batches of prefill and decode: store keys and values, then flash attention over the blocks.
+"""Triton kernels for ragged batches of prefill and decode: store keys and values (`triton_write`), then flash attention
+over the blocks.
 
 A program of the flash kernel serves one block of query tokens of one sequence for one KV head, the query heads of that
 KV head packed into the tile's rows. The grid has room for one partly filled block per sequence; a program finds its
@@ -11,8 +12,6 @@ kernels of triton_decode, which spread a long context over many programs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +21,7 @@ from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
-    as_entries,
     as_queries,
-    attends,
     count_bits,
     load_bits,
     load_rotated,
@@ -40,70 +37,8 @@ from graphllm.ops.paged_attention.triton_common import (
     tile_slots,
 )
 from graphllm.ops.paged_attention.triton_decode import Config, launch_decode, plan_splits
-from graphllm.ops.paged_attention.triton_verify import is_verification
-
-_WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
-
-
-@triton.jit
-def _write_kernel(
-    k_ptr,
-    v_ptr,
-    cache_ptr,
-    table_ptr,
-    query_start_ptr,
-    seq_len_ptr,
-    k_norm_ptr,
-    cos_ptr,
-    sin_ptr,
-    kv_scales_ptr,
-    S,
-    K_ROW: tl.constexpr,
-    K_HEAD: tl.constexpr,
-    V_ROW: tl.constexpr,
-    V_HEAD: tl.constexpr,
-    CACHE_BLOCK: tl.constexpr,
-    CACHE_KV: tl.constexpr,
-    CACHE_HEAD: tl.constexpr,
-    CACHE_POS: tl.constexpr,
-    TABLE_ROW: tl.constexpr,
-    E: tl.constexpr,
-    E_PAD: tl.constexpr,
-    P: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    F: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-    SCALED: tl.constexpr,
-    EMULATED: tl.constexpr,
-):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
-    head = tl.program_id(0)
-    t = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
-    s = tl.zeros([BLOCK_T], tl.int32)
-    for base in range(0, S, BLOCK_S):
-        i = base + tl.arange(0, BLOCK_S)
-        ends = tl.load(query_start_ptr + 1 + i, mask=i < S, other=2147483647)
-        s += tl.sum((ends[None, :] <= t[:, None]).to(tl.int32), axis=1)
-    owned = s < S  # rows beyond the last sequence are padding
-    position = tl.load(seq_len_ptr + s, mask=owned, other=0) - tl.load(query_start_ptr + 1 + s, mask=owned, other=0) + t
-    cache_block = tl.load(table_ptr + s.to(tl.int64) * TABLE_ROW + position // P, mask=owned, other=0).to(tl.int64)
-    e = tl.arange(0, E_PAD)
-    row = t.to(tl.int64)[:, None]
-    inside = owned[:, None] & (e < E)[None, :]
-    if not EMULATED:
-        tl.extra.cuda.gdc_wait()
-    k_row = k_ptr + row * K_ROW + head * K_HEAD
-    keys = load_rotated(k_row, row, owned[:, None], k_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
-    values = tl.load(v_ptr + row * V_ROW + head * V_HEAD + e[None, :], mask=inside)
-    token = cache_block * CACHE_BLOCK + (position % P) * CACHE_POS
-    slots = cache_ptr + token[:, None] + (head * CACHE_HEAD + e)[None, :]
-    k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
-    dtype = cache_ptr.dtype.element_ty
-    tl.store(slots, as_entries(keys, k_scale, dtype, SCALED, EMULATED), mask=inside)
-    tl.store(slots + CACHE_KV, as_entries(values, v_scale, dtype, SCALED, EMULATED), mask=inside)
+from graphllm.ops.paged_attention.triton_verify import is_mixed
+from graphllm.ops.paged_attention.triton_write import cache_constants, write_rows
 
 
 @triton.jit
@@ -309,38 +244,6 @@ def _flash_kernel(
         tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _cache_constants(kv_cache: Tensor, block_table: Tensor, E: int, kv_scales: Tensor | None) -> dict[str, Any]:
-    """What both kernels are told of the cache."""
-    return {
-        "CACHE_BLOCK": kv_cache.stride(0), "CACHE_KV": kv_cache.stride(1), "CACHE_HEAD": kv_cache.stride(2),
-        "CACHE_POS": kv_cache.stride(3), "TABLE_ROW": block_table.stride(0), "E": E, "E_PAD": power_of_2(E),
-        "P": kv_cache.shape[3], "BLOCK_S": 128, "SCALED": kv_scales is not None,
-        "EMULATED": triton.knobs.runtime.interpret,
-    }  # fmt: skip
-
-
-def write_rows(
-    k_TKE: Tensor,
-    v_TKE: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    kv_scales: Tensor | None,
-    rotary: Rotary | None,
-) -> None:
-    """Keys and values of the step's tokens go to the cache. rotary: for `rope_attention`."""
-    T, K, E = k_TKE.shape
-    (_, k_norm, cos, sin), rotation = rotary_arguments(rotary, k_TKE)
-    launch_triton(
-        _write_kernel, (K, (T + _WRITE_TOKENS - 1) // _WRITE_TOKENS),
-        k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, k_norm, cos, sin,
-        k_TKE if kv_scales is None else kv_scales, seq_lens.shape[0],
-        K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1), V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1),
-        BLOCK_T=_WRITE_TOKENS, num_warps=4, **_cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
-    )  # fmt: skip
-
-
 def prefill_configs(site: CallSite) -> list[Config]:
     """Launch constants of the flash kernel, the likely best first."""
     q_THE, K = site.args["q_THE"], site.args["kv_cache"].shape[2]
@@ -355,12 +258,6 @@ def prefill_configs(site: CallSite) -> list[Config]:
         {"block_m": max(block_m, power_of_2(G)), "block_n": block_n, "warps": warps, "stages": stages}
         for block_m, block_n, warps, stages in tiles
     ]
-
-
-def is_mixed(site: CallSite) -> bool:
-    """Whether these kernels serve the site; steps of one token or few of each sequence have their own."""
-    few = is_verification(site)
-    return (site.bucket.kind == "mixed" or site.bucket.query_len > 1) and not few and attends(site)
 
 
 @paged_attention.impl("triton_prefill", device="cuda", supports=is_mixed, configs=prefill_configs, remedy=problem)
@@ -390,7 +287,7 @@ def triton_prefill(
     T, H, E = q_THE.shape
     K, P, S = kv_cache.shape[2], kv_cache.shape[3], seq_lens.shape[0]
     G = H // K
-    cache = _cache_constants(kv_cache, block_table, E, kv_scales)
+    cache = cache_constants(kv_cache, block_table, E, kv_scales)
     (q_norm, _, cos, sin), rotation = rotary_arguments(rotary, q_THE)
     scales = q_THE if kv_scales is None else kv_scales
     write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)

@@ -250,6 +250,12 @@ def is_verification(site: CallSite) -> bool:
     return site.bucket.kind == "decode" and site.bucket.query_len > 1 and rows <= _MOST_ROWS and attends(site)
 
 
+def is_mixed(site: CallSite) -> bool:
+    """Whether kernels of ragged batches serve the site; steps of one token or few of each sequence have their own."""
+    few = is_verification(site)
+    return (site.bucket.kind == "mixed" or site.bucket.query_len > 1) and not few and attends(site)
+
+
 def verify_configs(site: CallSite) -> list[Config]:
     """The plan of decode, with one KV head a program. There are more rows than in decode: their ranges are joined many
     at once, however few, since each turn waits for memory; half as many where registers for more would leave room for

@@ -50,6 +50,8 @@ CASES = (
     _case("mixed", norm=True),
     _case("mixed_mha_head80", 0.25),
     _case("mixed_window"),
+    _case("mixed_head128_chunks", norm=True),
+    _case("mixed_window_chunks"),
     _case("decode_sinks_ranges"),
     _case("mixed_sinks"),
     *(_case(f"decode_8b_b{S}_ctx512") for S in (1, 32, 128)),

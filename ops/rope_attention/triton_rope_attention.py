@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
+from graphllm.ops.paged_attention.gluon_prefill import flash_configs, is_flash
+from graphllm.ops.paged_attention.gluon_prefill import gluon_prefill as hopper_prefill
 from graphllm.ops.paged_attention.triton_common import Rotary, problem
 from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
-from graphllm.ops.paged_attention.triton_prefill import is_mixed, prefill_configs
+from graphllm.ops.paged_attention.triton_prefill import prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
-from graphllm.ops.paged_attention.triton_verify import is_verification, verify_configs
+from graphllm.ops.paged_attention.triton_verify import is_mixed, is_verification, verify_configs
 from graphllm.ops.paged_attention.triton_verify import triton_verify as verify
 from graphllm.ops.rope_attention.op import rope_attention
 
@@ -37,6 +39,27 @@ def triton_decode(
 ) -> Tensor:
     """Pure decode: every sequence has zero or one query token."""
     return decode(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
+
+
+def _rotates_halves(site: CallSite) -> bool:
+    """Whether all of a head rotates, and its entries lie side by side in memory."""
+    norm = site.args["q_norm_E"]
+    return (
+        _rotates(site)
+        and 2 * site.args["cos_TF"].shape[1] == site.args["q_THE"].shape[2]
+        and (norm is None or norm.is_contiguous())
+    )
+
+
+@rope_attention.impl(
+    "gluon_prefill", device="cuda", supports=lambda s: is_flash(s) and _rotates_halves(s), configs=flash_configs,
+    remedy=problem,
+)  # fmt: skip
+def gluon_prefill(
+    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
+) -> Tensor:
+    """Any ragged batch, on Hopper."""
+    return hopper_prefill(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
 
 
 @rope_attention.impl(

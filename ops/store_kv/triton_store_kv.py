@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.paged_attention.triton_prefill import write_rows
+from graphllm.ops.paged_attention.triton_write import write_rows
 from graphllm.ops.store_kv.op import store_kv
 
 

@@ -73,10 +73,12 @@ def test_decode_graph_serves_other_lengths() -> None:
 def test_full_size_attention(case: str) -> None:
     op = _OPS["paged_attention"]
     full = _case(op, case)
-    impl = op.impls["triton_decode" if full.bucket.kind == "decode" else "triton_prefill"]
     args = _inputs(op, full, 0)
-    call = impl.at(CallSite(args, detect_target("cuda"), full.bucket))
-    assert _error(op, full, call(**_inputs(op, full, 0)), args) < full.tolerance["bfloat16"]
+    site = CallSite(args, detect_target("cuda"), full.bucket)
+    impls = [i for i in op.impls.values() if i.device == "cuda" and i.supports(site)]
+    assert impls
+    for impl in impls:
+        assert _error(op, full, impl.at(site)(**_inputs(op, full, 0)), args) < full.tolerance["bfloat16"], impl.name
 
 
 @pytest.mark.slow

@@ -17,7 +17,8 @@ tl = pytest.importorskip("triton.language")
 
 
 def _is_function(value: Any) -> bool:
-    return type(value).__module__.startswith("triton.") and hasattr(value, "fn") and hasattr(value.fn, "__code__")
+    known = type(value).__module__.startswith("triton.") and hasattr(value, "fn") and hasattr(value.fn, "__code__")
+    return known and not (hasattr(value, "is_gluon") and value.is_gluon())  # code is not generated around those
 
 
 def _called(function: Any, seen: dict[int, Any]) -> dict[int, Any]:

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from graphllm.compile.gluon import compiled
 from graphllm.config import Target
+from graphllm.ir.gluon import GLUON_NAMESPACE, gluon_kernel
 from graphllm.ir.op import CallSite, Impl, Op
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing import Maker
@@ -31,9 +34,9 @@ POINTERS = {
 }  # fmt: skip
 
 
-def launches(op: Op, impl: Impl) -> Iterator[dict[str, Any]]:
-    """Of the Triton kernels that an implementation starts at the small cases that it takes: the arguments of their
-    calls as a tracer records them."""
+def launches(op: Op, impl: Impl) -> Iterator[torch.fx.Node]:
+    """Calls of the Triton and Gluon kernels that an implementation starts at the small cases that it takes, as a tracer
+    records them."""
     maker = Maker(torch.Generator(), torch.device("cpu"), torch.bfloat16)
     small = [c for c in cases_of(op) if c.size == "small"]
     for case, ranks in itertools.product(small, (1, 2, 4) if "ranks" in op.signature.parameters else (1,)):
@@ -47,15 +50,37 @@ def launches(op: Op, impl: Impl) -> Iterator[dict[str, Any]]:
         for config in configs[:: max(1, len(configs) - 1)]:
             fn = functools.partial(impl.fn, **others, **config)
             graph = make_fx(_of_names(fn), tracing_mode="fake")(tensors).graph
-            yield from (n.kwargs for n in graph.nodes if "triton_kernel_wrapper" in str(n.target))
+            yield from (n for n in graph.nodes if "triton_kernel_wrapper" in str(n.target) or _gluon_name(n))
 
 
 def _of_names(fn: Callable[..., Any]) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: fn(**tensors)
 
 
-def build(call: dict[str, Any], built: dict[str, str]) -> str:
+def _gluon_name(node: torch.fx.Node) -> str:
+    """Of the Gluon kernel that a node calls, empty where it calls none."""
+    schema = getattr(node.target, "_schema", None)
+    namespace, _, name = schema.name.partition("::") if schema else ("", "", "")
+    return name if namespace == GLUON_NAMESPACE else ""
+
+
+def build(node: torch.fx.Node, built: dict[str, str]) -> str:
     """PTX of a recorded launch; equal ones are built once."""
+    return _build_gluon(node, built) if _gluon_name(node) else _build_triton(node.kwargs, built)
+
+
+def _build_gluon(node: torch.fx.Node, built: dict[str, str]) -> str:
+    kernel, constants = gluon_kernel(_gluon_name(node)), json.loads(node.args[-1])
+    names = kernel.function.arg_names
+    given = {n: v.meta["val"] for n, v in zip(names, node.args, strict=False) if isinstance(v, torch.fx.Node)}
+    dtypes = {n: str(v.dtype).removeprefix("torch.") for n, v in given.items() if isinstance(v, torch.Tensor)}
+    key = repr((kernel.name, dtypes, constants))
+    if key not in built:
+        built[key] = compiled(kernel, dtypes, constants, TARGET).asm["ptx"]
+    return built[key]
+
+
+def _build_triton(call: Mapping[str, Any], built: dict[str, str]) -> str:
     kernel = kernel_side_table.get_kernel(call["kernel_idx"])
     given = {**kernel_side_table.get_constant_args(call["constant_args_idx"]), **call["kwargs"]}
     options = {}

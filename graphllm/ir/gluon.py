@@ -1,0 +1,58 @@
+"""Kernels in Gluon, Triton's language beneath Triton: layouts, shared memory and which warps do what are written down.
+
+Inductor can write down a Triton kernel and not one of these, so they are declared like those in C++ and built by
+`graphllm.compile.gluon`. Triton's interpreter does not know them: an implementation that launches one supports no site
+under TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from graphllm.ir.kernels import give_scratch
+
+GLUON_NAMESPACE = "graphllm_gluon"
+_library = torch.library.Library(GLUON_NAMESPACE, "FRAGMENT")
+_kernels: dict[str, GluonKernel] = {}
+
+
+class GluonKernel:
+    """A kernel by a function that `triton.experimental.gluon.jit` made; tracers record one node for a call of it.
+
+    schema: of the function's arguments before its constants, which come last in it, as for
+    `graphllm.ir.kernels.CKernel`: "(Tensor x, Tensor(a!) out, SymInt T) -> ()". Tensors begin at multiples of 16 bytes.
+    warps: of a program where it begins, before it gives work to others.
+    """
+
+    def __init__(self, function: Any, schema: str, warps: int) -> None:
+        self.function, self.warps, self.name = function, warps, function.__name__
+        schema = schema.replace(") ->", ", SymInt programs, str constants) ->")
+        _library.define(self.name + schema)
+        _library.impl(self.name, self._run, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{GLUON_NAMESPACE}::{self.name}", self._compile, lib=_library)
+        self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, GLUON_NAMESPACE), self.name).default
+        _kernels[self.name] = self
+
+    def __call__(self, programs: int | torch.SymInt, *args: Any, **constants: Any) -> None:
+        """Launch so many programs. args: as the schema has them."""
+        self.overload(*args, programs, json.dumps(constants))
+
+    def _run(self, *args: Any) -> None:
+        *given, programs, constants = args
+        give_scratch()
+        self.function[(programs,)](*given, **json.loads(constants), num_warps=self.warps)
+
+    def _compile(self, *args: Any) -> None:
+        """With tensors on "meta" that are no tracer's: see `launch_triton`."""
+        *given, programs, constants = args
+        if not any(isinstance(a, FakeTensor) for a in given):
+            self.function.warmup(*given, grid=(programs,), **json.loads(constants), num_warps=self.warps)
+
+
+def gluon_kernel(name: str) -> GluonKernel:
+    """The declared kernel of that name."""
+    return _kernels[name]
