@@ -165,7 +165,7 @@ def main() -> None:
         llm.close()
     result = {
         "command": f"python {' '.join(sys.argv)}", "machine": machine(args.target),
-        "versions": {p: version(p) for p in ("torch", "graphllm")}, "compiling s": compiled,
+        "versions": {"torch": version("torch")}, "compiling s": compiled,
         "whole s": round(time.perf_counter() - start), "methods": table,
     }  # fmt: skip
     if args.out:
