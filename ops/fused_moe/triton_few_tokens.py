@@ -269,9 +269,8 @@ _DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
 _ONE_ENCODED = (  # for one token: weight rows, warps, steps under way, registers
     (16, 4, 2, 0), (16, 4, 4, 0), (16, 4, 6, 0), (16, 2, 4, 0), (16, 8, 3, 0), (16, 4, 2, 80), (16, 8, 3, 64),
 )  # fmt: skip
-_HALVES = (  # in float8: stages, warps, and weight rows and registers of each of the two products
-    (3, 4, 64, 64, 64, 64), (3, 4, 128, 96, 64, 64), (4, 4, 128, 96, 128, 96), (3, 8, 128, 64, 128, 64),
-    (4, 8, 128, 64, 128, 64), (3, 4, 128, 0, 64, 0),
+_HALVES = (  # in float8: stages, and weight rows and registers of each of the two products
+    (3, 64, 64, 64, 64), (3, 128, 96, 64, 64), (3, 128, 96, 128, 96), (3, 128, 0, 64, 0),
 )  # fmt: skip
 _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
 
@@ -352,8 +351,8 @@ def configs_of_few(site: CallSite) -> list[Config]:
             found.append({**common, **which, "block_n": n, "stages": stages, "warps": warps})
     if rows > _MOST_DIRECT and supports_halves(site):
         found += [
-            {**common, "stages": s, "warps": warps, "block_n": n, "registers": r, "halves": n_2, "registers_2": r_2}
-            for s, warps, n, r, n_2, r_2 in _HALVES
+            {**common, "stages": stages, "warps": 4, "block_n": n, "registers": r, "halves": n_2, "registers_2": r_2}
+            for stages, n, r, n_2, r_2 in _HALVES
         ]
     return found
 
@@ -413,9 +412,8 @@ def few_tokens(
         if config["halves"]:
             rows, registers = ((config["block_n"], config["registers"]), (config["halves"], config["registers_2"]))[i]
             launch_halves(
-                i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"],
-                config["warps"], registers,
-            )  # fmt: skip
+                i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"], registers
+            )
             continue
         bias, lora = experts.biases[i], experts.lora
         tables, of_lora = (x, x, x), NO_LORA

@@ -24,6 +24,7 @@ from graphllm.ops.quantize_rows.triton_quantize_rows import float8_code
 
 _GROUP = 32  # entries of one scale
 _PADDED = 128  # entries of which rows of halves are a multiple
+_WARPS = 4
 _SLOTS = 16  # tokens of an expert that are multiplied at a time
 
 
@@ -254,7 +255,7 @@ def supports_halves(site: CallSite) -> bool:
 
 def launch_halves(
     i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_t: int,
-    block_n: int, stages: int, warps: int, registers: int,
+    block_n: int, stages: int, registers: int,
 ) -> None:  # fmt: skip
     """The first or second product: x [T, D] into ``out`` [P, F], or x [P, F] into [P, D]."""
     (rows, K), (T, A), emulated = x.shape, experts_TA.shape, triton.knobs.runtime.interpret
@@ -273,5 +274,5 @@ def launch_halves(
         ROWS=out_rows, K=K, GROUP=_GROUP, SPAN=span_of(experts.form, K, _GROUP), A=A, A_PAD=1 << (A - 1).bit_length(),
         BIAS=bias is not None, GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit,
         BLOCK_T=block_t, BLOCK_N=block_n, SLOTS=_SLOTS, REGISTERS=registers, EMULATED=emulated,
-        num_warps=warps, num_stages=stages,
+        num_warps=_WARPS, num_stages=stages,
     )  # fmt: skip
