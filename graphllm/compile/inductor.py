@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import subprocess
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -150,11 +148,10 @@ def _cubin(kernel: Any) -> dict[str, Any]:
     metadata = binary.metadata
     if getattr(metadata, "num_ctas", 1) != 1:
         raise NotImplementedError(f"kernel {metadata.name} wants clusters, which pieces do not provide")
-    registers = compiled.compile_meta["constants"].get("REGISTERS")
     grid = GridExpr.from_meta(compiled.inductor_meta, launcher.config)
     parameters = [p for p in inspect.signature(launcher).parameters if p != "stream"]
     return {
-        "cubin": with_registers(binary.asm["ptx"], registers) if registers else binary.asm["cubin"],
+        "cubin": binary.asm["cubin"],
         "symbol": metadata.name,
         "shared": metadata.shared,
         "warps": metadata.num_warps,
@@ -165,22 +162,6 @@ def _cubin(kernel: Any) -> dict[str, Any]:
         "prefix": [[part.strip() for part in line.split("=", 1)] for line in grid.prefix],
         "grid": [int(g) if str(g).isdigit() else str(g) for g in (grid.x_grid, grid.y_grid, grid.z_grid)],
     }
-
-
-def with_registers(ptx: str, most: int) -> bytes:
-    """The cubin of a kernel's PTX with so many registers a thread at most, which Inductor cannot ask Triton for."""
-    import triton
-
-    limited = re.sub(r"^(\.reqntid .*)$", rf"\1\n.maxnreg {most}", ptx, flags=re.MULTILINE)
-    name = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
-    assert name is not None
-    assert limited != ptx
-    with tempfile.TemporaryDirectory() as folder:
-        source, binary = Path(folder, "kernel.ptx"), Path(folder, "kernel.cubin")
-        source.write_text(limited)
-        command = [triton.knobs.nvidia.ptxas.path, "-lineinfo", f"--gpu-name={name[1]}", str(source), "-o", str(binary)]
-        subprocess.run(command, check=True, capture_output=True)
-        return binary.read_bytes()
 
 
 def _kind(triton_type: str) -> str | None:

@@ -108,23 +108,20 @@ def build_library(sources: Sequence[Path]) -> Path:
 def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any) -> None:
     """Start a Triton kernel so that tracers record it; runs it directly otherwise (also under TRITON_INTERPRET=1).
 
-    A kernel that waits on the device for the one before it is started early, as in an artifact. One with a constant
-    REGISTERS gets so many a thread at most, unless it is 0: ptxas alone takes more than it needs where fewer would let
-    more programs run at once. With tensors on "meta" it is only compiled, into Triton's cache.
+    A kernel that waits on the device for the one before it is started early, as in an artifact. With tensors on "meta"
+    it is only compiled, into Triton's cache.
     """
     if type(kernel).__name__ == "InterpretedFunction":
         kernel[grid](*args, **kwargs)
     elif any(isinstance(a, FakeTensor) for a in args):
         torch.library.wrap_triton(kernel)[grid](*args, **kwargs)
     else:
-        options: dict[str, Any] = {"launch_pdl": "gdc_wait" in kernel.src}
-        if kwargs.get("REGISTERS"):
-            options["maxnreg"] = kwargs["REGISTERS"]
+        early = "gdc_wait" in kernel.src
         if any(isinstance(a, torch.Tensor) and a.is_meta for a in args):
-            kernel.warmup(*args, grid=grid, **options, **kwargs)
+            kernel.warmup(*args, grid=grid, launch_pdl=early, **kwargs)
             return
         give_scratch()
-        kernel[grid](*args, **options, **kwargs)
+        kernel[grid](*args, launch_pdl=early, **kwargs)
 
 
 @functools.cache

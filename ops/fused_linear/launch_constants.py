@@ -25,12 +25,10 @@ _ROWS = (  # block_n, block_k, warps
 _USUAL, _WIDE = 64, 128  # rows of weights of a tile
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
     (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
-    (64, 4, 4, 4), (128, 4, 4, 8),
 )  # fmt: skip
-_SHORTEST = 64  # inner entries of a tile of encoded weights
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles of encoded weights should have
-_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way, registers
-    (16, 4, 2, 0), (16, 8, 2, 0), (16, 4, 3, 0), (16, 4, 4, 0), (32, 8, 2, 0), (16, 4, 2, 96), (16, 8, 2, 64),
+_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
+    (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
 )  # fmt: skip
 _MOST_DIRECT = 16  # rows of x
 _SPLITS = (1, 2, 4, 8)
@@ -106,7 +104,7 @@ def _encoded_configs(site: CallSite) -> Iterator[Config]:
     for block_t, token_tiles, _ in _token_tiles(site):
         for block_n, parts, stages, warps in _ENCODED_TILES:
             tile = Tile(block_n, span // parts, stages, warps)
-            if tile.block_k < _SHORTEST or not _fits(tile, block_t, BITS[form]):
+            if not _fits(tile, block_t, BITS[form]):
                 continue
             programs, tiles = -(-width // block_n) * token_tiles, tiles_of(inner, tile.block_k, span)
             possible = [n for n in _SPLITS if n <= tiles]
@@ -131,8 +129,7 @@ def _fits(tile: Tile, block_t: int, bits: int) -> bool:
 
 def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:
     return {"block_t": block_t, "block_n": tile.block_n, "block_k": tile.block_k, "splits": splits,
-            "warps": tile.warps, "stages": tile.stages, "token_tiles": token_tiles, "direct": 0, "norm": 0,
-            "registers": 0}  # fmt: skip
+            "warps": tile.warps, "stages": tile.stages, "token_tiles": token_tiles, "direct": 0, "norm": 0}  # fmt: skip
 
 
 def _direct_configs(site: CallSite) -> list[Config]:
@@ -145,8 +142,8 @@ def _direct_configs(site: CallSite) -> list[Config]:
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": steps, "norm": norm, "registers": registers}
-        for block_n, warps, steps, registers in _DIRECT
+         "token_tiles": 1, "direct": steps, "norm": norm}
+        for block_n, warps, steps in _DIRECT
         if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
         for norm in norms
     ]  # fmt: skip

@@ -251,7 +251,7 @@ def encoded_product(
     SPAN: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_T: tl.constexpr,
-    BLOCK_K: tl.constexpr,  # a span, or a half or a quarter of it
+    BLOCK_K: tl.constexpr,  # a span, or half of it
     EVEN: tl.constexpr,
     EMULATED: tl.constexpr,
 ):

@@ -341,7 +341,6 @@ def tile_kernel(
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
     WARPS: tl.constexpr,
-    REGISTERS: tl.constexpr,  # see `launch_triton`
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -684,7 +683,7 @@ def launch_tiles(
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
-        DIRECT=config["direct"], WARPS=config["warps"], REGISTERS=config["registers"],
+        DIRECT=config["direct"], WARPS=config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 

@@ -266,12 +266,8 @@ _ENCODED_FEW = (  # weight rows, tiles of a span, stages, warps
     (128, 1, 3, 4), (128, 1, 4, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 2, 4, 4),
 )  # fmt: skip
 _DIRECT = ((16, 8, 4), (16, 8, 8))  # weight rows, tokens, warps
-_ONE_ENCODED = (  # for one token: weight rows, warps, steps under way, registers
-    (16, 4, 2, 0), (16, 4, 4, 0), (16, 4, 6, 0), (16, 2, 4, 0), (16, 8, 3, 0), (16, 4, 2, 80), (16, 8, 3, 64),
-)  # fmt: skip
-_HALVES = (  # in float8: stages, and weight rows and registers of each of the two products
-    (3, 64, 64, 64, 64), (3, 128, 96, 64, 64), (3, 128, 96, 128, 96), (3, 128, 0, 64, 0),
-)  # fmt: skip
+_ONE_ENCODED = ((16, 4, 2), (16, 4, 4), (16, 4, 6), (16, 2, 4), (16, 8, 3))  # for one token: weight rows, warps, steps
+_HALVES = ((64, 64, 3), (128, 64, 3), (128, 128, 3))  # in float8: weight rows of each of the two products, stages
 _MOST_DIRECT = 2  # tokens, in an expert's product on registers: with more, tiles in shared memory are faster
 
 
@@ -334,15 +330,11 @@ def configs_of_few(site: CallSite) -> list[Config]:
     # The inner entries of encoded tiles are their format's, whole spans or halves.
     form, rows, plain = site.args["form"], site.rows("x_TD"), site.args["adapter_ids_T"] is None
     common = {"block_t": block_t, "block_k": 0, "parts": 1, "block_s": 0, "stages": 1, "one": 0, "ahead": 2,
-              "halves": 0, "registers": 0, "registers_2": 0}  # fmt: skip
-    # halves: weight rows of the second product in float8, registers_2: its registers
+              "halves": 0}  # fmt: skip  # else: weight rows of the second product in float8
     found: list[Config] = []
     if form and rows == 1 and plain:
         one = {**common, "one": 1}
-        found += [
-            {**one, "block_n": n, "warps": warps, "ahead": ahead, "registers": registers}
-            for n, warps, ahead, registers in _ONE_ENCODED
-        ]
+        found += [{**one, "block_n": n, "warps": warps, "ahead": ahead} for n, warps, ahead in _ONE_ENCODED]
     elif form and rows <= _MOST_DIRECT and plain:  # adapters need tiles of at least 16 tokens
         found += [{**common, "block_n": n, "block_s": tokens, "warps": warps} for n, tokens, warps in _DIRECT]
     for n, inner, stages, warps in _ENCODED_FEW if form else _FEW:
@@ -350,10 +342,7 @@ def configs_of_few(site: CallSite) -> list[Config]:
             which = {"parts": inner} if form else {"block_k": inner}
             found.append({**common, **which, "block_n": n, "stages": stages, "warps": warps})
     if rows > _MOST_DIRECT and supports_halves(site):
-        found += [
-            {**common, "stages": stages, "warps": 4, "block_n": n, "registers": r, "halves": n_2, "registers_2": r_2}
-            for stages, n, r, n_2, r_2 in _HALVES
-        ]
+        found += [{**common, "halves": more, "block_n": n, "stages": s, "warps": 4} for n, more, s in _HALVES]
     return found
 
 
@@ -404,16 +393,11 @@ def few_tokens(
     )
     for i, (x, weight, out, sizes) in enumerate(products):
         if config["one"]:
-            launch_one(
-                i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"],
-                config["registers"],
-            )  # fmt: skip
+            launch_one(i, x, out, experts, weights_TA, experts_TA, config["block_n"], config["warps"], config["ahead"])
             continue
         if config["halves"]:
-            rows, registers = ((config["block_n"], config["registers"]), (config["halves"], config["registers_2"]))[i]
-            launch_halves(
-                i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"], registers
-            )
+            rows = (config["block_n"], config["halves"])[i]
+            launch_halves(i, x, out, experts, weights_TA, experts_TA, config["block_t"], rows, config["stages"])
             continue
         bias, lora = experts.biases[i], experts.lora
         tables, of_lora = (x, x, x), NO_LORA

@@ -201,7 +201,6 @@ def halves_experts_kernel(
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     SLOTS: tl.constexpr,
-    REGISTERS: tl.constexpr,  # see `launch_triton`
     EMULATED: tl.constexpr,
 ):
     """Programs have some weight rows of one expert, and read them once for every SLOTS tokens that chose it."""
@@ -255,7 +254,7 @@ def supports_halves(site: CallSite) -> bool:
 
 def launch_halves(
     i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_t: int,
-    block_n: int, stages: int, registers: int,
+    block_n: int, stages: int,
 ) -> None:  # fmt: skip
     """The first or second product: x [T, D] into ``out`` [P, F], or x [P, F] into [P, D]."""
     (rows, K), (T, A), emulated = x.shape, experts_TA.shape, triton.knobs.runtime.interpret
@@ -273,6 +272,6 @@ def launch_halves(
         weight if bias is None else bias, weights_TA, experts_TA, out, T, X_ROW=2 * width, WEIGHT_ROW=weight_row,
         ROWS=out_rows, K=K, GROUP=_GROUP, SPAN=span_of(experts.form, K, _GROUP), A=A, A_PAD=1 << (A - 1).bit_length(),
         BIAS=bias is not None, GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit,
-        BLOCK_T=block_t, BLOCK_N=block_n, SLOTS=_SLOTS, REGISTERS=registers, EMULATED=emulated,
+        BLOCK_T=block_t, BLOCK_N=block_n, SLOTS=_SLOTS, EMULATED=emulated,
         num_warps=_WARPS, num_stages=stages,
     )  # fmt: skip

@@ -45,7 +45,6 @@ def one_pair_kernel(
     SLOTS: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
-    REGISTERS: tl.constexpr,  # see `launch_triton`
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -79,7 +78,7 @@ def one_pair_kernel(
 
 def launch_one(
     i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_n: int, warps: int,
-    ahead: int, registers: int,
+    ahead: int,
 ) -> None:  # fmt: skip
     """The first or second product of one token: x [1, D] into ``out`` [A, F], or x [A, F] into [A, D]."""
     weight, bias = (experts.gate_up, experts.down)[i], experts.biases[i]
@@ -89,5 +88,5 @@ def launch_one(
         *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
         weights_TA, experts_TA, out, **experts.encoding(i, x.shape[1]), ROWS=rows, K=x.shape[1], BIAS=bias is not None,
         GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, BLOCK_N=block_n, SLOTS=_SLOTS, WARPS=warps,
-        AHEAD=ahead, REGISTERS=registers, EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
+        AHEAD=ahead, EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
     )  # fmt: skip

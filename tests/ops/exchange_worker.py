@@ -48,7 +48,7 @@ def check_norm(rank: int, ranks: int, call: int) -> None:
     config = {"triton_row": {"block_n": 4, "block_k": 64, "warps": 4}, "cublas": {}}.get(name)
     if config is None:
         config = {"block_t": 16, "block_n": 32, "block_k": 64, "splits": 1, "warps": 4, "stages": 1, "token_tiles": 1,
-                  "direct": 0, "norm": 0, "registers": 0, "low_rows": 16, "low_splits": 1}  # fmt: skip
+                  "direct": 0, "norm": 0, "low_rows": 16, "low_splits": 1}  # fmt: skip
     given = linear_add_norm.bind((xs[rank], weights[rank], residual, norm, 1e-5), {"ranks": ranks})
     total, normed = linear_add_norm.impls[name].fn(**given, **config)
     exact = residual.float() + sum(x.float() @ w.float().T for x, w in zip(xs, weights, strict=True))
