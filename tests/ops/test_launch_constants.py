@@ -42,7 +42,8 @@ def test_what_was_the_fastest_is_tried() -> None:
     tried = timed = 0
     for shape, op, bucket, rows, weights, inner, number, _, impl, constants in MEASURED["linear layers"]:
         found = _candidates(op, rows, weights, inner)
-        assert (impl, constants) in found, (shape, op, bucket, weights, inner)
+        same = [c for name, c in found if name == impl and constants.items() <= c.items()]
+        assert len(same) == 1, (shape, op, bucket, weights, inner)
         tried, timed = tried + len(found), timed + number
     assert timed > 1200
     assert tried < timed / 3
