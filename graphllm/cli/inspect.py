@@ -70,6 +70,11 @@ def inspect(folder: Path, json: bool) -> None:
     files = sum(size for size, _ in manifest["files"].values())
     stages = ", ".join(f"{k} {v:.1f}" for k, v in manifest["seconds"].items())
     console.print(f"{len(manifest['files'])} files, {files:,} bytes; compiled in seconds: {stages}")
+    if tuning := manifest.get("tuning"):
+        console.print(
+            f"kernels timed for {tuning['seconds']:.1f} s of these: {tuning['candidates']} candidates at "
+            f"{tuning['timed']} of {tuning['sites']} sites, the others being equal"
+        )
     if compilers := ", ".join(f"{k} {v:.1f}" for k, v in manifest.get("compilers", {}).items()):
         console.print(f"C++ compilers beside them, in seconds: {compilers}")
 

@@ -22,7 +22,7 @@ Config = Mapping[str, int]
 _ROWS = (  # block_n, block_k, warps
     (4, 4096, 8), (4, 2048, 4), (8, 1024, 4), (2, 4096, 4), (2, 2048, 4), (4, 4096, 4), (8, 512, 4),
 )  # fmt: skip
-_USUAL, _WIDE = 64, 128  # rows of weights of a tile
+_USUAL = 64  # rows of weights of a tile
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
     (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip

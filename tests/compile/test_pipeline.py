@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,6 +244,16 @@ def test_manifest_says_what_happened(compiled_artifact: Path) -> None:
     assert sum(manifest["seconds"].values()) > 0.1
     assert manifest["made_with"].keys() == {"g++", "machine"}
     assert manifest["factors"]["compile"]["target"]["device"] == "cpu"
+
+
+def test_inductor_is_imported_late() -> None:
+    """Not by what traces, tunes, and refuses models; building needs it."""
+    modules = ("pipeline", "tune", "workers", "building", "cuda", "cost")
+    told = "print('torch._inductor.compile_fx' in sys.modules)"
+    early = [f"import graphllm.compile.{module}" for module in modules]
+    late = "; ".join(["import sys", *early, told, "import graphllm.compile.backends", told])
+    done = subprocess.run([sys.executable, "-c", late], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
 
 
 def test_tied_weights_are_counted_once() -> None:

@@ -1,0 +1,65 @@
+"""Which launch constants of linear layers on a GPU are tried: few, and those that were measured to be the fastest."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphllm.config import Bucket, Target
+from graphllm.ir import CallSite
+from graphllm.ir.registry import load_ops
+
+OPS = load_ops()
+TARGET = Target("cuda", ("sm_90", "sms_132"))
+MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/h100_tuning.json").read_text())
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's kernels")
+
+
+def _candidates(op: str, rows: int, weights: int, inner: int, form: str = "") -> list[tuple[str, dict[str, Any]]]:
+    def made(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16, device="meta")
+
+    given: dict[str, Any] = {"x_TI": made(rows, inner), "weight_OI": made(weights, inner), "form": form}
+    if op == "linear_add_norm":
+        given |= {"residual_TO": made(rows, weights), "norm_O": made(weights), "eps": 1e-5}
+    bucket = Bucket("decode", rows, rows) if rows == 1 else Bucket("decode", 2, rows)
+    site = CallSite(OPS[op].bind((), given), TARGET, bucket)
+    return [
+        (impl.name, dict(config))
+        for impl in OPS[op].impls.values()
+        if impl.device == "cuda" and impl.supports(site)
+        for config in impl.configs(site)
+    ]
+
+
+def test_what_was_the_fastest_is_tried() -> None:
+    """At each of the sites of two models where all candidates were timed, a third of which is tried now."""
+    tried = timed = 0
+    for shape, op, bucket, rows, weights, inner, number, _, impl, constants in MEASURED["linear layers"]:
+        found = _candidates(op, rows, weights, inner)
+        same = [c for name, c in found if name == impl and constants.items() <= c.items()]
+        assert len(same) == 1, (shape, op, bucket, weights, inner)
+        tried, timed = tried + len(found), timed + number
+    assert timed > 1200
+    assert tried < timed / 3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 40, 64, 100, 256])
+@pytest.mark.parametrize("weights", [64, 1000, 4096, 28672, 151936])
+@pytest.mark.parametrize("inner", [64, 1024, 14336])
+def test_something_is_tried_everywhere(rows: int, weights: int, inner: int) -> None:
+    """Some tile for all rows; parts of sums only where all programs run at once and something is left for each."""
+    for op in ("fused_linear", "linear_add_norm"):
+        tiles = [c for impl, c in _candidates(op, rows, weights, inner) if impl == "triton_tile"]
+        assert tiles
+        assert len({str(sorted(c.items())) for c in tiles}) == len(tiles)
+        for c in tiles:
+            assert c["block_t"] * c["token_tiles"] >= rows
+            programs = -(-weights // c["block_n"]) * c["token_tiles"] * c["splits"]
+            assert c["splits"] == 1 or programs <= TARGET.multiprocessors
+            assert c["splits"] <= -(-inner // c["block_k"])
