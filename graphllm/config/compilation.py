@@ -195,6 +195,17 @@ class CompileConfig:
     enable_expert_parallel: bool = setting(
         False, help="Ranks divide the experts of a layer by their number, each whole, and not by their width."
     )
+    enable_eplb: bool = setting(
+        False,
+        help="Balance the experts of enable_expert_parallel: while serving, move them between ranks as tokens choose "
+        "them.",
+    )
+    num_redundant_experts: int = setting(
+        0,
+        help="Of enable_eplb: room for so many copies of busy experts in each layer, shared by all ranks.",
+        ge=0,
+        le=2**12,
+    )
     num_speculative_tokens: int = setting(
         0, help="Drafted tokens of a sequence that one step verifies; 0: none.", ge=0, le=2**10
     )
@@ -272,6 +283,11 @@ class CompileConfig:
     )
 
     @property
+    def counts_experts(self) -> bool:
+        """Whether steps count the tokens of each expert."""
+        return self.count_expert_tokens or self.enable_eplb
+
+    @property
     def longest_query(self) -> int:
         """Tokens of a sequence that a step verifies at most, 1 without drafts."""
         return max((b.query_len for b in self.buckets), default=1)
@@ -343,6 +359,14 @@ def check(config: CompileConfig) -> None:
         )
     if config.enable_expert_parallel and config.tensor_parallel_size == 1:
         raise ConfigError("enable_expert_parallel: one rank has all experts; set tensor_parallel_size, or leave it out")
+    if config.enable_eplb and not config.enable_expert_parallel:
+        raise ConfigError(
+            "enable_eplb is True: it moves whole experts between ranks; set enable_expert_parallel, or leave it out"
+        )
+    if config.num_redundant_experts and not config.enable_eplb:
+        raise ConfigError(
+            f"num_redundant_experts is {config.num_redundant_experts}: enable_eplb makes the copies; set it, or use 0"
+        )
     if config.tree is not None:
         _check_tree(config, config.tree)
     for rule in config.quantization_rules:

@@ -28,6 +28,7 @@ from graphllm.engine.adapter_memory import AdapterMemory
 from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.constraints import ConstraintError, Constraints
 from graphllm.engine.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
+from graphllm.engine.expert_balancer import ExpertBalancer
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.kept_vectors import KeptVectors
 from graphllm.engine.options import LogitsProcessor, Row, imported, rowwise
@@ -80,7 +81,7 @@ class _InFlight(NamedTuple):
 class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
     where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs at
-    once, in the stages of a pipeline."""
+    once, in the stages of a pipeline. balancer: says which experts move, where they do."""
 
     def __init__(
         self,
@@ -92,8 +93,10 @@ class EngineCore:
         speculation: SpeculationConfig = _NO_SPECULATION,
         adapters: AdapterMemory | None = None,
         overlapping: int = 1,
+        balancer: ExpertBalancer | None = None,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
+        self._balancer = balancer
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
@@ -358,6 +361,8 @@ class EngineCore:
                 self._executor.write_entry(state.slot, begun_states)
             requests.verifiable[state.slot] = self._verifies
         before_step(self._executor, output, self._adapters)
+        for moves in self._balancer.next() if self._balancer is not None else ():
+            self._executor.move_experts(moves)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
         if self._providers:
             arrays = batch.step.arrays
@@ -481,6 +486,8 @@ class EngineCore:
         if (counted := result.outputs.get("expert_tokens")) is not None:
             before = 0 if self._expert_tokens is None else self._expert_tokens
             self._expert_tokens = before + counted.astype(np.int64)
+            if self._balancer is not None:
+                self._balancer.count(counted)
         return news
 
     def _complete(
@@ -556,6 +563,8 @@ class EngineCore:
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
         stats.preemptions = scheduler.preemptions
         stats.expert_tokens = [] if self._expert_tokens is None else self._expert_tokens.tolist()
+        if self._balancer is not None:
+            stats.expert_moves, stats.expert_balancedness = self._balancer.moved, self._balancer.balancedness()
         drafted = scheduler.acceptance
         stats.drafts, stats.draft_tokens, stats.accepted_tokens = (
             drafted.drafts, drafted.draft_tokens, drafted.by_position.tolist()

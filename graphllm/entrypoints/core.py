@@ -86,6 +86,7 @@ def _make_core(
     clock: Callable[[str], None],
 ) -> EngineCore:
     from graphllm.engine.core import EngineCore
+    from graphllm.engine.expert_balancer import ExpertBalancer
     from graphllm.engine.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
     from graphllm.engine.options import imported
     from graphllm.engine.structured.compilers import GrammarCompilers
@@ -116,6 +117,7 @@ def _make_core(
         config.speculation,
         adapters,
         executor.overlapping,
+        None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
     )
 
 
