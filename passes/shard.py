@@ -12,15 +12,17 @@ import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
-from graphllm.ir.groups import TENSOR
+from graphllm.ir.groups import EXPERTS, TENSOR
 from graphllm.ir.op import op_of
 from graphllm.ops.all_gather import all_gather
 from graphllm.ops.all_reduce import all_reduce
 from graphllm.ops.embedding import embedding
 from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.gather_rows import gather_rows
 from graphllm.ops.linear import linear
 from graphllm.ops.place_experts import place_experts
 from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.sum_rows import sum_rows
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
 from graphllm.weights.expert_slots import ROUTING_TABLES, first_placement, routing_tables
 from graphllm.weights.expr import Expr, Slice, Values
@@ -34,10 +36,13 @@ aten = torch.ops.aten
 def shard(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Put collectives behind the ops that read divided weights. A bias that is added to a part of a sum is kept by the
     first rank alone."""
-    if config.tensor_parallel_size == 1:
+    if config.tensor_parallel_size == config.data_parallel_experts == 1:
         return PassReport(0)
     work = _Sharding(unit, plan, config)
-    work.run()
+    if config.data_parallel_experts > 1:
+        work.run_shared()
+    else:
+        work.run()
     return PassReport(len(work.notes), tuple(work.notes), work.plan)
 
 
@@ -45,7 +50,8 @@ class _Sharding:
     """One unit. plan: with the entries that the unit needs beside its weights."""
 
     def __init__(self, unit: Unit, plan: WeightPlan, config: CompileConfig) -> None:
-        self.unit, self.plan, self.ranks = unit, plan, config.tensor_parallel_size
+        self.unit, self.plan = unit, plan
+        self.ranks = max(config.tensor_parallel_size, config.data_parallel_experts)
         # Experts of a draft graph, which nobody counts, stay where they are.
         self._moving = config.enable_eplb and not unit.prefix
         self._redundant = config.num_redundant_experts
@@ -75,6 +81,28 @@ class _Sharding:
             elif "input" in divided.values():
                 self._sum(node, given, "bias_O")
         self._merge()
+
+    def run_shared(self) -> None:
+        """Of a core that has some of the experts: they compute the tokens of all cores, and every core gets the sum for
+        its own."""
+        for node in list(self.unit.graph.nodes):
+            if op_of(node.target) is not fused_moe:
+                continue
+            given = fused_moe.bind(node.args, node.kwargs)
+            for value in given.values():
+                if isinstance(value, Node) and value.op == "placeholder" and value.meta["label"].startswith("w."):
+                    self._resize(value, self._entry(value.meta["label"].removeprefix("w.")).shape)
+            rows = {
+                name: self.unit.insert(node, gather_rows.overload, given[name], EXPERTS, self.ranks)
+                for name in ("x_TD", "weights_TA", "experts_TA")
+            }
+            count = given["down_NDF"].meta["val"].shape[0]
+            local, inside = self._from_first(node, rows["experts_TA"], count, "first_expert")
+            chosen = self.unit.insert(node, aten.where.ScalarOther, inside, local, -1)
+            parts = self.unit.insert(node, fused_moe.overload, **{**given, **rows, "experts_TA": chosen})
+            node.replace_all_uses_with(self.unit.insert(node, sum_rows.overload, parts, EXPERTS, self.ranks))
+            self.unit.graph.erase_node(node)
+            self._note(parts, given, "tokens of all cores, and their sum")
 
     def _entry(self, weight: str) -> Entry:
         return self.plan[self.unit.entries(weight)[0]]

@@ -45,7 +45,7 @@ from graphllm.weights.checkpoint import DRAFT
 from graphllm.weights.expert_slots import ROUTING_TABLES
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.schemes import Stored, as_quantized
-from graphllm.weights.shard import shard_plan
+from graphllm.weights.shard import shard_plan, share_experts
 from graphllm.weights.table import table
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ def compile_model(
         if config.kv_cache_dtype == "fp8":
             plan = with_cache_scales(plan, stored)
         plan = shard_plan(plan, degree, config.enable_expert_parallel, config.num_redundant_experts)
+        if config.data_parallel_experts > 1:
+            plan = share_experts(plan, config.data_parallel_experts)
         model, c = local_model(model_config, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)

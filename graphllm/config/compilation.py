@@ -195,6 +195,14 @@ class CompileConfig:
     enable_expert_parallel: bool = setting(
         False, help="Ranks divide the experts of a layer by their number, each whole, and not by their width."
     )
+    data_parallel_experts: int = setting(
+        1,
+        auto="data_parallel_size with enable_expert_parallel and one rank for each core",
+        help="Engine cores that have the experts of a layer together, some each, and all else by themselves; they step "
+        "together.",
+        ge=1,
+        le=64,
+    )
     enable_eplb: bool = setting(
         False,
         help="Balance the experts of enable_expert_parallel: while serving, move them between ranks as tokens choose "
@@ -333,6 +341,23 @@ def _check_tree(config: CompileConfig, tree: TokenTree | GrownTree) -> None:
         )
 
 
+def _check_sharing(config: CompileConfig) -> None:
+    """Raise ConfigError for what engine cores that share experts cannot do."""
+    wrong = {
+        "enable_expert_parallel is False": not config.enable_expert_parallel,
+        f"tensor_parallel_size is {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        f"num_speculative_tokens is {config.num_speculative_tokens}": config.num_speculative_tokens > 0,
+        "enable_eplb is True": config.enable_eplb,
+        "enable_lora is True": config.enable_lora,
+    }
+    for told, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(
+                f"{told}: that is not there for {config.data_parallel_experts} engine cores that share experts; leave "
+                "it out, or set data_parallel_experts 1 and tensor_parallel_size"
+            )
+
+
 def check(config: CompileConfig) -> None:
     """Raise ConfigError for settings that cannot work together."""
     for name, definition in definitions(CompileConfig).items():
@@ -357,8 +382,13 @@ def check(config: CompileConfig) -> None:
             f"draft_sample_method is probabilistic: {config.rejection_sample_method} acceptance does not look at "
             "probabilities of drafts; use rejection_sample_method standard, or greedy drafts"
         )
-    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
-        raise ConfigError("enable_expert_parallel: one rank has all experts; set tensor_parallel_size, or leave it out")
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1 and config.data_parallel_experts == 1:
+        raise ConfigError(
+            "enable_expert_parallel: one rank has all experts; set tensor_parallel_size or data_parallel_size, or "
+            "leave it out"
+        )
+    if config.data_parallel_experts > 1:
+        _check_sharing(config)
     if config.enable_eplb and not config.enable_expert_parallel:
         raise ConfigError(
             "enable_eplb is True: it moves whole experts between ranks; set enable_expert_parallel, or leave it out"

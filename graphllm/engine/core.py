@@ -49,10 +49,12 @@ from graphllm.engine.request_table import RequestState
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.step_executor import Handle, StepExecutor
+from graphllm.runtime.staging import ragged
 
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.engine.core_waves import CoreWaves
     from graphllm.engine.proposers import Proposer
     from graphllm.engine.structured.compiler import Grammar
     from graphllm.engine.structured.compilers import GrammarCompilers
@@ -62,6 +64,7 @@ _log = logging.getLogger(__name__)
 _NO_SPECULATION = SpeculationConfig()
 _USUAL, _WHOLE = SamplingParams(), SamplingParams(skip_reading_prefix_cache=True)  # of requests for vectors
 _COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
+_NOTHING = ragged([[0]], [0])  # a step of padding alone, that writes to what is no request's
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
 _NO_TOKEN = (
     "no token can be chosen: the model's logits are NaN or everything is forbidden. Check the checkpoint, or use a "
@@ -81,7 +84,8 @@ class _InFlight(NamedTuple):
 class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
     where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs at
-    once, in the stages of a pipeline. balancer: says which experts move, where they do."""
+    once, in the stages of a pipeline. balancer: says which experts move, where they do. waves: of the
+    cores that step together with this one."""
 
     def __init__(
         self,
@@ -94,9 +98,10 @@ class EngineCore:
         adapters: AdapterMemory | None = None,
         overlapping: int = 1,
         balancer: ExpertBalancer | None = None,
+        waves: CoreWaves | None = None,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
-        self._balancer = balancer
+        self._balancer, self._waves = balancer, waves
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
@@ -187,10 +192,26 @@ class EngineCore:
     @property
     def unfinished(self) -> int:
         """Requests that are not done, and news not yet fetched."""
-        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + bool(self._in_flight)
+        waiting = self._waves is not None and self._waves.running
+        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + bool(self._in_flight) + waiting
+
+    @property
+    def bell(self) -> int | None:
+        """A file descriptor that can be read when other cores want this one to step."""
+        return None if self._waves is None else self._waves.bell
+
+    def hear_bell(self) -> None:
+        """Join the others, if they step."""
+        if self._waves is not None:
+            self._waves.hear()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ConfigError, QueueFullError when the queue is."""
+        self._add(request)
+        if self._waves is not None:
+            self._waves.begin()
+
+    def _add(self, request: EngineRequest) -> None:
         if self._executor.task == "pool":
             if request.limit:
                 raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
@@ -262,6 +283,10 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Start the next step and finish the one before it, or in a pipeline the oldest one; news of the latter's
         requests."""
+        with contextlib.nullcontext() if self._waves is None else self._waves.watched():
+            return self._step()
+
+    def _step(self) -> list[EngineCoreOutput]:
         if self._compiling:
             self._take_compiled()
         if self._scheduler.adapters.count:
@@ -270,6 +295,8 @@ class EngineCore:
         self._adapters.request(self._scheduler.adapters.wanted)
         begun = time.monotonic()
         batch = None if output is None else self._stage(output, begun)
+        if self._waves is not None and self._waves.running:
+            batch = self._together(self._waves, batch)
         # What verifies drafts of a proposer is ready but for them when the tokens before them come.
         late = self._proposer is not None and output is not None and output.verified > 0
         started = None
@@ -291,6 +318,21 @@ class EngineCore:
             after_step(self._executor, started.output)
             self._in_flight.append(started)
         return news
+
+    def _together(self, waves: CoreWaves, batch: Batch | None) -> Batch | None:
+        """A step as all cores make it, padded to the tokens of the largest one. One of padding alone starts here."""
+        step = None if batch is None else batch.step
+        mixed = step is not None and not step.query_len
+        busy = self._scheduler.unfinished + len(self._compiling) > 0
+        agreed = waves.agree(0 if step is None else step.tokens, mixed, busy)
+        if batch is None or step is None:
+            if agreed.tokens:
+                nothing = _NOTHING._replace(pad_to=agreed.tokens, query_len=0 if agreed.mixed else 1)
+                task = self._executor.task
+                self._executor.start(nothing, "plain" if task == "generate" else task)
+            return None
+        query_len = 0 if agreed.mixed else step.query_len
+        return batch._replace(step=step._replace(pad_to=agreed.tokens, query_len=query_len))
 
     def _take_compiled(self) -> None:
         if not self._scheduler.unfinished and not self._in_flight:
@@ -586,6 +628,8 @@ class EngineCore:
     def check_health(self) -> None:
         """Raise what a step would raise because a process that it needs is gone."""
         self._executor.check_health()
+        if self._waves is not None:
+            self._waves.check()
 
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Have requests whose adapter has this digest read these tables, by the names of their states; a table is zero
@@ -610,6 +654,8 @@ class EngineCore:
         self._compiler.shutdown(cancel_futures=True)
         self._adapters.close()
         self._executor.close()
+        if self._waves is not None:
+            self._waves.close()
 
 
 def _no_files(adapter: Adapter) -> NoReturn:

@@ -294,4 +294,11 @@ class Core(Protocol):
     def check_health(self) -> None:
         """Raise when what runs its steps is gone; for whoever has none to run."""
 
+    @property
+    def bell(self) -> int | None:
+        """A file descriptor that can be read when there is something to do without a request, if there ever is."""
+
+    def hear_bell(self) -> None:
+        """Look what there is to do; it is ``unfinished`` then."""
+
     def close(self) -> None: ...

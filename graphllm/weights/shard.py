@@ -31,6 +31,19 @@ def shard_plan(plan: WeightPlan, degree: int, experts_apart: bool = False, redun
     return WeightPlan(tuple(_divided(entry, plan, degree) for entry in plan))
 
 
+def share_experts(plan: WeightPlan, cores: int) -> WeightPlan:
+    """The plan of one of so many engine cores, rank by their number: some of the experts, and all else. Raises
+    ConfigError."""
+    if all(entry.expert_axis is None for entry in plan):
+        raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
+    for entry in plan:
+        if entry.expert_axis is not None and (experts := entry.shape[entry.expert_axis]) % cores:
+            raise ConfigError(
+                f"data_parallel_size is {cores}: the {experts} experts of a layer are no multiple of it; use a divisor"
+            )
+    return WeightPlan(tuple(e if e.expert_axis is None else _divided(_by_expert(e), plan, cores) for e in plan))
+
+
 def on_first_rank(entry: Entry, degree: int) -> Entry:
     """The same parameter on rank 0, zeros on the others: for what is added to a sum over the ranks."""
     rows = entry.shape[0]
