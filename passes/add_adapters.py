@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Node
 
-from graphllm.config import CompileConfig
+from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import Op, op_of
 from graphllm.ir.specs import InputSpec, StateSpec
@@ -48,6 +48,11 @@ def add_adapters(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRep
         layers = [layer for layer in found if layer is not None]
         if len(layers) != len(found):
             continue
+        if op is fused_moe and config.enable_eplb:
+            raise ConfigError(
+                f"lora_target_modules is {', '.join(config.lora_target_modules)}: with enable_eplb experts move "
+                "between ranks, and their adapters would not; leave the experts or enable_eplb out"
+            )
         tables = [_tables(unit, layer, config) for layer in layers]
         change(unit, node, layers, [t for pair in tables for t in pair], _ids(unit, ids))
         states += [state for layer in layers for state in layer.states]

@@ -12,16 +12,20 @@ import torch
 from torch.fx import Node
 
 from graphllm.config import CompileConfig
-from graphllm.ir.groups import TENSOR
+from graphllm.ir.groups import EXPERTS, TENSOR
 from graphllm.ir.op import op_of
 from graphllm.ops.all_gather import all_gather
 from graphllm.ops.all_reduce import all_reduce
 from graphllm.ops.embedding import embedding
 from graphllm.ops.fused_moe import fused_moe
+from graphllm.ops.gather_rows import gather_rows
 from graphllm.ops.linear import linear
+from graphllm.ops.place_experts import place_experts
 from graphllm.ops.rms_norm import rms_norm
+from graphllm.ops.sum_rows import sum_rows
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
-from graphllm.weights.expr import Slice, Values
+from graphllm.weights.expert_slots import ROUTING_TABLES, first_placement, routing_tables
+from graphllm.weights.expr import Expr, Slice, Values
 from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.shard import on_first_rank
 
@@ -32,18 +36,25 @@ aten = torch.ops.aten
 def shard(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
     """Put collectives behind the ops that read divided weights. A bias that is added to a part of a sum is kept by the
     first rank alone."""
-    if config.tensor_parallel_size == 1:
+    if config.tensor_parallel_size == config.data_parallel_experts == 1:
         return PassReport(0)
-    work = _Sharding(unit, plan, config.tensor_parallel_size)
-    work.run()
+    work = _Sharding(unit, plan, config)
+    if config.data_parallel_experts > 1:
+        work.run_shared()
+    else:
+        work.run()
     return PassReport(len(work.notes), tuple(work.notes), work.plan)
 
 
 class _Sharding:
     """One unit. plan: with the entries that the unit needs beside its weights."""
 
-    def __init__(self, unit: Unit, plan: WeightPlan, ranks: int) -> None:
-        self.unit, self.plan, self.ranks = unit, plan, ranks
+    def __init__(self, unit: Unit, plan: WeightPlan, config: CompileConfig) -> None:
+        self.unit, self.plan = unit, plan
+        self.ranks = max(config.tensor_parallel_size, config.data_parallel_experts)
+        # Experts of a draft graph, which nobody counts, stay where they are.
+        self._moving = config.enable_eplb and not unit.prefix
+        self._redundant = config.num_redundant_experts
         self.notes: list[str] = []
         self._reductions: dict[Node, None] = {}  # in the order of the graph
 
@@ -70,6 +81,28 @@ class _Sharding:
             elif "input" in divided.values():
                 self._sum(node, given, "bias_O")
         self._merge()
+
+    def run_shared(self) -> None:
+        """Of a core that has some of the experts: they compute the tokens of all cores, and every core gets the sum for
+        its own."""
+        for node in list(self.unit.graph.nodes):
+            if op_of(node.target) is not fused_moe:
+                continue
+            given = fused_moe.bind(node.args, node.kwargs)
+            for value in given.values():
+                if isinstance(value, Node) and value.op == "placeholder" and value.meta["label"].startswith("w."):
+                    self._resize(value, self._entry(value.meta["label"].removeprefix("w.")).shape)
+            rows = {
+                name: self.unit.insert(node, gather_rows.overload, given[name], EXPERTS, self.ranks)
+                for name in ("x_TD", "weights_TA", "experts_TA")
+            }
+            count = given["down_NDF"].meta["val"].shape[0]
+            local, inside = self._from_first(node, rows["experts_TA"], count, "first_expert")
+            chosen = self.unit.insert(node, aten.where.ScalarOther, inside, local, -1)
+            parts = self.unit.insert(node, fused_moe.overload, **{**given, **rows, "experts_TA": chosen})
+            node.replace_all_uses_with(self.unit.insert(node, sum_rows.overload, parts, EXPERTS, self.ranks))
+            self.unit.graph.erase_node(node)
+            self._note(parts, given, "tokens of all cores, and their sum")
 
     def _entry(self, weight: str) -> Entry:
         return self.plan[self.unit.entries(weight)[0]]
@@ -110,10 +143,21 @@ class _Sharding:
             self._sum(node, given, "down_bias_ND")
             return
         count = given["down_NDF"].meta["val"].shape[0]
-        local, inside = self._from_first(node, given["experts_TA"], count, "first_expert")
-        chosen = self.unit.insert(node, aten.where.ScalarOther, inside, local, -1)
+        if self._moving:
+            chosen = self._placed(node, given["experts_TA"], count)
+        else:
+            local, inside = self._from_first(node, given["experts_TA"], count, "first_expert")
+            chosen = self.unit.insert(node, aten.where.ScalarOther, inside, local, -1)
         node.args, node.kwargs = (), {**given, "experts_TA": chosen}
         self._sum(node, given, None)
+
+    def _placed(self, before: Node, experts: Node, count: int) -> Node:
+        """The rank's slots of chosen experts, by tables that are written while serving."""
+        N = self.ranks * count - self._redundant
+        tables = routing_tables(first_placement(N, self._redundant), N)
+        starts, slots = (self._numbers(n, t, per_rank=0) for n, t in zip(ROUTING_TABLES, tables, strict=True))
+        first = self._numbers("first_slot", [rank * count for rank in range(self.ranks)], per_rank=1)
+        return self.unit.insert(before, place_experts.overload, experts, starts, slots, first, count)
 
     def _look_up(self, node: Node, given: dict[str, Any]) -> None:
         """Rows of the tokens that this rank has, zeros for the others."""
@@ -129,23 +173,25 @@ class _Sharding:
     def _from_first(self, before: Node, ids: Node, count: int, name: str) -> tuple[Node, Node]:
         """Numbers of tokens or experts less that of the first one that the rank has, of ``count``, and which of them it
         has."""
-        first = self._constant(name, [rank * count for rank in range(self.ranks)])
+        first = self._numbers(name, [rank * count for rank in range(self.ranks)], per_rank=1)
         local = self.unit.insert(before, aten.sub.Tensor, ids, first)
         behind = self.unit.insert(before, aten.ge.Scalar, local, 0)
         inside = self.unit.insert(before, aten.lt.Scalar, local, count)
         return local, self.unit.insert(before, aten.logical_and.default, behind, inside)
 
-    def _constant(self, name: str, by_rank: list[int]) -> Node:
-        """An input of the unit that has one of these numbers on each rank, [1] int32."""
+    def _numbers(self, name: str, numbers: list[int], per_rank: int) -> Node:
+        """An input of the unit with these numbers, int32: so many on each rank, or all of them for 0."""
+        count = per_rank or len(numbers)
         first = next(iter(self.unit.graph.nodes))
         with self.unit.graph.inserting_before(first):
             node = self.unit.graph.placeholder(name)
         with self.unit.shapes.mode:
-            fake = torch.empty((1,), dtype=torch.int32, device=self.unit.shapes.device)
+            fake = torch.empty((count,), dtype=torch.int32, device=self.unit.shapes.device)
         node.meta.update(val=fake, label=f"w.{name}")
-        whole = Values(tuple(map(float, by_rank)), (self.ranks,))
+        whole: Expr = Values(tuple(map(float, numbers)), (len(numbers),))
+        expr = Slice(whole, 0, 0, per_rank, per_rank) if per_rank else whole
         for entry in self.unit.entries(name):
-            made = Entry(entry, (1,), "int32", Slice(whole, 0, 0, 1, 1), exact=True)
+            made = Entry(entry, (count,), "int32", expr, exact=True)
             owner = entry.removesuffix(name)
             at = next(i for i, e in enumerate(self.plan) if e.name.startswith(owner))
             self.plan = WeightPlan((*self.plan.entries[:at], made, *self.plan.entries[at:]))

@@ -67,7 +67,7 @@ class Cuda:
         module = inductor.load_module(generated.source)
         usual = replace(bucket, hi=max(bucket.lo, min(bucket.hi, _TUNING_SIZE)))
         sizes = usual.limits(min(config.max_num_seqs, _TUNING_SEQUENCES))
-        with turn(self._turns, alone=False), standing_in(config.tensor_parallel_size):
+        with turn(self._turns, alone=False), standing_in(config.tensor_parallel_size, config.data_parallel_experts):
             examples = [example(s, sizes) for s in input_specs(piece)]
             sizes_given = [sizes[name] for name in generated.hidden]
             return others | inductor.cubins(module, [*examples, *sizes_given], names)

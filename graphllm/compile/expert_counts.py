@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from graphllm.config import ConfigError
+from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import op_of
 from graphllm.ir.specs import OutputSpec
@@ -53,11 +53,12 @@ class Counting(NamedTuple):
         return (torch.cat([v[TABLE][1:], torch.zeros_like(v[TABLE][:1])]),)
 
 
-def count(layers: int, units: list[Unit]) -> Counting:
+def count(layers: int, units: list[Unit], config: CompileConfig) -> Counting:
     """For a graph of so many layers, from a unit of each type. Raises ConfigError for one without experts."""
     routes = [node for unit in units if (node := _route(unit)) is not None]
     if not routes:
-        raise ConfigError("count_expert_tokens is set: this model has no experts; leave it out")
+        name = "enable_eplb" if config.enable_eplb else "count_expert_tokens"
+        raise ConfigError(f"{name} is set: this model has no experts; leave it out")
     logits, chosen = routes[0].args[0], _chosen(routes[0])
     assert isinstance(logits, Node)
     return Counting(layers, int(logits.meta["val"].shape[1]), units[0].shapes.spec(chosen.meta["val"]))

@@ -42,9 +42,10 @@ from graphllm.rewrite import Pass, PassReport, Unit
 from graphllm.weights.adapted import AdaptedLinear, adapted_layer
 from graphllm.weights.cache_scales import with_cache_scales
 from graphllm.weights.checkpoint import DRAFT
+from graphllm.weights.expert_slots import ROUTING_TABLES
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.schemes import Stored, as_quantized
-from graphllm.weights.shard import shard_plan
+from graphllm.weights.shard import shard_plan, share_experts
 from graphllm.weights.table import table
 
 if TYPE_CHECKING:
@@ -178,7 +179,9 @@ def compile_model(
         plan = as_quantized(make_plan(model, c, config.dtype), model_config, stored)
         if config.kv_cache_dtype == "fp8":
             plan = with_cache_scales(plan, stored)
-        plan = shard_plan(plan, degree, config.enable_expert_parallel)
+        plan = shard_plan(plan, degree, config.enable_expert_parallel, config.num_redundant_experts)
+        if config.data_parallel_experts > 1:
+            plan = share_experts(plan, config.data_parallel_experts)
         model, c = local_model(model_config, degree, config.enable_expert_parallel)
         layout = plan_layout(model, c, config)
         check_rules(plan, config)
@@ -344,6 +347,23 @@ def adapted_linears(added: Iterable[tuple[Unit, PassReport]], plan: WeightPlan) 
     return [found for entry in entries if (found := adapted_layer(plan, entry)) is not None]
 
 
+def moving_experts(plan: WeightPlan, config: CompileConfig) -> dict[str, Any]:
+    """What is moved with an expert, by layer, and how many experts and slots there are; see `ExpertLayout`."""
+    layers: dict[int, list[str]] = {}
+    for entry in plan:
+        head, _, rest = entry.name.partition(".")
+        if head == "layers" and entry.expert_axis is not None and not entry.tie:
+            layers.setdefault(int(rest.partition(".")[0]), []).append(entry.name)
+    slots = next(e.shape[0] for e in plan if e.name.endswith(ROUTING_TABLES[1]))
+    return {
+        "experts": slots - config.num_redundant_experts,
+        "slots": slots,
+        "ranks": config.tensor_parallel_size,
+        "layers": layers,
+        "bytes": max(sum(plan[n].nbytes // plan[n].shape[0] for n in names) for names in layers.values()),
+    }
+
+
 def write_program(
     folder: Path,
     graphs: list[TracedGraph],
@@ -402,6 +422,7 @@ def write_program(
         "vector": graphs[0].vector,
         "drafts": draft_reach(graphs, c, config),
         "adapted": adapted,
+        "experts": moving_experts(traced.plan, config) if config.enable_eplb else None,
         "vocab": c.V,
     }
     (folder / "program.json").write_text(json.dumps(description, indent=1))

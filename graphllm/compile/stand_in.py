@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from graphllm.ir.groups import TENSOR, Alone, joined_group, set_group
+from graphllm.ir.groups import EXPERTS, TENSOR, Alone, joined_group, set_group
 
 
 class StandIn(Alone):
@@ -19,13 +19,22 @@ class StandIn(Alone):
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         out.zero_()
 
+    def gather_rows(self, x: Tensor, out: Tensor) -> None:
+        out.zero_()
+
+    def sum_rows(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        out.copy_(x[: len(out)])
+
 
 @contextmanager
-def standing_in(ranks: int) -> Iterator[None]:
-    """Run what is made for so many ranks in this process alone."""
-    before = joined_group(TENSOR)
-    set_group(TENSOR, StandIn(ranks) if ranks > 1 else None)
+def standing_in(ranks: int, cores: int = 1) -> Iterator[None]:
+    """Run what is made for so many ranks, and so many engine cores that share experts, in this process alone."""
+    sizes = {TENSOR: ranks, EXPERTS: cores}
+    before = {name: joined_group(name) for name in sizes}
+    for name, size in sizes.items():
+        set_group(name, StandIn(size) if size > 1 else None)
     try:
         yield
     finally:
-        set_group(TENSOR, before)
+        for name, group in before.items():
+            set_group(name, group)

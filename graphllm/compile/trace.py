@@ -219,7 +219,7 @@ class _Tracer:
         for layer_type in dict.fromkeys(layer_types):
             self.layer(layer_type, tuple(i for i, t in enumerate(layer_types) if t == layer_type), carried)
         behind: dict[int, list[str]] = {i: [] for i in range(len(layer_types))}
-        counting = self.counting(behind) if graph.task == "generate" and self._config.count_expert_tokens else None
+        counting = self.counting(behind) if graph.task == "generate" and self._config.counts_experts else None
         if hidden is not None and graph.task == "generate":
             drafting.check_width(hidden, carried["x"].shape[-1])
             for layer, keep in drafting.keep_hidden(hidden):
@@ -309,7 +309,7 @@ class _Tracer:
         """Units that count the tokens of experts: before all layers and behind each."""
         types = self._graph.layer_types(self._c)
         units = {t: self.units[f"layer.{t}"] for t in types}
-        made = expert_counts.count(len(types), list(units.values()))
+        made = expert_counts.count(len(types), list(units.values()), self._config)
         table, outputs = {expert_counts.TABLE: made.table}, (expert_counts.TABLE,)
         self.trace("no_expert_tokens", {}, made.begin, outputs)
         self.trace("count_expert_tokens", {**table, expert_counts.EXPERTS: made.chosen}, made.add, outputs)

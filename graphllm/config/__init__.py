@@ -19,6 +19,7 @@ from graphllm.config.engine import (
     LoadConfig,
     LogConfig,
     ModelConfig,
+    Peers,
     SchedulerConfig,
 )
 from graphllm.config.env import Env
@@ -43,6 +44,7 @@ __all__ = [
     "LogConfig",
     "ModelConfig",
     "ParallelConfig",
+    "Peers",
     "Quantization",
     "SchedulerConfig",
     "Setting",

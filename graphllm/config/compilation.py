@@ -195,6 +195,25 @@ class CompileConfig:
     enable_expert_parallel: bool = setting(
         False, help="Ranks divide the experts of a layer by their number, each whole, and not by their width."
     )
+    data_parallel_experts: int = setting(
+        1,
+        auto="data_parallel_size with enable_expert_parallel and one rank for each core",
+        help="Engine cores that have the experts of a layer together, some each, and all else by themselves; they step "
+        "together.",
+        ge=1,
+        le=64,
+    )
+    enable_eplb: bool = setting(
+        False,
+        help="Balance the experts of enable_expert_parallel: while serving, move them between ranks as tokens choose "
+        "them.",
+    )
+    num_redundant_experts: int = setting(
+        0,
+        help="Of enable_eplb: room for so many copies of busy experts in each layer, shared by all ranks.",
+        ge=0,
+        le=2**12,
+    )
     num_speculative_tokens: int = setting(
         0, help="Drafted tokens of a sequence that one step verifies; 0: none.", ge=0, le=2**10
     )
@@ -272,6 +291,11 @@ class CompileConfig:
     )
 
     @property
+    def counts_experts(self) -> bool:
+        """Whether steps count the tokens of each expert."""
+        return self.count_expert_tokens or self.enable_eplb
+
+    @property
     def longest_query(self) -> int:
         """Tokens of a sequence that a step verifies at most, 1 without drafts."""
         return max((b.query_len for b in self.buckets), default=1)
@@ -317,6 +341,23 @@ def _check_tree(config: CompileConfig, tree: TokenTree | GrownTree) -> None:
         )
 
 
+def _check_sharing(config: CompileConfig) -> None:
+    """Raise ConfigError for what engine cores that share experts cannot do."""
+    wrong = {
+        "enable_expert_parallel is False": not config.enable_expert_parallel,
+        f"tensor_parallel_size is {config.tensor_parallel_size}": config.tensor_parallel_size > 1,
+        f"num_speculative_tokens is {config.num_speculative_tokens}": config.num_speculative_tokens > 0,
+        "enable_eplb is True": config.enable_eplb,
+        "enable_lora is True": config.enable_lora,
+    }
+    for told, is_wrong in wrong.items():
+        if is_wrong:
+            raise ConfigError(
+                f"{told}: that is not there for {config.data_parallel_experts} engine cores that share experts; leave "
+                "it out, or set data_parallel_experts 1 and tensor_parallel_size"
+            )
+
+
 def check(config: CompileConfig) -> None:
     """Raise ConfigError for settings that cannot work together."""
     for name, definition in definitions(CompileConfig).items():
@@ -341,8 +382,21 @@ def check(config: CompileConfig) -> None:
             f"draft_sample_method is probabilistic: {config.rejection_sample_method} acceptance does not look at "
             "probabilities of drafts; use rejection_sample_method standard, or greedy drafts"
         )
-    if config.enable_expert_parallel and config.tensor_parallel_size == 1:
-        raise ConfigError("enable_expert_parallel: one rank has all experts; set tensor_parallel_size, or leave it out")
+    if config.enable_expert_parallel and config.tensor_parallel_size == 1 and config.data_parallel_experts == 1:
+        raise ConfigError(
+            "enable_expert_parallel: one rank has all experts; set tensor_parallel_size or data_parallel_size, or "
+            "leave it out"
+        )
+    if config.data_parallel_experts > 1:
+        _check_sharing(config)
+    if config.enable_eplb and not config.enable_expert_parallel:
+        raise ConfigError(
+            "enable_eplb is True: it moves whole experts between ranks; set enable_expert_parallel, or leave it out"
+        )
+    if config.num_redundant_experts and not config.enable_eplb:
+        raise ConfigError(
+            f"num_redundant_experts is {config.num_redundant_experts}: enable_eplb makes the copies; set it, or use 0"
+        )
     if config.tree is not None:
         _check_tree(config, config.tree)
     for rule in config.quantization_rules:

@@ -249,10 +249,20 @@ class EngineConfig:
 
 
 @dataclass(frozen=True)
+class Peers:
+    """Of an engine core that shares experts: its number, how many there are, and the file by which they meet."""
+
+    rank: int
+    count: int
+    meeting: str
+
+
+@dataclass(frozen=True)
 class CoreConfig:
     """The parts that an engine core reads, as plain data that can cross to its process; what was compiled it reads from
     the artifact. load.artifact: a verified folder. stop_ids: tokens that end a text, from the tokenizer. tokenizer: the
-    folder of the tokenizer.json that grammars are made for, None for the model's."""
+    folder of the tokenizer.json that grammars are made for, None for the model's. peers: the cores that this one shares
+    experts with."""
 
     model: ModelConfig
     load: LoadConfig
@@ -264,3 +274,4 @@ class CoreConfig:
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     lora: LoRAConfig = field(default_factory=LoRAConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    peers: Peers | None = None

@@ -9,6 +9,7 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.setting import setting
 
 _PLACED = "every engine core runs the same programs"
+_BALANCED = "where experts lie is data of the same programs"
 _NODES = "every rank runs the same programs, wherever it is"
 
 
@@ -30,6 +31,18 @@ class ParallelConfig:
         "else's load balancer; None: it has all of them.",
         key=_PLACED,
         ge=0,
+    )
+
+    eplb_window_size: int = setting(
+        1000, help="Of enable_eplb: steps whose tokens say how busy an expert is.", key=_BALANCED, ge=1, le=2**16
+    )
+    eplb_step_interval: int = setting(
+        3000, help="Of enable_eplb: steps from one look at the load to the next.", key=_BALANCED, ge=1
+    )
+    eplb_log_balancedness: bool = setting(
+        False,
+        help="Of enable_eplb: log at each look how even the ranks' tokens are, mean over most, before and behind it.",
+        key=_BALANCED,
     )
 
     pipeline_parallel_size: int = setting(

@@ -105,6 +105,26 @@ def _speculation(value: Any) -> Mapping[str, Any]:
     return {"speculative_method": method, **means} if method in _DRAFTING else means
 
 
+_EPLB = {
+    "num_redundant_experts": "num_redundant_experts",
+    **{name: f"eplb_{name}" for name in ("window_size", "step_interval", "log_balancedness")},
+}
+# What is done anyway: experts move beside serving, by one algorithm, and a line comes with each look at the load.
+_EPLB_NEUTRAL = {"use_async": (True, False), "policy": ("default",), "log_balancedness_interval": (1,)}
+
+
+def _balancing(value: Any) -> Mapping[str, Any]:
+    """vLLM's eplb_config."""
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"eplb_config is {value!r:.80}: give an object with {', '.join(_EPLB)}")
+    for name, given in value.items():
+        if name not in _EPLB and given is not None and given not in _EPLB_NEUTRAL.get(name, ()):
+            neutral = _EPLB_NEUTRAL.get(name)
+            told = f"use {neutral[0]}" if neutral else f"there are {', '.join(_EPLB)}"
+            raise ConfigError(f"eplb_config.{name} is {given!r:.80}: {told}")
+    return {_EPLB[name]: given for name, given in value.items() if name in _EPLB and given is not None}
+
+
 def _speculation_method(value: Any) -> Mapping[str, Any]:
     return _speculation({"method": value})
 
@@ -180,6 +200,10 @@ _MEANINGS = {
         remedy="`speculative_method` and `speculative_model` or, with method ngram, `prompt_lookup_max` and "
         "`prompt_lookup_min`, and `num_speculative_tokens`",
     ),
+    "eplb_config": ForeignName(
+        means=_balancing,
+        remedy="`num_redundant_experts`, `eplb_window_size`, `eplb_step_interval`, `eplb_log_balancedness`",
+    ),
     "spec_method": ForeignName(
         means=_speculation_method, remedy="`speculative_method`, or `prompt_lookup_max` for ngram"
     ),
@@ -223,7 +247,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     # Several devices.
     **fixed(
         _DEGREES, decode_context_parallel_size=1,
-        prefill_context_parallel_size=1, device_ids=(), worker_use_ray=False, enable_eplb=False,
+        prefill_context_parallel_size=1, device_ids=(), worker_use_ray=False,
         enable_elastic_ep=False, elastic_ep_max_dp_size=(), enable_fault_tolerance=False,
         fault_tolerance_config=({},), fully_sharded_loras=False, enable_dbo=False, enable_batch_sharded_sampling=False,
         enable_hc_sp=False, enable_ep_weight_filter=False,
@@ -237,7 +261,7 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     **hints(
         "it changes nothing in how ranks work here", data_parallel_address=(), data_parallel_backend="mp",
         data_parallel_rpc_port=(), disable_custom_all_reduce=False,
-        all2all_backend=(), eplb_config=(), expert_placement_strategy="linear", max_parallel_loading_workers=(),
+        all2all_backend=(), expert_placement_strategy="linear", max_parallel_loading_workers=(),
         ray_workers_use_nsight=False, distributed_timeout_seconds=(), cpu_distributed_timeout_seconds=(),
         cp_kv_cache_interleave_size=1, dcp_kv_cache_interleave_size=1, dcp_comm_backend=(), dcp_q_replicate=False,
         dbo_decode_token_threshold=32, dbo_prefill_token_threshold=512, ubatch_size=0, dp_sync_interval=(),

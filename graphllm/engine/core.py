@@ -28,6 +28,7 @@ from graphllm.engine.adapter_memory import AdapterMemory
 from graphllm.engine.batch import Batch, SamplingTable, history
 from graphllm.engine.constraints import ConstraintError, Constraints
 from graphllm.engine.device_states import adapter_tables, after_step, before_step, export_prefix, import_prefix
+from graphllm.engine.expert_balancer import ExpertBalancer
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.kept_vectors import KeptVectors
 from graphllm.engine.options import LogitsProcessor, Row, imported, rowwise
@@ -48,10 +49,12 @@ from graphllm.engine.request_table import RequestState
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.step_executor import Handle, StepExecutor
+from graphllm.runtime.staging import ragged
 
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.engine.core_waves import CoreWaves
     from graphllm.engine.proposers import Proposer
     from graphllm.engine.structured.compiler import Grammar
     from graphllm.engine.structured.compilers import GrammarCompilers
@@ -61,6 +64,7 @@ _log = logging.getLogger(__name__)
 _NO_SPECULATION = SpeculationConfig()
 _USUAL, _WHOLE = SamplingParams(), SamplingParams(skip_reading_prefix_cache=True)  # of requests for vectors
 _COMPILERS = 4  # grammars compiled at once; a large one takes seconds, which small ones do not wait for
+_NOTHING = ragged([[0]], [0])  # a step of padding alone, that writes to what is no request's
 _WAIT = 0.05  # seconds that a step with nothing but grammars to compile waits for them
 _NO_TOKEN = (
     "no token can be chosen: the model's logits are NaN or everything is forbidden. Check the checkpoint, or use a "
@@ -80,7 +84,8 @@ class _InFlight(NamedTuple):
 class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
     where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs at
-    once, in the stages of a pipeline."""
+    once, in the stages of a pipeline. balancer: says which experts move, where they do. waves: of the
+    cores that step together with this one."""
 
     def __init__(
         self,
@@ -92,8 +97,11 @@ class EngineCore:
         speculation: SpeculationConfig = _NO_SPECULATION,
         adapters: AdapterMemory | None = None,
         overlapping: int = 1,
+        balancer: ExpertBalancer | None = None,
+        waves: CoreWaves | None = None,
     ) -> None:
         self._executor, self.grammars, self._processors = executor, grammars, processors
+        self._balancer, self._waves = balancer, waves
         limits = SchedulerLimits(
             max_num_seqs=executor.max_num_seqs,
             max_num_batched_tokens=executor.max_num_batched_tokens,
@@ -184,10 +192,26 @@ class EngineCore:
     @property
     def unfinished(self) -> int:
         """Requests that are not done, and news not yet fetched."""
-        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + bool(self._in_flight)
+        waiting = self._waves is not None and self._waves.running
+        return self._scheduler.unfinished + len(self._compiling) + len(self._news) + bool(self._in_flight) + waiting
+
+    @property
+    def bell(self) -> int | None:
+        """A file descriptor that can be read when other cores want this one to step."""
+        return None if self._waves is None else self._waves.bell
+
+    def hear_bell(self) -> None:
+        """Join the others, if they step."""
+        if self._waves is not None:
+            self._waves.hear()
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises ConfigError, QueueFullError when the queue is."""
+        self._add(request)
+        if self._waves is not None:
+            self._waves.begin()
+
+    def _add(self, request: EngineRequest) -> None:
         if self._executor.task == "pool":
             if request.limit:
                 raise ConfigError(f"request {request.id}: limit is {request.limit}: the model gives vectors; use 0")
@@ -259,6 +283,10 @@ class EngineCore:
     def step(self) -> list[EngineCoreOutput]:
         """Start the next step and finish the one before it, or in a pipeline the oldest one; news of the latter's
         requests."""
+        with contextlib.nullcontext() if self._waves is None else self._waves.watched():
+            return self._step()
+
+    def _step(self) -> list[EngineCoreOutput]:
         if self._compiling:
             self._take_compiled()
         if self._scheduler.adapters.count:
@@ -267,6 +295,8 @@ class EngineCore:
         self._adapters.request(self._scheduler.adapters.wanted)
         begun = time.monotonic()
         batch = None if output is None else self._stage(output, begun)
+        if self._waves is not None and self._waves.running:
+            batch = self._together(self._waves, batch)
         # What verifies drafts of a proposer is ready but for them when the tokens before them come.
         late = self._proposer is not None and output is not None and output.verified > 0
         started = None
@@ -288,6 +318,21 @@ class EngineCore:
             after_step(self._executor, started.output)
             self._in_flight.append(started)
         return news
+
+    def _together(self, waves: CoreWaves, batch: Batch | None) -> Batch | None:
+        """A step as all cores make it, padded to the tokens of the largest one. One of padding alone starts here."""
+        step = None if batch is None else batch.step
+        mixed = step is not None and not step.query_len
+        busy = self._scheduler.unfinished + len(self._compiling) > 0
+        agreed = waves.agree(0 if step is None else step.tokens, mixed, busy)
+        if batch is None or step is None:
+            if agreed.tokens:
+                nothing = _NOTHING._replace(pad_to=agreed.tokens, query_len=0 if agreed.mixed else 1)
+                task = self._executor.task
+                self._executor.start(nothing, "plain" if task == "generate" else task)
+            return None
+        query_len = 0 if agreed.mixed else step.query_len
+        return batch._replace(step=step._replace(pad_to=agreed.tokens, query_len=query_len))
 
     def _take_compiled(self) -> None:
         if not self._scheduler.unfinished and not self._in_flight:
@@ -358,6 +403,8 @@ class EngineCore:
                 self._executor.write_entry(state.slot, begun_states)
             requests.verifiable[state.slot] = self._verifies
         before_step(self._executor, output, self._adapters)
+        for moves in self._balancer.next() if self._balancer is not None else ():
+            self._executor.move_experts(moves)
         batch = self._table.stage(output, requests, self._executor.layout, bool(self._processors))
         if self._providers:
             arrays = batch.step.arrays
@@ -481,6 +528,8 @@ class EngineCore:
         if (counted := result.outputs.get("expert_tokens")) is not None:
             before = 0 if self._expert_tokens is None else self._expert_tokens
             self._expert_tokens = before + counted.astype(np.int64)
+            if self._balancer is not None:
+                self._balancer.count(counted)
         return news
 
     def _complete(
@@ -556,6 +605,8 @@ class EngineCore:
         stats.prefix_queries, stats.prefix_hits = scheduler.prefix_queries, scheduler.prefix_hits
         stats.preemptions = scheduler.preemptions
         stats.expert_tokens = [] if self._expert_tokens is None else self._expert_tokens.tolist()
+        if self._balancer is not None:
+            stats.expert_moves, stats.expert_balancedness = self._balancer.moved, self._balancer.balancedness()
         drafted = scheduler.acceptance
         stats.drafts, stats.draft_tokens, stats.accepted_tokens = (
             drafted.drafts, drafted.draft_tokens, drafted.by_position.tolist()
@@ -577,6 +628,8 @@ class EngineCore:
     def check_health(self) -> None:
         """Raise what a step would raise because a process that it needs is gone."""
         self._executor.check_health()
+        if self._waves is not None:
+            self._waves.check()
 
     def write_adapter(self, digest: str, values: Mapping[str, np.ndarray]) -> None:
         """Have requests whose adapter has this digest read these tables, by the names of their states; a table is zero
@@ -601,6 +654,8 @@ class EngineCore:
         self._compiler.shutdown(cancel_futures=True)
         self._adapters.close()
         self._executor.close()
+        if self._waves is not None:
+            self._waves.close()
 
 
 def _no_files(adapter: Adapter) -> NoReturn:

@@ -13,6 +13,7 @@ from graphllm.engine.adapter_memory import AdapterMemory
 from graphllm.engine.cache_manager import CacheManager
 from graphllm.engine.request import CacheEntry, EngineRequest
 from graphllm.engine.scheduler_output import SchedulerOutput
+from graphllm.program.schema import ExpertMoves
 
 if TYPE_CHECKING:
     import torch
@@ -31,6 +32,9 @@ class DeviceStates(Protocol):
 
     def write_adapter(self, entry: int, tables: Mapping[str, torch.Tensor]) -> None:
         """Fill an entry of the adapters' tables; those that are not given become zero."""
+
+    def move_experts(self, moves: ExpertMoves) -> None:
+        """Move experts of a layer between ranks."""
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to), in every state of axis "block"."""

@@ -173,7 +173,7 @@ OF_CORE = (
         core=lambda s: {(): 1 + sum(s.accepted_tokens) / max(s.drafts, 1)},
     ),
     Family(
-        "expert_tokens", "counter", "Tokens that chose an expert, where count_expert_tokens is set.",
+        "expert_tokens", "counter", "Tokens that chose an expert, where count_expert_tokens or enable_eplb is set.",
         labels=("layer", "expert"), start=(), core=lambda s: {
             (f"{i}", f"{n}"): count
             for i, row in enumerate(s.expert_tokens) if any(row) for n, count in enumerate(row)
@@ -183,6 +183,15 @@ OF_CORE = (
         "expert_load_imbalance", "gauge", "Tokens of a layer's busiest expert over the mean of all; 1 is balanced.",
         labels=("layer",), start=(),
         core=lambda s: {(f"{i}",): ratio for i, ratio in imbalance(s.expert_tokens).items()},
+    ),
+    Family(
+        "expert_balancedness", "gauge",
+        "With enable_eplb: the mean of the ranks' tokens over the most, in the last eplb_window_size steps.",
+        labels=("layer",), start=(), core=lambda s: {(f"{i}",): even for i, even in s.expert_balancedness.items()},
+    ),
+    Family(
+        "expert_moves", "counter", "Copies of experts that enable_eplb has moved between ranks or slots.",
+        core=lambda s: {(): s.expert_moves},
     ),
 )  # fmt: skip
 

@@ -117,6 +117,10 @@ class _Loop:
     ) -> None:
         self._core, self._requests, self._answers, self._ready = core, requests, answers, ready
         self._progress = progress
+        self._poller = zmq.Poller()
+        self._poller.register(requests, zmq.POLLIN)
+        if core.bell is not None:
+            self._poller.register(core.bell, zmq.POLLIN)
         self._decode = msgspec.msgpack.Decoder(ToCore).decode
         self.live: dict[str, bytes] = {}  # unfinished ids, oldest first, and whose they are
         self._watching: set[bytes] = set()  # fronts that want to know the load
@@ -132,8 +136,9 @@ class _Loop:
                 progress.activity, progress.unfinished = "idle", 0
                 if progress.terminate:  # SIGTERM before the line above; from there on it raises
                     return
-                while not self._requests.poll(_CHECKED):
+                while not self._poller.poll(_CHECKED):
                     self._core.check_health()
+                self._core.hear_bell()
             while self._requests.poll(0):
                 self._handle(*self._requests.recv_multipart())
             if self._busy() and not self._over():

@@ -236,9 +236,11 @@ class CoreStats(msgspec.Struct):
     found in the prefix cache. free_blocks: blocks nobody holds (cached ones included). prompt_tokens, cached_tokens: of
     the prompts that are computed, and how many of those came from the cache. step_tokens: of each finished step.
     buckets: by the name of the bucket. expert_tokens: of each layer's experts, nothing where they are not counted.
-    drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place. max_adapters: that have tables at a
-    time. adapters_running, adapters_waiting: names of those that requests with and without a slot have.
-    token_vector_bytes, token_vector_hits: of vectors that are kept, and prompts that had theirs from there.
+    expert_moves: copies of experts that were moved between ranks. expert_balancedness: lately, by layer, the mean of
+    the ranks' tokens over the most. drafts, draft_tokens, accepted_tokens: see `Acceptance`, the last one by place.
+    max_adapters: that have tables at a time. adapters_running, adapters_waiting: names of those that requests with and
+    without a slot have. token_vector_bytes, token_vector_hits: of vectors that are kept, and prompts that had theirs
+    from there.
     """
 
     started: float = 0.0
@@ -258,6 +260,8 @@ class CoreStats(msgspec.Struct):
     step_tokens: Distribution = msgspec.field(default_factory=_step_tokens)
     buckets: dict[str, BucketStats] = {}
     expert_tokens: list[list[int]] = []
+    expert_moves: int = 0
+    expert_balancedness: dict[int, float] = {}
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: list[int] = []
@@ -289,5 +293,12 @@ class Core(Protocol):
     def reset_prefix_cache(self) -> bool: ...
     def check_health(self) -> None:
         """Raise when what runs its steps is gone; for whoever has none to run."""
+
+    @property
+    def bell(self) -> int | None:
+        """A file descriptor that can be read when there is something to do without a request, if there ever is."""
+
+    def hear_bell(self) -> None:
+        """Look what there is to do; it is ``unfinished`` then."""
 
     def close(self) -> None: ...

@@ -10,7 +10,7 @@ from graphllm.engine.request import BucketStats, CoreStats
 _SUMS = (
     "started", "steps", "running", "waiting", "free_blocks", "total_blocks", "prefix_queries", "prefix_hits",
     "preemptions", "prompt_tokens", "cached_tokens", "generated_tokens", "drafts", "draft_tokens", "max_adapters",
-    "token_vector_bytes", "token_vector_hits",
+    "token_vector_bytes", "token_vector_hits", "expert_moves",
 )  # fmt: skip
 
 
@@ -30,6 +30,9 @@ def total(cores: Sequence[CoreStats]) -> CoreStats:
         found.buckets[name] = bucket
     layers = zip_longest(*(core.expert_tokens for core in cores), fillvalue=[])
     found.expert_tokens = [_columns(rows) for rows in layers]
+    for core in cores:
+        for layer, even in core.expert_balancedness.items():
+            found.expert_balancedness[layer] = min(even, found.expert_balancedness.get(layer, 1.0))
     found.accepted_tokens = _columns([core.accepted_tokens for core in cores])
     found.adapters_running = sorted({name for core in cores for name in core.adapters_running})
     found.adapters_waiting = sorted({name for core in cores for name in core.adapters_waiting})

@@ -12,13 +12,14 @@ from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
-from graphllm.entrypoints.share import open_weights, rank_device, rank_place, rank_threads, stage_manifest
+from graphllm.entrypoints.share import join_cores, open_weights, rank_device, rank_place, rank_threads, stage_manifest
 
 if TYPE_CHECKING:
     import torch
 
     from graphllm.engine.adapter_memory import AdapterMemory
     from graphllm.engine.core import EngineCore
+    from graphllm.engine.core_waves import CoreWaves
     from graphllm.engine.options import LogitsProcessor
     from graphllm.engine.request import Adapter
     from graphllm.runtime.executor import Executor
@@ -45,6 +46,7 @@ def load_core(
     place = Path(config.load.artifact)
     manifest: Mapping[str, Any] = artifact.verify(place)
     compiled = manifest["factors"]["compile"]
+    _check_peers(config, compiled["data_parallel_experts"])
     own = rank_place(config, manifest, 0)
     manifest, degree = stage_manifest(place, manifest, own.stage), own.degree
     with contextlib.ExitStack() as undo:  # what a failure ends
@@ -73,9 +75,29 @@ def load_core(
 
                 counts = counts or cache_counts(manifest, config.cache)  # on a GPU, of what the weights have left
                 executor = Executor(place, manifest, weights, counts.blocks, threads, cache, counts.snapshots)
-            core = _make_core(config, compiled, executor, processors, clock)
+            waves = None
+            if config.peers is not None:
+                waves = join_cores(config.peers, device)
+                undo.callback(waves.close)
+                clock("join the cores")
+            core = _make_core(config, compiled, executor, processors, clock, waves)
         undo.pop_all()
         return core
+
+
+def _check_peers(config: CoreConfig, sharing: int) -> None:
+    """Raise ConfigError where there are other cores than the artifact was compiled for."""
+    there = 1 if config.peers is None else config.peers.count
+    if there != sharing:
+        raise ConfigError(
+            f"data_parallel_experts is {sharing}: the artifact is of as many engine cores, and here is {there}; use "
+            f"data_parallel_size {sharing} in one engine, or compile without enable_expert_parallel"
+        )
+    if sharing > 1 and config.parallel.pipeline_parallel_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size is {config.parallel.pipeline_parallel_size}: engine cores that share experts have "
+            "one stage; use 1"
+        )
 
 
 def _make_core(
@@ -84,8 +106,10 @@ def _make_core(
     executor: Executor,
     processors: Sequence[LogitsProcessor],
     clock: Callable[[str], None],
+    waves: CoreWaves | None,
 ) -> EngineCore:
     from graphllm.engine.core import EngineCore
+    from graphllm.engine.expert_balancer import ExpertBalancer
     from graphllm.engine.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
     from graphllm.engine.options import imported
     from graphllm.engine.structured.compilers import GrammarCompilers
@@ -116,6 +140,8 @@ def _make_core(
         config.speculation,
         adapters,
         executor.overlapping,
+        None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
+        waves,
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from graphllm import artifact
-from graphllm.config import CoreConfig
+from graphllm.config import CoreConfig, Peers
 from graphllm.engine.client import CoreClient
 from graphllm.engine.group import CoreGroup
 from graphllm.engine.placement import cpus_of, gpus_of
@@ -26,10 +28,17 @@ def core_client(
     on_cpu = compiled["target"]["device"] == "cpu"
     gpus = compiled["tensor_parallel_size"] * config.parallel.pipeline_parallel_size
     waiting = dict(enumerate(children))  # one process loads one engine
+    sharing = compiled["data_parallel_experts"] == count
+    meetings = tempfile.TemporaryDirectory(prefix="graphllm-cores-") if sharing else None
+    started = [0] * count
 
     def make(rank: int) -> CoreClient:
+        peers = None
+        if meetings is not None:  # a core that dies takes the others along: the next ones meet elsewhere
+            peers = Peers(rank, count, f"{meetings.name}/{started[rank]}")
+            started[rank] += 1
         return CoreClient(
-            config,
+            replace(config, peers=peers),
             unresponsive=unresponsive,
             stuck=stuck,
             child=waiting.pop(rank, None),

@@ -100,6 +100,11 @@ class ReplicatedCore:
         if (cause := self._client.health().cause) is not None:
             raise EngineDeadError(cause)
 
+    bell = None
+
+    def hear_bell(self) -> None:
+        """Nothing is to be done without requests."""
+
     def close(self) -> None:
         """End the processes."""
         if self._loop.is_closed():

@@ -58,6 +58,7 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "tune": cuda,
+        "data_parallel_experts": sharing_cores(args),
     }
     chosen = {name: getattr(args, name) for name, d in definitions(CompileConfig).items()
             if d.setting.auto is None or getattr(args, name) != d.unsaid}  # fmt: skip
@@ -75,6 +76,12 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
     config: CompileConfig = assemble(CompileConfig, made)
     check(config)
     return config
+
+
+def sharing_cores(args: EngineArgs) -> int:
+    """How many engine cores have experts together where the user does not say."""
+    alone = args.data_parallel_rank is not None or args.tensor_parallel_size > 1
+    return args.data_parallel_size if args.enable_expert_parallel and not alone else 1
 
 
 def kernel_threads(threads: int | None, device: str, cores: int = 1) -> int | None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from graphllm.config import ConfigError, CoreConfig
+from graphllm.config import ConfigError, CoreConfig, Peers
 from graphllm.entrypoints.memory import CacheCounts, cache_counts
 from graphllm.entrypoints.source import open_tensors
 from graphllm.weights import baked
@@ -17,6 +17,7 @@ from graphllm.weights import baked
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.engine.core_waves import CoreWaves
     from graphllm.program.stages import Stage
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.groups import Meeting
@@ -115,6 +116,7 @@ def open_weights(
     from graphllm.weights.plan import WeightPlan
     from graphllm.weights.random import random_weights
 
+    rank = place.tensor if config.peers is None else config.peers.rank
     artifact = Path(config.load.artifact)
     checkpoint, absent = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
     reads = None
@@ -122,18 +124,28 @@ def open_weights(
         reads = stage_reads(json.loads((artifact / "program.json").read_text()), place.stage)
     plan = WeightPlan.from_json((artifact / "weights.json").read_text())
     if baked.is_baked(artifact):
-        if compiled["tensor_parallel_size"] != 1:
+        if compiled["tensor_parallel_size"] != 1 or config.peers is not None:
             raise ConfigError("bake_weights: an artifact of several ranks has no weights of its own; compile without")
         weights = baked.open_weights(artifact, device)
     elif absent is not None:
         raise absent
     elif checkpoint is not None:
-        weights = load_weights(plan, checkpoint, device, kernels=artifact / KERNELS, rank=place.tensor, names=reads)
+        weights = load_weights(plan, checkpoint, device, kernels=artifact / KERNELS, rank=rank, names=reads)
     else:
         weights = random_weights(chosen(plan, reads), device, kernels=artifact / KERNELS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return weights
+
+
+def join_cores(peers: Peers, device: torch.device) -> CoreWaves:
+    """Meet the engine cores that this one shares experts with; all of them do."""
+    from graphllm.engine.core_waves import CoreWaves
+    from graphllm.runtime.groups import Meeting, joined_cores
+
+    with contextlib.ExitStack() as undo:
+        most = undo.enter_context(joined_cores(peers.rank, peers.count, Meeting(f"file://{peers.meeting}"), device))
+        return CoreWaves(peers.rank, peers.count, most, peers.meeting, undo.pop_all())
 
 
 class RankShare:

@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 TENSOR = "tensor"  # the ranks that hold one model together
+EXPERTS = "experts"  # the engine cores that have the experts of a layer together, each with all else
 SYMMETRIC_BYTES = 64 << 20  # of a GPU's memory, which the others of its group read: `runtime.symmetric_memory`
 
 
@@ -26,6 +27,12 @@ class Group(Protocol):
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         """out [.., m]: the first m entries of all ranks' x [.., n] in their order. work [size, .., n] may be written.
         All are contiguous."""
+
+    def gather_rows(self, x: Tensor, out: Tensor) -> None:
+        """out [size * T, ..]: all ranks' x [T, ..] in their order. Both are contiguous."""
+
+    def sum_rows(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        """out [T, ..]: this rank's rows of the sum of all ranks' x [size * T, ..]. work, as x, may be written."""
 
     def send(self, x: Tensor, to: int) -> None:
         """Give x, any view, to the rank ``to``."""
@@ -48,6 +55,12 @@ class Alone:
 
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         out.copy_(x[..., : out.shape[-1]])
+
+    def gather_rows(self, x: Tensor, out: Tensor) -> None:
+        out.copy_(x)
+
+    def sum_rows(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        out.copy_(x)
 
     def send(self, x: Tensor, to: int) -> None:
         raise RuntimeError(f"there is no rank {to} to send to")

@@ -36,6 +36,16 @@ def broadcast_from(x: Tensor, group: str, ranks: int, origin: int) -> None:
     group_of(group, ranks).broadcast(x, origin)
 
 
+def gather_rows_into(x: Tensor, out: Tensor, group: str, ranks: int) -> None:
+    """All rows of x of the ranks of a group, one below the other."""
+    group_of(group, ranks).gather_rows(x, out)
+
+
+def sum_rows_into(x: Tensor, work: Tensor, out: Tensor, group: str, ranks: int) -> None:
+    """This rank's rows of the sum of x over a group."""
+    group_of(group, ranks).sum_rows(x, work, out)
+
+
 def all_gather_into(x: Tensor, work: Tensor, out: Tensor, group: str, ranks: int) -> None:
     """What all ranks of a group have, side by side; see the op all_gather."""
     group_of(group, ranks).all_gather(x, work, out)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
 
 from graphllm.config.token_tree import GrownTree, TokenTree
 
@@ -19,6 +20,41 @@ class CacheGroup(NamedTuple):
     retention: Literal["full", "window"]
     window: int
     block_size: int
+
+
+class ExpertLayout(NamedTuple):
+    """Experts that may move between ranks while serving.
+
+    experts: of each layer. slots: where they and copies of them lie, an equal number on each of ``ranks``, rank 0's
+    first. layers: by number, the weights that a slot has a part of, along their first dimension. bytes: of the largest
+    layer's slot.
+    """
+
+    experts: int
+    slots: int
+    ranks: int
+    layers: dict[int, list[str]]
+    bytes: int
+
+    @property
+    def slots_of_rank(self) -> int:
+        return self.slots // self.ranks
+
+
+class ExpertMoves(NamedTuple):
+    """What changes in one layer between two steps. groups: copies (from slot, to slot), those of a group at once, one
+    group after the other. placement: the expert in each slot, behind all of them."""
+
+    layer: int
+    groups: list[list[tuple[int, int]]]
+    placement: list[int]
+
+
+def expert_layout(described: Mapping[str, Any] | None) -> ExpertLayout | None:
+    """What program.json says of experts that move, if some do."""
+    if described is None:
+        return None
+    return ExpertLayout(**{**described, "layers": {int(n): names for n, names in described["layers"].items()}})
 
 
 class CacheLayout(NamedTuple):

@@ -28,6 +28,19 @@ class LibraryGroup:
         for rank in range(self.size):
             place_share(out, rank, work[rank])
 
+    def gather_rows(self, x: Tensor, out: Tensor) -> None:
+        if x.numel():
+            dist.all_gather_into_tensor(out.view(-1), x.view(-1), group=self._members)
+
+    def sum_rows(self, x: Tensor, work: Tensor, out: Tensor) -> None:
+        if not x.numel():
+            return
+        if x.is_cuda:
+            dist.reduce_scatter_tensor(out, x, group=self._members)
+            return
+        self.all_reduce(x, work)  # gloo scatters no sums
+        out.copy_(work[self.rank * len(out) : (self.rank + 1) * len(out)])
+
     def send(self, x: Tensor, to: int) -> None:
         if x.numel():
             dist.send(_bytes(x.contiguous()), group=self._members, group_dst=to)

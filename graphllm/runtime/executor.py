@@ -22,10 +22,11 @@ from graphllm.config.token_tree import token_tree
 from graphllm.ir.groups import TENSOR, go_beside, group_of
 from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import EXCHANGE, ZEROED
-from graphllm.program.schema import CacheLayout
+from graphllm.program.schema import CacheLayout, ExpertMoves, expert_layout
 from graphllm.program.stages import BEHIND, Stage, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
+from graphllm.runtime.expert_slots import ExpertSlots
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.padding import Size
@@ -180,6 +181,8 @@ class Executor:
         self.task, self.buckets, self.max_rows = self._main.task, self._main.buckets, self._main.most["R"]
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters = self.states.adapters
+        self.experts = expert_layout(program["experts"])
+        self._expert_slots = None if self.experts is None else ExpertSlots(self.experts, weights, self.device)
         self.adapted = [linear_from(plain) for plain in program["adapted"]]
         self._rank, self._divided = rank, {a.name: a for a in self.adapted if a.division is not None}
         self.max_lora_rank = compiled["max_lora_rank"] if self.adapted else 0
@@ -403,6 +406,13 @@ class Executor:
             work()
 
         self._stream.submit(wait)
+
+    def move_experts(self, moves: ExpertMoves) -> None:
+        """Move experts of a layer between ranks, in order with the steps."""
+        slots = self._expert_slots
+        assert slots is not None
+        tables = slots.host_tables(moves)
+        self._between(lambda: slots.move(moves, tables))
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks (from, to), in order with the steps."""

@@ -65,10 +65,12 @@ class GraphPrograms:
     def pick(self, step: StepInput) -> Size:
         """What a batch is padded to."""
         exact = self._graph_pool is None
+        tokens, sequences = max(step.tokens, step.pad_to), step.sequences
+        if step.query_len:
+            sequences = max(sequences, step.pad_to)
         return padding.pick(
-            self.buckets, step.tokens, step.sequences, step.rows, step.query_len, self._max_num_seqs, exact,
-            self._longest_query,
-        )  # fmt: skip
+            self.buckets, tokens, sequences, step.rows, step.query_len, self._max_num_seqs, exact, self._longest_query
+        )
 
     def variant(self, program: str, step: StepInput) -> str:
         """The program of that name for a batch: without what only optional inputs are for when it has none of them."""

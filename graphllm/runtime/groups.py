@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 
 from graphllm.config import ConfigError
-from graphllm.ir.groups import BESIDE, TENSOR, Group, set_group
+from graphllm.ir.groups import BESIDE, EXPERTS, TENSOR, Group, set_group
 from graphllm.program.stages import PIPELINE
 from graphllm.runtime.collectives import LibraryGroup
 
@@ -79,6 +79,39 @@ def joined(
         set_group(TENSOR, None)
         set_group(TENSOR + BESIDE, None)
         set_group(PIPELINE, None)
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def joined_cores(
+    rank: int, count: int, meeting: Meeting, device: torch.device
+) -> Iterator[Callable[[list[int]], list[int]]]:
+    """Be one of the engine cores that share experts, each of one rank. Gives what tells all of them the largest of the
+    numbers that they say at each place, by a group beside that of what their steps exchange; the host waits for it."""
+    torch.distributed.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=meeting.store(rank, count),
+        rank=rank,
+        world_size=count,
+        timeout=_PATIENCE,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
+    )
+    members = torch.distributed.group.WORLD
+    assert members is not None
+    set_group(EXPERTS, LibraryGroup(members))
+    host = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
+    torch.distributed.all_reduce(torch.zeros(1, device=device), group=members)  # what the library takes is taken
+
+    def most(numbers: list[int]) -> list[int]:
+        said = torch.tensor(numbers, dtype=torch.int64)
+        torch.distributed.all_reduce(said, torch.distributed.ReduceOp.MAX, group=host)
+        found: list[int] = said.tolist()
+        return found
+
+    try:
+        yield most
+    finally:
+        set_group(EXPERTS, None)
         torch.distributed.destroy_process_group()
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphllm.program.schema import ExpertMoves
 from graphllm.program.stages import Stage
 from graphllm.runtime.all_ranks import AllRanks
 from graphllm.runtime.collectives import send_logits
@@ -30,6 +31,7 @@ from graphllm.runtime.rank_messages import (
     Encode,
     Loaded,
     Move,
+    MoveExperts,
     Read,
     ResetSlots,
     Sample,
@@ -136,6 +138,11 @@ class MultiprocExecutor(Executor):
             self.ranks.send(AdapterTable.of(name, table))
         self.ranks.send(WriteAdapter(entry))
         super().write_adapter(entry, tables)
+
+    def move_experts(self, moves: ExpertMoves) -> None:
+        """As of one rank."""
+        self.ranks.send(MoveExperts.of(moves))
+        super().move_experts(moves)
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """As of one rank."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import numpy as np
 
+from graphllm.program.schema import ExpertMoves
+
 if TYPE_CHECKING:
     import torch
 
@@ -126,6 +128,21 @@ class WriteAdapter(msgspec.Struct, tag=True, array_like=True):
     entry: int
 
 
+class MoveExperts(msgspec.Struct, tag=True, array_like=True):
+    """`Executor.move_experts`."""
+
+    layer: int
+    groups: list[list[tuple[int, int]]]
+    placement: list[int]
+
+    @staticmethod
+    def of(moves: ExpertMoves) -> MoveExperts:
+        return MoveExperts(moves.layer, moves.groups, moves.placement)
+
+    def moves(self) -> ExpertMoves:
+        return ExpertMoves(self.layer, self.groups, self.placement)
+
+
 class Move(msgspec.Struct, tag=True, array_like=True):
     """`Executor.copy_blocks`, `save_snapshots` or `load_snapshots`."""
 
@@ -159,8 +176,8 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 
 
 Command = (
-    Allocate | Start | Sample | Encode | WriteEntry | AdapterTable | WriteAdapter | Move | ResetSlots | Read | Write
-    | Stop
+    Allocate | Start | Sample | Encode | WriteEntry | AdapterTable | WriteAdapter | MoveExperts | Move | ResetSlots
+    | Read | Write | Stop
 )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from graphllm.runtime.rank_messages import (
     Failed,
     Loaded,
     Move,
+    MoveExperts,
     Read,
     Report,
     ResetSlots,
@@ -233,6 +234,8 @@ class _Follower:
             case WriteAdapter(entry):
                 executor.write_adapter(entry, self._tables)
                 self._tables = {}
+            case MoveExperts():
+                executor.move_experts(command.moves())
             case ResetSlots(slots):
                 executor.reset_slots(slots)
             case Move(method, pairs):

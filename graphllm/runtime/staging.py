@@ -28,7 +28,7 @@ class StepInput(NamedTuple):
     than the padded size, and one that is missing is neutral throughout. `ForwardContext` says what the inputs of models
     mean, the ops of the sampling programs the others. token_ids: a negative -(slot + 1) takes the token last sampled
     for that slot, on the device. num_drafts: how many drafts a draft graph makes behind the step for the next one, None
-    for as many as can be verified.
+    for as many as can be verified. pad_to: tokens that it is padded to at least, or sequences where each has one.
     """
 
     tokens: int
@@ -37,6 +37,7 @@ class StepInput(NamedTuple):
     query_len: int
     arrays: Mapping[str, np.ndarray]
     num_drafts: int | None = None
+    pad_to: int = 0
 
 
 class _Field(NamedTuple):

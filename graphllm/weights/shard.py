@@ -8,26 +8,40 @@ import dataclasses
 from graphllm.config import ConfigError
 from graphllm.weights.division import Division, Piece
 from graphllm.weights.encodings import encoding_of
-from graphllm.weights.expr import Concat, Decode, Expr, Pad, Reshape, Slice, walk
+from graphllm.weights.expert_slots import first_placement
+from graphllm.weights.expr import Concat, Decode, Expr, Pad, Reshape, Slice, Stack, walk
 from graphllm.weights.plan import Entry, WeightPlan
 from graphllm.weights.simplify import simplify
 
 
-def shard_plan(plan: WeightPlan, degree: int, experts_apart: bool = False) -> WeightPlan:
+def shard_plan(plan: WeightPlan, degree: int, experts_apart: bool = False, redundant: int = 0) -> WeightPlan:
     """The plan of one rank's share, as the entries say: "output" divides each segment by itself, "input" the last
     dimension, "vocab" the rows, the last rank's share filled up with zeros, and "expert" the experts.
 
     A segment of heads that are fewer than ranks is copied, each head to as many ranks. experts_apart: whatever belongs
-    to experts is divided by expert. Raises ConfigError for what cannot be divided evenly, or in whole blocks of the
-    encoding that a checkpoint stores it in.
+    to experts is divided by expert. redundant: slots of each layer for copies of experts. Raises ConfigError for what
+    cannot be divided evenly, or in whole blocks of the encoding that a checkpoint stores it in.
     """
     if degree == 1:
         return plan
     if experts_apart:
         if all(entry.expert_axis is None for entry in plan):
             raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
-        plan = WeightPlan(tuple(_by_expert(entry) for entry in plan))
+        plan = WeightPlan(tuple(_with_copies(_by_expert(entry), degree, redundant) for entry in plan))
     return WeightPlan(tuple(_divided(entry, plan, degree) for entry in plan))
+
+
+def share_experts(plan: WeightPlan, cores: int) -> WeightPlan:
+    """The plan of one of so many engine cores, rank by their number: some of the experts, and all else. Raises
+    ConfigError."""
+    if all(entry.expert_axis is None for entry in plan):
+        raise ConfigError("enable_expert_parallel: the model has no experts; leave it out")
+    for entry in plan:
+        if entry.expert_axis is not None and (experts := entry.shape[entry.expert_axis]) % cores:
+            raise ConfigError(
+                f"data_parallel_size is {cores}: the {experts} experts of a layer are no multiple of it; use a divisor"
+            )
+    return WeightPlan(tuple(e if e.expert_axis is None else _divided(_by_expert(e), plan, cores) for e in plan))
 
 
 def on_first_rank(entry: Entry, degree: int) -> Entry:
@@ -39,6 +53,31 @@ def on_first_rank(entry: Entry, degree: int) -> Entry:
 
 def _by_expert(entry: Entry) -> Entry:
     return entry if entry.expert_axis is None else dataclasses.replace(entry, shard="expert")
+
+
+def _with_copies(entry: Entry, degree: int, redundant: int) -> Entry:
+    """The experts of a layer, and some again, as `first_placement` says."""
+    axis = entry.expert_axis
+    if not redundant or axis is None or not entry.name.startswith("layers."):  # those of drafts stay where they are
+        return entry
+    experts = entry.shape[axis]
+    if (experts + redundant) % degree:
+        raise ConfigError(
+            f"num_redundant_experts is {redundant}: with the {experts} experts of a layer that is no multiple of "
+            f"tensor_parallel_size, {degree}; use {-experts % degree} or so many times {degree} more"
+        )
+    placement = first_placement(experts, redundant)
+    if isinstance(entry.expr, Stack):
+        expr: Expr = Stack(tuple(entry.expr.parts[expert] for expert in placement))
+    elif any(isinstance(e, Decode) for e in walk(entry.expr)):
+        raise ConfigError(
+            f"num_redundant_experts is {redundant}: the checkpoint stores {entry.name} of all experts as one encoded "
+            "tensor, of which there are no copies; use 0"
+        )
+    else:
+        expr = Concat(tuple(Slice(entry.expr, axis, expert, expert + 1) for expert in placement), axis)
+    shape = (*entry.shape[:axis], len(placement), *entry.shape[axis + 1 :])
+    return dataclasses.replace(entry, shape=shape, expr=simplify(expr))
 
 
 def _divided(entry: Entry, plan: WeightPlan, degree: int) -> Entry:

@@ -83,6 +83,11 @@ class StubCore:
     def stats(self) -> CoreStats:
         return CoreStats(steps=self.steps, running=len(self._running), waiting=len(self._waiting))
 
+    bell = None
+
+    def hear_bell(self) -> None:
+        pass
+
     def check_health(self) -> None:
         pass
 

@@ -106,6 +106,11 @@ class StubCore:
     def stats(self) -> CoreStats:
         return CoreStats(steps=self._steps, running=len(self._live))
 
+    bell = None
+
+    def hear_bell(self) -> None:
+        pass
+
     def check_health(self) -> None:
         pass
 
