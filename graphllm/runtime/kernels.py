@@ -78,6 +78,16 @@ class CpuKernels:
     def done(self) -> int:
         return self._done.value
 
+    @property
+    def threads(self) -> int:
+        """That OpenMP gives the kernels if nobody says otherwise."""
+        return self._library.omp_get_max_threads() if self._library else 1
+
+    def set_threads(self, threads: int) -> None:
+        """Have the calling thread's kernels run on so many."""
+        if self._library:
+            self._library.omp_set_num_threads(threads)
+
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> CpuLaunch:
         """A call of ``name`` with converted arguments."""
         if name not in self._addresses:
