@@ -57,10 +57,10 @@ def load_core(
         if compiled["target"]["device"] == "cpu" and ranks is None:
             counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)
             cache = cpu_cache_memory(place, counts)
-        if ranks is None and not processors and (loader := without_torch(config, manifest)) is not None:
+        if ranks is None and not processors and (load := without_torch(config, manifest)) is not None:
             assert counts is not None
             clock("artifact")
-            arrays = loader.load()
+            arrays = load()
             clock("weights")
             return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock)
         clock("artifact")

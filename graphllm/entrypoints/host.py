@@ -3,8 +3,9 @@ models whose programs are compiled kernels throughout, with weights that `graphl
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,14 @@ from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.weights import baked
 from graphllm.weights.formats.integers import KERNELS
 from graphllm.weights.host_array import HostArray
-from graphllm.weights.host_loader import HostLoader, host_loader
+from graphllm.weights.host_loader import host_loader
 from graphllm.weights.plan import WeightPlan
 
 if TYPE_CHECKING:
     from graphllm.runtime.executor import Executor
 
 
-def without_torch(config: CoreConfig, manifest: Mapping[str, Any]) -> HostLoader | None:
+def without_torch(config: CoreConfig, manifest: Mapping[str, Any]) -> Callable[[], Mapping[str, HostArray]] | None:
     """What loads the weights of a core that needs no torch; None for one that does, or may."""
     artifact = Path(config.load.artifact)
     if manifest["factors"]["compile"]["target"]["device"] != "cpu" or config.model.logits_processors:
@@ -33,11 +34,13 @@ def without_torch(config: CoreConfig, manifest: Mapping[str, Any]) -> HostLoader
     if program.get("torch", True) or recurrent or program["adapted"] or len(program["graphs"]) > 1:
         return None
     if baked.is_baked(artifact):
-        return None
+        return functools.partial(baked.open_on_host, artifact)
     checkpoint, _ = open_tensors(Path(config.model.model), config.load.load_format, config.model.speculative_model)
     if checkpoint is None:
         return None
-    return host_loader(WeightPlan.from_json((artifact / "weights.json").read_text()), checkpoint, artifact / KERNELS)
+    plan = WeightPlan.from_json((artifact / "weights.json").read_text())
+    loader = host_loader(plan, checkpoint, artifact / KERNELS)
+    return None if loader is None else loader.load
 
 
 def host_executor(

@@ -17,9 +17,12 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from graphllm.config import ConfigError
 from graphllm.config.setting import size_text
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
+from graphllm.weights.host_array import HostArray
 
 if TYPE_CHECKING:
     import torch
@@ -204,12 +207,23 @@ def open_weights(
                 for p in table["tensors"].values()}  # fmt: skip
         read_tensors(artifact / DATA, made, progress)
         return {name: made[p["offset"]] for name, p in table["tensors"].items()}
-    with (artifact / DATA).open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    memory = _mapped(artifact)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor shall it be
         whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map open
     return dict(_views(whole, table["tensors"]))
+
+
+def open_on_host(artifact: Path) -> dict[str, HostArray]:
+    """The same on a CPU, without torch."""
+    places = check(artifact)["tensors"]
+    whole = np.frombuffer(_mapped(artifact), np.uint8)
+    return {name: HostArray.of(whole[p["offset"] :], p["shape"], p["dtype"]) for name, p in places.items()}
+
+
+def _mapped(artifact: Path) -> mmap.mmap:
+    with (artifact / DATA).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def _views(whole: torch.Tensor, places: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -35,6 +35,9 @@ from graphllm.weights.tensor_info import TensorInfo, WeightError
 _ALIGN = 64  # bytes: a cache line
 _CHUNK = 1 << 20  # bytes read at once
 _READERS = 4  # threads at most
+_TILING = ctypes.CFUNCTYPE(
+    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64
+)
 
 
 class _OtherError(Exception):
@@ -131,23 +134,25 @@ class HostLoader:
         routine: Any = getattr(self._library, f"graphllm_gguf_tiles_{kind}", None)
         if kind not in TILED or routine is None:
             raise _OtherError
-        form, infos = TILED[kind], list[TensorInfo]()
+        form, infos, heads = TILED[kind], list[TensorInfo](), list[int]()
         for part in _rows_of(expr.matrix):
-            if not isinstance(part, Decode) or part.encoding != f"gguf_{kind}":
+            stored, _, head = part.encoding.partition("-") if isinstance(part, Decode) else ("", "", "")
+            if not isinstance(part, Decode) or stored != f"gguf_{kind}":
                 raise _OtherError
             if infos and infos[-1].shape[0] % ROWS:  # the next one begins within a tile
                 raise _OtherError
             infos.append(self._read(part.parts[0]))
+            heads.append(int(head or 1))
             if _row_bytes(infos[-1]) != entry.shape[1] * form.nbytes:
                 raise _OtherError
         if entry.shape[0] != -(-sum(info.shape[0] for info in infos) // ROWS):
             raise _OtherError
-        put = _tiling(form, routine)
+        puts = [_tiling(form, routine, head) for head in heads]
 
         def fill(array: HostArray) -> Iterator[_Job]:
             at = 0
-            for info in infos:
-                for start, stop in _chunks(info, ROWS):
+            for info, head, put in zip(infos, heads, puts, strict=True):
+                for start, stop in _chunks(info, math.lcm(ROWS, head)):
                     yield _Job(info, start, stop, array[(at + start) // ROWS : -(-(at + stop) // ROWS)], put)
                 at += info.shape[0]
 
@@ -209,20 +214,21 @@ def _cast(info: TensorInfo, dtype: str) -> Callable[[np.ndarray, HostArray], Non
     return put
 
 
-def _tiling(form: Tiled, routine: Any) -> Callable[[np.ndarray, HostArray], None]:
-    """What puts rows of blocks in tiles. routine: of the library, see `make_tiles` in ops/gguf_linear."""
+def _tiling(form: Tiled, routine: Any, head: int) -> Callable[[np.ndarray, HostArray], None]:
+    """What puts rows of blocks in tiles. routine: of the library, see `make_tiles` in ops/gguf_linear. head: rows that
+    are interleaved in the file, see `graphllm.weights.formats.gguf`."""
     fields = (ctypes.c_int64 * (3 * len(form.fields)))(*(int(n) for field in form.fields for n in field))
-    count, signature = ctypes.c_int64(len(form.fields)), ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 2, *_SIZES)
-    call = signature(ctypes.cast(routine, ctypes.c_void_p).value or 0)
+    count, call = len(form.fields), _TILING(ctypes.cast(routine, ctypes.c_void_p).value or 0)
 
     def put(data: np.ndarray, target: HostArray) -> None:
         width = target.shape[1]
-        call(data.ctypes.data, target.data_ptr(), len(data) // (width * form.nbytes), width, fields, count)
+        rows = len(data) // (width * form.nbytes)
+        if head > 1:
+            halves = data.reshape(rows // head, head // 2, 2, -1)
+            data = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(-1)
+        call(data.ctypes.data, target.data_ptr(), rows, width, fields, count)
 
     return put
-
-
-_SIZES = (ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64)
 
 
 def _run(jobs: Sequence[_Job]) -> None:
