@@ -3,8 +3,9 @@
     python bench/memory_parts.py ARTIFACT FILE.gguf [--sequences 8] [--length 1152] [--llama] [--out FILE.json]
 
 Each runs in a fresh process of its own, all that there is of it: prompts of token ids until every sequence is as long
-as asked for, one after the other and then all at once, so that kernels and memory have met the largest steps. Pages
-are counted where they lie (/proc/self/pagemap); the peak is the kernel's (VmHWM). MB are 10^6 bytes.
+as asked for, one after the other and then all at once, so that kernels and memory have met the largest steps. The cache
+has room for the sequences, as llama.cpp's context has. Pages are counted where they lie (/proc/self/pagemap); the peak
+is the kernel's (VmHWM). MB are 10^6 bytes.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, A
     import numpy as np  # noqa: F401 - to be counted alone
 
     part("numpy")
+    from graphllm.artifact import read_manifest
     from graphllm.config import EngineArgs
     from graphllm.config.sampling import SamplingParams
     from graphllm.entrypoints.core import load_core
@@ -68,7 +70,11 @@ def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, A
     from graphllm.entrypoints.llm import LLM
     from graphllm.entrypoints.model import resolve_model
 
-    config = resolve_model(EngineArgs(file, artifact=artifact, target="cpu", skip_tokenizer_init=True)).config
+    manifest = read_manifest(artifact)
+    blocks = 2 + sequences * -(-length // manifest["factors"]["compile"]["block_size"])
+    size = blocks * manifest["memory"]["block"]
+    args = EngineArgs(file, artifact=artifact, target="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=size)
+    config = resolve_model(args).config
     part("graphllm's modules")
     from graphllm.engine.text import Tokenizer
 
