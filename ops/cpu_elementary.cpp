@@ -1,5 +1,6 @@
 // The elementary functions that generated kernels call by the names of a library within torch's: here, so that an
 // artifact's library needs none of torch's, whose loading takes longer than a model's.
+#ifdef __x86_64__
 #include <immintrin.h>
 
 #include <cmath>
@@ -88,4 +89,5 @@ GRAPHLLM_HIDDEN __m256 Sleef_cosf8_u35(__m256 x) {
   turn<8>(in, out, 1);
   return _mm256_load_ps(out);
 }
+#endif
 #endif

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from graphllm.cpp import open_library
 from graphllm.expr import value
 
 _C_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f64": ctypes.c_double,
@@ -70,7 +71,7 @@ class CpuKernels:
     calls."""
 
     def __init__(self, library: Path | None) -> None:
-        self._library = ctypes.CDLL(str(library)) if library else None
+        self._library = open_library(library) if library else None
         self._done = ctypes.c_int64.in_dll(self._library, "graphllm_done") if self._library else ctypes.c_int64()
         self._addresses: dict[str, int | None] = {}
 
