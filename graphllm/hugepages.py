@@ -19,8 +19,9 @@ def zeros(nbytes: int) -> np.ndarray:
         memory = mmap.mmap(-1, nbytes + beside, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as failure:
         raise MemoryError(str(failure)) from failure
-    with contextlib.suppress(OSError):  # a kernel without such pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(memory, dtype=np.uint8)
     start = -whole.ctypes.data % HUGE if beside else 0
+    if large := nbytes // HUGE * HUGE:  # what is left at the end is less than a page
+        with contextlib.suppress(OSError):  # a kernel without such pages
+            memory.madvise(mmap.MADV_HUGEPAGE, start, large)
     return whole[start : start + nbytes]

@@ -17,16 +17,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from graphllm.config import ConfigError
 from graphllm.config.setting import size_text
 from graphllm.weights.checkpoint import Checkpoint, fingerprint
-from graphllm.weights.host_array import HostArray
 
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.weights.host_array import HostArray
     from graphllm.weights.readers import Progress
 
 TABLE, DATA = "baked.json", "weights.bin"
@@ -216,6 +214,10 @@ def open_weights(
 
 def open_on_host(artifact: Path) -> dict[str, HostArray]:
     """The same on a CPU, without torch."""
+    import numpy as np  # here: to look at an artifact takes none of it
+
+    from graphllm.weights.host_array import HostArray
+
     places = check(artifact)["tensors"]
     whole = np.frombuffer(_mapped(artifact), np.uint8)
     return {name: HostArray.of(whole[p["offset"] :], p["shape"], p["dtype"]) for name, p in places.items()}
