@@ -3,6 +3,7 @@ imported."""
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import subprocess
@@ -26,14 +27,30 @@ def compiler_command(sources: Sequence[Path], output: Path, link: bool = True) -
     command = ["g++", *flags, "-fopenmp", "-Wno-psabi", *map(str, sources), "-o", str(output)]
     if not link:
         return [*command, "-c"]
+    torch_lib, gomp = _torch_libraries(), _openmp()
+    openmp = [f"-L{torch_lib}", f"-l:{gomp.name}"] if gomp else ["-lgomp"]
+    # Generated kernels may call into torch's libraries. Those that do not run without them (`HostArray`).
+    return [*command, "-shared", *openmp, f"-L{torch_lib}", "-Wl,--as-needed", "-ltorch_cpu", "-lc10"]
+
+
+def open_library(file: Path) -> ctypes.CDLL:
+    """A library that `compiler_command` has made, with the copy of OpenMP that torch will use if it is imported later.
+    Raises OSError for one of another machine."""
+    if (openmp := _openmp()) is not None:
+        ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(file))
+
+
+def _torch_libraries() -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec is not None
     assert spec.origin is not None
-    torch_lib = Path(spec.origin).parent / "lib"
-    gomp = sorted(torch_lib.glob("libgomp*.so*"))
-    openmp = [f"-L{torch_lib}", f"-l:{gomp[0].name}"] if gomp else ["-lgomp"]
-    # Generated kernels call into c10; without --as-needed the libraries stay listed even when only named for it.
-    return [*command, "-shared", *openmp, f"-L{torch_lib}", "-ltorch_cpu", "-lc10"]
+    return Path(spec.origin).parent / "lib"
+
+
+def _openmp() -> Path | None:
+    """torch's own copy; None where it uses the system's."""
+    return next(iter(sorted(_torch_libraries().glob("libgomp*.so*"))), None)
 
 
 def check_compiler() -> None:

@@ -8,14 +8,20 @@ import mmap
 
 import numpy as np
 
+HUGE = 2 << 20  # bytes of a page
+
 
 def zeros(nbytes: int) -> np.ndarray:
-    """Zero bytes, at the start of a page, that the operating system clears when they are first touched. Not malloc's,
-    which may have kept some that it would clear at once. Raises MemoryError."""
+    """Zero bytes, at the start of a page, of a large one if there are so many, that the operating system clears when
+    they are first touched. Not malloc's, which may have kept some that it would clear at once. Raises MemoryError."""
+    beside = HUGE if nbytes >= HUGE else 0
     try:
-        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes + beside, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as failure:
         raise MemoryError(str(failure)) from failure
-    with contextlib.suppress(OSError):  # a kernel without such pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(memory, dtype=np.uint8)
+    whole = np.frombuffer(memory, dtype=np.uint8)
+    start = -whole.ctypes.data % HUGE if beside else 0
+    if large := nbytes // HUGE * HUGE:  # what is left at the end is less than a page
+        with contextlib.suppress(OSError):  # a kernel without such pages
+            memory.madvise(mmap.MADV_HUGEPAGE, start, large)
+    return whole[start : start + nbytes]

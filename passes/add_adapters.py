@@ -12,7 +12,6 @@ from torch.fx import Node
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import Op, op_of
-from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ops.add_embedding_lora import add_embedding_lora
 from graphllm.ops.add_lora import add_lora
 from graphllm.ops.embedding import embedding
@@ -20,6 +19,7 @@ from graphllm.ops.fused_moe import fused_moe
 from graphllm.ops.fused_moe.op import LORA_TABLES
 from graphllm.ops.linear import linear
 from graphllm.rewrite import PassReport, Unit, fake_values, register_pass
+from graphllm.specs import InputSpec, StateSpec
 from graphllm.weights.adapted import AdaptedLinear, adapted_layer
 from graphllm.weights.plan import WeightPlan
 

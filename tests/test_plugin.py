@@ -27,6 +27,7 @@ from graphllm.config import Bucket, CompileConfig, Target
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.registry import load_ops
 from graphllm.runtime.kernels import CpuKernels
+from graphllm.runtime.torch_memory import TorchMemory
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
 
@@ -44,7 +45,8 @@ program = LinkedProgram([Call(built.bundle, ["x"], ["y"])], ["y"])
 plan = plan_memory(program, bucket.limits(4))
 x = torch.randn(7, 48)
 arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
-bound = bind(program, plan, {"x": x}, arena, CpuKernels(folder / "kernels.so"), {"T": 7, "S": 2})
+memory = TorchMemory(torch.device("cpu"))
+bound = bind(program, plan, {"x": x}, arena, CpuKernels(folder / "kernels.so"), {"T": 7, "S": 2}, memory)
 for _, launches in bound.parts[""]:
     for launch in launches:
         launch()

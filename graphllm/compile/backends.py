@@ -17,6 +17,7 @@ from graphllm.compile.lower import lower_piece
 from graphllm.compile.objects import Objects
 from graphllm.compile.translate import Bundle, translate
 from graphllm.config import Bucket, CompileConfig
+from graphllm.cpp import OPS
 from graphllm.ir.graph import digest
 from graphllm.ir.kernels import c_kernel
 from graphllm.rewrite import ImplChoice
@@ -125,7 +126,7 @@ class Cpu:
     def assemble(self, built: Iterable[Built], folder: Path) -> None:
         """Compile the generated kernels and how they are called, and link ``kernels.so``."""
         bodies: dict[str, str] = {}
-        own: set[Path] = set()
+        own = {OPS / "cpu_elementary.cpp"}
         arguments: dict[str, Sequence[str]] = {}
         for b in built:
             bodies |= {name: text.replace(inductor.CPP_HEADER, "") for name, text in b.sources.items()}
@@ -135,6 +136,17 @@ class Cpu:
         calls = call_source(arguments)
         assert self._objects is not None
         self._objects.link(own, bodies.values(), header, inductor.cpp_compile_command, calls, library)
+
+
+def takes_torch(built: Iterable[Built], folder: Path) -> bool:
+    """Whether an artifact's programs run on torch, not only on kernels. folder: of its pieces."""
+    library = folder / "kernels.so"
+    if any(instruction[0] in _OF_TORCH for b in built for instruction in b.bundle["code"]) or not library.exists():
+        return True
+    return b"libtorch" in library.read_bytes()  # among the libraries that it needs
+
+
+_OF_TORCH = ("op", "call", "ir", "extern")  # instructions of pieces
 
 
 def _own(kernels: Mapping[str, Any]) -> set[Path]:

@@ -25,7 +25,6 @@ from graphllm.compile.sampling import ANCESTORS, Stage, Values
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Drafts, Graph, Hidden, Model
-from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.ops.record_draft_probs import record_draft_probs
 from graphllm.ops.record_drafts import record_drafts
@@ -33,6 +32,7 @@ from graphllm.ops.rejection_sample import draft_seed
 from graphllm.ops.sample import sample
 from graphllm.ops.store_rows import store_rows
 from graphllm.ops.store_slots import store_slots
+from graphllm.specs import InputSpec, StateSpec
 from graphllm.weights.checkpoint import DRAFT, MAIN, draft_name
 from graphllm.weights.expr import Expr, renamed
 

@@ -12,9 +12,9 @@ from torch.fx import Node
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import op_of
-from graphllm.ir.specs import OutputSpec
 from graphllm.ops.moe_route import moe_route
 from graphllm.rewrite import Unit, results_of
+from graphllm.specs import OutputSpec
 
 EXPERTS, TABLE = "experts", "expert_tokens"
 Values = dict[str, Any]

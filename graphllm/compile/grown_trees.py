@@ -20,9 +20,9 @@ from graphllm.compile.sampling import Stage, Values
 from graphllm.compile.tree_nodes import STATES
 from graphllm.config.token_tree import GrownTree
 from graphllm.ir.model import Drafts
-from graphllm.ir.specs import StateSpec
 from graphllm.ops.store_slots import store_slots
 from graphllm.ops.token_logprobs import token_logprobs
+from graphllm.specs import StateSpec
 
 
 def draft_states(tree: GrownTree) -> tuple[StateSpec, ...]:

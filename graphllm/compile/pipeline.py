@@ -33,12 +33,12 @@ from graphllm.ir.kernels import sources_in
 from graphllm.ir.model import Model, derived_model
 from graphllm.ir.op import op_of
 from graphllm.ir.registry import load_models, load_ops, load_passes
-from graphllm.ir.specs import plain
 from graphllm.machine import compiler_version
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.states import place_bytes
 from graphllm.rewrite import Pass, PassReport, Unit
+from graphllm.specs import plain
 from graphllm.weights.adapted import AdaptedLinear, adapted_layer
 from graphllm.weights.cache_scales import with_cache_scales
 from graphllm.weights.checkpoint import DRAFT
@@ -411,6 +411,8 @@ def write_program(
             {"name": graph.graph.name, "task": graph.graph.task, "inputs": {n: plain(s) for n, s in inputs.items()},
              "buckets": [asdict(b) for b in buckets], "optional": linked.optional[number], "programs": programs}
         )  # fmt: skip
+    from graphllm.compile.backends import takes_torch  # here: with it comes a compiler
+
     states = {n: place for n, place in layout.states.items() if n in read}
     blocks = layout.blocks
     description = {
@@ -424,6 +426,7 @@ def write_program(
         "adapted": adapted,
         "experts": moving_experts(traced.plan, config) if config.enable_eplb else None,
         "vocab": c.V,
+        "torch": takes_torch(built.values(), folder / "pieces"),
     }
     (folder / "program.json").write_text(json.dumps(description, indent=1))
     (folder / "weights.json").write_text(traced.plan.to_json())

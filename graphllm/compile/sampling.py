@@ -16,7 +16,6 @@ from graphllm.config import CompileConfig
 from graphllm.config.compilation import ranked_logprobs
 from graphllm.config.sampling import sampling_columns
 from graphllm.config.token_tree import GrownTree, TokenTree
-from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.ops.accept_drafts import accept_drafts
 from graphllm.ops.accept_grown_tree import accept_grown_tree
@@ -29,6 +28,7 @@ from graphllm.ops.rejection_sample import rejection_sample
 from graphllm.ops.resolve_drafts import resolve_drafts
 from graphllm.ops.sample import sample
 from graphllm.ops.token_logprobs import token_logprobs
+from graphllm.specs import InputSpec, OutputSpec, StateSpec
 
 Values = dict[str, Any]
 

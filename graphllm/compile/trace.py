@@ -18,10 +18,10 @@ from graphllm.config import CompileConfig, ConfigError
 from graphllm.config.token_tree import GrownTree
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, eliminate_dead
 from graphllm.ir.model import AttentionMetadata, ForwardContext, Graph, Hidden, Model
-from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
 from graphllm.program.states import BlockPlan, StatePlace, layer_places, own_place, plan_blocks
 from graphllm.rewrite import PassReport, Unit, results_of
+from graphllm.specs import InputSpec, OutputSpec, StateSpec
 
 # How many blocks there are is known when the artifact is loaded, and no piece depends on it. It is larger than 1, else
 # it would be mistaken for a broadcast.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.config.token_tree import GrownTree
-from graphllm.ir.specs import StateSpec
+from graphllm.specs import StateSpec
 
 # By slot, of each node: the one before it; bits of those on the path to it; how many stand between it and the root.
 STATES = ("tree_parents", "tree_bits", "tree_depths")

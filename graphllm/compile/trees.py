@@ -19,10 +19,10 @@ from graphllm.compile.sampling import Stage, Values
 from graphllm.config import CompileConfig, ConfigError
 from graphllm.config.token_tree import GrownTree, TokenTree
 from graphllm.ir.model import Drafts, Model
-from graphllm.ir.specs import BLOCK_TOKENS, StateSpec
 from graphllm.ops.record_drafts import record_drafts
 from graphllm.ops.store_slots import store_slots
 from graphllm.ops.token_logprobs import token_logprobs
+from graphllm.specs import BLOCK_TOKENS, StateSpec
 
 _NAME = "speculative_token_tree"
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from graphllm.config import ConfigError
 from graphllm.engine.request import EngineRequest, Item
-from graphllm.ir.specs import InputSpec
+from graphllm.specs import InputSpec
 
 
 class _Range:

@@ -236,7 +236,7 @@ def run_core(load: MakeCore, preload: Callable[[], None] = lambda: None) -> None
     progress = _Progress()
     phases = {
         "process": begun - launch.started,
-        "import torch": preloaded - begun,
+        "import torch" if "torch" in sys.modules else "imports": preloaded - begun,
         "wait for the model": time.monotonic() - preloaded,
     }
     signal.signal(signal.SIGTERM, progress.on_sigterm)

@@ -15,7 +15,7 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.engine.request_table import RequestState, RequestTable
 from graphllm.engine.scheduler_output import SchedulerOutput
-from graphllm.ir.specs import InputSpec
+from graphllm.specs import InputSpec
 
 GROUP = "graphllm.input_providers"
 _ELSEWHERE = ("block_table",)  # filled with the inputs of every graph

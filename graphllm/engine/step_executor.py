@@ -9,10 +9,10 @@ import numpy as np
 
 from graphllm.config import Bucket
 from graphllm.engine.device_states import DeviceStates
-from graphllm.ir.specs import InputSpec
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import StepInput
+from graphllm.specs import InputSpec
 from graphllm.weights.adapted import AdaptedLinear
 
 if TYPE_CHECKING:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from graphllm import artifact
 from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
+from graphllm.entrypoints.host import host_executor, without_torch
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
 from graphllm.entrypoints.share import join_cores, open_weights, rank_device, rank_place, rank_threads, stage_manifest
@@ -58,10 +59,18 @@ def load_core(
         if compiled["target"]["device"] == "cpu" and ranks is None:
             counts = cache_counts(manifest, config.cache, config.parallel.data_parallel_size)
             cache = cpu_cache_memory(place, counts)
+        if ranks is None and not processors and (load := without_torch(config, manifest)) is not None:
+            assert counts is not None
+            clock("artifact")
+            arrays = load()
+            clock("weights")
+            return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock)
         clock("artifact")
-        from graphllm.runtime.stream import alone  # imports torch
+        import torch  # noqa: F401 - here, to be measured alone
 
         clock("import torch")
+        from graphllm.runtime.stream import alone
+
         threads = rank_threads(config, own.here)  # of the process: within `alone` there is one
         with alone():
             device = rank_device(compiled["target"]["device"], own)

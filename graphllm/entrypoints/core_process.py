@@ -14,6 +14,7 @@ import msgspec
 from graphllm.engine.process import run_core
 from graphllm.engine.request import Core
 from graphllm.entrypoints.rank_process import COMMAND
+from graphllm.machine import gpu_count
 from graphllm.runtime.rank_processes import WaitingRanks
 
 
@@ -26,7 +27,9 @@ def _load(waiting: WaitingRanks | None, settings: dict[str, Any], phase: Callabl
 
 
 def _preload() -> None:
-    for name in ("torch", "graphllm.entrypoints.core", "graphllm.engine.core", "graphllm.weights.loader", "tokenizers"):
+    names = ["graphllm.entrypoints.core", "graphllm.engine.core", "graphllm.runtime.executor", "tokenizers"]
+    # On a CPU most models need no torch (`graphllm.entrypoints.host`).
+    for name in [*(("torch", "graphllm.weights.loader") if gpu_count() else ()), *names]:
         importlib.import_module(name)
 
 

@@ -15,8 +15,8 @@ from graphllm.ir.model import (
     select_rows,
 )
 from graphllm.ir.op import CallSite, Cost, Impl, Op, nbytes, op
-from graphllm.ir.specs import InputSpec, OutputSpec, StateSpec
 from graphllm.ir.weight import Weight
+from graphllm.specs import InputSpec, OutputSpec, StateSpec
 
 __all__ = [
     "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "GluonKernel", "Graph", "Impl",

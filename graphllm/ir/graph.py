@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from graphllm.config import Bucket, ConfigError
 from graphllm.expr import parse
 from graphllm.ir.op import NAMESPACE, all_ops, op_of
-from graphllm.ir.specs import Dim
+from graphllm.specs import Dim
 
 _PYTHON_OPERATORS: dict[str, Callable[..., Any]] = {
     "getitem": operator.getitem, "add": operator.add, "sub": operator.sub, "mul": operator.mul,

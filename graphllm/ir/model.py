@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from graphllm.config import Bucket, ConfigError
-from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.ir.weight import Weight
+from graphllm.specs import InputSpec, StateSpec
 
 _models: dict[str, Model] = {}
 _derivations: list[Callable[[str], Model | None]] = []

@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 from graphllm.config import CompileConfig
 from graphllm.ir.graph import eliminate_dead, verify
-from graphllm.ir.specs import InputSpec, StateSpec
 from graphllm.rewrite.unit import Unit
+from graphllm.specs import InputSpec, StateSpec
 from graphllm.weights.plan import WeightPlan
 
 Numerics = Literal["bitwise", "reorders", "changes"]

@@ -6,13 +6,11 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
-
 from graphllm.expr import value
-from graphllm.ir.externs import routine
 from graphllm.program.linking import LinkedProgram, MemoryPlan, Place
 from graphllm.program.states import ITEMSIZE
 from graphllm.runtime.kernels import Kernels, Launch
+from graphllm.runtime.memory import Array, Memory
 
 
 class Bound(NamedTuple):
@@ -24,19 +22,20 @@ class Bound(NamedTuple):
     """
 
     parts: dict[str, list[tuple[bool, list[Launch]]]]
-    results: dict[str, torch.Tensor]
+    results: dict[str, Array]
 
 
 def bind(
     program: LinkedProgram,
     plan: MemoryPlan,
-    outside: Mapping[str, torch.Tensor],
-    arena: torch.Tensor,
+    outside: Mapping[str, Array],
+    arena: Array,
     kernels: Kernels,
     symbols: Mapping[str, int],
+    memory: Memory,
 ) -> Bound:
     """Prepare every call for the given T, S and R. outside: weights, states and step tensors by name."""
-    binder = _Binder(program.places, plan.offsets, outside, arena, symbols)
+    binder = _Binder(program.places, plan.offsets, outside, arena, symbols, memory)
     parts: dict[str, list[tuple[bool, list[Launch]]]] = {}
     for kind, body, bundle, part in program.instructions:
         segments = parts.setdefault(part, [])
@@ -47,6 +46,8 @@ def bind(
             name, arguments = body
             launches.append(kernels.bind(bundle["kernels"][name], name, [binder.argument(a) for a in arguments]))
         elif kind == "extern":
+            from graphllm.ir.externs import routine
+
             name, arguments = body
             launches.append(functools.partial(routine(name), *map(binder.given, arguments)))
         elif kind == "op":
@@ -70,13 +71,14 @@ class _Binder:
         self,
         places: Mapping[str, Place],
         offsets: Mapping[str, int],
-        outside: Mapping[str, torch.Tensor],
-        arena: torch.Tensor,
+        outside: Mapping[str, Array],
+        arena: Array,
         symbols: Mapping[str, int],
+        memory: Memory,
     ) -> None:
         self._places, self._offsets, self._outside, self._symbols = places, offsets, outside, symbols
-        self._arena, self._base = arena, arena.data_ptr()
-        self._tensors: dict[str, torch.Tensor] = {}
+        self._arena, self._base, self._memory = arena, arena.data_ptr(), memory
+        self._tensors: dict[str, Array] = {}
 
     def argument(self, item: Any) -> Any:
         """A kernel argument: an address for ["t", name], a number for ["i", expression] or a float, None for null."""
@@ -99,7 +101,7 @@ class _Binder:
             return source.data_ptr() + extra * source.element_size()
         return self._base + self._offsets[place.storage] + extra * ITEMSIZE[place.dtype]
 
-    def tensor(self, name: str) -> torch.Tensor:
+    def tensor(self, name: str) -> Array:
         """The tensor of that name; views are made once."""
         made = self._tensors.get(name)
         if made is not None:
@@ -111,12 +113,11 @@ class _Binder:
         stride = [value(d, self._symbols) for d in place.stride]
         extra = sum(value(o, self._symbols) for o in place.offset)
         if place.storage in self._outside:
-            source = self._outside[place.storage]
-            made = source.as_strided(shape, stride, source.storage_offset() + extra)
+            made = self._memory.strided(self._outside[place.storage], shape, stride, extra)
         else:
-            item = ITEMSIZE[place.dtype]
-            typed = self._arena.view(getattr(torch, place.dtype))
-            made = typed.as_strided(shape, stride, self._offsets[place.storage] // item + extra)
+            typed = self._memory.typed(self._arena, place.dtype)
+            first = self._offsets[place.storage] // ITEMSIZE[place.dtype]
+            made = self._memory.strided(typed, shape, stride, first + extra)
         self._tensors[name] = made
         return made
 
@@ -130,17 +131,23 @@ class _Binder:
             ((kind, content),) = item.items()
             if kind == "t":
                 return self.tensor(content)
-            return value(content, self._symbols) if kind == "i" else getattr(torch, content)
+            return value(content, self._symbols) if kind == "i" else _of_torch(content)
         return [self.plain(v) for v in item] if isinstance(item, list) else item
 
 
 def _operator(name: str) -> Any:
     namespace, rest = name.split("::")
     base, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), base), overload or "default")
+    return getattr(getattr(getattr(_of_torch("ops"), namespace), base), overload or "default")
 
 
-def _call_into(call: Any, outputs: list[torch.Tensor]) -> None:
+def _of_torch(name: str) -> Any:
+    import torch  # here, because compiled kernels need none of it
+
+    return getattr(torch, name)
+
+
+def _call_into(call: Any, outputs: list[Array]) -> None:
     result = call()
-    for destination, made in zip(outputs, [result] if isinstance(result, torch.Tensor) else result, strict=True):
+    for destination, made in zip(outputs, result if isinstance(result, (list, tuple)) else [result], strict=True):
         destination.copy_(made)

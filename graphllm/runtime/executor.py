@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import gc
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
-from graphllm.ir.groups import TENSOR, go_beside, group_of
-from graphllm.ir.specs import InputSpec
 from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout, ExpertMoves, expert_layout
 from graphllm.program.stages import BEHIND, Stage, stage_reads
@@ -29,16 +25,21 @@ from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.expert_slots import ExpertSlots
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
+from graphllm.runtime.memory import Array, HostMemory, Memory
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import StepInput, ragged
 from graphllm.runtime.states import States
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream, nothing
+from graphllm.specs import InputSpec
 from graphllm.weights.adapted import linear_from
+
+if TYPE_CHECKING:
+    import torch
 
 _WARM_PROMPT = 128  # tokens
 _IN_FLIGHT = 2  # steps that are prepared before the first of them has ended
 
-Hook = Callable[[torch.Tensor], None]
+Hook = Callable[["torch.Tensor"], None]
 
 
 class StepResult(NamedTuple):
@@ -52,7 +53,7 @@ class StepResult(NamedTuple):
 
     outputs: Mapping[str, np.ndarray]
     whole: dict[int, np.ndarray]
-    logits: torch.Tensor | None
+    logits: Array | None
 
     @property
     def tokens(self) -> np.ndarray:
@@ -70,7 +71,7 @@ class StepHandle:
         self.drafts: DraftRuns | None = None
         self.wants_drafts = False
         self.outputs: dict[str, np.ndarray] = {}
-        self.whole: dict[int, torch.Tensor] = {}
+        self.whole: dict[int, Callable[[], np.ndarray]] = {}
 
     def settle(self) -> None:
         """Block until the step is done; its results lie in ``outputs`` until the second step after it starts. Raises
@@ -84,7 +85,7 @@ class StepHandle:
         logits = self.program.results.get("logits")
         return StepResult(
             {name: values.copy() for name, values in self.outputs.items()},
-            {row: values.cpu().numpy() for row, values in self.whole.items()},
+            {row: read() for row, read in self.whole.items()},
             None if logits is None else logits[: self.rows],
         )
 
@@ -93,26 +94,29 @@ class Executor:
     """Runs the programs of one artifact, in this process.
 
     folder: the artifact, already verified. weights: finished parameters by name. num_blocks: of the paged cache; block
-    0 is never written by a request. threads: of a CPU's kernels, None for torch's choice. cache: memory of those blocks
-    on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a prefix are
-    valid behind any continuation. stage: of a pipeline, whose layers alone run here. rank: in the tensor-parallel
-    group; of the tables of adapters it takes what is its own. Raises ConfigError when the memory cannot be allocated.
+    0 is never written by a request. threads: of a CPU's kernels, None for OpenMP's choice. cache: memory of those
+    blocks on a CPU, None to make it here. num_snapshots: copies of recurrent states. shareable: cached states of a
+    prefix are valid behind any continuation. stage: of a pipeline, whose layers alone run here. rank: in the
+    tensor-parallel group; of the tables of adapters it takes what is its own. memory: `HostMemory` where weights are
+    `HostArray`s, None for torch's. Raises ConfigError when the memory cannot be allocated.
     """
 
     def __init__(
         self,
         folder: Path,
         manifest: Mapping[str, Any],
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Array],
         num_blocks: int,
         threads: int | None = None,
         cache: CacheMemory | None = None,
         num_snapshots: int = 0,
         stage: Stage | None = None,
         rank: int = 0,
+        memory: Memory | None = None,
     ) -> None:
         compiled = manifest["factors"]["compile"]
-        self.device = torch.device(compiled["target"]["device"])
+        self._memory = memory or _torch_memory(compiled["target"]["device"])
+        self.device = self._memory.device
         self.max_num_seqs = compiled["max_num_seqs"]
         self.max_num_batched_tokens = compiled["max_num_batched_tokens"]
         self.max_logprobs, self.max_logit_bias = compiled["max_logprobs"], compiled["max_logit_bias"]
@@ -121,7 +125,7 @@ class Executor:
         symbol, size = program["vector"]
         self.vector = str(symbol), int(size)
         reads = None if stage is None else stage_reads(program, stage)
-        self.states = States(program, self.device, num_blocks, program["entries"], num_snapshots, cache, reads)
+        self.states = States(program, self._memory, num_blocks, program["entries"], num_snapshots, cache, reads)
         self.layout = CacheLayout(
             self.states.groups,
             num_blocks,
@@ -141,24 +145,23 @@ class Executor:
             self.layout.tree if program["drafts"]["by_levels"] else None,
             program["drafts"]["block"],
         )
-        self._stream: Stream = (
-            CpuStream(threads or torch.get_num_threads()) if self.device.type == "cpu" else CudaStream()
-        )
+        self._kernels, self._stream = self._open_kernels(folder / "pieces", threads)
         # Steps that may be at different stages at once. On a GPU a second stream would need kernels of its own.
         self.overlapping = stage.total if stage is not None and self.device.type == "cpu" else 1
         self._behind: Stream = self._stream  # runs what a stage does behind all layers
         if self.overlapping > 1:
-            self._behind = CpuStream(threads or torch.get_num_threads())
+            from graphllm.ir.groups import go_beside
+
+            self._behind = _cpu_stream(threads)
             self._behind.submit(go_beside)
         in_flight = max(_IN_FLIGHT, self.overlapping)
-        self._kernels = self._open_kernels(folder / "pieces")
         outside = {**weights, **self.states.tensors}
-        outside[ZEROED] = torch.zeros(max(manifest["memory"]["zeroed"], 1), dtype=torch.int32, device=self.device)
-        table = group_of(TENSOR, compiled["tensor_parallel_size"]).exchange if self.device.type == "cuda" else None
+        outside[ZEROED] = self._memory.zeros((max(manifest["memory"]["zeroed"], 1),), "int32")
+        table = _exchange(compiled["tensor_parallel_size"]) if self.device.type == "cuda" else None
         if table is not None:
             outside[EXCHANGE] = table
         arena_shape = (max(manifest["memory"]["arena"], 1),)
-        arenas = [self.states.zeros(arena_shape, "uint8") for _ in range(self.overlapping)]
+        arenas = [self._memory.zeros(arena_shape, "uint8") for _ in range(self.overlapping)]
         longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {
             # A step prepares two runs of a draft graph.
@@ -167,6 +170,7 @@ class Executor:
                 g,
                 outside,
                 arenas,
+                self._memory,
                 self._kernels,
                 self.max_num_seqs,
                 longest_query,
@@ -189,13 +193,17 @@ class Executor:
         self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
-        self._on_host: list[dict[str, torch.Tensor]] = [{} for _ in range(in_flight)]
+        self._on_host: list[dict[str, Array]] = [{} for _ in range(in_flight)]
 
-    def _open_kernels(self, folder: Path) -> Kernels:
-        if isinstance(self._stream, CudaStream):
-            return CudaKernels(folder, self._stream.handle)
+    def _open_kernels(self, folder: Path, threads: int | None) -> tuple[Kernels, Stream]:
+        if self.device.type == "cuda":
+            stream = CudaStream()
+            return CudaKernels(folder, stream.handle), stream
         library = folder / "kernels.so"
-        return CpuKernels(library if library.exists() else None)
+        kernels = CpuKernels(library if library.exists() else None)
+        if isinstance(self._memory, HostMemory):
+            return kernels, CpuStream(threads or kernels.threads, kernels.set_threads)
+        return kernels, _cpu_stream(threads)
 
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`
@@ -299,8 +307,7 @@ class Executor:
                 bound.run("logprobs")
             for row in whole:
                 kept = bound.results["path_rows"][row] if "path_rows" in bound.results else row
-                logits = torch.nan_to_num(bound.results["logits"][kept].float(), nan=-math.inf)
-                handle.whole[row] = torch.log_softmax(logits, dim=-1)
+                handle.whole[row] = self._memory.log_softmax(bound.results["logits"][kept])
             self._finish(handle, copied)
 
         self._submit(handle, work, self._behind)
@@ -316,10 +323,8 @@ class Executor:
             result = handle.program.results[name]
             kept = self._on_host[handle.buffer_index]
             if name not in kept:
-                dtype = torch.float32 if result.dtype == torch.bfloat16 else result.dtype
                 most = symbol if isinstance(symbol, int) else self._main.most[symbol]
-                shape = (most, *result.shape[1:])
-                kept[name] = torch.zeros(shape, dtype=dtype, pin_memory=self.device.type == "cuda")
+                kept[name] = self._memory.read_into(result, (most, *result.shape[1:]))
             part = kept[name][:count]
             part.copy_(result[:count], non_blocking=True)
             handle.outputs[name] = part.numpy()
@@ -331,7 +336,7 @@ class Executor:
                 if (state := self.states.tensors.get(f"state.{name}")) is None:
                     continue
                 if name not in kept:
-                    kept[name] = torch.zeros(state.shape, dtype=state.dtype, pin_memory=self.device.type == "cuda")
+                    kept[name] = self._memory.read_into(state, state.shape)
                 kept[name].copy_(state, non_blocking=True)
                 handle.outputs[name] = kept[name].numpy()
 
@@ -357,7 +362,7 @@ class Executor:
 
     def write_entry(self, entry: int, values: Mapping[str, np.ndarray]) -> None:
         """Write the beginnings of a slot's states, by name, in order with the steps."""
-        given = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in values.items()}
+        given = {name: self._memory.wrapped(np.ascontiguousarray(array)) for name, array in values.items()}
         if self.device.type == "cuda":  # from other memory a copy would wait for the steps before it
             given = {name: tensor.pin_memory() for name, tensor in given.items()}
 
@@ -484,4 +489,30 @@ class Executor:
         self.states.release()
         if self.device.type == "cuda":
             gc.collect()  # what was bound is held in circles
-            torch.cuda.empty_cache()
+            _give_back()
+
+
+def _torch_memory(device: str) -> Memory:
+    import torch  # here, because on a CPU there may be no need of it
+
+    from graphllm.runtime.torch_memory import TorchMemory
+
+    return TorchMemory(torch.device(device))
+
+
+def _cpu_stream(threads: int | None) -> Stream:
+    import torch
+
+    return CpuStream(threads or torch.get_num_threads())
+
+
+def _exchange(ranks: int) -> torch.Tensor | None:
+    from graphllm.ir.groups import TENSOR, group_of
+
+    return group_of(TENSOR, ranks).exchange
+
+
+def _give_back() -> None:
+    import torch
+
+    torch.cuda.empty_cache()

@@ -8,19 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from graphllm.config import Bucket, ConfigError
-from graphllm.ir.specs import input_from
 from graphllm.program.linking import Call, LinkedProgram, MemoryPlan
 from graphllm.program.schema import NEUTRAL
 from graphllm.program.stages import Stage, stage_calls, stage_parts
 from graphllm.runtime import padding
 from graphllm.runtime.binding import Bound, bind
 from graphllm.runtime.kernels import Kernels, Launch
+from graphllm.runtime.memory import Array, Memory
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import Staging, StepInput
 from graphllm.runtime.stream import Job
+from graphllm.specs import input_from
 
 _BOUND_KEPT = 128
 
@@ -36,8 +35,9 @@ class GraphPrograms:
         self,
         folder: Path,
         described: Mapping[str, Any],
-        outside: Mapping[str, torch.Tensor],
-        arenas: Sequence[torch.Tensor],
+        outside: Mapping[str, Array],
+        arenas: Sequence[Array],
+        memory: Memory,
         kernels: Kernels,
         max_num_seqs: int,
         longest_query: int,
@@ -49,18 +49,19 @@ class GraphPrograms:
         self.inputs = {n: input_from(spec) for n, spec in described["inputs"].items()}
         self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
-        self._outside, self._arenas, self._kernels, self._max_num_seqs = outside, arenas, kernels, max_num_seqs
+        self._outside, self._arenas, self._memory = outside, arenas, memory
+        self._kernels, self._max_num_seqs = kernels, max_num_seqs
         self._longest_query, self._stage = longest_query, stage
         limits = [b.limits(max_num_seqs, longest_query) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
-        self.staging = Staging(list(self.inputs.values()), self.most, arenas[0].device, steps_in_flight, len(arenas))
+        self.staging = Staging(list(self.inputs.values()), self.most, memory, steps_in_flight, len(arenas))
         self.jobs: list[Job | None] = [None] * steps_in_flight  # that read each staging buffer
         self._buffer_index = 0
         self._bundles: dict[str, Any] = {}
         self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
         self._bound: OrderedDict[tuple[str, Size, int], BoundProgram] = OrderedDict()
         # One pool for all graphs, which never run at once: libraries take their workspace from it once.
-        self._graph_pool = torch.cuda.graph_pool_handle() if arenas[0].is_cuda else None
+        self._graph_pool = _pool() if memory.device.type == "cuda" else None
 
     def pick(self, step: StepInput) -> Size:
         """What a batch is padded to."""
@@ -101,9 +102,10 @@ class GraphPrograms:
         if key not in self._bound:
             linked, plan = self._link(name, size.bucket)
             outside = {**self._outside, **self.staging.tensors(size.symbols, turn)}
-            bound = bind(linked, plan, outside, self._arenas[turn], self._kernels, size.symbols)
+            bound = bind(linked, plan, outside, self._arenas[turn], self._kernels, size.symbols, self._memory)
             captured = padding.is_captured(size.bucket, size.T)
-            self._bound[key] = BoundProgram(bound, self._kernels, self._graph_pool if captured else None)
+            pool = self._graph_pool if captured else None
+            self._bound[key] = BoundProgram(bound, self._kernels, self._memory, pool)
             if len(self._bound) > _BOUND_KEPT:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(key)
@@ -146,11 +148,9 @@ class BoundProgram:
     replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
     pieces otherwise. on_host: results as the host sees them on a CPU."""
 
-    def __init__(self, bound: Bound, kernels: Kernels, pool: Any | None) -> None:
+    def __init__(self, bound: Bound, kernels: Kernels, memory: Memory, pool: Any | None) -> None:
         self.parts, self._pool, self.results = bound.parts, pool, bound.results
-        self.on_host = {
-            n: t.numpy() for n, t in self.results.items() if t.device.type == "cpu" and t.dtype != torch.bfloat16
-        }
+        self.on_host = {n: seen for n, t in self.results.items() if (seen := memory.on_host(t)) is not None}
         self._launches = {
             name: kernels.join([launch for _, ls in segments for launch in ls])
             for name, segments in bound.parts.items()
@@ -164,11 +164,7 @@ class BoundProgram:
         if self._pool is not None and part not in self._captured:
             # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched
             # twice.
-            torch.cuda.current_stream().synchronize()
-            segments = self.parts[part]
-            self._launches[part] = [
-                launch for safe, ls in segments for launch in (_capture(ls, self._pool) if safe else ls)
-            ]
+            self._launches[part] = _captured(self.parts[part], self._pool)
             self._captured.add(part)
 
     def release(self) -> None:
@@ -177,7 +173,23 @@ class BoundProgram:
         self.parts, self.results, self.on_host = {}, {}, {}
 
 
+def _pool() -> Any:
+    import torch  # here, because on a CPU there may be no need of it
+
+    return torch.cuda.graph_pool_handle()
+
+
+def _captured(segments: Sequence[tuple[bool, list[Launch]]], pool: Any) -> list[Launch]:
+    """The launches of a part, those that may be captured in graphs."""
+    import torch
+
+    torch.cuda.current_stream().synchronize()
+    return [launch for safe, ls in segments for launch in (_capture(ls, pool) if safe else ls)]
+
+
 def _capture(launches: Sequence[Launch], pool: Any) -> list[Launch]:
+    import torch
+
     graph = torch.cuda.CUDAGraph()
     # Threads of libraries, as NCCL's that watches its collectives, may ask for events meanwhile.
     with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):

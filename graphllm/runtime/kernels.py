@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast
 
+from graphllm.cpp import open_library
 from graphllm.expr import value
 
 _C_TYPES = {"ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "i32": ctypes.c_int32, "f64": ctypes.c_double,
@@ -70,13 +71,23 @@ class CpuKernels:
     calls."""
 
     def __init__(self, library: Path | None) -> None:
-        self._library = ctypes.CDLL(str(library)) if library else None
+        self._library = open_library(library) if library else None
         self._done = ctypes.c_int64.in_dll(self._library, "graphllm_done") if self._library else ctypes.c_int64()
         self._addresses: dict[str, int | None] = {}
 
     @property
     def done(self) -> int:
         return self._done.value
+
+    @property
+    def threads(self) -> int:
+        """That OpenMP gives the kernels if nobody says otherwise."""
+        return self._library.omp_get_max_threads() if self._library else 1
+
+    def set_threads(self, threads: int) -> None:
+        """Have the calling thread's kernels run on so many."""
+        if self._library:
+            self._library.omp_set_num_threads(threads)
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> CpuLaunch:
         """A call of ``name`` with converted arguments."""

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from graphllm.expr import value
-from graphllm.ir.specs import InputSpec
+from graphllm.runtime.memory import Array, Memory
+from graphllm.specs import InputSpec
 
 _ALIGN = 64
 _SIZES_KEPT = 256  # padded sizes whose views are remembered
@@ -69,7 +69,7 @@ class Staging:
     """
 
     def __init__(
-        self, specs: list[InputSpec], limits: Mapping[str, int], device: torch.device, buffers: int = 2, turns: int = 1
+        self, specs: list[InputSpec], limits: Mapping[str, int], memory: Memory, buffers: int = 2, turns: int = 1
     ) -> None:
         self._specs = sorted(specs, key=lambda s: (s.late, s.ragged))
         self._ragged = [s.name for s in self._specs if s.ragged]
@@ -78,14 +78,16 @@ class Staging:
         self._views: dict[tuple[int, ...], dict[str, np.ndarray]] = {}
         most = self._layout(limits)
         size = max((f.offset + -(-f.bytes // _ALIGN) * _ALIGN for f in most.fields.values()), default=1)
-        pin = device.type == "cuda"
-        self._host = [torch.zeros(size, dtype=torch.uint8, pin_memory=pin) for _ in range(buffers)]
-        self._device = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(turns)]
-        self._host_bytes = [t.numpy().data for t in self._host]
-        self._device_bytes = None if pin else [t.numpy().data for t in self._device]
+        self._memory = memory
+        self._host = [memory.staging(size, on_host=True) for _ in range(buffers)]
+        self._device = [memory.staging(size, on_host=False) for _ in range(turns)]
+        self._host_numbers = [t.numpy() for t in self._host]
+        self._host_bytes = [numbers.data for numbers in self._host_numbers]
+        own = memory.device.type == "cpu"
+        self._device_bytes = [t.numpy().data for t in self._device] if own else None
         self._filled: list[dict[str, tuple[int, int]]] = [{}] * buffers  # rows and columns of ragged inputs
         largest = max((most.fields[name].bytes for name in self._ragged), default=0)
-        self._packed = torch.empty(largest if largest > _WHOLE_TABLES else 0, dtype=torch.uint8, device=device)
+        self._packed = memory.staging(largest if largest > _WHOLE_TABLES else 0, on_host=False)
 
     def _layout(self, sizes: Mapping[str, int]) -> _Layout:
         key = tuple(sizes.values())
@@ -110,11 +112,11 @@ class Staging:
             layout = self._layouts[key] = _Layout(fields, ragged, late, neutral.data)
         return layout
 
-    def tensors(self, sizes: Mapping[str, int], turn: int = 0) -> dict[str, torch.Tensor]:
+    def tensors(self, sizes: Mapping[str, int], turn: int = 0) -> dict[str, Array]:
         """The device views for a padded size, by the names of inputs in programs."""
         device = self._device[turn]
         return {
-            f"step.{name}": device[f.offset : f.offset + f.bytes].view(getattr(torch, f.dtype)).view(f.shape)
+            f"step.{name}": self._memory.shaped(device[f.offset : f.offset + f.bytes], f.dtype, f.shape)
             for name, f in self._layout(sizes).fields.items()
         }
 
@@ -122,7 +124,7 @@ class Staging:
         key = (buffer, *sizes.values())
         fields = self._layout(sizes).fields
         if key not in self._views:
-            host = self._host[buffer].numpy()
+            host = self._host_numbers[buffer]
             self._views[key] = {name: f.of(host) for name, f in fields.items()}
         return self._views[key]
 
@@ -165,8 +167,8 @@ class Staging:
             packed = self._packed[: rows * columns * 4]
             packed.copy_(self._host[buffer][f.offset : f.offset + len(packed)], non_blocking=True)
             device = self._device[buffer % len(self._device)]
-            table = device[f.offset : f.offset + f.bytes].view(torch.int32).view(f.shape)
-            table[:rows, :columns].copy_(packed.view(torch.int32).view(rows, columns))
+            table = self._memory.shaped(device[f.offset : f.offset + f.bytes], "int32", f.shape)
+            table[:rows, :columns].copy_(self._memory.shaped(packed, "int32", (rows, columns)))
 
     def upload_late(self, buffer: int, name: str, rows: int, sizes: Mapping[str, int]) -> None:
         """Copy that many rows of a late input."""

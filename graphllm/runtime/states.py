@@ -6,19 +6,17 @@ cache manager knows.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from graphllm.config import ConfigError
-from graphllm.hugepages import zeros
 from graphllm.program.schema import CacheGroup
 from graphllm.program.stages import own_states, own_tensors
 from graphllm.program.states import StatePlace, place_from
 from graphllm.runtime.cpu_cache_memory import CacheMemory
+from graphllm.runtime.memory import Array, Memory
 
 
 class States:
@@ -30,14 +28,14 @@ class States:
     def __init__(
         self,
         described: Mapping[str, Any],
-        device: torch.device,
+        memory: Memory,
         num_blocks: int,
         counts: Mapping[str, int],
         num_snapshots: int = 0,
         cache: CacheMemory | None = None,
         reads: frozenset[str] | None = None,
     ) -> None:
-        self._device, self.num_blocks, self.num_snapshots = device, num_blocks, num_snapshots
+        self._memory, self.num_blocks, self.num_snapshots = memory, num_blocks, num_snapshots
         blocks = described["blocks"]
         self.groups = tuple(CacheGroup(*g) for g in blocks["groups"])
         self._cache = cache
@@ -47,13 +45,13 @@ class States:
         self._numbers = {tensor: at for at, tensor in enumerate(used)}  # of the pool's tensors, by those of all stages
         places = {name: place_from(p) for name, p in own.items()}
         self.tensors = {
-            name: self._block_view(p) if p.axis == "block" else self.zeros((counts[p.axis], *p.shape), p.dtype)
+            name: self._block_view(p) if p.axis == "block" else memory.zeros((counts[p.axis], *p.shape), p.dtype)
             for name, p in places.items()
         }
         self.adapters = {n.removeprefix("state."): p.shape for n, p in places.items() if p.axis == "adapter"}
         self._version = self.tensors.get("state.version")  # of recurrent states, by slot: which one is valid
         self._recurrent = [self.tensors[n] for n, p in places.items() if p.retention == "last"]
-        self._snapshots = [self.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
+        self._snapshots = [memory.zeros((num_snapshots, *t.shape[2:]), str(t.dtype)[6:]) for t in self._recurrent]
 
     @property
     def recurrent(self) -> bool:
@@ -70,35 +68,25 @@ class States:
         """Of one snapshot."""
         return sum(t[0, 0].nbytes for t in self._recurrent)
 
-    def zeros(self, shape: Sequence[int], dtype: str) -> Tensor:
-        """Zeros on the device; on a CPU in memory that is given at its first use."""
-        kind = getattr(torch, dtype)
-        if self._device.type == "cuda":
-            return torch.zeros(shape, dtype=kind, device=self._device)
-        return (
-            torch.from_numpy(zeros(max(1, math.prod(shape)) * kind.itemsize))
-            .view(kind)[: math.prod(shape)]
-            .view(*shape)
-        )
-
-    def _allocate(self, tensors: int, block_bytes: int) -> list[Tensor]:
+    def _allocate(self, tensors: int, block_bytes: int) -> list[Array]:
         # Zeroed: a block's unused tail is multiplied by a weight of zero, which must not meet NaN.
         if not tensors:
             return []
-        if self._device.type == "cpu":
+        if self._memory.device.type == "cpu":
             self._cache = self._cache or CacheMemory(tensors, self.num_blocks, block_bytes)
-            return [torch.from_numpy(t) for t in self._cache.tensors]
+            return [self._memory.wrapped(t) for t in self._cache.tensors]
         try:
-            return [self.zeros((self.num_blocks, block_bytes), "uint8") for _ in range(tensors)]
+            return [self._memory.zeros((self.num_blocks, block_bytes), "uint8") for _ in range(tensors)]
         except RuntimeError as failure:
             raise ConfigError(
                 f"kv cache: {self.num_blocks} blocks do not fit in memory ({failure}); lower --kv-cache-memory-bytes "
                 "or --gpu-memory-utilization"
             ) from failure
 
-    def _block_view(self, place: StatePlace) -> Tensor:
-        typed = self._pool[self._numbers[place.tensor]].view(-1).view(getattr(torch, place.dtype))
-        return typed.as_strided((self.num_blocks, *place.shape), place.stride, place.offset)
+    def _block_view(self, place: StatePlace) -> Array:
+        pool = self._pool[self._numbers[place.tensor]]
+        typed = self._memory.typed(self._memory.shaped(pool, "uint8", (pool.nbytes,)), place.dtype)
+        return self._memory.strided(typed, (self.num_blocks, *place.shape), place.stride, place.offset)
 
     def release(self) -> None:
         """Forget the memory."""
@@ -146,24 +134,22 @@ class States:
         """Put back what `read_blocks` gave, maybe in another process."""
         self.reach(max(blocks, default=0))
         for block, content in zip(blocks, contents, strict=True):
-            _scatter(content, [t[block] for t in self._pool])
+            self._scatter(content, [t[block] for t in self._pool])
 
     def read_snapshots(self, snapshots: Sequence[int]) -> list[bytes]:
         """The bytes of snapshots."""
-        return [b"".join(_bytes_of(t[i]).cpu().numpy().tobytes() for t in self._snapshots) for i in snapshots]
+        return [b"".join(self._bytes_of(t[i]).cpu().numpy().tobytes() for t in self._snapshots) for i in snapshots]
 
     def write_snapshots(self, snapshots: Sequence[int], contents: Sequence[bytes]) -> None:
         """Put back what `read_snapshots` gave."""
         for i, content in zip(snapshots, contents, strict=True):
-            _scatter(content, [_bytes_of(t[i]) for t in self._snapshots])
+            self._scatter(content, [self._bytes_of(t[i]) for t in self._snapshots])
 
+    def _bytes_of(self, snapshot: Array) -> Array:
+        return self._memory.shaped(snapshot.reshape(-1), "uint8", (snapshot.nbytes,))
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def _scatter(content: bytes, into: Sequence[Tensor]) -> None:
-    whole, at = torch.frombuffer(bytearray(content), dtype=torch.uint8), 0
-    for tensor in into:
-        tensor.copy_(whole[at : at + tensor.numel()])
-        at += tensor.numel()
+    def _scatter(self, content: bytes, into: Sequence[Array]) -> None:
+        whole, at = self._memory.wrapped(np.frombuffer(bytearray(content), dtype=np.uint8)), 0
+        for array in into:
+            array.copy_(whole[at : at + array.numel()])
+            at += array.numel()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 class Job(Protocol):
@@ -45,9 +47,11 @@ class CpuStream:
     waking them takes 70 microseconds instead of 1 (`bench/results/cpu_decode.md`). See `alone`.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, set_threads: Callable[[int], None] | None = None) -> None:
+        """set_threads: has the calling thread's kernels run on so many, None for torch's way."""
+        begin = functools.partial(set_threads or _torch_threads(), threads)
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
-        thread = threading.Thread(target=_serve, args=(self._queue, threads), name="graphllm-cpu-stream", daemon=True)
+        thread = threading.Thread(target=_serve, args=(self._queue, begin), name="graphllm-cpu-stream", daemon=True)
         thread.start()
         self._end = weakref.finalize(self, _finish, self._queue, thread)  # at the interpreter's end too
 
@@ -107,9 +111,18 @@ class _Queued:
             return self._value
 
 
-def _serve(work: queue.SimpleQueue[_Queued | None], threads: int) -> None:
-    torch.get_num_threads()  # torch sets up its threads now, not behind the next line
-    torch.set_num_threads(threads)  # a thread has an OpenMP setting of its own
+def _torch_threads() -> Callable[[int], None]:
+    import torch  # now: a thread cannot at the interpreter's end
+
+    def set_threads(threads: int) -> None:
+        torch.get_num_threads()  # torch sets up its threads now, not behind the next line
+        torch.set_num_threads(threads)  # a thread has an OpenMP setting of its own
+
+    return set_threads
+
+
+def _serve(work: queue.SimpleQueue[_Queued | None], begin: Callable[[], None]) -> None:
+    begin()
     while (job := work.get()) is not None:
         job.run()
         del job  # what it holds may go, while the thread waits for the next
@@ -124,6 +137,8 @@ def _finish(work: queue.SimpleQueue[_Queued | None], thread: threading.Thread) -
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Keep the calling thread's torch operations to that thread meanwhile."""
+    import torch
+
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -136,14 +151,16 @@ class CudaStream:
     """A CUDA stream; its number is ``handle``."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()
+        import torch
+
+        self._torch, self._stream = torch, torch.cuda.Stream()
         self.handle = self._stream.cuda_stream
 
     def submit(self, work: Callable[[], Any]) -> Job:
         """Run the work, whose launches go to the stream."""
-        with torch.cuda.stream(self._stream):
+        with self._torch.cuda.stream(self._stream):
             work()
-            event = torch.cuda.Event()
+            event = self._torch.cuda.Event()
             event.record(self._stream)
         return _Recorded(event)
 

@@ -24,6 +24,7 @@ from graphllm.weights.checkpoint import Checkpoint, fingerprint
 if TYPE_CHECKING:
     import torch
 
+    from graphllm.weights.host_array import HostArray
     from graphllm.weights.readers import Progress
 
 TABLE, DATA = "baked.json", "weights.bin"
@@ -204,12 +205,27 @@ def open_weights(
                 for p in table["tensors"].values()}  # fmt: skip
         read_tensors(artifact / DATA, made, progress)
         return {name: made[p["offset"]] for name, p in table["tensors"].items()}
-    with (artifact / DATA).open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+    memory = _mapped(artifact)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor shall it be
         whole = torch.frombuffer(memory, dtype=torch.uint8)  # keeps the map open
     return dict(_views(whole, table["tensors"]))
+
+
+def open_on_host(artifact: Path) -> dict[str, HostArray]:
+    """The same on a CPU, without torch."""
+    import numpy as np  # here: to look at an artifact takes none of it
+
+    from graphllm.weights.host_array import HostArray
+
+    places = check(artifact)["tensors"]
+    whole = np.frombuffer(_mapped(artifact), np.uint8)
+    return {name: HostArray.of(whole[p["offset"] :], p["shape"], p["dtype"]) for name, p in places.items()}
+
+
+def _mapped(artifact: Path) -> mmap.mmap:
+    with (artifact / DATA).open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
 
 
 def _views(whole: torch.Tensor, places: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, torch.Tensor]]:

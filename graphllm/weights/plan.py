@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from graphllm.config import ConfigError
-from graphllm.ir.weight import Shard, Weight
 from graphllm.weights.division import Division
 from graphllm.weights.dtypes import ITEMSIZE
 from graphllm.weights.encodings import encoding_of
@@ -35,8 +34,9 @@ from graphllm.weights.expr import (
     to_plain,
 )
 
-if TYPE_CHECKING:  # ir.model imports torch; a plan is read without it
+if TYPE_CHECKING:  # importing ir imports torch; a plan is read without it
     from graphllm.ir.model import Model
+    from graphllm.ir.weight import Shard, Weight
 
 FORMAT = 2
 

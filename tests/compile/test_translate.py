@@ -23,8 +23,11 @@ from graphllm.ir.kernels import zeroed
 from graphllm.program.linking import EXCHANGE, ZEROED, Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
 from graphllm.runtime.kernels import CpuKernels
+from graphllm.runtime.torch_memory import TorchMemory
 
 dense = TensorSpec.contiguous
+
+MEMORY = TorchMemory(torch.device("cpu"))
 
 
 def _translate(body: str, specs: dict[str, TensorSpec] | None = None, kernels: str = "") -> Bundle:
@@ -208,7 +211,7 @@ def test_compiled_graph_equals_eager(name: str, T: int, S: int, built: Any) -> N
     arena = torch.full((max(plan.arena_bytes, 8),), 0xFF, dtype=torch.uint8)  # NaN, should anything be read unwritten
     zeros = torch.zeros(max(plan.zeroed, 1), dtype=torch.int32)
     outside = {**given, ZEROED: zeros, EXCHANGE: exchange(given["x"], 2)}
-    bound = bind(linked, plan, outside, arena, CpuKernels(library), {"T": T, "S": S})
+    bound = bind(linked, plan, outside, arena, CpuKernels(library), {"T": T, "S": S}, MEMORY)
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()

@@ -14,11 +14,11 @@ from simulation import item
 from graphllm.config import Bucket, ConfigError, SchedulerConfig
 from graphllm.config.sampling import SamplingParams
 from graphllm.engine.core import EngineCore
-from graphllm.ir.specs import InputSpec
 from graphllm.program.schema import CacheGroup, CacheLayout
 from graphllm.runtime.executor import StepResult
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import StepInput
+from graphllm.specs import InputSpec
 
 LAYOUT = CacheLayout((CacheGroup("full", 0, 4),), 40, recurrent=True, num_snapshots=4, item_tokens=8, query_lens=(3,))
 

@@ -10,7 +10,7 @@ import pytest
 from graphllm.config import ConfigError
 from graphllm.engine.providers import StepRequests, find_providers
 from graphllm.engine.request_table import RequestTable
-from graphllm.ir.specs import InputSpec, input_from, plain
+from graphllm.specs import InputSpec, input_from, plain
 
 
 def _loaded(spec: InputSpec) -> InputSpec:

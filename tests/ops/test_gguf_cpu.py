@@ -20,7 +20,14 @@ from graphllm.machine import detect_target
 from graphllm.ops.gguf_blocks import TILED, tiles, untiled
 from graphllm.ops.gguf_embedding.cpu import decoding_gguf_embedding
 from graphllm.ops.gguf_linear.cpu import streaming_gguf_linear
+from graphllm.weights.checkpoint import Checkpoint
+from graphllm.weights.encodings import encoding_of
+from graphllm.weights.expr import Concat, Decode, Encode, Expr, Read, Tie, Values
 from graphllm.weights.formats.gguf import fast_tiles
+from graphllm.weights.host_loader import host_loader
+from graphllm.weights.loader import load_weights
+from graphllm.weights.plan import Entry, WeightPlan
+from graphllm.weights.tensor_info import TensorInfo, WeightError
 
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 AMX = "amx_bf16" in detect_target("cpu").arch
@@ -186,6 +193,57 @@ def test_tiles_are_made_as_specified(library: Path, kind: str) -> None:
         assert torch.equal(made, tiles(blocks, kind))
         assert torch.equal(untiled(made, kind)[:rows], blocks)
         assert made.shape[0] * 16 * blocks.shape[1] == made.numel()
+
+
+@pytest.mark.parametrize("kind", FEW)
+def test_tiles_loaded_without_torch_are_those_of_the_loader(library: Path, kind: str, tmp_path: Path) -> None:
+    """Of one matrix, of several below each other, of rows in heads, and in more than one piece; with plain numbers
+    beside them."""
+    rows = {"table": 3000, "q": 64, "k": 32, "v": 19}
+    blocks = {name: _blocks(kind, n, 768).numpy() for name, n in rows.items()}
+    plain = {"norm": np.random.default_rng(0).standard_normal(768).astype(np.float32)}
+    tensors, data = {}, b""
+    for name, array in {**blocks, **plain}.items():
+        tag = "F32" if name == "norm" else "U8"
+        tensors[name] = TensorInfo(tmp_path / "file", tag, array.shape, len(data), array.nbytes)
+        data += array.tobytes()
+    (tmp_path / "file").write_bytes(data)
+    width = tensors["q"].shape[1]
+
+    def stored(name: str, head: str = "") -> Decode:
+        read = Read((name,), (rows[name], width), "uint8")
+        return Decode(f"gguf_{kind}{head}", (read,), (rows[name], 768))
+
+    def tiled(name: str, matrix: Expr, count: int) -> Entry:
+        encoding = f"tiled_{kind}"
+        shape = encoding_of(encoding).parts[0].shape(count, 768)
+        return Entry(name, shape, "uint8", Encode(encoding, "tiles", matrix))
+
+    qkv = Concat((stored("q", "-32"), stored("k", "-16"), stored("v")))
+    plan = WeightPlan((
+        tiled("embed.tiles", stored("table"), 3000), tiled("qkv", qkv, 115),
+        Entry("norm", (768,), "bfloat16", Read(("norm",), (768,))),
+        Entry("values", (1, 3), "float32", Values((0.1, 2.0, 1e-9), (1, 3))),
+        Entry("head", encoding_of(f"tiled_{kind}").parts[0].shape(3000, 768), "uint8", Tie("embed.tiles")),
+    ))  # fmt: skip
+    checkpoint = Checkpoint(tmp_path, tensors)
+    wanted = load_weights(plan, checkpoint, kernels=library)
+    loader = host_loader(plan, checkpoint, library)
+    assert loader is not None
+    found = loader.load()
+    assert found.keys() == wanted.keys()
+    for name, array in found.items():
+        want = wanted[name]
+        bits = want.view(torch.uint16) if want.dtype == torch.bfloat16 else want
+        assert array.shape == want.shape
+        assert np.array_equal(array.numbers, bits.numpy()), name
+    assert found["head"] is found["embed.tiles"]
+    more = Checkpoint(tmp_path, {**tensors, "strange": tensors["norm"]})
+    assert host_loader(plan, more, library) is None  # the general loader says what is wrong
+    with (tmp_path / "file").open("r+b") as file:
+        file.truncate(len(data) - 1)
+    with pytest.raises(WeightError, match="ends too early"):
+        loader.load()
 
 
 @pytest.mark.slow

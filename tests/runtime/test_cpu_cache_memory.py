@@ -67,6 +67,18 @@ def test_first_of_it_comes_by_itself() -> None:
     assert not any(any(_resident(t)[32 * SIZE // SMALL :]) for t in memory.tensors)
 
 
+def test_more_of_it_comes_before_it_is_reached() -> None:
+    memory = CacheMemory(2, PAGES, SIZE, first=2 * 8 * SIZE)
+    _until("at the start", memory, 8)
+    memory.reach(3)
+    assert not any(any(_resident(t)[8 * SIZE // SMALL :]) for t in memory.tensors)
+    memory.reach(4)
+    _until("half of it", memory, 16)
+    memory.reach(PAGES - 1)
+    memory.reach(PAGES - 1)
+    assert all(all(_resident(t)) for t in memory.tensors)
+
+
 def test_no_tensors() -> None:
     memory = CacheMemory(0, 5, SIZE)
     memory.reach(4)

@@ -18,11 +18,12 @@ from graphllm import artifact
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
 from graphllm.entrypoints.core import warm_up_host
 from graphllm.entrypoints.source import open_source
-from graphllm.ir.specs import InputSpec
 from graphllm.program.schema import CacheGroup
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.padding import Size
 from graphllm.runtime.staging import Staging, StepInput, ragged, stack_tables
+from graphllm.runtime.torch_memory import TorchMemory
+from graphllm.specs import InputSpec
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
@@ -216,7 +217,7 @@ def test_staging_round_trip(longest: int, data: st.DataObject) -> None:
     groups = (CacheGroup("full", 0, 8), CacheGroup("window", 40, 16))
     wide = InputSpec("wide", (3, "T"), "float32", neutral=2.5)
     specs = [*base_inputs(config, groups).values(), *sampling.inputs(config, 70), wide]
-    staging = Staging(specs, {"T": 32, "S": 5, "R": 6}, torch.device("cpu"))
+    staging = Staging(specs, {"T": 32, "S": 5, "R": 6}, TorchMemory(torch.device("cpu")))
     for turn in range(4):  # layouts move with T and S, and leave old bytes behind
         counts = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
         rng = np.random.default_rng(data.draw(st.integers(0, 1000)))

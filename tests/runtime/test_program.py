@@ -18,6 +18,9 @@ from numpy.lib.stride_tricks import as_strided
 from graphllm.expr import value
 from graphllm.program.linking import Call, LinkedProgram, plan_memory
 from graphllm.runtime.binding import bind
+from graphllm.runtime.torch_memory import TorchMemory
+
+MEMORY = TorchMemory(torch.device("cpu"))
 
 LIMITS = {"T": 9, "S": 4}
 GUARD = 4096
@@ -153,7 +156,7 @@ def test_planned_memory_changes_nothing(program: Program, T: int, S: int) -> Non
         memory = torch.full((plan.arena_bytes + GUARD,), 0x5A, dtype=torch.uint8)
         arena = memory[: max(plan.arena_bytes, 8)]
         tensors = {n: torch.from_numpy(a.copy()) for n, a in outside.items()}
-        bound = bind(linked, plan, tensors, arena, FakeKernels(), symbols)
+        bound = bind(linked, plan, tensors, arena, FakeKernels(), symbols, MEMORY)
         for _ in range(2):  # a bound program is run many times over the same memory
             for _, launches in bound.parts[""]:
                 for launch in launches:
@@ -194,7 +197,7 @@ def test_places_are_aligned() -> None:
     plan = plan_memory(linked, LIMITS)
     assert plan.arena_bytes == 3 * 256
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
-    bound = bind(linked, plan, {"in": torch.tensor([[1, 2, 3]])}, arena, FakeKernels(), {"T": 1, "S": 1})
+    bound = bind(linked, plan, {"in": torch.tensor([[1, 2, 3]])}, arena, FakeKernels(), {"T": 1, "S": 1}, MEMORY)
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
@@ -213,7 +216,7 @@ def test_call_instructions_copy_fresh_results() -> None:
     plan = plan_memory(linked, LIMITS)
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
     given = torch.tensor([[1.0, 5.0, 2.0], [7.0, 0.0, 1.0]])
-    bound = bind(linked, plan, {"in": given}, arena, FakeKernels(), {"T": 2, "S": 1})
+    bound = bind(linked, plan, {"in": given}, arena, FakeKernels(), {"T": 2, "S": 1}, MEMORY)
     for _, launches in bound.parts[""]:
         for launch in launches:
             launch()
@@ -242,7 +245,15 @@ def test_zeroed_scratch_is_one_buffer_outside_the_arena() -> None:
             return lambda: None
 
     zeros, arena = torch.zeros(plan.zeroed, dtype=torch.int32), torch.zeros(plan.arena_bytes, dtype=torch.uint8)
-    bind(linked, plan, {"in": torch.zeros(2, dtype=torch.int64), "zeroed": zeros}, arena, Kernels(), {"T": 2, "S": 1})
+    bind(
+        linked,
+        plan,
+        {"in": torch.zeros(2, dtype=torch.int64), "zeroed": zeros},
+        arena,
+        Kernels(),
+        {"T": 2, "S": 1},
+        MEMORY,
+    )
     assert [arguments[0] for arguments in seen] == [zeros.data_ptr()] * 2
     assert seen[0][2] == seen[1][1]
 
@@ -263,7 +274,9 @@ def test_interpreted_pieces_are_segments_of_their_own() -> None:
     linked = LinkedProgram(calls, ["v1", "v3"])
     plan = plan_memory(linked, LIMITS)
     arena = torch.zeros(plan.arena_bytes, dtype=torch.uint8)
-    bound = bind(linked, plan, {"v0": torch.ones(2, 32, dtype=torch.int64)}, arena, FakeKernels(), {"T": 2, "S": 1})
+    bound = bind(
+        linked, plan, {"v0": torch.ones(2, 32, dtype=torch.int64)}, arena, FakeKernels(), {"T": 2, "S": 1}, MEMORY
+    )
     assert [(safe, len(launches)) for safe, launches in bound.parts[""]] == [(True, 1), (False, 2), (True, 1)]
     for _, launches in bound.parts[""]:
         for launch in launches:

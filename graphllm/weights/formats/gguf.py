@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from graphllm.ops.gguf_blocks import NUMBERS, ROWS, TILED, dequantize, tiles
+from graphllm.ops.gguf_blocks import NUMBERS, dequantize, tiles
+from graphllm.ops.gguf_tiles import ROWS, TILED
 from graphllm.weights.encodings import Encoding, Part, register_encoding, register_family
 from graphllm.weights.formats.grouped import grouped_integers, grouped_name
 from graphllm.weights.formats.integers import routines

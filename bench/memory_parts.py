@@ -1,0 +1,160 @@
+"""What the resident memory of a process that serves one GGUF file on a CPU is made of, beside llama.cpp's.
+
+    python bench/memory_parts.py ARTIFACT FILE.gguf [--sequences 8] [--length 1152] [--llama] [--out FILE.json]
+
+Each runs in a fresh process of its own, all that there is of it: prompts of token ids until every sequence is as long
+as asked for, one after the other and then all at once, so that kernels and memory have met the largest steps. The cache
+has room for the sequences, as llama.cpp's context has. Pages are counted where they lie (/proc/self/pagemap); the peak
+is the kernel's (VmHWM). MB are 10^6 bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+_PAGE = 4096
+
+
+def status(field: str) -> float:
+    """Of this process, MB."""
+    found = re.search(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024 / 1e6
+
+
+def resident(places: list[tuple[int, int]]) -> float:
+    """MB of these stretches (address, bytes) that lie in memory, each page once."""
+    import numpy as np
+
+    pages = np.unique(np.concatenate([np.arange(a // _PAGE, -(-(a + n) // _PAGE)) for a, n in places if n]))
+    there = 0
+    with open("/proc/self/pagemap", "rb", buffering=0) as table:
+        for run in np.split(pages, np.flatnonzero(np.diff(pages) != 1) + 1):
+            table.seek(int(run[0]) * 8)
+            there += int((np.frombuffer(table.read(len(run) * 8), np.uint64) >> np.uint64(63)).sum())
+    return there * _PAGE / 1e6
+
+
+def prompts(count: int, length: int, seed: int) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(100_000) for _ in range(length)] for _ in range(count)]
+
+
+def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, Any]:
+    """In this process."""
+    from graphllm.cli import set_environment
+
+    set_environment()
+    parts, last = {"interpreter": status("VmRSS")}, status("VmRSS")
+
+    def part(name: str, less: float = 0.0) -> None:
+        nonlocal last
+        now = status("VmRSS") - less
+        parts[name], last = round(now - last, 1), now
+
+    import numpy as np  # noqa: F401 - to be counted alone
+
+    part("numpy")
+    from graphllm.artifact import read_manifest
+    from graphllm.config import EngineArgs
+    from graphllm.config.sampling import SamplingParams
+    from graphllm.entrypoints.core import load_core
+    from graphllm.entrypoints.gguf_folder import gguf_tokenizer_folder
+    from graphllm.entrypoints.llm import LLM
+    from graphllm.entrypoints.model import resolve_model
+
+    manifest = read_manifest(artifact)
+    blocks = 2 + sequences * -(-length // manifest["factors"]["compile"]["block_size"])
+    size = blocks * manifest["memory"]["block"]
+    args = EngineArgs(file, artifact=artifact, target="cpu", skip_tokenizer_init=True, kv_cache_memory_bytes=size)
+    config = resolve_model(args).config
+    part("graphllm's modules")
+    from graphllm.engine.text import Tokenizer
+
+    tokenizer = Tokenizer.from_folder(gguf_tokenizer_folder(file))
+    part("tokenizer")
+    seconds: dict[str, float] = {}
+
+    def phase(name: str, took: float) -> None:
+        seconds[name] = round(took, 3)
+        if name == "import torch":
+            part("torch, and the cache's first memory")
+
+    core = load_core(config, phase)
+    llm, executor = LLM.from_core(core, tokenizer), core._executor
+    main = executor._main
+    states = {t.data_ptr() for t in executor.states.tensors.values()}
+    weights = [(t.data_ptr(), t.nbytes) for t in main._outside.values() if t.data_ptr() not in states]
+    cache = [(t.data_ptr(), t.nbytes) for t in executor.states._pool]
+    arena = [(t.data_ptr(), t.nbytes) for t in main._arenas]
+    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+    llm.generate(prompts(1, 16, 0), params)
+    for number in range(sequences):
+        llm.generate(prompts(1, length - 32, number + 1), params)
+    llm.reset_prefix_cache()
+    llm.generate(prompts(sequences, length - 32, 99), params)
+    counted = {"weights": resident(weights), "cache": resident(cache), "activations": resident(arena)}
+    whole, code = status("VmRSS"), status("RssFile")
+    own = {"file": file.stat().st_size / 1e6, "resident": whole, "peak": status("VmHWM"), **counted}
+    own["all else"] = whole - sum(counted.values())
+    own["of it code of libraries and other files"] = code
+    rounded = {name: round(value, 1) for name, value in own.items()}
+    rounded["over the file"] = round(own["peak"] - own["file"], 1)
+    rounded["over the file, without the cache"] = round(own["peak"] - own["file"] - own["cache"], 1)
+    taken = {name: round(value, 1) for name, value in parts.items()}
+    return {"MB": rounded, "MB taken by": taken, "seconds": seconds, "torch": "torch" in sys.modules}
+
+
+def llama(file: Path, sequences: int, length: int) -> dict[str, Any]:
+    """In this process."""
+    from bench.cpu.peer import Workload
+    from bench.cpu.peers.llama_cpp import _Loaded
+
+    config = {"vocab_size": 100_000}
+    runner = _Loaded(file, Workload(file, file.parent, config, 2, length, sequences))
+    for number in range(sequences):
+        runner.run(prompts(1, length - 32, number + 1), 2)
+    for number in range(2, 34, 8):  # its context holds all sequences; a step has as many tokens as one is long
+        runner.run(prompts(sequences, length // sequences - 32, number), 32)
+    size = file.stat().st_size / 1e6
+    found = {"file": size, "resident": status("VmRSS"), "peak": status("VmHWM"), "of it files": status("RssFile")}
+    found["over the file"] = found["peak"] - size
+    return {"MB": {name: round(value, 1) for name, value in found.items()}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("artifact", type=Path)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1152, help="tokens of each, prompt and output")
+    parser.add_argument("--llama", action="store_true", help="llama.cpp too, through llama-cpp-python")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--alone", choices=["ours", "llama"], help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.alone == "ours":
+        print(json.dumps(ours(args.artifact, args.file, args.sequences, args.length)))
+        return
+    if args.alone == "llama":
+        print(json.dumps(llama(args.file, args.sequences, args.length)))
+        return
+    found = {}
+    for name in ("ours", *(["llama"] if args.llama else [])):
+        command = [sys.executable, __file__, *sys.argv[1:], "--alone", name]
+        done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        found[{"ours": "graphllm", "llama": "llama.cpp"}[name]] = json.loads(done.stdout.splitlines()[-1])
+    text = json.dumps(found, indent=1)
+    print(text)
+    if args.out:
+        args.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
