@@ -64,7 +64,7 @@ def load_core(
             clock("artifact")
             arrays = load()
             clock("weights")
-            return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock)
+            return _make_core(config, compiled, host_executor(config, manifest, arrays, counts, cache), (), clock, None)
         clock("artifact")
         import torch  # noqa: F401 - here, to be measured alone
 

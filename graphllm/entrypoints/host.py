@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 def without_torch(config: CoreConfig, manifest: Mapping[str, Any]) -> Callable[[], Mapping[str, HostArray]] | None:
     """What loads the weights of a core that needs no torch; None for one that does, or may."""
     artifact = Path(config.load.artifact)
-    if manifest["factors"]["compile"]["target"]["device"] != "cpu" or config.model.logits_processors:
+    alone = config.peers is None and not config.model.logits_processors
+    if manifest["factors"]["compile"]["target"]["device"] != "cpu" or not alone:
         return None
     program = json.loads((artifact / "program.json").read_text())
     recurrent = any(place_from(p).retention == "last" for p in program["states"].values())
-    if program.get("torch", True) or recurrent or program["adapted"] or len(program["graphs"]) > 1:
+    more = recurrent or program["adapted"] or program["experts"] or len(program["graphs"]) > 1
+    if program.get("torch", True) or more:
         return None
     if baked.is_baked(artifact):
         return functools.partial(baked.open_on_host, artifact)

@@ -18,11 +18,10 @@ import numpy as np
 from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
 from graphllm.program.linking import EXCHANGE, ZEROED
-from graphllm.program.schema import CacheLayout, ExpertMoves, expert_layout
+from graphllm.program.schema import CacheLayout, ExpertLayout, ExpertMoves, expert_layout
 from graphllm.program.stages import BEHIND, Stage, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
-from graphllm.runtime.expert_slots import ExpertSlots
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.memory import Array, HostMemory, Memory
@@ -35,6 +34,8 @@ from graphllm.weights.adapted import linear_from
 
 if TYPE_CHECKING:
     import torch
+
+    from graphllm.runtime.expert_slots import ExpertSlots
 
 _WARM_PROMPT = 128  # tokens
 _IN_FLIGHT = 2  # steps that are prepared before the first of them has ended
@@ -186,7 +187,7 @@ class Executor:
         self.inputs = {**self._main.inputs, **(self._drafter.inputs if self._drafter is not None else {})}
         self.adapters = self.states.adapters
         self.experts = expert_layout(program["experts"])
-        self._expert_slots = None if self.experts is None else ExpertSlots(self.experts, weights, self.device)
+        self._expert_slots = None if self.experts is None else _expert_slots(self.experts, weights, self.device)
         self.adapted = [linear_from(plain) for plain in program["adapted"]]
         self._rank, self._divided = rank, {a.name: a for a in self.adapted if a.division is not None}
         self.max_lora_rank = compiled["max_lora_rank"] if self.adapted else 0
@@ -510,6 +511,12 @@ def _exchange(ranks: int) -> torch.Tensor | None:
     from graphllm.ir.groups import TENSOR, group_of
 
     return group_of(TENSOR, ranks).exchange
+
+
+def _expert_slots(layout: ExpertLayout, weights: Mapping[str, torch.Tensor], device: torch.device) -> ExpertSlots:
+    from graphllm.runtime.expert_slots import ExpertSlots
+
+    return ExpertSlots(layout, weights, device)
 
 
 def _give_back() -> None:
