@@ -92,6 +92,11 @@ class Worker {
     rows_ = rows.get<Rows>(tiles);
   }
 
+  static constexpr i64 kFewRows = 16;
+
+  // Whether pieces of blocks and rows are whole, as the way of few rows needs them.
+  static bool takes_few(const Args<T, C>& a) { return a.P % kPiece == 0 && a.E % Few::kColumns == 0; }
+
   // The most that the states of so many rows and heads take.
   static i64 room(const Args<T, C>& a, i64 rows, i64 heads) {
     const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.E);
@@ -136,7 +141,7 @@ class Worker {
       const float sink = to_float(a_.sinks[item.head * group_ + r % group_]) * kLog2e;
       const i64 lane = few(item) ? 0 : r % kLanes;
       Vec* at = state + (few(item) ? r : r / kLanes) * unit_size(item);
-      at[1][lane] += std::exp2(std::min(sink - at[0][lane], 126.0f));
+      at[1][lane] += exp2_vec<true>(vec(std::min(sink - at[0][lane], 126.0f)))[0];  // libraries round some rows otherwise
     }
   }
 
@@ -234,12 +239,8 @@ class Worker {
     }
   }
 
-  static constexpr i64 kFewRows = 16;
-
-  // Whether an item takes the way of few rows, for which pieces of blocks and rows must be whole.
-  bool few(const Item& item) const {
-    return item.tokens * group_ <= kFewRows && a_.P % kPiece == 0 && a_.E % Few::kColumns == 0;
-  }
+  // Whether an item takes the way of few rows.
+  bool few(const Item& item) const { return item.tokens * group_ <= kFewRows && takes_few(a_); }
   i64 few_query(i64 rows) const { return few_padded(std::min(rows, kFewRows)) * a_.E; }
 
   const T* query(const Item& item, i64 r) const {
@@ -433,10 +434,10 @@ class Worker {
       for (i64 i = 0; i < 4; i++) most[i] = larger(most[i], score(t + i));
     const Reg found = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
     Reg top = reg_of<Reg>(state[0], reg);
-    if (bits(found > top + Math::kSlack)) {
+    if (bits(found > top + (a_.invariant ? 0 : Math::kSlack))) {
       const Reg before = top;
       top = larger(top, found);
-      const Reg fade = exp2_vec<Math::kPrecise>(before - top);
+      const Reg fade = top > before ? exp2_vec<Math::kPrecise>(before - top) : Reg{} + 1.0f;  // of others' sake none fades
       for (i64 i = 1; i < 2 + height_; i++) put_reg(state[i], reg, reg_of<Reg>(state[i], reg) * fade);
       put_reg(state[0], reg, top);
     }
