@@ -25,6 +25,7 @@ from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
+from graphllm.compile.row_order import agree
 from graphllm.compile.split import check_rules, split_layers
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
 from graphllm.config import Bucket, CompileConfig, ConfigError
@@ -208,6 +209,8 @@ def compile_model(
                     texts = [(linked.pieces[id].json, bucket) for id, bucket in jobs]
                     measured = tune(texts, config, workers, functools.partial(progress, "tune"), tuned)
                 choices = {key: m.choice for key, m in measured.items()}
+                if config.deterministic:
+                    choices = agree(((id, linked.pieces[id].json, bucket) for id, bucket in jobs), config, measured)
                 timed("tune")
                 built = build_pieces(linked, jobs, config, backend, choices, workers, progress)
             timed("build")

@@ -25,7 +25,7 @@ from graphllm.compile.workers import Candidate, Workers
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
-from graphllm.rewrite import ImplChoice, candidates, fake_values, site_key, site_of
+from graphllm.rewrite import ImplChoice, choices, fake_values, site_key, site_of
 
 _COLD_BYTES = 256 * 2**20  # calls in turn over weights of this size find none of them in a cache
 _MOST_COPIES = 32
@@ -109,10 +109,10 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
                 continue
             args, kwargs = fake_values((node.args, node.kwargs))
             site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
-            choices = [ImplChoice(i.name, constants) for i in candidates(op, site) for constants in i.configs(site)]
-            if len(choices) > 1:
+            own = [choice for choice, _ in choices(op, site, config.deterministic)]
+            if len(own) > 1:
                 specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
-                found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, choices)
+                found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, own)
     return found
 
 
@@ -148,7 +148,7 @@ def build_candidate(tunable: Tunable, choice: ImplChoice) -> str:
         _calls(tunable, choice, inputs_of(tunable, 1))[0]()
         torch.cuda.synchronize()
     except Exception as error:
-        return f"{choice.impl} {json.dumps(dict(choice.config))}: {type(error).__name__}: {error}"
+        return f"{choice}: {type(error).__name__}: {error}"
     return ""
 
 
@@ -161,7 +161,7 @@ def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> Measured:
         microseconds([c for call in _calls(tunable, choice, inputs) for c in (call, short)]) for choice in candidates
     ]
     taken = [2 * each - alone for each in taken]
-    named = {f"{c.impl} {json.dumps(dict(c.config))}": round(t, 2) for c, t in zip(candidates, taken, strict=True)}
+    named = {str(c): round(t, 2) for c, t in zip(candidates, taken, strict=True)}
     return Measured(candidates[min(range(len(taken)), key=taken.__getitem__)], named)
 
 

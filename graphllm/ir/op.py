@@ -61,6 +61,25 @@ def _nothing(site: CallSite) -> str:
     return ""
 
 
+def _unknown(site: CallSite, constants: Mapping[str, Any]) -> str:
+    return ""
+
+
+def each_alone(site: CallSite, constants: Mapping[str, Any]) -> str:
+    """`Impl.row_order` of what computes every row as if it were alone, whatever its launch constants are."""
+    return "each alone"
+
+
+def fastest_first(site: CallSite) -> Sequence[Mapping[str, Any]]:
+    """`Impl.configs` of what computes rows the fastest way for their number, or each as if it were alone."""
+    return ({"invariant": False}, {"invariant": True})
+
+
+def invariant(site: CallSite, constants: Mapping[str, Any]) -> str:
+    """`Impl.row_order` of what has those `fastest_first`."""
+    return "each alone" if constants["invariant"] else ""
+
+
 @dataclass(frozen=True)
 class Impl:
     """A faster body of an op. ``fn`` is called with all arguments of the op by name; tracing it must yield the kernel
@@ -68,7 +87,9 @@ class Impl:
 
     device: where it runs. supports: whether it computes the op exactly as specified at a `CallSite`. configs: the
     launch constants it may run with there, passed to ``fn`` by keyword: the first where nothing was tuned, the fastest
-    where something was. remedy: what a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty
+    where something was. row_order: a name for how a row is computed at a site with some launch constants. Where one op has
+    equal names for calls on one weight or state, rows are bitwise equal, in whatever batches they are. Empty, the default:
+    a row's result may depend on others, so deterministic mode passes the implementation over. remedy: what a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty
     where nothing is known.
     """
 
@@ -78,6 +99,7 @@ class Impl:
     device: str
     supports: Callable[[CallSite], bool] = _always
     configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = lambda site: ({},)
+    row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown
     remedy: Callable[[CallSite], str] = _nothing
 
     def at(self, site: CallSite) -> Callable[..., Any]:
@@ -179,6 +201,7 @@ class Op:
         device: str,
         supports: Callable[[CallSite], bool] = _always,
         configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = Impl.configs,
+        row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown,
         remedy: Callable[[CallSite], str] = _nothing,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a faster implementation, which takes the arguments and launch constants that it names. The first
@@ -187,7 +210,7 @@ class Op:
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
                 raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
-            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, remedy)
+            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, row_order, remedy)
             return fn
 
         return register

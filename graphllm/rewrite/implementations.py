@@ -20,15 +20,29 @@ class ImplChoice(NamedTuple):
     impl: str
     config: Mapping[str, Any]
 
+    def __str__(self) -> str:
+        return f"{self.impl} {json.dumps(dict(self.config))}"
+
 
 def candidates(op: Op, site: CallSite) -> list[Impl]:
     """The implementations for the target's device whose ``supports`` holds, in the order of their registration."""
     return [i for i in op.impls.values() if i.device == site.target.device and i.supports(site)]
 
 
-def choose(op: Op, site: CallSite) -> Impl | None:
-    """The first of the `candidates`."""
-    return next(iter(candidates(op, site)), None)
+def choices(op: Op, site: CallSite, deterministic: bool = False) -> list[tuple[ImplChoice, str]]:
+    """The candidates with each of their launch constants, and how rows are computed by these (`Impl.row_order`).
+    deterministic: only where that is known."""
+    found = [
+        (ImplChoice(i.name, constants), i.row_order(site, constants))
+        for i in candidates(op, site)
+        for constants in i.configs(site)
+    ]
+    return [(choice, order) for choice, order in found if order or not deterministic]
+
+
+def choose(op: Op, site: CallSite, deterministic: bool = False) -> ImplChoice | None:
+    """The first of the `choices`."""
+    return next((choice for choice, _ in choices(op, site, deterministic)), None)
 
 
 def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: CompileConfig, bucket: Bucket) -> CallSite:
@@ -48,7 +62,8 @@ def is_implemented(unit: Unit, config: CompileConfig, op: Op, **arguments: Any) 
     if config.backend == "eager" or not buckets:
         return False
     given = fake_values(arguments)
-    return all(choose(op, site_of(op, given, unit.shapes, config, bucket)) is not None for bucket in buckets)
+    sites = [site_of(op, given, unit.shapes, config, bucket) for bucket in buckets]
+    return all(choose(op, site, config.deterministic) is not None for site in sites)
 
 
 def site_key(node: torch.fx.Node, op: Op, shapes: Shapes, bucket: Bucket) -> str:

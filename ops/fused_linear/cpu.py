@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, fastest_first, invariant
 from graphllm.ops.fused_linear.op import fused_linear
 
 _kernel = CKernel(
@@ -32,7 +32,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@fused_linear.impl("cpu_gated", device="cpu", supports=_supports)
+@fused_linear.impl("cpu_gated", device="cpu", supports=_supports, configs=fastest_first, row_order=invariant)
 def gated_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, invariant: bool = False) -> Tensor:
     """bfloat16 products; those of more than few rows stay in float32 until the gate is applied."""
     out_TN = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // 2))

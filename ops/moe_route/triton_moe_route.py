@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton
+from graphllm.ir import CallSite, each_alone, launch_triton
 from graphllm.ops.moe_route.op import moe_route
 
 LOWEST = tl.constexpr(-1e30)  # of two groups' sum, too, more than -inf
@@ -98,7 +98,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@moe_route.impl("triton", device="cuda", supports=_supports)
+@moe_route.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
 def triton_route(
     logits_TN: Tensor,
     k: int,

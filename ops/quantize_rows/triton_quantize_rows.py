@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton
+from graphllm.ir import CallSite, each_alone, launch_triton
 from graphllm.ops.encoded_weights import span_of, width_of
 from graphllm.ops.quantize_rows.op import LARGEST, quantize_rows
 
@@ -96,7 +96,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@quantize_rows.impl("triton_row", device="cuda", supports=_supports)
+@quantize_rows.impl("triton_row", device="cuda", supports=_supports, row_order=each_alone)
 def triton_row(
     x_TI: Tensor, norm_I: Tensor | None = None, eps: float = 0.0, gated: bool = False
 ) -> tuple[Tensor, Tensor]:

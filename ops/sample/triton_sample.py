@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton
+from graphllm.ir import CallSite, each_alone, launch_triton
 from graphllm.ops.sample.op import sample
 
 _BLOCK = 2048  # lanes: logits that one program reads at a time
@@ -439,7 +439,7 @@ def _supports(site: CallSite) -> bool:
     return logits.dtype in _KEY_SHIFT and logits.shape[1] < _BLOCK * 2**15
 
 
-@sample.impl("triton_sample", device="cuda", supports=_supports)
+@sample.impl("triton_sample", device="cuda", supports=_supports, row_order=each_alone)
 def triton_sample(
     logits_SV: Tensor,
     temperature_S: Tensor,

@@ -1,0 +1,98 @@
+"""Deterministic mode: at all sizes that a call is compiled for, its rows are computed in one order, of those that its
+implementations know (`Impl.row_order`): the one that costs least as measured, or the first where nothing was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from graphllm.compile.specialize import specialize
+from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.ir.op import Op, op_of
+from graphllm.rewrite import ImplChoice, candidates, choices, fake_values, site_key, site_of
+
+if TYPE_CHECKING:
+    from graphllm.compile.tune import Measured
+
+
+class _Site(NamedTuple):
+    """A call in a bucket: what may compute it, and in which order."""
+
+    op: Op
+    bucket: Bucket
+    offered: list[tuple[ImplChoice, str]]
+
+
+def agree(
+    pieces: Iterable[tuple[str, Mapping[str, Any], Bucket]], config: CompileConfig, measured: Mapping[str, Measured]
+) -> dict[str, ImplChoice]:
+    """What computes each call, by `site_key`: rows are bitwise equal in all buckets. pieces: each with its id and a
+    bucket that it is built for. Raises ConfigError for a call that nothing computes so."""
+    sites: dict[str, _Site] = {}
+    calls: dict[tuple[str, str], list[str]] = {}
+    buckets: dict[str, list[Bucket]] = {}
+    for piece, text, bucket in pieces:
+        buckets.setdefault(piece, []).append(bucket)
+        unit = specialize(text, bucket, config).unit
+        for node in unit.graph.nodes:
+            op = op_of(node.target)
+            if op is None:
+                continue
+            args, kwargs = fake_values((node.args, node.kwargs))
+            site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
+            if there := candidates(op, site):
+                key = site_key(node, op, unit.shapes, bucket)
+                sites[key] = _Site(op, bucket, choices(op, site, deterministic=True))
+                calls.setdefault((piece, node.name), []).append(key)
+                if not sites[key].offered:
+                    _refuse(op, config, f"{', '.join(i.name for i in there)} depend on the others of a batch")
+    for (piece, node), keys in calls.items():
+        if len(keys) != len(buckets[piece]):
+            op = sites[keys[0]].op
+            _refuse(op, config, f"{node} is in the programs of {', '.join(sites[k].bucket.name for k in keys)} alone")
+    found: dict[str, ImplChoice] = {}
+    for keys in _joined(calls.values()):
+        found |= _chosen({key: sites[key] for key in sorted(keys, key=lambda k: -sites[k].bucket.hi)}, config, measured)
+    return found
+
+
+def _joined(calls: Iterable[list[str]]) -> list[set[str]]:
+    """The sites of calls that share some of them, together: in one bucket two calls may look the same, and in another
+    one of them has fewer rows."""
+    groups: dict[str, set[str]] = {}
+    for keys in calls:
+        joined = set(keys).union(*(groups[k] for k in keys if k in groups))
+        groups |= dict.fromkeys(joined, joined)
+    return list({id(group): group for group in groups.values()}.values())
+
+
+def _chosen(
+    sites: Mapping[str, _Site], config: CompileConfig, measured: Mapping[str, Measured]
+) -> dict[str, ImplChoice]:
+    """What computes the sites of a call in one order."""
+    first, *others = sites.values()
+    known = [{order for _, order in site.offered} for site in others]
+    common = [order for order in dict.fromkeys(o for _, o in first.offered) if all(order in k for k in known)]
+    if not common:
+        _refuse(first.op, config, f"none does it alike in {', '.join(site.bucket.name for site in sites.values())}")
+
+    def taken(key: str, choice: ImplChoice) -> float:
+        return measured[key].microseconds.get(str(choice), float("inf")) if key in measured else 1.0
+
+    def best(key: str, order: str) -> ImplChoice:
+        return min((c for c, o in sites[key].offered if o == order), key=lambda choice: taken(key, choice))
+
+    def cost(order: str) -> float:
+        """Of all sites, each as a multiple of what the fastest takes there."""
+        return sum(taken(k, best(k, order)) / min(taken(k, c) for c, _ in site.offered) for k, site in sites.items())
+
+    order = min(common, key=cost)
+    return {key: best(key, order) for key in sites}
+
+
+def _refuse(op: Op, config: CompileConfig, why: str) -> None:
+    raise ConfigError(
+        f"deterministic: no implementation of {op.name} for {config.target.device} computes a row in the same way in "
+        f"every batch, with this model and these settings: {why}; leave deterministic out"
+    )
