@@ -61,7 +61,7 @@ def lower(
             site = site_of(op, op.bind(args, kwargs), shapes, config, bucket)
             choice = chosen_at(self.node, op)
             if choice is None:
-                choice = choose(op, site, config.deterministic)
+                choice = choose(op, site)
             if choice is None:
                 chosen.append(op.name + REFERENCE)
                 return trace_reference(op, site)

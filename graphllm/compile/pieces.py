@@ -45,7 +45,7 @@ def require_implementations(jobs: Iterable[tuple[Mapping[str, Any], Bucket]], co
                 if op is not None and op.has_fake:
                     args, kwargs = fake_values((node.args, node.kwargs))
                     site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
-                    if choose(op, site, config.deterministic) is None:
+                    if choose(op, site) is None:
                         trace_reference(op, site)
 
 

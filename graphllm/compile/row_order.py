@@ -43,7 +43,7 @@ def agree(
             site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
             if there := candidates(op, site):
                 key = site_key(node, op, unit.shapes, bucket)
-                sites[key] = _Site(op, bucket, choices(op, site, deterministic=True))
+                sites[key] = _Site(op, bucket, choices(op, site))
                 calls.setdefault((piece, node.name), []).append(key)
                 if not sites[key].offered:
                     _refuse(op, config, f"{', '.join(i.name for i in there)} depend on the others of a batch")
@@ -52,8 +52,10 @@ def agree(
             op = sites[keys[0]].op
             _refuse(op, config, f"{node} is in the programs of {', '.join(sites[k].bucket.name for k in keys)} alone")
     found: dict[str, ImplChoice] = {}
-    for keys in _joined(calls.values()):
-        found |= _chosen({key: sites[key] for key in sorted(keys, key=lambda k: -sites[k].bucket.hi)}, config, measured)
+    for joined in _joined(calls.values()):
+        found |= _chosen(
+            {key: sites[key] for key in sorted(joined, key=lambda k: -sites[k].bucket.hi)}, config, measured
+        )
     return found
 
 

@@ -109,7 +109,7 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
                 continue
             args, kwargs = fake_values((node.args, node.kwargs))
             site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
-            own = [choice for choice, _ in choices(op, site, config.deterministic)]
+            own = [choice for choice, _ in choices(op, site)]
             if len(own) > 1:
                 specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
                 found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, own)

@@ -331,8 +331,8 @@ def _check_deterministic(config: CompileConfig) -> None:
         raise ConfigError("deterministic: products of the backend eager depend on the batch; use inductor")
     if config.num_speculative_tokens:
         raise ConfigError(
-            f"deterministic: num_speculative_tokens is {config.num_speculative_tokens}, and drafts are verified by other "
-            "programs than those that decode; leave them out"
+            f"deterministic: num_speculative_tokens is {config.num_speculative_tokens}, and drafts are verified by "
+            "other programs than those that decode; leave them out"
         )
     largest = max((b.hi for b in config.buckets), default=0)
     if config.target.device == "cpu" and config.buckets != (Bucket("mixed", 1, largest),):

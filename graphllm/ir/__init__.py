@@ -19,7 +19,8 @@ from graphllm.ir.weight import Weight
 
 __all__ = [
     "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "Graph", "Impl", "InputSpec",
-    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "each_alone", "exchange", "launch_triton", "nbytes",
+    "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "each_alone", "exchange", "launch_triton",
+    "nbytes",
     "op",
     "register_derivation", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

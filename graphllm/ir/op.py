@@ -40,13 +40,15 @@ class CallSite(NamedTuple):
     """One place where an op is called in a graph: what an implementation may look at to say whether it applies.
 
     args: the op's arguments by parameter name (fake tensors for tensors). bucket: the token counts the piece serves.
-    largest: what a size of these tensors is at most; sizes are symbolic where a bucket serves several.
+    largest: what a size of these tensors is at most; sizes are symbolic where a bucket serves several. deterministic:
+    whether each row must come out the same in every batch.
     """
 
     args: Mapping[str, Any]
     target: Target
     bucket: Bucket
     largest: Callable[[int | torch.SymInt], int] = int
+    deterministic: bool = False
 
     def rows(self, name: str) -> int:
         """The most rows that a tensor may have: of tokens as many as the bucket, of sampled rows often far fewer."""
@@ -70,14 +72,10 @@ def each_alone(site: CallSite, constants: Mapping[str, Any]) -> str:
     return "each alone"
 
 
-def fastest_first(site: CallSite) -> Sequence[Mapping[str, Any]]:
-    """`Impl.configs` of what computes rows the fastest way for their number, or each as if it were alone."""
-    return ({"invariant": False}, {"invariant": True})
-
-
-def invariant(site: CallSite, constants: Mapping[str, Any]) -> str:
-    """`Impl.row_order` of what has those `fastest_first`."""
-    return "each alone" if constants["invariant"] else ""
+def by_site(site: CallSite) -> Sequence[Mapping[str, Any]]:
+    """`Impl.configs` of what computes each row as if it were alone where the site asks for that, else the fastest way
+    for their number."""
+    return ({"invariant": site.deterministic},)
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,10 @@ class Impl:
 
     device: where it runs. supports: whether it computes the op exactly as specified at a `CallSite`. configs: the
     launch constants it may run with there, passed to ``fn`` by keyword: the first where nothing was tuned, the fastest
-    where something was. row_order: a name for how a row is computed at a site with some launch constants. Where one op has
-    equal names for calls on one weight or state, rows are bitwise equal, in whatever batches they are. Empty, the default:
-    a row's result may depend on others, so deterministic mode passes the implementation over. remedy: what a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty
-    where nothing is known.
+    where something was. row_order: a name for how a row is computed at a deterministic site with some launch constants;
+    where an op has equal names at sites of one weight or state, rows are bitwise equal, in whatever batches they are.
+    Empty, the default: a row may depend on others, and deterministic mode passes the implementation over. remedy: what
+    a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty where nothing is known.
     """
 
     op: str

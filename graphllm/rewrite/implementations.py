@@ -29,20 +29,20 @@ def candidates(op: Op, site: CallSite) -> list[Impl]:
     return [i for i in op.impls.values() if i.device == site.target.device and i.supports(site)]
 
 
-def choices(op: Op, site: CallSite, deterministic: bool = False) -> list[tuple[ImplChoice, str]]:
-    """The candidates with each of their launch constants, and how rows are computed by these (`Impl.row_order`).
-    deterministic: only where that is known."""
+def choices(op: Op, site: CallSite) -> list[tuple[ImplChoice, str]]:
+    """The candidates with each of their launch constants, and how rows are computed by these (`Impl.row_order`). At
+    deterministic sites only those of which that is known."""
     found = [
         (ImplChoice(i.name, constants), i.row_order(site, constants))
         for i in candidates(op, site)
         for constants in i.configs(site)
     ]
-    return [(choice, order) for choice, order in found if order or not deterministic]
+    return [(choice, order) for choice, order in found if order or not site.deterministic]
 
 
-def choose(op: Op, site: CallSite, deterministic: bool = False) -> ImplChoice | None:
+def choose(op: Op, site: CallSite) -> ImplChoice | None:
     """The first of the `choices`."""
-    return next((choice for choice, _ in choices(op, site, deterministic)), None)
+    return next((choice for choice, _ in choices(op, site)), None)
 
 
 def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: CompileConfig, bucket: Bucket) -> CallSite:
@@ -52,7 +52,7 @@ def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: Compil
     def largest(size: int | torch.SymInt) -> int:
         return int(evaluate(str(shapes.dim(size)), limits))
 
-    return CallSite(op.bind((), arguments), config.target, bucket, largest)
+    return CallSite(op.bind((), arguments), config.target, bucket, largest, config.deterministic)
 
 
 def is_implemented(unit: Unit, config: CompileConfig, op: Op, **arguments: Any) -> bool:
@@ -63,7 +63,7 @@ def is_implemented(unit: Unit, config: CompileConfig, op: Op, **arguments: Any) 
         return False
     given = fake_values(arguments)
     sites = [site_of(op, given, unit.shapes, config, bucket) for bucket in buckets]
-    return all(choose(op, site, config.deterministic) is not None for site in sites)
+    return all(choose(op, site) is not None for site in sites)
 
 
 def site_key(node: torch.fx.Node, op: Op, shapes: Shapes, bucket: Bucket) -> str:

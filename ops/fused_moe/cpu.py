@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite, fastest_first, invariant
+from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.fused_moe.op import LORA_TABLES, fused_moe
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu.cpp
@@ -38,7 +38,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@fused_moe.impl("cpu_experts", device="cpu", supports=_supports, configs=fastest_first, row_order=invariant)
+@fused_moe.impl("cpu_experts", device="cpu", supports=_supports, configs=by_site, row_order=each_alone)
 def experts_in_turn(
     x_TD: Tensor,
     gate_up_N2FD: Tensor,

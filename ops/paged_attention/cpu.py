@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite, fastest_first, invariant
+from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.paged_attention.op import paged_attention
 
 _SCHEMA = (
@@ -53,7 +53,7 @@ def _remedy(site: CallSite) -> str:
     return f"dtype {dtype}: no attention kernel for a CPU takes it; use bfloat16 or float32"
 
 
-@paged_attention.impl("cpu", device="cpu", supports=_supports, configs=fastest_first, row_order=invariant, remedy=_remedy)
+@paged_attention.impl("cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=_remedy)
 def cpu_paged_attention(
     q_THE: Tensor,
     k_TKE: Tensor,

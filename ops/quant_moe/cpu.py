@@ -10,8 +10,8 @@ from torch import Tensor
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
 from graphllm.ops.fused_moe.op import LORA_TABLES
-from graphllm.ops.quant_moe.op import quant_moe
 from graphllm.ops.quant_linear.cpu import of_integers
+from graphllm.ops.quant_moe.op import quant_moe
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu_experts.h
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
