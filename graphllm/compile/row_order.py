@@ -4,6 +4,7 @@ implementations know (`Impl.row_order`): the one that costs least as measured, o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,11 +31,11 @@ def agree(
     """What computes each call, by `site_key`: rows are bitwise equal in all buckets. pieces: each with its id and a
     bucket that it is built for. Raises ConfigError for a call that nothing computes so."""
     sites: dict[str, _Site] = {}
-    calls: dict[tuple[str, str], list[str]] = {}
+    calls: dict[tuple[str, str, int], list[str]] = {}  # by piece, op and how many of it come before
     buckets: dict[str, list[Bucket]] = {}
     for piece, text, bucket in pieces:
         buckets.setdefault(piece, []).append(bucket)
-        unit = specialize(text, bucket, config).unit
+        unit, before = specialize(text, bucket, config).unit, Counter[str]()
         for node in unit.graph.nodes:
             op = op_of(node.target)
             if op is None:
@@ -44,13 +45,14 @@ def agree(
             if there := candidates(op, site):
                 key = site_key(node, op, unit.shapes, bucket)
                 sites[key] = _Site(op, bucket, choices(op, site))
-                calls.setdefault((piece, node.name), []).append(key)
+                calls.setdefault((piece, op.name, before[op.name]), []).append(key)
+                before[op.name] += 1
                 if not sites[key].offered:
                     _refuse(op, config, f"{', '.join(i.name for i in there)} depend on the others of a batch")
-    for (piece, node), keys in calls.items():
+    for (piece, _, number), keys in calls.items():
         if len(keys) != len(buckets[piece]):
-            op = sites[keys[0]].op
-            _refuse(op, config, f"{node} is in the programs of {', '.join(sites[k].bucket.name for k in keys)} alone")
+            names = ", ".join(sites[k].bucket.name for k in keys)
+            _refuse(sites[keys[0]].op, config, f"call {number} of it in a piece is in the programs of {names} alone")
     found: dict[str, ImplChoice] = {}
     for joined in _joined(calls.values()):
         found |= _chosen(

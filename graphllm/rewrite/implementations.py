@@ -30,14 +30,13 @@ def candidates(op: Op, site: CallSite) -> list[Impl]:
 
 
 def choices(op: Op, site: CallSite) -> list[tuple[ImplChoice, str]]:
-    """The candidates with each of their launch constants, and how rows are computed by these (`Impl.row_order`). At
-    deterministic sites only those of which that is known."""
-    found = [
-        (ImplChoice(i.name, constants), i.row_order(site, constants))
-        for i in candidates(op, site)
-        for constants in i.configs(site)
-    ]
-    return [(choice, order) for choice, order in found if order or not site.deterministic]
+    """The candidates with each of their launch constants. At deterministic sites only those of which it is known how
+    they compute a row, and that (`Impl.row_order`)."""
+    found = [(i, constants) for i in candidates(op, site) for constants in i.configs(site)]
+    if not site.deterministic:
+        return [(ImplChoice(i.name, constants), "") for i, constants in found]
+    orders = [(ImplChoice(i.name, constants), i.row_order(site, constants)) for i, constants in found]
+    return [(choice, order) for choice, order in orders if order]
 
 
 def choose(op: Op, site: CallSite) -> ImplChoice | None:

@@ -339,6 +339,7 @@ def tile_kernel(
     BLOCK_K: tl.constexpr,
     SPAN: tl.constexpr,  # of encoded weights
     SPLITS: tl.constexpr,
+    RANGES: tl.constexpr,  # parts of the sum that a program makes one after the other
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
     WARPS: tl.constexpr,
@@ -352,7 +353,8 @@ def tile_kernel(
     row, in_row = weight_rows(block, N, GATED, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     TILES: tl.constexpr = tiles_of(K, BLOCK_K, SPAN)
-    PER_SPLIT: tl.constexpr = (TILES + SPLITS - 1) // SPLITS
+    PER_RANGE: tl.constexpr = (TILES + SPLITS * RANGES - 1) // (SPLITS * RANGES)
+    PER_SPLIT: tl.constexpr = PER_RANGE * RANGES
     EVEN: tl.constexpr = (N % BLOCK_N == 0) and (K % (BLOCK_K if FORM == "" else SPAN) == 0)
     CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 1 if FORM == "" else 2
     lo = split * PER_SPLIT
@@ -385,17 +387,23 @@ def tile_kernel(
         )  # fmt: skip
     else:
         acc = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
-        for tile in range(lo, hi):
-            at = tile * BLOCK_K + k
-            if EVEN:
-                weight = tl.load(weight_row + at[None, :])
-                x = tl.load(x_row + at[None, :], mask=(token < T)[:, None], other=0.0)
+        for part in tl.static_range(RANGES):
+            more = tl.zeros([BLOCK_N, BLOCK_T], tl.float32)
+            for tile in range(lo + part * PER_RANGE, tl.minimum(lo + (part + 1) * PER_RANGE, hi)):
+                at = tile * BLOCK_K + k
+                if EVEN:
+                    weight = tl.load(weight_row + at[None, :])
+                    x = tl.load(x_row + at[None, :], mask=(token < T)[:, None], other=0.0)
+                else:
+                    weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
+                    x = tl.load(x_row + at[None, :], mask=(token < T)[:, None] & (at < K)[None, :], other=0.0)
+                if EMULATED:
+                    weight, x = weight.to(tl.float32), x.to(tl.float32)
+                more = tl.dot(weight, tl.trans(x), more, input_precision="ieee")
+            if RANGES == 1:
+                acc = more
             else:
-                weight = tl.load(weight_row + at[None, :], mask=in_row[:, None] & (at < K)[None, :], other=0.0)
-                x = tl.load(x_row + at[None, :], mask=(token < T)[:, None] & (at < K)[None, :], other=0.0)
-            if EMULATED:
-                weight, x = weight.to(tl.float32), x.to(tl.float32)
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+                acc += more
     if RANK > 0 and split == 0:
         acc += _expanded(ids, low_ptr, b_ptr, block, token, N, RANK, COLUMNS, END_0, END_1, GATED, BLOCK_N,
                          BLOCK_T, EMULATED)  # fmt: skip
@@ -441,19 +449,16 @@ def norm_kernel(
         x = tl.load(x_ptr + token * X_ROW + k, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(residual_ptr + token * RESIDUAL_ROW + k, mask=inside, other=0.0).to(tl.float32)
+        own = tl.zeros([BLOCK_K], tl.float32)
+        for part in tl.static_range(PARTS):  # alone, as a program that makes them all does
+            own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
+        if BIAS:
+            own += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
         if RANKS > 1:
-            own = tl.zeros([BLOCK_K], tl.float32)
-            if BIAS:
-                own += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
-            for part in tl.static_range(PARTS):
-                own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
             half = exchange_half(exchange_ptr)
             x += sum_over_ranks(own, token * K + k, inside, exchange_ptr, half, sum_ptr.dtype.element_ty, RANKS)
         else:
-            if BIAS:
-                x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
-            for part in tl.static_range(PARTS):
-                x += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0)
+            x += own
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * K + k, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -474,7 +479,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMU
     tl.store(out_ptr + token * N + n, _gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
-Config = Mapping[str, int]
+Config = Mapping[str, Any]
 _ROWS = (  # block_n, block_k, warps
     (4, 4096, 8), (4, 2048, 4), (8, 1024, 4), (2, 4096, 4), (2, 2048, 4), (4, 1024, 4), (4, 4096, 4), (16, 256, 4),
     (8, 512, 4),
@@ -482,6 +487,8 @@ _ROWS = (  # block_n, block_k, warps
 _TILES = (  # block_n, block_k, stages, warps
     (64, 128, 4, 4), (64, 256, 3, 4), (64, 64, 6, 4), (128, 128, 3, 8), (128, 64, 4, 8), (32, 256, 4, 4),
 )  # fmt: skip
+_SHORT = ((64, 128, 64, 4, 4), (64, 64, 64, 6, 4), (128, 64, 128, 4, 8))  # block_n, block_k, block_t, stages, warps
+_LONG = ((128, 64, 128, 4, 8), (128, 64, 256, 3, 8))  # the same
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles should have
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
 _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
@@ -501,8 +508,9 @@ def _width(weight_OI: Tensor, gated: bool) -> int:
 
 
 def short(site: CallSite) -> bool:
-    """Whether the products of this file serve a site: few rows, and what `half` asks for."""
-    return site.rows("x_TI") <= MOST_ROWS and half(site)
+    """Whether the products of this file serve a site: few rows, or any that must come out as few do, and what `half`
+    asks for."""
+    return (site.rows("x_TI") <= MOST_ROWS or site.deterministic) and half(site)
 
 
 def plain(site: CallSite) -> bool:
@@ -631,7 +639,38 @@ def tile_configs(site: CallSite) -> list[Config]:
     return [{**config, **low} for config in _tile_configs(site)]
 
 
+def _ordered_configs(site: CallSite) -> list[Config]:
+    """Those of which there are some at all numbers of rows that sum in the same order: ranges of the inner dimension,
+    made by several programs where rows are few, else by one. All by the instruction for 64 rows of weights."""
+    rows, width, inner = site.rows("x_TI"), site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
+    most = max(16, 1 << (rows - 1).bit_length())
+    found: list[Config] = []
+    for ranges in (1, 2, 4, 8):
+        for block_n, block_k, block_t, stages, warps in _LONG if rows > MOST_ROWS else _SHORT:
+            if -(-inner // block_k) < ranges or (rows > MOST_ROWS and ranges > 1 and block_t > 128):
+                continue
+            block_t = min(block_t, most)
+            own = {"splits": 1, "ranges": ranges, "token_tiles": 0}
+            if rows <= MOST_ROWS:
+                own = {"splits": ranges, "ranges": 1, "token_tiles": -(-most // block_t)}
+                if ranges > 1 and -(-width // block_n) * own["token_tiles"] * ranges > _MOST:
+                    continue
+            found.append({"block_t": block_t, "block_n": block_n, "block_k": block_k, **own, "warps": warps,
+                          "stages": stages, "direct": 0, "norm": 0})  # fmt: skip
+    return found
+
+
+def tile_order(site: CallSite, constants: Config) -> str:
+    """`Impl.row_order`: where the inner dimension is divided."""
+    if site.args["form"] or site.args["a_LRI"] is not None:
+        return ""
+    ranges, tiles = constants["splits"] * constants["ranges"], -(-site.args["x_TI"].shape[1] // constants["block_k"])
+    return "whole" if ranges == 1 else f"ranges of {-(-tiles // ranges) * constants['block_k']}"
+
+
 def _tile_configs(site: CallSite) -> list[Config]:
+    if site.deterministic and not site.args["form"]:
+        return _ordered_configs(site)
     found = _direct_configs(site)
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     most = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
@@ -744,13 +783,14 @@ def launch_tiles(
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     scales_GO, zeros_GO, form, group = encoded
     blocks, splits = -(-N // config["block_n"]), config["splits"]
-    count = blocks * config["token_tiles"] if splits > 1 and not parts else 0
+    token_tiles = config["token_tiles"] or (T + config["block_t"] - 1) // config["block_t"]
+    count = blocks * token_tiles if splits > 1 and not parts else 0
     partial = out
     if count:
         size = count * splits * config["block_n"] * config["block_t"]
         partial = torch.empty(size, dtype=torch.float32, device=x_TI.device)
     launch_triton(
-        tile_kernel, (blocks, splits, config["token_tiles"]),
+        tile_kernel, (blocks, splits, token_tiles),
         x_TI, weight_OI, *(weight_OI if t is None else t for t in (scales_GO, zeros_GO)),
         *(x_TI if t is None else t for t in (bias_O, norm[0], residual_TN)), out, partial,
         zeroed(x_TI, count) if count else x_TI, *_tables(adapters, x_TI), T,
@@ -761,6 +801,7 @@ def launch_tiles(
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
+        RANGES=config.get("ranges", 1),
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
         DIRECT=config["direct"], WARPS=config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
@@ -776,7 +817,7 @@ def _ranks(adapters: Adapters | None) -> dict[str, int]:
     return adapters.constants if adapters else {"RANK": 0, "COLUMNS": 0, "END_0": 0, "END_1": 0}
 
 
-@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=tile_configs)
+@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=tile_configs, row_order=tile_order)
 def triton_tile(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -795,7 +836,7 @@ def triton_tile(
     widths: list[int] | None = None,
     **config: int,
 ) -> Tensor:
-    """Up to ``MOST_ROWS`` rows of x."""
+    """Up to ``MOST_ROWS`` rows of x, or any."""
     within = config["norm"] == 1
     if norm_I is not None and not within:
         x_TI = _normalized(x_TI, norm_I, eps)

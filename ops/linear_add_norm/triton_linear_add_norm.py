@@ -21,6 +21,7 @@ from graphllm.ops.fused_linear.triton_fused_linear import (
     row_configs,
     short,
     tile_configs,
+    tile_order,
 )
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
@@ -100,6 +101,7 @@ def cublas_group(
     device="cuda",
     supports=lambda site: short(site) and _exchanged(site),
     configs=tile_configs,
+    row_order=tile_order,
 )
 def triton_tile(
     x_TI: Tensor,
@@ -119,7 +121,7 @@ def triton_tile(
     ranks: int = 1,
     **config: int,
 ) -> tuple[Tensor, Tensor]:
-    """Up to ``MOST_ROWS`` rows of x."""
+    """Up to ``MOST_ROWS`` rows of x, or any."""
     shape = (x_TI.shape[0], weight_OI.shape[0])
     low = (config["low_rows"], config["low_splits"])
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low)

@@ -428,7 +428,7 @@ def plan_splits(S: int, H: int, K: int, longest: int, dtype: torch.dtype, E: int
 
 def is_decode(site: CallSite) -> bool:
     """Whether the split kernel alone serves the site."""
-    return site.bucket.kind == "decode" and site.bucket.query_len == 1 and attends(site)
+    return site.bucket.kind == "decode" and site.bucket.query_len == 1 and not site.deterministic and attends(site)
 
 
 def decode_configs(site: CallSite) -> list[Config]:

@@ -4,6 +4,10 @@ A program of the flash kernel serves one block of query tokens of one sequence f
 KV head packed into the tile's rows. The grid has room for one partly filled block per sequence; a program finds its
 sequence by comparing with query_start_loc, on the device. Sequences with a single query token go to the split-KV
 kernels of triton_decode, which spread a long context over many programs.
+
+Where each row must come out the same in every batch, the flash kernel serves single tokens as well. Contexts are then
+divided into ranges that begin at multiples of RANGE, and what these give is joined in their order: by the program of
+the rows, or, for single tokens, by the last of several programs that share the ranges.
 """
 
 # mypy: allow-untyped-defs
@@ -18,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton
+from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
@@ -43,6 +47,8 @@ from graphllm.ops.paged_attention.triton_decode import Config, launch_decode, pl
 from graphllm.ops.paged_attention.triton_verify import is_verification
 
 _WRITE_TOKENS = 32  # tokens whose keys and values one program stores, for one head
+_RANGE, _MOST_RANGES = 1024, 16  # tokens of a range at least, and ranges of the longest context at most
+_FEW_PROGRAMS = 256  # sequences times KV heads up to which several programs share a sequence's ranges
 
 
 @triton.jit
@@ -127,6 +133,7 @@ def _attend_tiles(
     LOG2E_CAP: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,  # rows may be nodes of a tree: from position begin on they see what their bits say
+    BLIND: tl.constexpr,  # rows may see nothing of the first tiles
     MASKED: tl.constexpr,  # some rows do not see some of these tiles' tokens
     E: tl.constexpr,
     E_PAD: tl.constexpr,
@@ -167,13 +174,13 @@ def _attend_tiles(
         if LOG2E_CAP > 0:
             new_top = tl.maximum(top, tl.max(scores, axis=1))
             shift = new_top
-            if WINDOW > 0:
+            if BLIND:
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(scores - shift[:, None])
         else:
             new_top = tl.maximum(top, tl.max(scores, axis=1) * row_scale)
             shift = new_top
-            if WINDOW > 0:
+            if BLIND:
                 shift = tl.where(new_top == float("-inf"), 0.0, new_top)
             p = tl.exp2(scores * row_scale[:, None] - shift[:, None])
         rescale = tl.exp2(top - shift)
@@ -191,6 +198,47 @@ def _attend_tiles(
 
 
 @triton.jit
+def _attend_range(
+    q, head_ptr, table_row, position, end, lo, first, inner, full, hi, row_scale, begin, bits,
+    CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_POS: tl.constexpr, LOG2E_CAP: tl.constexpr,
+    WINDOW: tl.constexpr, TREE: tl.constexpr, BLIND: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr,
+    P: tl.constexpr, BLOCK_N: tl.constexpr, EMULATED: tl.constexpr,
+):  # fmt: skip
+    """What tiles lo .. hi give: sums, the largest score and the sum of weights. Tiles from first up to inner, and from
+    full on, are not seen whole by all rows."""
+    acc = tl.zeros([q.shape[0], E_PAD], tl.float32)
+    top = tl.full([q.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([q.shape[0]], tl.float32)
+    first = tl.maximum(first, lo)
+    if WINDOW > 0:
+        inner = tl.maximum(tl.minimum(inner, hi), first)
+        acc, top, total = _attend_tiles(
+            acc, top, total, q, head_ptr, table_row, position, end, first, inner, row_scale, begin, bits,
+            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, BLIND, True, E, E_PAD, P, BLOCK_N, EMULATED,
+        )  # fmt: skip
+        first = inner
+    acc, top, total = _attend_tiles(
+        acc, top, total, q, head_ptr, table_row, position, end, first, tl.minimum(full, hi), row_scale, begin, bits,
+        CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, BLIND, False, E, E_PAD, P, BLOCK_N, EMULATED,
+    )  # fmt: skip
+    return _attend_tiles(
+        acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), hi, row_scale, begin, bits,
+        CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, BLIND, True, E, E_PAD, P, BLOCK_N, EMULATED,
+    )  # fmt: skip
+
+
+@triton.jit
+def _join(acc, top, total, more, more_top, more_total):
+    """What ranges gave so far and what the next one does. Products are added by one instruction, named here, so that
+    every place rounds alike."""
+    new_top = tl.maximum(top, more_top)
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    kept, added = tl.exp2(top - shift), tl.exp2(more_top - shift)
+    acc = tl.fma(acc, tl.broadcast_to(kept[:, None], acc.shape), more * added[:, None])
+    return acc, new_top, tl.fma(total, kept, more_total * added)
+
+
+@triton.jit
 def _flash_kernel(
     q_ptr,
     cache_ptr,
@@ -204,6 +252,8 @@ def _flash_kernel(
     sinks_ptr,
     kv_scales_ptr,
     ancestors_ptr,
+    partial_ptr,  # float32 [S, PARTS, H, E + 2]: of each range sums, largest score and sum of weights
+    arrived_ptr,  # [S * K] int32, zero before and after
     S,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
@@ -231,6 +281,9 @@ def _flash_kernel(
     SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
     TREE: tl.constexpr,
+    RANGE: tl.constexpr,  # tokens of a range, whole tiles; 0: contexts are not divided, and single tokens not served
+    PARTS: tl.constexpr,  # ranges of the longest context
+    PROGRAMS: tl.constexpr,  # that share the ranges of a single token
 ):
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
@@ -248,7 +301,8 @@ def _flash_kernel(
     queries = tl.load(query_start_ptr + s + 1) - row0
     length = tl.load(seq_len_ptr + s)
     skip = (block - row0 // BLOCK_Q - s) * BLOCK_Q  # query tokens of the sequence before this block
-    if (queries > 1) & (skip < queries):
+    LEAST: tl.constexpr = 1 if RANGE else 2
+    if (queries >= LEAST) & (skip < queries) & ((queries == 1) | (tl.program_id(1) == 0)):
         m = tl.arange(0, BLOCK_M)
         e = tl.arange(0, E_PAD)
         token = skip + m // G
@@ -278,35 +332,64 @@ def _flash_kernel(
                     position = tl.where(bits < 0, position, begin + count_bits(bits, 64) - 1)
         last_tile = (end + BLOCK_N - 1) // BLOCK_N
         full = (low + 1) // BLOCK_N  # tiles that end at or before low: seen by all rows, but for the window
-        acc = tl.zeros([BLOCK_M, E_PAD], tl.float32)
-        top = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        total = tl.zeros([BLOCK_M], tl.float32)
-        first = 0
+        first = begin * 0
+        inner = first
         if WINDOW > 0:
             first = tl.maximum(low - WINDOW + 1, 0) // BLOCK_N
             whole = tl.maximum(end - WINDOW, 0)  # first position that the last row sees
             inner = tl.maximum(tl.minimum((whole + BLOCK_N - 1) // BLOCK_N, full), first)
-            acc, top, total = _attend_tiles(
-                acc, top, total, q, head_ptr, table_row, position, end, first, inner, row_scale,
-                begin, bits,
-                CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, True, E, E_PAD, P, BLOCK_N, EMULATED,
+        if RANGE == 0:
+            acc, top, total = _attend_range(
+                q, head_ptr, table_row, position, end, first, first, inner, full, last_tile, row_scale, begin, bits,
+                CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, WINDOW > 0, E, E_PAD, P, BLOCK_N, EMULATED,
             )  # fmt: skip
-            first = inner
-        acc, top, total = _attend_tiles(
-            acc, top, total, q, head_ptr, table_row, position, end, first, full, row_scale,
-            begin, bits,
-            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, False, E, E_PAD, P, BLOCK_N, EMULATED,
-        )  # fmt: skip
-        acc, top, total = _attend_tiles(
-            acc, top, total, q, head_ptr, table_row, position, end, tl.maximum(first, full), last_tile, row_scale,
-            begin, bits,
-            CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, True, E, E_PAD, P, BLOCK_N, EMULATED,
-        )  # fmt: skip
-        if SINKS:
-            total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
-        acc = acc * (v_scale / total)[:, None]
-        out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
-        tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
+            finishes = True
+        else:
+            TILES: tl.constexpr = RANGE // BLOCK_N
+            range_0 = first // TILES
+            ranges = (last_tile + TILES - 1) // TILES - range_0
+            shared = (PROGRAMS > 1) & (queries == 1) & (ranges > 1)
+            own = tl.where(shared, tl.program_id(1), 0)
+            step = tl.where(shared, PROGRAMS, 1)
+            finishes = (not shared) & (tl.program_id(1) == 0)
+            acc = tl.zeros([BLOCK_M, E_PAD], tl.float32)
+            top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            total = tl.zeros([BLOCK_M], tl.float32)
+            cell = partial_ptr + ((tl.cast(s, tl.int64) * PARTS * H + heads) * (E + 2))[:, None] + e[None, :]
+            edge = partial_ptr + (tl.cast(s, tl.int64) * PARTS * H + heads) * (E + 2) + E
+            if shared | finishes:
+                for r in range(own, ranges, step):
+                    lo = (range_0 + r) * TILES
+                    more, more_top, more_total = _attend_range(
+                        q, head_ptr, table_row, position, end, lo, first, inner, full,
+                        tl.minimum(lo + TILES, last_tile), row_scale, begin, bits,
+                        CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, TREE, True, E, E_PAD, P, BLOCK_N, EMULATED,
+                    )  # fmt: skip
+                    if shared:
+                        tl.store(cell + r * (H * (E + 2)), more, mask=inside)
+                        tl.store(edge + r * (H * (E + 2)), more_top, mask=valid)
+                        tl.store(edge + r * (H * (E + 2)) + 1, more_total, mask=valid)
+                    else:
+                        acc, top, total = _join(acc, top, total, more, more_top, more_total)
+            if shared & (own < ranges):
+                tl.debug_barrier()
+                arrived = arrived_ptr + s * K + head
+                before = tl.atomic_add(arrived, 1, sem="acq_rel")
+                if before == tl.minimum(ranges, PROGRAMS) - 1:
+                    tl.store(arrived, 0)
+                    for r in range(ranges):
+                        at = r * (H * (E + 2))
+                        more = tl.load(cell + at, mask=inside, other=0.0, cache_modifier=".cg")
+                        more_top = tl.load(edge + at, mask=valid, other=0.0, cache_modifier=".cg")
+                        more_total = tl.load(edge + at + 1, mask=valid, other=1.0, cache_modifier=".cg")
+                        acc, top, total = _join(acc, top, total, more, more_top, more_total)
+                    finishes = True
+        if finishes:
+            if SINKS:
+                total += tl.exp2(load_sinks(sinks_ptr, heads, valid) - top)
+            acc = acc * (v_scale / total)[:, None]
+            out = out_ptr + ((row * H + heads) * E)[:, None] + e[None, :]
+            tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def _cache_constants(kv_cache: Tensor, block_table: Tensor, E: int, kv_scales: Tensor | None) -> dict[str, Any]:
@@ -345,6 +428,8 @@ def prefill_configs(site: CallSite) -> list[Config]:
     """Launch constants of the flash kernel, the likely best first."""
     q_THE, K = site.args["q_THE"], site.args["kv_cache"].shape[2]
     G, E = q_THE.shape[1] // K, q_THE.shape[2]
+    if site.deterministic:
+        return [_range_config(site, K, G)]
     if q_THE.dtype == torch.float32:
         tiles = [(16, 32, 4, 2), (32, 32, 4, 2)]
     elif E > 128:
@@ -357,13 +442,36 @@ def prefill_configs(site: CallSite) -> list[Config]:
     ]
 
 
+def _range_config(site: CallSite, K: int, G: int) -> Config:
+    """The same tiles and ranges at all sizes. Where sequences are few, some programs share the ranges of each."""
+    q_THE, table, P = site.args["q_THE"], site.args["block_table"], site.args["kv_cache"].shape[3]
+    small = q_THE.dtype == torch.float32 or q_THE.shape[2] > 128
+    length = max(_RANGE, power_of_2(-(-table.shape[1] * P // _MOST_RANGES)))
+    parts = -(-table.shape[1] * P // length)
+    few = site.bucket.kind == "decode" and site.bucket.hi * K <= _FEW_PROGRAMS
+    return {
+        "block_m": max(16 if q_THE.dtype == torch.float32 else 64, power_of_2(G)), "block_n": 32 if small else 64,
+        "warps": 4, "stages": 2, "length": length, "parts": parts, "programs": min(parts, 16) if few else 1,
+    }  # fmt: skip
+
+
+def range_order(site: CallSite, constants: Config) -> str:
+    """`Impl.row_order`: what a row's sums depend on."""
+    return ", ".join(f"{name} {constants[name]}" for name in ("block_m", "block_n", "warps", "length"))
+
+
 def is_mixed(site: CallSite) -> bool:
-    """Whether these kernels serve the site; steps of one token or few of each sequence have their own."""
+    """Whether these kernels serve the site; steps of one token or few of each sequence have their own, unless rows must
+    come out the same in all of them."""
+    if site.deterministic:
+        return site.bucket.query_len == 1 and attends(site)
     few = is_verification(site)
     return (site.bucket.kind == "mixed" or site.bucket.query_len > 1) and not few and attends(site)
 
 
-@paged_attention.impl("triton_prefill", device="cuda", supports=is_mixed, configs=prefill_configs, remedy=problem)
+@paged_attention.impl(
+    "triton_prefill", device="cuda", supports=is_mixed, configs=prefill_configs, row_order=range_order, remedy=problem
+)
 def triton_prefill(
     q_THE: Tensor,
     k_TKE: Tensor,
@@ -384,8 +492,12 @@ def triton_prefill(
     block_n: int,
     warps: int,
     stages: int,
+    length: int = 0,
+    parts: int = 1,
+    programs: int = 1,
 ) -> Tensor:
-    """Any ragged batch. rotary: for `rope_attention`."""
+    """Any ragged batch. rotary: for `rope_attention`. length: of the ranges into which contexts are divided, 0 where
+    they are not; at most so many parts, which so many programs share where a sequence has one token."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     T, H, E = q_THE.shape
     K, P, S = kv_cache.shape[2], kv_cache.shape[3], seq_lens.shape[0]
@@ -395,14 +507,20 @@ def triton_prefill(
     scales = q_THE if kv_scales is None else kv_scales
     write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
     score_scale, log2e_cap = score_constants(scale, softcap)
+    partial = q_THE
+    if programs > 1:
+        partial = torch.empty((S, parts, H, E + 2), dtype=torch.float32, device=q_THE.device)
     launch_triton(
-        _flash_kernel, ((T // (block_m // G) + S) * K,),
+        _flash_kernel, ((T // (block_m // G) + S) * K, programs),
         q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
-        q_THE if sinks_H is None else sinks_H, scales, q_THE if ancestors_T is None else ancestors_T, S,
+        q_THE if sinks_H is None else sinks_H, scales, q_THE if ancestors_T is None else ancestors_T,
+        partial, zeroed(q_THE, S * K) if programs > 1 else q_THE, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         SINKS=sinks_H is not None, H=H, K=K, G=G, BLOCK_M=block_m, BLOCK_N=block_n, TREE=ancestors_T is not None,
-        num_warps=warps, num_stages=stages, **cache, **rotation,
+        RANGE=length, PARTS=parts, PROGRAMS=programs, num_warps=warps, num_stages=stages, **cache, **rotation,
     )  # fmt: skip
+    if length:
+        return out_THE
     launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
         kv_scales, rotary, write=False, **plan_splits(0, H, K, block_table.shape[1] * P, q_THE.dtype, E),

@@ -11,7 +11,7 @@ from graphllm.ir import CallSite
 from graphllm.ops.paged_attention.triton_common import Rotary, problem
 from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
-from graphllm.ops.paged_attention.triton_prefill import is_mixed, prefill_configs
+from graphllm.ops.paged_attention.triton_prefill import is_mixed, prefill_configs, range_order
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
 from graphllm.ops.paged_attention.triton_verify import is_verification, verify_configs
 from graphllm.ops.paged_attention.triton_verify import triton_verify as verify
@@ -41,7 +41,7 @@ def triton_decode(
 
 @rope_attention.impl(
     "triton_prefill", device="cuda", supports=lambda s: is_mixed(s) and _rotates(s), configs=prefill_configs,
-    remedy=problem,
+    row_order=range_order, remedy=problem,
 )  # fmt: skip
 def triton_prefill(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any

@@ -434,12 +434,18 @@ def _chunks(S: object, V: int) -> int:
     return min(1 << max(0, min(wanted, 64).bit_length() - 1), max(2, 1 << (tiles - 1).bit_length()))
 
 
+def _configs(site: CallSite) -> list[dict[str, int]]:
+    """As many chunks in a step of one row as in others, where each row must come out the same in both."""
+    S, V = site.args["logits_SV"].shape
+    return [{"chunks": _chunks(None if site.deterministic else S, V)}]
+
+
 def _supports(site: CallSite) -> bool:
     logits = site.args["logits_SV"]
     return logits.dtype in _KEY_SHIFT and logits.shape[1] < _BLOCK * 2**15
 
 
-@sample.impl("triton_sample", device="cuda", supports=_supports, row_order=each_alone)
+@sample.impl("triton_sample", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
 def triton_sample(
     logits_SV: Tensor,
     temperature_S: Tensor,
@@ -448,10 +454,11 @@ def triton_sample(
     min_p_S: Tensor,
     seed_S: Tensor,
     sample_index_S: Tensor,
+    *,
+    chunks: int,
 ) -> Tensor:
     """Two launches, whatever the rows ask for."""
     S, V = logits_SV.shape
-    chunks = _chunks(S, V)
 
     def scratch(*shape: object, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""Deterministic mode: a request's tokens and log-probabilities are bitwise those of the request alone, in random batches
-with prompts divided at random, beginnings from the prefix cache, and requests that are preempted and computed again."""
+"""Deterministic mode: tokens and log-probabilities of a request are bitwise what it gets alone, in random batches, with
+prompts divided at random, beginnings from the prefix cache, and requests that are preempted and computed again."""
 
 from __future__ import annotations
 
