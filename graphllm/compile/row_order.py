@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from graphllm.compile.specialize import specialize
 from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.op import Op, op_of
@@ -31,7 +33,7 @@ def agree(
     """What computes each call, by `site_key`: rows are bitwise equal in all buckets. pieces: each with its id and a
     bucket that it is built for. Raises ConfigError for a call that nothing computes so."""
     sites: dict[str, _Site] = {}
-    calls: dict[tuple[str, str, int], list[str]] = {}  # by piece, op and how many of it come before
+    calls: dict[tuple[str, str], list[str]] = {}  # by piece, and weight, or op and how many of it come before
     buckets: dict[str, list[Bucket]] = {}
     for piece, text, bucket in pieces:
         buckets.setdefault(piece, []).append(bucket)
@@ -45,14 +47,17 @@ def agree(
             if there := candidates(op, site):
                 key = site_key(node, op, unit.shapes, bucket)
                 sites[key] = _Site(op, bucket, choices(op, site))
-                calls.setdefault((piece, op.name, before[op.name]), []).append(key)
+                # What joins a linear layer may differ: it is known by its weight.
+                weight = op.bind(node.args, node.kwargs).get("weight_OI")
+                name = weight.name if isinstance(weight, torch.fx.Node) else f"{op.name} {before[op.name]}"
+                calls.setdefault((piece, name), []).append(key)
                 before[op.name] += 1
                 if not sites[key].offered:
                     _refuse(op, config, f"{', '.join(i.name for i in there)} depend on the others of a batch")
-    for (piece, _, number), keys in calls.items():
+    for (piece, name), keys in calls.items():
         if len(keys) != len(buckets[piece]):
             names = ", ".join(sites[k].bucket.name for k in keys)
-            _refuse(sites[keys[0]].op, config, f"call {number} of it in a piece is in the programs of {names} alone")
+            _refuse(sites[keys[0]].op, config, f"{name} of a piece is in the programs of {names} alone")
     found: dict[str, ImplChoice] = {}
     for joined in _joined(calls.values()):
         found |= _chosen(
