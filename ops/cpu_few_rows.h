@@ -220,11 +220,13 @@ inline void dot_one(const Product& a, Range rows) {
       __m512 sum = _mm512_setzero_ps();
       const bf16* w = a.weight + (n + i) * a.weight_stride;
       i64 k = i < count ? 0 : a.K;
-      for (; k + 32 <= a.K; k += 32) {
+      for (; k + 64 <= a.K; k += 64) {
         _mm_prefetch(w + k + ahead, _MM_HINT_T0);
+        _mm_prefetch(w + k + ahead + 32, _MM_HINT_T0);
         sum = _mm512_dpbf16_ps(sum, load_pairs(w + k), load_pairs(a.x + k));
+        sum = _mm512_dpbf16_ps(sum, load_pairs(w + k + 32), load_pairs(a.x + k + 32));
       }
-      if (k < a.K) sum = _mm512_dpbf16_ps(sum, load_pairs(w + k, first32(a.K - k)), load_pairs(a.x + k, first32(a.K - k)));
+      for (; k < a.K; k += 32) sum = _mm512_dpbf16_ps(sum, load_pairs(w + k, first32(a.K - k)), load_pairs(a.x + k, first32(a.K - k)));
       sums[i] = sum;
     }
     if (count == 16) {
