@@ -22,8 +22,10 @@ from graphllm.compile.lower import lower
 from graphllm.compile.objects import BuildError
 from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
+from graphllm.compile.row_order import agree
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import plan_layout, trace_model, trace_unit
+from graphllm.compile.tune import Measured
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
 from graphllm.ir import Cost, Op
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
@@ -97,6 +99,36 @@ def test_two_ranks_have_as_many_kernels(config: CompileConfig) -> None:
     ops = [op.name for n in unit.graph.nodes if (op := op_of(n.target))]
     assert ops == ["linear_add_norm", "fused_linear"] * 2
     assert not any(piece.label == "all_reduce" for piece in linked.pieces.values())
+
+
+def test_deterministic_programs_sum_in_one_order(config: CompileConfig) -> None:
+    """Of products, attention and sampling, at one row, in every other bucket and in long steps; as measured the order
+    is taken that costs least in all of them."""
+    config = dataclasses.replace(config, deterministic=True)
+    linked = _linked(config)
+    jobs = [(p.id, p.json, bucket) for p in linked.pieces.values() for bucket in config.buckets]
+    chosen = agree(jobs, config, {})
+    assert {c.impl for c in chosen.values()} >= {"triton_tile", "triton_prefill", "triton_sample"}
+    assert not {c.impl for c in chosen.values()} & {"cublas", "triton_row", "triton_decode", "triton_verify"}
+    tiles = {key: c for key, c in chosen.items() if c.impl == "triton_tile"}
+    assert {bucket.name for bucket in config.buckets} == {key.split()[1] for key in tiles}
+    assert {c.config["splits"] * c.config["ranges"] for c in tiles.values()} == {1}
+
+    class Halves(dict[str, Measured]):
+        """Two ranges are fastest everywhere, but more are not in all buckets."""
+
+        def __contains__(self, key: object) -> bool:
+            return key in tiles
+
+        def __missing__(self, key: str) -> Measured:
+            return Measured(tiles[key], Taken())
+
+    class Taken(dict[str, float]):
+        def get(self, choice: str, otherwise: Any = None) -> float:
+            return 1.0 if '"splits": 2, "ranges": 1' in choice or '"splits": 1, "ranges": 2' in choice else 2.0
+
+    again = agree(jobs, config, Halves())
+    assert {again[key].config["splits"] * again[key].config["ranges"] for key in tiles} == {2}
 
 
 def test_every_kernel_keeps_the_sizes_dynamic() -> None:
