@@ -135,13 +135,15 @@ class Worker {
   }
 
  private:
-  // To the sums of weights of one head's rows. Where a sink outweighs all scores by 2^126, nothing is left of them either way.
+  // To the sums of weights of one head's rows. Where a sink outweighs all scores by 2^125, nothing is left of them either way.
   void add_sinks(const Item& item, Vec* state) const {
     for (i64 r = 0; r < item.tokens * group_; r++) {
       const float sink = to_float(a_.sinks[item.head * group_ + r % group_]) * kLog2e;
       const i64 lane = few(item) ? 0 : r % kLanes;
       Vec* at = state + (few(item) ? r : r / kLanes) * unit_size(item);
-      at[1][lane] += exp2_vec<true>(vec(std::min(sink - at[0][lane], 126.0f)))[0];  // libraries round some rows otherwise
+      // As a vector for every row: a loop's remainder would be rounded by other functions than what is before it.
+      const Vec above = vec(std::min(sink - at[0][lane], 125.0f)), share = exp2_vec<true>(-larger(above, -above));
+      at[1][lane] += (above > 0.0f ? 1.0f / share : share)[0];
     }
   }
 
