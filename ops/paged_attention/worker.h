@@ -143,7 +143,8 @@ class Worker {
       Vec* at = state + (few(item) ? r : r / kLanes) * unit_size(item);
       // As a vector for every row: a loop's remainder would be rounded by other functions than what is before it.
       const Vec above = vec(std::min(sink - at[0][lane], 125.0f)), share = exp2_vec<true>(-larger(above, -above));
-      at[1][lane] += (above > 0.0f ? 1.0f / share : share)[0];
+      const Vec added = above > 0.0f ? 1.0f / share : share;
+      at[1][lane] += added[0];
     }
   }
 
