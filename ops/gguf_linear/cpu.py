@@ -12,7 +12,6 @@ from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
 from graphllm.ops.gguf_blocks import TILED
 from graphllm.ops.gguf_linear.op import gguf_linear
-from graphllm.ops.quant_linear.cpu import of_integers
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -34,7 +33,7 @@ def _supports(site: CallSite) -> bool:
     return x_TI.dtype in floats and x_TI.stride(-1) == 1 and tiles.is_contiguous()
 
 
-@gguf_linear.impl("cpu_stream", device="cpu", supports=_supports, row_order=of_integers)
+@gguf_linear.impl("cpu_stream", device="cpu", supports=_supports)
 def streaming_gguf_linear(
     x_TI: Tensor, tiles_BGN: Tensor, kind: str, rows: int, bias_O: Tensor | None = None
 ) -> Tensor:
