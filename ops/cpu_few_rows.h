@@ -12,6 +12,7 @@ constexpr int kDotRows = 16;           // rows of x that dot products serve
 constexpr int kPassRows = 8;           // of them at once: 16 sums with two weight rows
 constexpr i64 kDotBlock = 16;          // weight rows that a thread's share is made of
 constexpr i64 kNearBytes = 32 << 10;   // rows of x that stay in the first-level cache
+constexpr i64 kHeldBytes = 256 << 10;  // weight rows that stay in the second-level cache
 
 #ifdef GRAPHLLM_AVX512
 
@@ -209,23 +210,96 @@ void dot(const Product& a, Range rows) {
   kM * a.K * 2 <= kNearBytes ? dot_rows<kM>(a, rows) : dot_parts<kM>(a, rows);
 }
 
-// Few rows of x, by weight rows.
+// One row of x, summed as several are: sixteen weight rows in turn, whose lines are asked for as `dot_row` does.
+inline void dot_one(const Product& a, Range rows) {
+  constexpr i64 ahead = 64 * 32;
+  for (i64 n = rows.from; n < rows.to; n += 16) {
+    const i64 count = std::min<i64>(16, rows.to - n);
+    __m512 sums[16];
+    for (i64 i = 0; i < 16; i++) {
+      __m512 sum = _mm512_setzero_ps();
+      const bf16* w = a.weight + (n + i) * a.weight_stride;
+      i64 k = i < count ? 0 : a.K;
+      for (; k + 64 <= a.K; k += 64) {
+        _mm_prefetch(w + k + ahead, _MM_HINT_T0);
+        _mm_prefetch(w + k + ahead + 32, _MM_HINT_T0);
+        sum = _mm512_dpbf16_ps(sum, load_pairs(w + k), load_pairs(a.x + k));
+        sum = _mm512_dpbf16_ps(sum, load_pairs(w + k + 32), load_pairs(a.x + k + 32));
+      }
+      for (; k < a.K; k += 32) sum = _mm512_dpbf16_ps(sum, load_pairs(w + k, first32(a.K - k)), load_pairs(a.x + k, first32(a.K - k)));
+      sums[i] = sum;
+    }
+    if (count == 16) {
+      finish_rows<1, 16>(a, 0, n, sums);
+    } else {
+      for (i64 i = 0; i < count; i++) {
+        __m512 alone[16] = {sums[i]};
+        finish_rows<1, 1>(a, 0, n + i, alone);
+      }
+    }
+  }
+}
+
+// kM rows of x from m on, of many. Asked for meanwhile are the next rows of x, and weight rows from `next` on, one for every
+// four; null for none.
+template <int kM>
+void dot_near(const Product& a, i64 m, Range rows, const bf16* next) {
+  static thread_local Scratch scratch;
+  const i64 parts = ceil_div(16 * a.K, kNearBytes), depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
+  __m512* const sums = scratch.get<__m512>((rows.to - rows.from) * 16);
+  for (i64 k0 = 0; k0 < a.K; k0 += depth) {
+    const i64 k1 = std::min(a.K, k0 + depth);
+    __m512* held = sums;
+    i64 n = rows.from;
+    for (; n + 4 <= rows.to; n += 4, held += 16) {
+      Ahead ahead{a.weight, 0, 0};
+      if (n == rows.from && m + 8 <= a.M)
+        ahead = {a.x + (m + 4) * a.x_stride + k0, a.x_stride, 32};
+      else if (next)
+        ahead = {next + (n - rows.from) * a.weight_stride + k0, 0, 32};
+      dot_part<kM, 4>(a, m, n, k0, k1, ahead, held);
+    }
+    for (; n < rows.to; n++, held += 16) dot_part<kM, 1>(a, m, n, k0, k1, {a.weight, 0, 0}, held);
+  }
+}
+
+// Many rows of x, summed as few are: some weight rows at a time, which stay in the second-level cache.
+inline void dot_many(const Product& a, Range rows) {
+  const i64 some = std::max<i64>(4, kHeldBytes / (8 * a.K) * 4);
+  for (i64 from = rows.from; from < rows.to; from += some) {
+    const Range held{from, std::min(rows.to, from + some)};
+    i64 m = 0;
+    for (; m + 4 <= a.M; m += 4) {
+      const i64 asked = held.to + m / 4;  // the first four tiles ask for a quarter of the rows each
+      dot_near<4>(a, m, held, m < 16 && held.to + some <= rows.to ? a.weight + asked * a.weight_stride : nullptr);
+    }
+    for (; m < a.M; m++) dot_near<1>(a, m, held, nullptr);
+  }
+}
+
+// Few rows of x, by weight rows. invariant: or many, each computed as if it were alone.
 class FewRows {
  public:
-  explicit FewRows(const Product& a) : a_(a) {}
-  void operator()(Range rows) const { a_.M == 1 ? dot_row(a_, rows) : dot(a_, rows); }
+  explicit FewRows(const Product& a, bool invariant = false) : a_(a), invariant_(invariant) {}
+  void operator()(Range rows) const {
+    if (a_.M > kDotRows) return dot_many(a_, rows);
+    if (a_.M > 1) return dot(a_, rows);
+    invariant_ ? dot_one(a_, rows) : dot_row(a_, rows);
+  }
 
  private:
   const Product& a_;
+  const bool invariant_;
 };
 
 #else  // GRAPHLLM_AVX512
 
 // Adds to sums [kM][kR], of eight, the products of kM rows of x, floats at multiples of `stride`, and kR weight rows. Lines of
-// each are asked for ahead, past the end in what is read next, `next` elements from its start.
-template <int kM, int kR>
+// each are asked for ahead, past the end in what is read next, `next` elements from its start. kInvariant: each product is summed
+// in the same order, whatever kM and kR.
+template <int kM, int kR, bool kInvariant>
 void plain_dots(const float* x, i64 stride, const bf16* const* w, i64 depth, i64 next, float* sums) {
-  constexpr int kSums = kM * kR <= 3 ? 4 : kM <= 6 / kR ? 2 : 1;  // of each product, as registers hold
+  constexpr int kSums = kInvariant ? 1 : kM * kR <= 3 ? 4 : kM <= 6 / kR ? 2 : 1;  // of each product, as registers hold
   const i64 ahead = std::min<i64>((kR == 1 ? 28 : 16) * 32, depth);
   Eight acc[kM][kR][kSums] = {};
   auto add = [&](i64 k, int which) __attribute__((always_inline)) {
@@ -266,9 +340,9 @@ struct Widened {
   float* x;
   i64 depth, stride;
 
-  explicit Widened(const Product& a) {
+  Widened(const Product& a, bool invariant) {
     static thread_local Scratch scratch;
-    const i64 parts = ceil_div(a.M * a.K * 4, kNearBytes);
+    const i64 parts = ceil_div((invariant ? kDotRows : a.M) * a.K * 4, kNearBytes);
     depth = ceil_div(ceil_div(a.K, parts), 32) * 32;
     stride = depth + 16;  // not a power of two, which would be lines of one set of the cache
     x = scratch.get<float>(parts * a.M * stride);
@@ -282,7 +356,7 @@ struct Widened {
 // of `rows`. Where those do not divide evenly, two parts have the same row. A block of weight rows goes through all parts of k.
 template <int kR>
 void plain_rows(const Product& a, const Widened& wide, Range rows,
-                const std::array<decltype(&plain_dots<1, kR>), 8 / kR>& dots) {
+                const std::array<decltype(&plain_dots<1, kR, false>), 8 / kR>& dots) {
   constexpr i64 pass = 8 / kR, block = kDotBlock / kR;
   const auto [x, depth, stride] = wide;
   const i64 count = rows.to - rows.from, length = ceil_div(count, kR);
@@ -311,18 +385,37 @@ void plain_rows(const Product& a, const Widened& wide, Range rows,
 }
 
 // Few rows of x, by weight rows. One or two read memory fastest where a thread has four streams, far apart; more of them have
-// nothing to wait for, and do best with one weight row after the other.
+// nothing to wait for, and do best with one weight row after the other. invariant: or many, some at a time, each computed as if it
+// were alone.
 class FewRows {
  public:
-  explicit FewRows(const Product& a) : a_(a), wide_(a) {}
+  explicit FewRows(const Product& a, bool invariant = false) : a_(a), invariant_(invariant), wide_(some(0), invariant) {}
   void operator()(Range rows) const {
-    if (a_.M <= 2) return plain_rows<4>(a_, wide_, rows, {&plain_dots<1, 4>, &plain_dots<2, 4>});
-    plain_rows<1>(a_, wide_, rows, {&plain_dots<1, 1>, &plain_dots<2, 1>, &plain_dots<3, 1>, &plain_dots<4, 1>,
-                                    &plain_dots<5, 1>, &plain_dots<6, 1>, &plain_dots<7, 1>, &plain_dots<8, 1>});
+    if (a_.M <= kDotRows) return invariant_ ? dots<true>(a_, wide_, rows) : dots<false>(a_, wide_, rows);
+    const i64 held = std::max<i64>(kDotBlock, kHeldBytes / (2 * a_.K));
+    for (i64 from = rows.from; from < rows.to; from += held)
+      for (i64 m = 0; m < a_.M; m += kDotRows) {
+        const Product a = some(m);
+        dots<true>(a, Widened(a, true), {from, std::min(rows.to, from + held)});
+      }
   }
 
  private:
+  Product some(i64 m) const {
+    Product out = a_;
+    out.x += m * a_.x_stride, out.out += m * a_.out_stride, out.M = std::min<i64>(kDotRows, a_.M - m);
+    return out;
+  }
+  template <bool kInvariant>
+  static void dots(const Product& a, const Widened& wide, Range rows) {
+    if (a.M <= 2) return plain_rows<4>(a, wide, rows, {&plain_dots<1, 4, kInvariant>, &plain_dots<2, 4, kInvariant>});
+    plain_rows<1>(a, wide, rows, {&plain_dots<1, 1, kInvariant>, &plain_dots<2, 1, kInvariant>, &plain_dots<3, 1, kInvariant>,
+                                  &plain_dots<4, 1, kInvariant>, &plain_dots<5, 1, kInvariant>, &plain_dots<6, 1, kInvariant>,
+                                  &plain_dots<7, 1, kInvariant>, &plain_dots<8, 1, kInvariant>});
+  }
+
   const Product& a_;
+  const bool invariant_;
   const Widened wide_;
 };
 

@@ -33,10 +33,10 @@ void pack(const Product& a, i64 m0, i64 rows, i64 columns, bf16* to) {
 
 // One block of 16 weight rows times up to 16 * kTiles packed rows of x. Tiles 0-3 accumulate, 4 and 5 hold weights, 6 and
 // 7 hold x. With one or two tiles of x, odd and even steps accumulate apart: a product on the same accumulator waits 52
-// cycles for the last. cold: the weights come from memory, so ask for them ahead.
-template <int kTiles>
+// cycles for the last; kMost == 1: they do not, as with more of them. cold: the weights come from memory, so ask for them ahead.
+template <int kTiles, int kMost>
 void amx_block(const Product& a, const bf16* packed, i64 columns, i64 m0, i64 n0, bool cold) {
-  constexpr int kPhases = kTiles <= 2 ? 2 : 1;
+  constexpr int kPhases = kTiles <= 2 ? kMost : 1;
   constexpr i64 ahead = 256;
   const i64 rows = std::min(kRows, a.N - n0), tile_size = 32 * columns, tile_gap = ceil_div(a.K, 32) * tile_size;
   const bf16* w = a.weight + n0 * a.weight_stride;
@@ -98,6 +98,8 @@ void amx_block(const Product& a, const bf16* packed, i64 columns, i64 m0, i64 n0
   }
 }
 
+// kPhases == 1: every row is summed in the same order, whatever their number.
+template <int kPhases = 2>
 void amx(const Product& a, Range blocks) {
   static thread_local Scratch scratch;
   const i64 columns = std::min(a.M, i64(16)), tiles = ceil_div(a.M, 16), tile_gap = ceil_div(a.K, 32) * 32 * columns;
@@ -111,10 +113,10 @@ void amx(const Product& a, Range blocks) {
       for (i64 block = first; block < std::min(first + pass, blocks.to); block++) {
         const bf16* right = packed + m0 / 16 * tile_gap;
         switch (std::min(i64(4), tiles - m0 / 16)) {
-          case 1: amx_block<1>(a, right, columns, m0, block * kRows, m0 == 0); break;
-          case 2: amx_block<2>(a, right, columns, m0, block * kRows, m0 == 0); break;
-          case 3: amx_block<3>(a, right, columns, m0, block * kRows, m0 == 0); break;
-          default: amx_block<4>(a, right, columns, m0, block * kRows, m0 == 0);
+          case 1: amx_block<1, kPhases>(a, right, columns, m0, block * kRows, m0 == 0); break;
+          case 2: amx_block<2, kPhases>(a, right, columns, m0, block * kRows, m0 == 0); break;
+          case 3: amx_block<3, kPhases>(a, right, columns, m0, block * kRows, m0 == 0); break;
+          default: amx_block<4, kPhases>(a, right, columns, m0, block * kRows, m0 == 0);
         }
       }
 }

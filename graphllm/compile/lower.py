@@ -5,7 +5,7 @@ An op without a chosen implementation lowers to its reference body, which Induct
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -14,10 +14,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from graphllm.compile.inductor import decompositions
 from graphllm.compile.pieces import trace_reference
 from graphllm.compile.specialize import specialize
-from graphllm.config import Bucket, CompileConfig
+from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
 from graphllm.ir.op import Op, op_of
 from graphllm.rewrite import ImplChoice, choose, site_key, site_of
+
+REFERENCE = ": reference"
+_PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_SUMS = ("sum", "mean", "var", "var_mean", "_softmax", "_log_softmax", "prod", "cumsum")
 
 
 class Lowered(NamedTuple):
@@ -58,10 +62,9 @@ def lower(
             site = site_of(op, op.bind(args, kwargs), shapes, config, bucket)
             choice = chosen_at(self.node, op)
             if choice is None:
-                impl = choose(op, site)
-                choice = ImplChoice(impl.name, impl.configs(site)[0]) if impl else None
+                choice = choose(op, site)
             if choice is None:
-                chosen.append(f"{op.name}: reference")
+                chosen.append(op.name + REFERENCE)
                 return trace_reference(op, site)
             constants = ", ".join(f"{k}={v}" for k, v in choice.config.items())
             chosen.append(f"{op.name}: {choice.impl}" + (f" ({constants})" if constants else ""))
@@ -74,6 +77,10 @@ def lower(
         raise GraphError(
             f"lowering for {bucket.name} made {fixed} (with {'; '.join(chosen)}): an implementation used a dynamic "
             "size where a constant is needed, such as a launch constant of a kernel"
+        )
+    if config.deterministic:
+        _check_references(
+            graph.graph, [text.removesuffix(REFERENCE) for text in chosen if text.endswith(REFERENCE)], config
         )
     return Lowered(graph, fakes, shapes, tuple(chosen))
 
@@ -88,3 +95,15 @@ def lower_piece(
         return choices.get(site_key(node, op, unit.shapes, bucket))
 
     return lower(unit.graph, input_specs(piece), config, bucket, chosen_at), reports
+
+
+def _check_references(graph: torch.fx.Graph, ops: Iterable[str], config: CompileConfig) -> None:
+    """Raise ConfigError where the graph of a lowered piece has products of a library, or, where several programs are
+    generated, sums whose order the generator chooses. ops: that were lowered to their references."""
+    refused = _PRODUCTS + (_SUMS if len(config.buckets) > 1 else ())
+    for node in graph.nodes:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in refused:
+            raise ConfigError(
+                f"deterministic: {node.target} of one of {', '.join(sorted(set(ops)))}, which have no kernel for "
+                f"{config.target.device} here, depends on the others of a batch; leave deterministic out"
+            )

@@ -23,6 +23,7 @@ from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
+from graphllm.compile.row_order import agree
 from graphllm.compile.split import check_rules, split_layers
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
 from graphllm.compile.workers import Workers, open_workers
@@ -203,7 +204,9 @@ def compile_model(
             backend = open_backend(config, objects)
             timed("import backend")
             tuner = open_tuner(config, workers, functools.partial(progress, "tune"), tuned)
-            begun = begin_builds(linked, jobs, config, backend, tuner, workers)
+            texts = ((id, linked.pieces[id].json, bucket) for id, bucket in jobs)
+            agreed = agree(texts, config) if config.deterministic else {}
+            begun = begin_builds(linked, jobs, config, backend, tuner, workers, agreed)
             timed("tune")
             built = finish_builds(jobs, begun, functools.partial(progress, "build"))
             if workers:

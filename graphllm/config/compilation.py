@@ -96,10 +96,13 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 def default_buckets(
     target: Target, max_num_seqs: int, max_num_batched_tokens: int, num_speculative_tokens: int = 0,
-    dynamic: bool = False,
+    dynamic: bool = False, deterministic: bool = False,
 ) -> tuple[Bucket, ...]:  # fmt: skip
     """One sequence alone is static; the rest of decode is split where other kernels win on a GPU. dynamic: fewer drafts
-    may be verified, too: 1, 2, 4 and so on."""
+    may be verified, too: 1, 2, 4 and so on. deterministic: on a CPU, where generated code decides how norms add up, one
+    program serves every step."""
+    if deterministic and target.device == "cpu":
+        return (Bucket("mixed", 1, max_num_batched_tokens),)
     found = [Bucket("decode", 1, 1)]
     edges = [16, 32, 64, 128, 256, max_num_seqs] if target.device == "cuda" else [max_num_seqs]
     low = 2
@@ -276,6 +279,11 @@ class CompileConfig:
     count_expert_tokens: bool = setting(
         False, help="Count the tokens of each expert in every layer, for metrics and benchmarks."
     )
+    deterministic: bool = setting(
+        False,
+        help="A request gets the same tokens and log-probabilities, bit for bit, whatever runs beside it, however its "
+        "prompt is divided, and whether it comes from the cache or is computed again; a little slower.",
+    )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
     dump: Path | None = setting(
         None,
@@ -358,6 +366,27 @@ def _check_sharing(config: CompileConfig) -> None:
             )
 
 
+def _check_deterministic(config: CompileConfig) -> None:
+    """Raise ConfigError for what depends on the batch whatever kernels do."""
+    if config.target.device == "cuda":
+        raise ConfigError(
+            "deterministic: no kernel for a GPU says yet how it computes a row; leave it out, or use a CPU"
+        )
+    if config.backend == "eager":
+        raise ConfigError("deterministic: products of the backend eager depend on the batch; use inductor")
+    if config.num_speculative_tokens:
+        raise ConfigError(
+            f"deterministic: num_speculative_tokens is {config.num_speculative_tokens}, and drafts are verified by "
+            "other programs than those that decode; leave them out"
+        )
+    largest = max((b.hi for b in config.buckets), default=0)
+    if config.target.device == "cpu" and config.buckets != (Bucket("mixed", 1, largest),):
+        raise ConfigError(
+            f"deterministic: buckets are {', '.join(b.name for b in config.buckets)}, and on a CPU one program serves "
+            f"every step; use mixed-1-{largest}, or leave them out"
+        )
+
+
 def check(config: CompileConfig) -> None:
     """Raise ConfigError for settings that cannot work together."""
     for name, definition in definitions(CompileConfig).items():
@@ -399,6 +428,8 @@ def check(config: CompileConfig) -> None:
         )
     if config.tree is not None:
         _check_tree(config, config.tree)
+    if config.deterministic:
+        _check_deterministic(config)
     for rule in config.quantization_rules:
         pattern, _, to = rule.rpartition("=")
         if not pattern or to not in ("none", *get_args(Quantization)):
@@ -411,7 +442,7 @@ def check(config: CompileConfig) -> None:
             raise ConfigError(
                 f"buckets: {b.name} is too large; give at most {_LARGEST_BUCKET} and decode{_MOST_QUERIES}"
             )
-        if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1):
+        if not 1 <= b.lo <= b.hi or (b.lo == 1 and b.hi > 1 and not config.deterministic):
             raise ConfigError(f"buckets: {b.name} is no range; 1 is a bucket of its own, ranges start at 2")
     largest = max((b.hi for b in config.buckets if b.kind == "mixed"), default=0)
     if largest < 2:

@@ -52,7 +52,7 @@ def compile_config(model_config: Mapping[str, Any], args: EngineArgs) -> Compile
         "target": target,
         "dtype": "bfloat16" if cuda and stored == "float32" else stored,
         "buckets": default_buckets(
-            target, max_num_seqs, max_num_batched_tokens, drafts, args.dynamic_speculative_tokens
+            target, max_num_seqs, max_num_batched_tokens, drafts, args.dynamic_speculative_tokens, args.deterministic
         ),
         "max_model_len": whole(text, positions, 2048, le=MOST) - unused,
         "max_num_seqs": max_num_seqs,

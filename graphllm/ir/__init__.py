@@ -14,13 +14,13 @@ from graphllm.ir.model import (
     register_model,
     select_rows,
 )
-from graphllm.ir.op import CallSite, Cost, Impl, Op, nbytes, op
+from graphllm.ir.op import CallSite, Cost, Impl, Op, each_alone, nbytes, op
 from graphllm.ir.weight import Weight
 from graphllm.specs import InputSpec, OutputSpec, StateSpec
 
 __all__ = [
     "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "GluonKernel", "Graph", "Impl",
-    "InputSpec", "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "exchange", "launch_triton",
-    "nbytes", "op",
+    "InputSpec", "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "each_alone", "exchange",
+    "launch_triton", "nbytes", "op",
     "register_derivation", "register_model", "select_rows", "zeroed",
 ]  # fmt: skip

@@ -40,13 +40,15 @@ class CallSite(NamedTuple):
     """One place where an op is called in a graph: what an implementation may look at to say whether it applies.
 
     args: the op's arguments by parameter name (fake tensors for tensors). bucket: the token counts the piece serves.
-    largest: what a size of these tensors is at most; sizes are symbolic where a bucket serves several.
+    largest: what a size of these tensors is at most; sizes are symbolic where a bucket serves several. deterministic:
+    whether each row must come out the same in every batch.
     """
 
     args: Mapping[str, Any]
     target: Target
     bucket: Bucket
     largest: Callable[[int | torch.SymInt], int] = int
+    deterministic: bool = False
 
     def rows(self, name: str) -> int:
         """The most rows that a tensor may have: of tokens as many as the bucket, of sampled rows often far fewer."""
@@ -61,6 +63,21 @@ def _nothing(site: CallSite) -> str:
     return ""
 
 
+def _unknown(site: CallSite, constants: Mapping[str, Any]) -> str:
+    return ""
+
+
+def each_alone(site: CallSite, constants: Mapping[str, Any]) -> str:
+    """`Impl.row_order` of what computes every row as if it were alone, whatever its launch constants are."""
+    return "each alone"
+
+
+def by_site(site: CallSite) -> Sequence[Mapping[str, Any]]:
+    """`Impl.configs` of what computes each row as if it were alone where the site asks for that, else the fastest way
+    for their number."""
+    return ({"invariant": site.deterministic},)
+
+
 @dataclass(frozen=True)
 class Impl:
     """A faster body of an op. ``fn`` is called with all arguments of the op by name; tracing it must yield the kernel
@@ -68,8 +85,10 @@ class Impl:
 
     device: where it runs. supports: whether it computes the op exactly as specified at a `CallSite`. configs: the
     launch constants it may run with there, passed to ``fn`` by keyword: the first where nothing was tuned, the fastest
-    where something was. remedy: what a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty
-    where nothing is known.
+    where something was. row_order: a name for how a row is computed at a deterministic site with some launch constants;
+    where an op has equal names at sites of one weight or state, rows are bitwise equal, in whatever batches they are.
+    Empty, the default: a row may depend on others, and deterministic mode passes the implementation over. remedy: what
+    a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty where nothing is known.
     """
 
     op: str
@@ -78,6 +97,7 @@ class Impl:
     device: str
     supports: Callable[[CallSite], bool] = _always
     configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = lambda site: ({},)
+    row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown
     remedy: Callable[[CallSite], str] = _nothing
 
     def at(self, site: CallSite) -> Callable[..., Any]:
@@ -179,6 +199,7 @@ class Op:
         device: str,
         supports: Callable[[CallSite], bool] = _always,
         configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = Impl.configs,
+        row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown,
         remedy: Callable[[CallSite], str] = _nothing,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a faster implementation, which takes the arguments and launch constants that it names. The first
@@ -187,7 +208,7 @@ class Op:
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
                 raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
-            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, remedy)
+            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, row_order, remedy)
             return fn
 
         return register

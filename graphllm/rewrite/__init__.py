@@ -1,10 +1,10 @@
 """What a pass may use: the unit that it edits, its contract and registration, and which implementations there are."""
 
-from graphllm.rewrite.implementations import ImplChoice, candidates, choose, is_implemented, site_key, site_of
+from graphllm.rewrite.implementations import ImplChoice, candidates, choices, choose, is_implemented, site_key, site_of
 from graphllm.rewrite.passes import Pass, PassReport, register_pass, registered_passes
 from graphllm.rewrite.unit import Unit, fake_values, results_of
 
 __all__ = [
-    "ImplChoice", "Pass", "PassReport", "Unit", "candidates", "choose", "fake_values", "is_implemented",
+    "ImplChoice", "Pass", "PassReport", "Unit", "candidates", "choices", "choose", "fake_values", "is_implemented",
     "register_pass", "registered_passes", "results_of", "site_key", "site_of",
 ]  # fmt: skip

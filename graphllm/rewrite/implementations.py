@@ -20,15 +20,28 @@ class ImplChoice(NamedTuple):
     impl: str
     config: Mapping[str, Any]
 
+    def __str__(self) -> str:
+        return f"{self.impl} {json.dumps(dict(self.config))}"
+
 
 def candidates(op: Op, site: CallSite) -> list[Impl]:
     """The implementations for the target's device whose ``supports`` holds, in the order of their registration."""
     return [i for i in op.impls.values() if i.device == site.target.device and i.supports(site)]
 
 
-def choose(op: Op, site: CallSite) -> Impl | None:
-    """The first of the `candidates`."""
-    return next(iter(candidates(op, site)), None)
+def choices(op: Op, site: CallSite) -> list[tuple[ImplChoice, str]]:
+    """The candidates with each of their launch constants. At deterministic sites only those of which it is known how
+    they compute a row, and that (`Impl.row_order`)."""
+    found = [(i, constants) for i in candidates(op, site) for constants in i.configs(site)]
+    if not site.deterministic:
+        return [(ImplChoice(i.name, constants), "") for i, constants in found]
+    orders = [(ImplChoice(i.name, constants), i.row_order(site, constants)) for i, constants in found]
+    return [(choice, order) for choice, order in orders if order]
+
+
+def choose(op: Op, site: CallSite) -> ImplChoice | None:
+    """The first of the `choices`."""
+    return next((choice for choice, _ in choices(op, site)), None)
 
 
 def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: CompileConfig, bucket: Bucket) -> CallSite:
@@ -38,7 +51,7 @@ def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: Compil
     def largest(size: int | torch.SymInt) -> int:
         return int(evaluate(str(shapes.dim(size)), limits))
 
-    return CallSite(op.bind((), arguments), config.target, bucket, largest)
+    return CallSite(op.bind((), arguments), config.target, bucket, largest, config.deterministic)
 
 
 def is_implemented(unit: Unit, config: CompileConfig, op: Op, **arguments: Any) -> bool:
@@ -48,7 +61,8 @@ def is_implemented(unit: Unit, config: CompileConfig, op: Op, **arguments: Any) 
     if config.backend == "eager" or not buckets:
         return False
     given = fake_values(arguments)
-    return all(choose(op, site_of(op, given, unit.shapes, config, bucket)) is not None for bucket in buckets)
+    sites = [site_of(op, given, unit.shapes, config, bucket) for bucket in buckets]
+    return all(choose(op, site) is not None for site in sites)
 
 
 def site_key(node: torch.fx.Node, op: Op, shapes: Shapes, bucket: Bucket) -> str:

@@ -71,8 +71,8 @@ def is_captured(bucket: Bucket, tokens: int) -> bool:
 
 
 def _dynamic(bucket: Bucket, rows: int) -> int:
-    """A dynamic size is at least 2."""
-    return 1 if bucket.hi == 1 else max(2, rows)
+    """A dynamic size is at least 2, but in a bucket that begins with 1."""
+    return max(min(bucket.lo, 2), rows)
 
 
 def _padded(size: int, limit: int) -> int:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.add_lora.op import add_lora
 
 _PARTS = 6  # matrices of a layer that the kernel's arguments have room for
@@ -30,7 +30,7 @@ def _supports(site: CallSite) -> bool:
     return "avx2" in site.target.arch and same and dense and len(site.args["widths"]) <= _PARTS
 
 
-@add_lora.impl("cpu_add_lora", device="cpu", supports=_supports)
+@add_lora.impl("cpu_add_lora", device="cpu", supports=_supports, row_order=each_alone)
 def grouped_add_lora(
     y_TO: Tensor, x_TI: Tensor, a_LRI: Tensor, b_LrO: Tensor, adapter_ids_T: Tensor, widths: list[int]
 ) -> Tensor:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.fused_linear.op import fused_linear
 
 _kernel = CKernel(
     "graphllm_linear_gated",
     "(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out, SymInt M, SymInt N, SymInt K, SymInt x_stride,"
-    " SymInt weight_stride) -> ()",
+    " SymInt weight_stride, bool invariant) -> ()",
     Path(__file__).parents[1] / "linear" / "cpu.cpp",
 )
 
@@ -32,9 +32,11 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@fused_linear.impl("cpu_gated", device="cpu", supports=_supports)
-def gated_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+@fused_linear.impl("cpu_gated", device="cpu", supports=_supports, configs=by_site, row_order=each_alone)
+def gated_linear(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None, *, invariant: bool = False) -> Tensor:
     """bfloat16 products; those of more than few rows stay in float32 until the gate is applied."""
     out_TN = x_TI.new_empty((x_TI.shape[0], weight_OI.shape[0] // 2))
-    _kernel(x_TI, weight_OI, bias_O, out_TN, *out_TN.shape, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0))
+    _kernel(
+        x_TI, weight_OI, bias_O, out_TN, *out_TN.shape, x_TI.shape[1], x_TI.stride(0), weight_OI.stride(0), invariant
+    )
     return out_TN

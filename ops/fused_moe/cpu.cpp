@@ -22,6 +22,7 @@ struct Layer {
   const T *x, *weight, *bias;
   T* out;
   i64 N, K, x_stride, out_stride, weight_stride, expert_stride, bias_stride;
+  bool invariant;  // each row is computed as if it were alone
 };
 
 // Rows [from, to) of the weight of one expert; from is a multiple of kBlock.
@@ -32,9 +33,15 @@ void multiply(const Layer<bf16>& l, const Group& g, Range rows) {
                   l.out + g.from * l.out_stride,
                   g.count, l.N, l.K, l.x_stride, l.weight_stride, l.out_stride, false};
 #ifdef GRAPHLLM_AMX
-  if (a.M > 1 && a.M <= kTileRows && amx_granted()) return amx(a, {rows.from / kRows, ceil_div(rows.to, kRows)});
+  if (a.M <= kTileRows && (a.M > 1 || l.invariant) && amx_granted()) {
+    const Range blocks{rows.from / kRows, ceil_div(rows.to, kRows)};
+    return l.invariant ? amx<1>(a, blocks) : amx(a, blocks);
+  }
+  const bool dots = l.invariant && !amx_granted();
+#else
+  const bool dots = l.invariant;
 #endif
-  if (a.M <= kDotRows) return FewRows(a)(rows);
+  if (a.M <= kDotRows || dots) return FewRows(a, dots)(rows);
   const Range of_panels{rows.from / kPanel, ceil_div(rows.to, kPanel)};
   with_tile(a, [&](auto tile, const auto& pack) { panels<typename decltype(tile)::Kind>(a, {0, a.M}, of_panels, pack); });
 }
@@ -58,7 +65,7 @@ i64 least(i64 row_bytes) { return std::max<i64>(1, kPartBytes / (kBlock * row_by
 template <typename T>
 void moe(const T* x, const T* gate_up, const T* down, const float* weights, const std::int32_t* experts, const T* gate_up_bias,
          const T* down_bias, T* out, i64 tokens, i64 A, i64 N, i64 D, i64 F, i64 x_stride, Activation kind, float limit,
-         const LoraTables& lora) {
+         const LoraTables& lora, bool invariant) {
   static thread_local Scratch rows_scratch, halves_scratch, h_scratch, y_scratch, first_low, second_low;
   const Sorted sorted(experts, tokens, A, N);
   const i64 pairs = i64(sorted.token.size()), count = i64(sorted.groups.size());
@@ -67,11 +74,11 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
   T* h = h_scratch.get<T>(pairs * F);
   T* y = y_scratch.get<T>(pairs * D);
   const i64 size = sizeof(T);
-  const Layer<T> gates{rows, gate_up, gate_up_bias, halves, F, D, D, 2 * F, D, 2 * F * D, 2 * F};
+  const Layer<T> gates{rows, gate_up, gate_up_bias, halves, F, D, D, 2 * F, D, 2 * F * D, 2 * F, invariant};
   Layer<T> ups = gates;
   ups.weight += F * D, ups.out += F;
   if (ups.bias) ups.bias += F;
-  const Layer<T> downs{h, down, down_bias, y, D, F, F, D, F, D * F, D};
+  const Layer<T> downs{h, down, down_bias, y, D, F, F, D, F, D * F, D, invariant};
   const ExpertsLora<T> of_halves = lora.first<T>(sorted, first_low, N, D, F);
   const ExpertsLora<T> of_downs = lora.second<T>(sorted, second_low, N, D, F);
   const int threads = int(std::min<i64>(omp_get_max_threads(), std::max<i64>(1, count * 3 * F * D * size / kMinBytes)));
@@ -112,14 +119,15 @@ void moe(const T* x, const T* gate_up, const T* down, const float* weights, cons
       const void* x, const void* gate_up, const void* down, const void* weights, const void* experts,                     \
       const void* gate_up_bias, const void* down_bias, const void* gate_up_a, const void* gate_up_b, const void* down_a,  \
       const void* down_b, const void* ids, void* out, std::int64_t tokens, std::int64_t A, std::int64_t N,                \
-      std::int64_t D, std::int64_t F, std::int64_t x_stride, std::int64_t activation, double limit, std::int64_t rank) {  \
+      std::int64_t D, std::int64_t F, std::int64_t x_stride, std::int64_t activation, double limit, std::int64_t rank,    \
+      std::int64_t invariant) {                                                                                           \
     using namespace graphllm;                                                                                             \
     if (tokens <= 0) return;                                                                                              \
     moe(static_cast<const T*>(x), static_cast<const T*>(gate_up), static_cast<const T*>(down),                            \
         static_cast<const float*>(weights), static_cast<const std::int32_t*>(experts),                                    \
         static_cast<const T*>(gate_up_bias), static_cast<const T*>(down_bias), static_cast<T*>(out), tokens, A, N, D, F,  \
         x_stride, Activation(activation), float(limit),                                                                   \
-        {gate_up_a, gate_up_b, down_a, down_b, static_cast<const std::int32_t*>(ids), rank});                             \
+        {gate_up_a, gate_up_b, down_a, down_b, static_cast<const std::int32_t*>(ids), rank}, invariant != 0);                           \
   }
 GRAPHLLM_FUSED_MOE(bf16, bf16)
 GRAPHLLM_FUSED_MOE(f32, float)

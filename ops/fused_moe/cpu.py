@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.fused_moe.op import LORA_TABLES, fused_moe
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu.cpp
@@ -18,7 +18,7 @@ _KERNELS = {
         "(Tensor x, Tensor gate_up, Tensor down, Tensor weights, Tensor experts, Tensor? gate_up_bias,"
         " Tensor? down_bias, Tensor? gate_up_a, Tensor? gate_up_b, Tensor? down_a, Tensor? down_b, Tensor? ids,"
         " Tensor(a!) out, SymInt T, SymInt A, SymInt N, SymInt D, SymInt F, SymInt x_stride, int activation,"
-        " float limit, int rank) -> ()",
+        " float limit, int rank, bool invariant) -> ()",
         Path(__file__).with_name("cpu.cpp"),
     )
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "f32"))
@@ -38,7 +38,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@fused_moe.impl("cpu_experts", device="cpu", supports=_supports)
+@fused_moe.impl("cpu_experts", device="cpu", supports=_supports, configs=by_site, row_order=each_alone)
 def experts_in_turn(
     x_TD: Tensor,
     gate_up_N2FD: Tensor,
@@ -54,6 +54,8 @@ def experts_in_turn(
     down_lora_a_LNrF: Tensor | None = None,
     down_lora_b_LNrD: Tensor | None = None,
     adapter_ids_T: Tensor | None = None,
+    *,
+    invariant: bool = False,
 ) -> Tensor:
     """Tokens are sorted by expert. For bfloat16, gate, up and what each expert gives are rounded to it as well,
     before and after an adapter's product is added."""
@@ -64,6 +66,6 @@ def experts_in_turn(
         x_TD, gate_up_N2FD, down_NDF, weights_TA, experts_TA, gate_up_bias_N2F, down_bias_ND, gate_up_lora_a_LNRD,
         gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T, out_TD, T, A, N, D, F,
         x_TD.stride(0), _ACTIVATIONS.index(activation), limit,
-        0 if down_lora_a_LNrF is None else down_lora_a_LNrF.shape[2],
+        0 if down_lora_a_LNrF is None else down_lora_a_LNrF.shape[2], invariant,
     )  # fmt: skip
     return out_TD

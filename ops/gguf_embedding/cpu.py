@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.embedding.op import round_to
 from graphllm.ops.gguf_blocks import TILED
 from graphllm.ops.gguf_embedding.op import gguf_embedding
@@ -30,7 +30,7 @@ def _supports(site: CallSite) -> bool:
     return site.args["dtype"] in ("bfloat16", "float16", "float32") and site.args["tiles_BGN"].is_contiguous()
 
 
-@gguf_embedding.impl("cpu_tiles", device="cpu", supports=_supports)
+@gguf_embedding.impl("cpu_tiles", device="cpu", supports=_supports, row_order=each_alone)
 def decoding_gguf_embedding(
     token_ids_T: Tensor, tiles_BGN: Tensor, kind: str, dtype: str, scale: float = 1.0
 ) -> Tensor:

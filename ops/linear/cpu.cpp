@@ -31,10 +31,21 @@ void gate(const Product& a, Range mine, const bf16* halves) {
     }
 }
 
-// Few rows of x, with a gate, by all threads. blocks: of kDotBlock weight rows of a half.
-void gated_few(const Product& a, Shares& blocks, bf16* halves) {
-  Product both = a;
-  both.out = halves, both.out_stride = a.N, both.gated = false;
+void many(const Product& a) {
+  with_tile(a, [&](auto tile, const auto& pack) { panels_by_thread<typename decltype(tile)::Kind>(a, pack); });
+}
+
+// Each row of x computed as if it were alone, by all threads. blocks: of kDotBlock weight rows.
+void invariant_rows(const Product& a, Shares& blocks) {
+#ifdef GRAPHLLM_AMX
+  if (amx_granted()) return a.M <= kBlockRows ? amx<1>(a, share(ceil_div(a.N, kRows))) : many(a);
+#endif
+  const FewRows few(a, true);
+  blocks.each([&](Range part) { few({part.from * kDotBlock, std::min(a.N, part.to * kDotBlock)}); });
+}
+
+// Few rows of x, with a gate, by all threads. both: the product without it. blocks: of kDotBlock weight rows of a half.
+void gated_few(const Product& a, const Product& both, Shares& blocks, bf16* halves) {
   const i64 half = a.N / 2;
 #ifdef GRAPHLLM_AMX
   if (a.M > 1 && amx_granted()) {
@@ -59,15 +70,12 @@ int threads_for(const Product& a) {
 // How many items of so many weight rows a thread takes at least at a time.
 i64 part(const Product& a, i64 rows) { return std::max<i64>(1, kPartBytes / (rows * a.K * 2)); }
 
-void many(const Product& a) {
-  with_tile(a, [&](auto tile, const auto& pack) { panels_by_thread<typename decltype(tile)::Kind>(a, pack); });
-}
-
 }  // namespace
 }  // namespace graphllm
 
 extern "C" void graphllm_linear(const void* x, const void* weight, const void* bias, void* out, std::int64_t M,
-                                std::int64_t N, std::int64_t K, std::int64_t x_stride, std::int64_t weight_stride) {
+                                std::int64_t N, std::int64_t K, std::int64_t x_stride, std::int64_t weight_stride,
+                                std::int64_t invariant) {
   using namespace graphllm;
   if (M <= 0 || N <= 0) return;
   const Product a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
@@ -75,6 +83,9 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
   Shares blocks(ceil_div(N, kDotBlock), part(a, kDotBlock), threads_for(a));
 #pragma omp parallel num_threads(threads_for(a))
   {
+    if (invariant)
+      invariant_rows(a, blocks);
+    else
 #if defined(GRAPHLLM_AMX)
     if (M > 1 && M <= kBlockRows && amx_granted())
       amx(a, share(ceil_div(N, kRows)));
@@ -92,17 +103,25 @@ extern "C" void graphllm_linear(const void* x, const void* weight, const void* b
 // The same with a weight [2 N, K] whose halves are a gate and a value: out [M, N] = silu(gate) * value.
 extern "C" void graphllm_linear_gated(const void* x, const void* weight, const void* bias, void* out, std::int64_t M,
                                       std::int64_t N, std::int64_t K, std::int64_t x_stride,
-                                      std::int64_t weight_stride) {
+                                      std::int64_t weight_stride, std::int64_t invariant) {
   using namespace graphllm;
   if (M <= 0 || N <= 0) return;
   static thread_local Scratch scratch;
   const Product a{static_cast<const bf16*>(x), static_cast<const bf16*>(weight), static_cast<const bf16*>(bias),
                static_cast<bf16*>(out), M, 2 * N, K, x_stride, weight_stride, N, true};
   const bool few = M <= kDotRows;
-  bf16* halves = few ? scratch.get<bf16>(M * a.N) : nullptr;
-  Shares blocks(ceil_div(N, kDotBlock), part(a, 2 * kDotBlock), threads_for(a));
+  bf16* halves = few || invariant ? scratch.get<bf16>(M * a.N) : nullptr;
+  Product both = a;
+  both.out = halves, both.out_stride = a.N, both.gated = false;
+  Shares blocks(ceil_div(invariant ? a.N : N, kDotBlock), part(a, (invariant ? 1 : 2) * kDotBlock), threads_for(a));
 #pragma omp parallel num_threads(threads_for(a))
   {
-    few ? gated_few(a, blocks, halves) : many(a);
+    if (invariant) {
+      invariant_rows(both, blocks);
+#pragma omp barrier
+      gate(a, share(N), halves);
+    } else {
+      few ? gated_few(a, both, blocks, halves) : many(a);
+    }
   }
 }

@@ -52,8 +52,9 @@ inline float sum(Reg x) {
   return out;
 }
 
-// Outputs of kRowsX rows of x from m on and kRowsW weight rows from n on. ask: for the weight rows behind these.
-template <int kRowsX, int kRowsW>
+// Outputs of kRowsX rows of x from m on and kRowsW weight rows from n on. ask: for the weight rows behind these. kInvariant: each is
+// summed in the same order, whatever kRowsX and kRowsW.
+template <int kRowsX, int kRowsW, bool kInvariant>
 void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
   const float *x = a.x + m * a.x_stride, *w = a.weight + n * a.weight_stride;
   Reg acc[kRowsX][kRowsW] = {};
@@ -77,10 +78,11 @@ void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
   }
   if (k < a.K) add([&](const float* from) { return load_first(from, a.K - k); }, k);
 #ifdef GRAPHLLM_AVX512
-  if constexpr (kRowsX * kRowsW == 16) {
+  if constexpr (kInvariant || kRowsX * kRowsW == 16) {
     __m512 all[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) all[i] = (__m512)acc[i / kRowsW][i % kRowsW];
+    for (int i = 0; i < 16; i++)
+      all[i] = i < kRowsX * kRowsW ? (__m512)acc[i / kRowsW % kRowsX][i % kRowsW] : _mm512_setzero_ps();
     alignas(64) float sums[16];
     _mm512_store_ps(sums, add_lanes(all));
     for (int i = 0; i < kRowsX; i++)
@@ -94,19 +96,25 @@ void dots(const FloatProduct& a, i64 m, i64 n, bool ask) {
       a.out[(m + i) * a.N + n + j] = sum(acc[i][j]) + (a.bias ? a.bias[n + j] : 0.0f);
 }
 
-// Rows of x from m on times kRowsW weight rows.
-template <int kRowsW>
-void rows_of(const FloatProduct& a, i64 m, i64 n) {
+// Rows of x from m on, before `end`, times kRowsW weight rows.
+template <int kRowsW, bool kInvariant = false>
+void rows_of(const FloatProduct& a, i64 m, i64 end, i64 n) {
   bool ask = m == 0;
-  for (; m + kDotX <= a.M; m += kDotX, ask = false) dots<kDotX, kRowsW>(a, m, n, ask);
-  for (; m + 2 <= a.M; m += 2, ask = false) dots<2, kRowsW>(a, m, n, ask);
-  for (; m < a.M; m++, ask = false) dots<1, kRowsW>(a, m, n, ask);
+  for (; m + kDotX <= end; m += kDotX, ask = false) dots<kDotX, kRowsW, kInvariant>(a, m, n, ask);
+  for (; m + 2 <= end; m += 2, ask = false) dots<2, kRowsW, kInvariant>(a, m, n, ask);
+  for (; m < end; m++, ask = false) dots<1, kRowsW, kInvariant>(a, m, n, ask);
 }
 
+// By dot products. kInvariant: also many rows of x, as many at a time as stay in the second-level cache.
+template <bool kInvariant>
 void few(const FloatProduct& a, Range mine) {
-  i64 n = mine.from;
-  for (; n + kDotW <= mine.to; n += kDotW) rows_of<kDotW>(a, 0, n);
-  for (; n < mine.to; n++) rows_of<1>(a, 0, n);
+  const i64 some = kInvariant ? std::max<i64>(kDotX, kGroupBytes / (8 * a.K) / kDotX * kDotX) : a.M;
+  for (i64 m = 0; m < a.M; m += some) {
+    const i64 end = std::min(a.M, m + some);
+    i64 n = mine.from;
+    for (; n + kDotW <= mine.to; n += kDotW) rows_of<kDotW, kInvariant>(a, m, end, n);
+    for (; n < mine.to; n++) rows_of<1, kInvariant>(a, m, end, n);
+  }
 }
 
 #ifdef GRAPHLLM_AVX512
@@ -191,9 +199,9 @@ void some(const FloatProduct& a, Range mine) {
   i64 n = mine.from;
   for (; n + kSomeW <= mine.to; n += kSomeW) {
     vectors == 2 ? some_tile<2>(a, xt, 0, n, true) : some_tile<1>(a, xt, 0, n, true);
-    for (i64 j = 0; j < kSomeW; j += 4) rows_of<4>(a, lanes, n + j);
+    for (i64 j = 0; j < kSomeW; j += 4) rows_of<4>(a, lanes, a.M, n + j);
   }
-  for (; n < mine.to; n++) rows_of<1>(a, 0, n);
+  for (; n < mine.to; n++) rows_of<1>(a, 0, a.M, n);
 }
 
 // Whether that suits so many rows.
@@ -319,7 +327,7 @@ void many(const FloatProduct& a, Range mine, Range range) {
 
 extern "C" void graphllm_linear_float(const void* x, const void* weight, const void* bias, void* out, std::int64_t M,
                                       std::int64_t N, std::int64_t K, std::int64_t x_stride,
-                                      std::int64_t weight_stride) {
+                                      std::int64_t weight_stride, std::int64_t invariant) {
   using namespace graphllm;
   if (M <= 0 || N <= 0) return;
   const FloatProduct a{static_cast<const float*>(x), static_cast<const float*>(weight), static_cast<const float*>(bias),
@@ -329,9 +337,10 @@ extern "C" void graphllm_linear_float(const void* x, const void* weight, const v
 #pragma omp parallel num_threads(threads)
   {
     const i64 team = omp_get_num_threads(), count = ceil_div(N, kPanel);
-    if (M <= kDotRows) {
+    if (invariant || M <= kDotRows) {
       const Range blocks = share(ceil_div(N, kDotW));
-      few(a, {blocks.from * kDotW, std::min(N, blocks.to * kDotW)});
+      const Range mine{blocks.from * kDotW, std::min(N, blocks.to * kDotW)};
+      invariant ? few<true>(a, mine) : few<false>(a, mine);
 #ifdef GRAPHLLM_AVX512
     } else if (some_rows(M)) {
       const Range blocks = share(ceil_div(N, kSomeW));

@@ -24,7 +24,8 @@ constexpr i64 kMinBytes = 64 << 10;  // the same in decode, in bytes of the cach
 
 // The items of a batch. In pure decode every thread takes the same share of the tokens of all contexts, one stretch of them,
 // so that it knows what comes next; where a share ends inside of an item the parts are merged at the end. Otherwise whole
-// items are handed out as threads get free.
+// items are handed out as threads get free. Where each row must be computed as if it were alone, that is always so, and items
+// have as many rows as the way of few rows takes, whatever the step has.
 template <typename T, typename C>
 class Batch {
  public:
@@ -42,9 +43,9 @@ class Batch {
     first_ = first.get<i64>(a.S + 1);
     first_[0] = 0;
     for (; decode() || rows >= kMinRows; rows /= 2) {
-      block_ = decode() ? 1 : std::max(i64(1), std::min(rows / group_, most_));
+      block_ = decode() ? 1 : std::max(i64(1), std::min((by_few() ? Worker<T, C>::kFewRows : rows) / group_, most_));
       for (i64 s = 0; s < a.S; s++) first_[s + 1] = first_[s] + (decode() ? units(s) : a.K * ceil_div(queries(s), block_));
-      if (decode() || first_[a.S] >= 4 * threads_) break;
+      if (decode() || by_few() || first_[a.S] >= 4 * threads_) break;
     }
     part_size_ = Worker<T, C>::room(a, block_ * group_, heads());
     if (decode() && threads_ > 1) parts_ = parts.get<Vec>(2 * threads_ * part_size_);
@@ -76,13 +77,15 @@ class Batch {
   using Math = typename Arithmetic<T>::ManyRows;
 
   i64 queries(i64 s) const { return a_.starts[s + 1] - a_.starts[s]; }
-  bool decode() const { return most_ <= 1 && a_.table; }
+  bool decode() const { return most_ <= 1 && a_.table && !a_.invariant; }
+  bool by_few() const { return a_.invariant && group_ <= Worker<T, C>::kFewRows && Worker<T, C>::takes_few(a_); }
   i64 heads() const { return decode() ? a_.K : 1; }  // of an item: all of them are in a block of the cache
 
   // Where the context of a token at `position` begins: at a multiple of 16, so that 16 tokens never straddle two blocks of
-  // such a size.
+  // such a size; of whole chunks, where they are not to depend on it.
   i64 first_seen(i64 position) const {
-    return a_.window > 0 ? std::max(i64(0), position - a_.window + 1) / 16 * 16 : 0;
+    const i64 step = a_.invariant ? kChunk : 16;
+    return a_.window > 0 ? std::max(i64(0), position - a_.window + 1) / step * step : 0;
   }
 
   void write(Range rows) const {
@@ -230,7 +233,7 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
                        std::int64_t v_head, std::int64_t cache_block, std::int64_t cache_kind,                        \
                        std::int64_t cache_head, std::int64_t cache_slot, std::int64_t table_stride, double scale,     \
                        std::int64_t window, double softcap, const void* sinks, const void* kv_scales,                 \
-                       const void* ancestors) {                                                                       \
+                       const void* ancestors, std::int64_t invariant) {                                               \
     using Number = graphllm::T;                                                                                       \
     using Entry = graphllm::C;                                                                                        \
     const auto* scales = static_cast<const float*>(kv_scales);                                                        \
@@ -240,5 +243,5 @@ void attend_all(const T* q, const T* k, const T* v, const std::int32_t* starts, 
         static_cast<const std::int32_t*>(table), static_cast<const std::int32_t*>(starts), static_cast<const          \
         std::int32_t*>(lengths), static_cast<Number*>(out), tokens, S, H, K, q_token, q_head, k_token, k_head,        \
         v_token, v_head, table_stride, float(scale) * key_scale, window, float(softcap), static_cast<const            \
-        Number*>(sinks), key_scale, value_scale, static_cast<const std::int64_t*>(ancestors)});                                                                    \
+        Number*>(sinks), key_scale, value_scale, static_cast<const std::int64_t*>(ancestors), 0, invariant != 0});  \
   }

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, by_site, each_alone
 from graphllm.ops.paged_attention.op import paged_attention
 
 _SCHEMA = (
@@ -17,7 +17,7 @@ _SCHEMA = (
     " Tensor(b!) out, SymInt T, SymInt S, SymInt H, SymInt K, SymInt E, SymInt P, SymInt q_token, SymInt q_head,"
     " SymInt k_token, SymInt k_head, SymInt v_token, SymInt v_head, SymInt cache_block, SymInt cache_kind,"
     " SymInt cache_head, SymInt cache_slot, SymInt table_stride, float scale, SymInt window, float softcap,"
-    " Tensor? sinks, Tensor? kv_scales, Tensor? ancestors) -> ()"
+    " Tensor? sinks, Tensor? kv_scales, Tensor? ancestors, bool invariant) -> ()"
 )
 _HERE = Path(__file__).parent
 _SHORT = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}
@@ -53,7 +53,7 @@ def _remedy(site: CallSite) -> str:
     return f"dtype {dtype}: no attention kernel for a CPU takes it; use bfloat16 or float32"
 
 
-@paged_attention.impl("cpu", device="cpu", supports=_supports, remedy=_remedy)
+@paged_attention.impl("cpu", device="cpu", supports=_supports, configs=by_site, row_order=each_alone, remedy=_remedy)
 def cpu_paged_attention(
     q_THE: Tensor,
     k_TKE: Tensor,
@@ -68,6 +68,8 @@ def cpu_paged_attention(
     sinks_H: Tensor | None = None,
     kv_scales: Tensor | None = None,
     ancestors_T: Tensor | None = None,
+    *,
+    invariant: bool = False,
 ) -> Tensor:
     """Online softmax over chunks of the cache; bfloat16 takes AMX or AVX-512 products, with weights, and numbers of a
     cache in int8, rounded to it."""
@@ -78,6 +80,6 @@ def cpu_paged_attention(
         *(T, seq_lens.shape[0], H, k_TKE.shape[1], E, kv_cache.shape[3]),
         *(stride for t in (q_THE, k_TKE, v_TKE) for stride in t.stride()[:2]),
         *(*kv_cache.stride()[:3], E if kv_cache.dtype == torch.int8 else kv_cache.stride(3)),
-        *(block_table.stride(0), scale, window, softcap, sinks_H, kv_scales, ancestors_T),
+        *(block_table.stride(0), scale, window, softcap, sinks_H, kv_scales, ancestors_T, invariant),
     )
     return out_THE

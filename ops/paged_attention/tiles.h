@@ -17,7 +17,8 @@ namespace {
 constexpr i64 kChunk = 64;     // tokens of context a step of the online softmax; a multiple of 32
 
 // C: entries of the cache. Without one, table is null, cache and what follows it are the step's keys, values lie cache_kind
-// further, and lengths are those of the sequences. ahead: tokens behind itself that a row sees.
+// further, and lengths are those of the sequences. ahead: tokens behind itself that a row sees. invariant: each row is computed
+// as if it were alone, however many there are.
 template <typename T, typename C>
 struct Args : Layout {
   const T *q, *k, *v;
@@ -33,6 +34,7 @@ struct Args : Layout {
   float key_scale, value_scale;  // of the entries
   const i64* ancestors = nullptr;  // of each row, null where none is a node of a tree
   i64 ahead = 0;
+  bool invariant = false;
 
   // How far a row of its sequence's stands behind the first one.
   i64 depth(i64 row, i64 first) const {

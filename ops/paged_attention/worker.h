@@ -92,6 +92,11 @@ class Worker {
     rows_ = rows.get<Rows>(tiles);
   }
 
+  static constexpr i64 kFewRows = 16;
+
+  // Whether pieces of blocks and rows are whole, as the way of few rows needs them.
+  static bool takes_few(const Args<T, C>& a) { return a.P % kPiece == 0 && a.E % Few::kColumns == 0; }
+
   // The most that the states of so many rows and heads take.
   static i64 room(const Args<T, C>& a, i64 rows, i64 heads) {
     const i64 few = few_padded(std::min(rows, kFewRows)) * few_state_size(a.E);
@@ -130,13 +135,16 @@ class Worker {
   }
 
  private:
-  // To the sums of weights of one head's rows. Where a sink outweighs all scores by 2^126, nothing is left of them either way.
+  // To the sums of weights of one head's rows. Where a sink outweighs all scores by 2^125, nothing is left of them either way.
   void add_sinks(const Item& item, Vec* state) const {
     for (i64 r = 0; r < item.tokens * group_; r++) {
       const float sink = to_float(a_.sinks[item.head * group_ + r % group_]) * kLog2e;
       const i64 lane = few(item) ? 0 : r % kLanes;
       Vec* at = state + (few(item) ? r : r / kLanes) * unit_size(item);
-      at[1][lane] += std::exp2(std::min(sink - at[0][lane], 126.0f));
+      // As a vector for every row: a loop's remainder would be rounded by other functions than what is before it.
+      const Vec above = vec(std::min(sink - at[0][lane], 125.0f)), share = exp2_vec<true>(-larger(above, -above));
+      const Vec added = above > 0.0f ? 1.0f / share : share;
+      at[1][lane] += added[0];
     }
   }
 
@@ -234,12 +242,8 @@ class Worker {
     }
   }
 
-  static constexpr i64 kFewRows = 16;
-
-  // Whether an item takes the way of few rows, for which pieces of blocks and rows must be whole.
-  bool few(const Item& item) const {
-    return item.tokens * group_ <= kFewRows && a_.P % kPiece == 0 && a_.E % Few::kColumns == 0;
-  }
+  // Whether an item takes the way of few rows.
+  bool few(const Item& item) const { return item.tokens * group_ <= kFewRows && takes_few(a_); }
   i64 few_query(i64 rows) const { return few_padded(std::min(rows, kFewRows)) * a_.E; }
 
   const T* query(const Item& item, i64 r) const {
@@ -433,10 +437,10 @@ class Worker {
       for (i64 i = 0; i < 4; i++) most[i] = larger(most[i], score(t + i));
     const Reg found = larger(larger(most[0], most[1]), larger(most[2], most[3])) * scale;
     Reg top = reg_of<Reg>(state[0], reg);
-    if (bits(found > top + Math::kSlack)) {
+    if (bits(found > top + (a_.invariant ? 0 : Math::kSlack))) {
       const Reg before = top;
       top = larger(top, found);
-      const Reg fade = exp2_vec<Math::kPrecise>(before - top);
+      const Reg fade = top > before ? exp2_vec<Math::kPrecise>(before - top) : Reg{} + 1.0f;  // of others' sake none fades
       for (i64 i = 1; i < 2 + height_; i++) put_reg(state[i], reg, reg_of<Reg>(state[i], reg) * fade);
       put_reg(state[0], reg, top);
     }

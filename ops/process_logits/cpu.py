@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.process_logits.op import process_logits
 
 _SCHEMA = (
@@ -39,7 +39,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@process_logits.impl("cpu", device="cpu", supports=_supports)
+@process_logits.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
 def cpu_process_logits(
     logits_SV: Tensor,
     slot_S: Tensor,

@@ -8,13 +8,15 @@ and widening a weight is shared by all rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.quant_linear.op import quant_linear
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
@@ -44,7 +46,13 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@quant_linear.impl("cpu_stream", device="cpu", supports=_supports)
+def of_integers(site: CallSite, constants: Mapping[str, Any]) -> str:
+    """Each row is computed alone, but AMX takes as they are those of a step, or an expert, that has many."""
+    x = site.args["x_TI"] if "x_TI" in site.args else site.args["x_TD"]
+    return "" if "amx_bf16" in site.target.arch and x.dtype == torch.bfloat16 else each_alone(site, constants)
+
+
+@quant_linear.impl("cpu_stream", device="cpu", supports=_supports, row_order=of_integers)
 def streaming_quant_linear(
     x_TI: Tensor,
     values_BGLRQ: Tensor,

@@ -10,6 +10,7 @@ from torch import Tensor
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
 from graphllm.ops.fused_moe.op import LORA_TABLES
+from graphllm.ops.quant_linear.cpu import of_integers
 from graphllm.ops.quant_moe.op import quant_moe
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "clamped")  # in the order of cpu_experts.h
@@ -46,7 +47,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@quant_moe.impl("cpu_experts", device="cpu", supports=_supports)
+@quant_moe.impl("cpu_experts", device="cpu", supports=_supports, row_order=of_integers)
 def experts_in_turn(
     x_TD: Tensor,
     gate_up_values_NBGLRQ: Tensor,

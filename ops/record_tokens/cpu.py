@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.record_tokens.op import record_tokens
 
 _kernel = CKernel(
@@ -23,7 +23,7 @@ def _supports(site: CallSite) -> bool:
     return all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in site.args.values())
 
 
-@record_tokens.impl("cpu", device="cpu", supports=_supports)
+@record_tokens.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
 def cpu_record_tokens(
     tokens_S: Tensor, slot_S: Tensor, kept_slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor
 ) -> Tensor:

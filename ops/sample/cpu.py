@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.sample.op import sample
 
 _SCHEMA = (
@@ -39,7 +39,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@sample.impl("cpu", device="cpu", supports=_supports)
+@sample.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
 def cpu_sample(
     logits_SV: Tensor,
     temperature_S: Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.store_kv.op import store_kv
 
 _SCHEMA = (
@@ -35,7 +35,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@store_kv.impl("cpu", device="cpu", supports=_supports)
+@store_kv.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
 def cpu_store_kv(
     k_TKE: Tensor,
     v_TKE: Tensor,

@@ -1,7 +1,8 @@
 // token_logprobs: the softmax's sum, a token's rank and the k largest logits of each wanted row.
 //
-// Rows are cut into parts where there are fewer of them than threads; a part gives its maximum, its sum relative to
-// that, how many logits beat the scored token's, and its k largest in order. Then the parts of a row are merged.
+// Rows are cut into parts, so that few of them keep all threads busy; a part gives its maximum, its sum relative to that, how
+// many logits beat the scored token's, and its k largest in order. Then the parts of a row are merged. Parts are always as long,
+// so that a row's sum does not depend on how many others, or threads, there are.
 #include <cmath>
 #include <limits>
 
@@ -14,6 +15,7 @@ namespace {
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.44269504088896341f;
 constexpr i64 kMinWork = 64 << 10;  // logits below which a second thread is not worth waking
+constexpr i64 kPart = 16 << 10;     // logits of a part
 
 // Sixteen logits: -inf for NaN and beyond the count.
 template <typename T>
@@ -140,7 +142,7 @@ void merge(const Args<T>& a, i64 s, const Part* parts, const Token* tokens, i64*
 template <typename T>
 void token_logprobs(const Args<T>& a) {
   const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, a.S * a.V / kMinWork));
-  const i64 count = a.S >= threads ? 1 : threads, size = ceil_div(ceil_div(a.V, count), kLanes) * kLanes;
+  const i64 count = ceil_div(a.V, kPart);
   static thread_local Scratch part_memory, token_memory, head_memory;
   Part* parts = part_memory.get<Part>(a.S * count);
   Token* tokens = token_memory.get<Token>(a.S * count * a.k);
@@ -149,9 +151,9 @@ void token_logprobs(const Args<T>& a) {
   {
 #pragma omp for schedule(dynamic, 1)
     for (i64 n = 0; n < a.S * count; n++) {
-      const i64 s = n / count, from = std::min(a.V, n % count * size);
+      const i64 s = n / count, from = n % count * kPart;
       if (a.wanted[s] < 0) continue;
-      parts[n] = look_at(a.logits + s * a.stride, from, std::min(a.V, from + size), a.scored(s),
+      parts[n] = look_at(a.logits + s * a.stride, from, std::min(a.V, from + kPart), a.scored(s),
                          Largest{tokens + n * a.k, a.k, 0});
     }
 #pragma omp for schedule(dynamic, 1)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
-from graphllm.ir.op import CallSite
+from graphllm.ir.op import CallSite, each_alone
 from graphllm.ops.token_logprobs.op import token_logprobs
 
 _SCHEMA = (
@@ -31,7 +31,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@token_logprobs.impl("cpu", device="cpu", supports=_supports)
+@token_logprobs.impl("cpu", device="cpu", supports=_supports, row_order=each_alone)
 def cpu_token_logprobs(logits_SV: Tensor, tokens_S: Tensor, target_S: Tensor, wanted_S: Tensor, k: int) -> Tensor:
     """Parallel over rows, and over the vocabulary where rows are few."""
     S, V = logits_SV.shape

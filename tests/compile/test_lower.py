@@ -46,7 +46,7 @@ def _site(target: Target, bucket: Bucket, width: int = 16) -> CallSite:
 def test_first_registered_that_supports_the_site(op: Op) -> None:
     def name(site: CallSite) -> str | None:
         chosen = choose(op, site)
-        return chosen and chosen.name
+        return chosen and chosen.impl
 
     assert name(_site(CPU, SMALL)) == "few"
     assert name(_site(CPU, LARGE)) == "wide"

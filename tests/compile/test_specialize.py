@@ -25,6 +25,7 @@ from graphllm.compile.pipeline import compile_model, find_model, run_passes
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import plan_layout, trace_model, trace_unit
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
+from graphllm.config.compilation import check
 from graphllm.ir import Cost, Op
 from graphllm.ir.graph import GraphError, Shapes, TensorSpec, input_specs
 from graphllm.ir.op import op_of
@@ -97,6 +98,11 @@ def test_two_ranks_have_as_many_kernels(config: CompileConfig) -> None:
     ops = [op.name for n in unit.graph.nodes if (op := op_of(n.target))]
     assert ops == ["linear_add_norm", "fused_linear"] * 2
     assert not any(piece.label == "all_reduce" for piece in linked.pieces.values())
+
+
+def test_deterministic_mode_is_refused_where_kernels_do_not_say_how_they_add_up(config: CompileConfig) -> None:
+    with pytest.raises(ConfigError, match="deterministic: no kernel for a GPU"):
+        check(dataclasses.replace(config, deterministic=True))
 
 
 def test_every_kernel_keeps_the_sizes_dynamic() -> None:

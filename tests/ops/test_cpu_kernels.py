@@ -34,7 +34,7 @@ from graphllm.ops.fused_moe import fused_moe
 from graphllm.ops.fused_moe.cpu import experts_in_turn
 from graphllm.ops.fused_moe.op import LORA_TABLES
 from graphllm.ops.linear import linear
-from graphllm.ops.linear.cpu import streaming_linear
+from graphllm.ops.linear.cpu import float_linear, streaming_linear
 from graphllm.ops.paged_attention import paged_attention
 from graphllm.ops.paged_attention.cpu import cpu_paged_attention
 from graphllm.ops.process_logits import process_logits
@@ -49,7 +49,7 @@ from graphllm.ops.token_logprobs.cpu import cpu_token_logprobs
 CompiledFor = Callable[[Sequence[CKernel], Sequence[str]], AbstractContextManager[Path]]
 TYPED = ("fused_moe", "paged_attention", "encoder_attention", "sample", "process_logits", "token_logprobs")
 SYMBOLS = (
-    *("graphllm_linear", "graphllm_linear_gated", "graphllm_record_tokens"),
+    *("graphllm_linear", "graphllm_linear_gated", "graphllm_linear_float", "graphllm_record_tokens"),
     *(f"graphllm_{op}_{t}" for op in TYPED for t in ("f32", "bf16")),
 )
 KERNELS: list[CKernel] = [c_kernel(symbol) for symbol in SYMBOLS]
@@ -607,3 +607,86 @@ def test_kernels_trace_to_one_call() -> None:
     called = {n.target._schema.name for n in graph.graph.nodes if "graphllm_c" in str(n.target)}
     names = ("graphllm_linear", "graphllm_record_tokens", *(f"graphllm_{op}_bf16" for op in TYPED))
     assert called == {f"graphllm_c::{name}" for name in names}
+
+
+# ---- deterministic mode
+
+SOME = (1, 2, 3, 7, 8, 9, 16, 17, 33, 130)  # rows in a batch, from one on, of 200
+
+
+@pytest.mark.parametrize("kernel", [streaming_linear, gated_linear, float_linear], ids=lambda k: k.__name__)
+def test_rows_of_products_are_what_they_are_alone(
+    level: str, threads: int, kernel: Callable[..., torch.Tensor]
+) -> None:
+    if kernel is float_linear and level == "generic":
+        pytest.skip("asks for AVX2")
+    torch.manual_seed(0)
+    dtype = torch.float32 if kernel is float_linear else torch.bfloat16
+    for out, inner in ((2, 8), (34, 72), (130, 61), (576, 896), (38, 4870)):
+        x, weight = torch.randn(200, inner).to(dtype), (torch.randn(out, inner) * inner**-0.5).to(dtype)
+        for bias in (None, torch.randn(out).to(dtype)):
+            whole = kernel(x, weight, bias, invariant=True)
+            exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+            if kernel is gated_linear:
+                gate, value = exact.chunk(2, 1)
+                exact = torch.nn.functional.silu(gate) * value
+            assert _error(whole, exact) < (3e-6 if dtype == torch.float32 else 1e-2)
+            for rows in SOME:
+                some = kernel(x[1 : 1 + rows], weight, bias, invariant=True)
+                assert torch.equal(some, whole[1 : 1 + rows]), (out, inner, rows)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("H", "K", "E", "P"), [(14, 2, 64, 16), (4, 1, 24, 16), (34, 2, 64, 16), (6, 2, 128, 8)])
+@pytest.mark.parametrize(("window", "softcap", "sunk"), [(0, 0.0, False), (20, 0.0, True), (37, 5.0, False)])
+def test_rows_of_attention_are_what_they_are_alone(
+    level: str,
+    threads: int,
+    dtype: torch.dtype,
+    H: int,
+    K: int,
+    E: int,
+    P: int,
+    window: int,
+    softcap: float,
+    sunk: bool,
+) -> None:
+    """Prompts whole and alone, and in random chunks and single tokens beside each other."""
+    draw = torch.Generator().manual_seed(H)
+    lengths, S = (70, 150, 33), 3
+    q, k, v = (torch.randn(S, 150, heads, E, generator=draw).to(dtype) for heads in (H, K, K))
+    sinks = torch.randn(H, generator=draw).to(dtype) if sunk else None
+
+    def run(steps: list[list[tuple[int, int]]]) -> torch.Tensor:
+        blocks = -(-150 // P)
+        cache, table = torch.zeros(S * blocks, 2, K, P, E, dtype=dtype), torch.arange(S * blocks).int().view(S, blocks)
+        out, done = torch.zeros_like(q), [0] * S
+        for step in steps:
+            parts = [torch.cat([t[s, done[s] : done[s] + n] for s, n in step]) for t in (q, k, v)]
+            starts = torch.tensor([0, *(n for _, n in step)]).cumsum(0).int()
+            ends = torch.tensor([done[s] + n for s, n in step]).int()
+            own = table[[s for s, _ in step]]
+            rows = cpu_paged_attention(
+                *parts, cache, own, starts, ends, E**-0.5, window, softcap, sinks, invariant=True
+            )
+            for (s, n), some in zip(step, rows.split([n for _, n in step]), strict=True):
+                out[s, done[s] : done[s] + n] = some
+                done[s] += n
+        return out
+
+    alone = run([[(s, n)] for s, n in enumerate(lengths)])
+    left, steps = list(lengths), []
+    while any(left):
+        sizes = [min(n, int(torch.randint(1, (2, 5, 40)[len(steps) % 3], (), generator=draw))) for n in left]
+        steps.append([(s, n) for s, n in enumerate(sizes) if n])
+        left = [n - taken for n, taken in zip(left, sizes, strict=True)]
+    assert torch.equal(run(steps), alone)
+
+
+def test_log_probabilities_do_not_depend_on_other_rows(level: str, threads: int) -> None:
+    logits = torch.randn(9, 50000)
+    tokens, target, wanted = torch.arange(9).int(), torch.full((9,), -1).int(), torch.ones(9).int()
+    whole = cpu_token_logprobs(logits, tokens, target, wanted, 5)
+    for row in range(9):
+        one = slice(row, row + 1)
+        assert torch.equal(cpu_token_logprobs(logits[one], tokens[one], target[one], wanted[one], 5), whole[one])

@@ -130,6 +130,8 @@ def check_impl(op: Op, impl: Impl, cases: Sequence[Case], real: bool | None = No
                     error, problem = _run(op, case, functools.partial(impl.fn, **config), args, tolerance)
                     tried = " ".join([name, *(f"{k}={v}" for k, v in config.items())])
                     results.append(Result(op.name, impl.name, tried, dtype, error, tolerance, problem))
+                if layout == "as drawn" and not interpreted:
+                    results += _alone(op, impl, case, dtype, args, site._replace(deterministic=True))
     return results
 
 
@@ -233,6 +235,26 @@ def _rowwise_problem(op: Op, case: Case, args: dict[str, Any]) -> str:
         if not relative_error(found, whole[rows]) <= max(case.tolerance.values()):
             return "the op calls itself rowwise, but rows alone give something else"
     return ""
+
+
+def _alone(op: Op, impl: Impl, case: Case, dtype: str, args: dict[str, Any], site: CallSite) -> Iterator[Result]:
+    """Of an implementation that says how it computes a row: whether rows alone are bitwise those in their batch."""
+    T = case.bucket.lo
+    if not op.rowwise or T < 2 or not impl.supports(site):
+        return
+    for config in impl.configs(site):
+        if order := impl.row_order(site, config):
+            whole = list(_tensors(impl.fn(**args, **config)))
+            problem = ""
+            for row in (0, T - 1):
+                one = {
+                    n: a[row : row + 1] if isinstance(a, Tensor) and _has_row_each(n, a, T) else a
+                    for n, a in args.items()
+                }
+                found = _tensors(impl.fn(**one, **config))
+                if not all(torch.equal(f[0], w[row]) for f, w in zip(found, whole, strict=True)):
+                    problem = f"it says that it computes rows by {order!r}, but row {row} alone gives something else"
+            yield Result(op.name, impl.name, f"{case.name} alone", dtype, problem=problem)
 
 
 def _dynamic_problem(op: Op, case: Case, args: dict[str, Any]) -> str:
