@@ -38,7 +38,7 @@ def _config(folder: Path, **settings: Any) -> tuple[Any, Any]:
     return source, compile_config(source.config, wanted)
 
 
-IN_SUITE = ("bfloat16", "experts")
+IN_SUITE = ("bfloat16",)
 
 
 @pytest.fixture(
