@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from graphllm.compile.jobs import Built
     from graphllm.compile.tune import Tuner
     from graphllm.compile.workers import Workers
-    from graphllm.rewrite import ImplChoice
 
 Job = tuple[str, Bucket]  # a piece's id
 
@@ -27,18 +26,16 @@ def begin_builds(
     backend: Backend,
     tuner: Tuner | None,
     workers: Workers | None,
-    agreed: Mapping[str, ImplChoice],
 ) -> dict[Job, Callable[[], Built]]:
     """Tune, and begin every build; what waits for each, or does it. First those that are one op, whose kernels compile
-    beside the others, and these bucket by bucket: what a piece has built for one bucket it often finds for the next.
-    agreed: choices by site where nothing is tuned."""
+    beside the others, and these bucket by bucket: what a piece has built for one bucket it often finds for the next."""
     begun: dict[Job, Callable[[], Built]] = {}
     buckets = list(dict.fromkeys(bucket for _, bucket in wanted))
     order = sorted(wanted, key=lambda job: (not linked.pieces[job[0]].boundary, buckets.index(job[1])))
 
     def begin(job: Job) -> None:
         piece, bucket = linked.pieces[job[0]].json, job[1]
-        choices = {key: found.choice for key, found in tuner.measured.items()} if tuner else agreed
+        choices = {key: found.choice for key, found in tuner.measured.items()} if tuner else {}
         if workers is None:
             begun[job] = functools.partial(backend.build, piece, bucket, config, choices)
         else:

@@ -21,7 +21,6 @@ from graphllm.rewrite import ImplChoice, choose, site_key, site_of
 
 REFERENCE = ": reference"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
-_SUMS = ("sum", "mean", "var", "var_mean", "_softmax", "_log_softmax", "prod", "cumsum")
 
 
 class Lowered(NamedTuple):
@@ -98,11 +97,10 @@ def lower_piece(
 
 
 def _check_references(graph: torch.fx.Graph, ops: Iterable[str], config: CompileConfig) -> None:
-    """Raise ConfigError where the graph of a lowered piece has products of a library, or, where several programs are
-    generated, sums whose order the generator chooses. ops: that were lowered to their references."""
-    refused = _PRODUCTS + (_SUMS if len(config.buckets) > 1 else ())
+    """Raise ConfigError where the graph of a lowered piece has products of a library. ops: that were lowered to their
+    references."""
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in refused:
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _PRODUCTS:
             raise ConfigError(
                 f"deterministic: {node.target} of one of {', '.join(sorted(set(ops)))}, which have no kernel for "
                 f"{config.target.device} here, depends on the others of a batch; leave deterministic out"

@@ -23,7 +23,7 @@ from graphllm.compile.link import Linked, link
 from graphllm.compile.objects import Objects
 from graphllm.compile.passes import pipeline
 from graphllm.compile.pieces import require_implementations
-from graphllm.compile.row_order import agree
+from graphllm.compile.row_order import require_row_orders
 from graphllm.compile.split import check_rules, split_layers
 from graphllm.compile.trace import Layout, TracedGraph, plan_layout, trace_model, with_added
 from graphllm.compile.workers import Workers, open_workers
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from graphllm.compile.tune import Tuner
 
 Progress = Callable[[str, int, int], None]  # stage, done, total
-_MOST_WORKERS = 16  # each holds half a gigabyte of the GPU
 
 
 class Traced(NamedTuple):
@@ -198,15 +197,15 @@ def compile_model(
         timed("link")
         if config.backend == "inductor":
             require_implementations(((linked.pieces[id].json, bucket) for id, bucket in jobs), config)
+        if config.deterministic:
+            require_row_orders(((linked.pieces[id].json, bucket) for id, bucket in jobs), config)
         with objects or Objects() as objects, workers or open_workers(config) as workers:
             if config.target.device == "cpu" and config.backend == "inductor":
                 objects.expect(sources_beside(linked))
             backend = open_backend(config, objects)
             timed("import backend")
             tuner = open_tuner(config, workers, functools.partial(progress, "tune"), tuned)
-            texts = ((id, linked.pieces[id].json, bucket) for id, bucket in jobs)
-            agreed = agree(texts, config) if config.deterministic else {}
-            begun = begin_builds(linked, jobs, config, backend, tuner, workers, agreed)
+            begun = begin_builds(linked, jobs, config, backend, tuner, workers)
             timed("tune")
             built = finish_builds(jobs, begun, functools.partial(progress, "build"))
             if workers:

@@ -31,7 +31,7 @@ from graphllm.config import Bucket, CompileConfig, ConfigError
 from graphllm.expr import value
 from graphllm.ir.graph import TensorSpec
 from graphllm.ir.op import all_ops, op_of
-from graphllm.rewrite import ImplChoice, candidates, fake_values, site_key, site_of
+from graphllm.rewrite import ImplChoice, choices, fake_values, site_key, site_of
 
 _COLD_BYTES = 256 * 2**20  # calls in turn over weights of this size find none of them in a cache
 _MOST_COPIES = 32
@@ -171,21 +171,23 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
                 continue
             args, kwargs = fake_values((node.args, node.kwargs))
             site = site_of(op, op.bind(args, kwargs), unit.shapes, config, bucket)
-            choices = [ImplChoice(i.name, constants) for i in candidates(op, site) for constants in i.configs(site)]
-            if len(choices) > 1:
+            offered = choices(op, site)
+            if len(offered) > 1:
                 specs = {n: unit.shapes.spec(v) if isinstance(v, torch.Tensor) else v for n, v in site.args.items()}
-                found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, choices)
+                found[site_key(node, op, unit.shapes, bucket)] = Tunable(op.name, specs, sizes, offered)
     return found
 
 
 def fingerprint(config: CompileConfig) -> str:
-    """What timings depend on beside the site: the GPU, the versions and the kernels' sources."""
+    """What choices depend on beside the site: the GPU, the versions, the kernels' sources, and whether kernels on trial
+    are among them."""
     import triton
 
     sources = hashlib.sha256()
     for file in sorted({f for op in all_ops().values() for f in op.folder.glob("*.py")}):
         sources.update(file.read_bytes())
     told = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
+    told += ["trial kernels"] * config.trial_kernels
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
 
@@ -217,7 +219,7 @@ def build_candidate(tunable: Tunable, choice: ImplChoice) -> str:
 
 
 def _told(choice: ImplChoice, error: Exception) -> str:
-    return f"{choice.impl} {json.dumps(dict(choice.config))}: {type(error).__name__}: {error}"
+    return f"{choice}: {type(error).__name__}: {error}"
 
 
 def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> tuple[Measured | None, list[str]]:
@@ -234,7 +236,7 @@ def measure(tunable: Tunable, candidates: Sequence[ImplChoice]) -> tuple[Measure
             raise
         except Exception as error:  # such as a kernel that takes more shared memory than there is
             failed.append(_told(choice, error))
-    named = {f"{c.impl} {json.dumps(dict(c.config))}": round(t, 2) for t, c in taken}
+    named = {str(choice): round(t, 2) for t, choice in taken}
     best = min(taken, key=lambda one: one[0], default=None)
     return Measured(best[1], named) if best else None, failed
 

@@ -381,7 +381,7 @@ def _check_deterministic(config: CompileConfig) -> None:
             "other programs than those that decode; leave them out"
         )
     largest = max((b.hi for b in config.buckets), default=0)
-    if config.target.device == "cpu" and config.buckets != (Bucket("mixed", 1, largest),):
+    if config.buckets != (Bucket("mixed", 1, largest),):
         raise ConfigError(
             f"deterministic: buckets are {', '.join(b.name for b in config.buckets)}, and on a CPU one program serves "
             f"every step; use mixed-1-{largest}, or leave them out"

@@ -30,19 +30,16 @@ def candidates(op: Op, site: CallSite) -> list[Impl]:
     return [i for i in there if i.supports(site)]
 
 
-def choices(op: Op, site: CallSite) -> list[tuple[ImplChoice, str]]:
+def choices(op: Op, site: CallSite) -> list[ImplChoice]:
     """The candidates with each of their launch constants. At deterministic sites only those of which it is known how
-    they compute a row, and that (`Impl.row_order`)."""
+    they compute a row (`Impl.row_order`)."""
     found = [(i, constants) for i in candidates(op, site) for constants in i.configs(site)]
-    if not site.deterministic:
-        return [(ImplChoice(i.name, constants), "") for i, constants in found]
-    orders = [(ImplChoice(i.name, constants), i.row_order(site, constants)) for i, constants in found]
-    return [(choice, order) for choice, order in orders if order]
+    return [ImplChoice(i.name, c) for i, c in found if not site.deterministic or i.row_order(site, c)]
 
 
 def choose(op: Op, site: CallSite) -> ImplChoice | None:
     """The first of the `choices`."""
-    return next((choice for choice, _ in choices(op, site)), None)
+    return next(iter(choices(op, site)), None)
 
 
 def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: CompileConfig, bucket: Bucket) -> CallSite:

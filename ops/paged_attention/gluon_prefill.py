@@ -20,13 +20,14 @@ from graphllm.ops.paged_attention.triton_verify import is_mixed
 from graphllm.ops.paged_attention.triton_write import write_rows
 
 _BLOCK_M = 128  # query rows of a work item
-_PROCESSORS = 132  # of an H100 or H200
 
 
 def flash_configs(site: CallSite) -> list[Config]:
     """Launch constants of the kernel: as many programs as the GPU has processors, on each of which one fits."""
-    processors = next((int(part[4:]) for part in site.target.arch if part.startswith("sms_")), _PROCESSORS)
-    return [{"programs": processors, "block_n": 128, "stages": 2, "turns": turns} for turns in (True, False)]
+    return [
+        {"programs": site.target.multiprocessors, "block_n": 128, "stages": 2, "turns": turns}
+        for turns in (True, False)
+    ]
 
 
 def is_flash(site: CallSite) -> bool:
