@@ -49,27 +49,18 @@ def joined(
     """Be one rank of a tensor-parallel group, gloo on a CPU and NCCL on GPUs. device: of type cuda without a number it
     is the GPU of the rank's number, which becomes the current one. stages: of a pipeline; the ranks of each are
     consecutive, and a tensor-parallel group of their own. one_host: the ranks of each stage are on one host."""
-    on_gpu = device.type == "cuda"
-    if on_gpu:
+    if device.type == "cuda":
         device = torch.device("cuda", rank if device.index is None else device.index)
         torch.cuda.set_device(device)
-    torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        store=meeting.store(rank, degree),
-        rank=rank,
-        world_size=degree,
-        timeout=_PATIENCE,
-        device_id=device if on_gpu else None,
-    )
-    assert torch.distributed.group.WORLD is not None
+    members = _meet(rank, degree, meeting, device)
     if stages == 1:
-        set_group(TENSOR, open_group(torch.distributed.group.WORLD, device, one_host))
+        set_group(TENSOR, open_group(members, device, one_host))
     else:
         width = degree // stages
-        members = [range(first, first + width) for first in range(0, degree, width)]
-        of_stage = _own_group(rank, members)
+        stage_ranks = [range(first, first + width) for first in range(0, degree, width)]
+        of_stage = _own_group(rank, stage_ranks)
         if width > 1 and device.type == "cpu":
-            set_group(TENSOR + BESIDE, open_group(_own_group(rank, members), device))
+            set_group(TENSOR + BESIDE, open_group(_own_group(rank, stage_ranks), device))
         if width > 1:
             set_group(TENSOR, open_group(of_stage, device, one_host))
         set_group(PIPELINE, LibraryGroup(_own_group(rank, [range(i, degree, width) for i in range(width)])))
@@ -88,16 +79,8 @@ def joined_cores(
 ) -> Iterator[Callable[[list[int]], list[int]]]:
     """Be one of the engine cores that share experts, each of one rank. Gives what tells all of them the largest of the
     numbers that they say at each place, by a group beside that of what their steps exchange; the host waits for it."""
-    torch.distributed.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        store=meeting.store(rank, count),
-        rank=rank,
-        world_size=count,
-        timeout=_PATIENCE,
-        device_id=torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else None,
-    )
-    members = torch.distributed.group.WORLD
-    assert members is not None
+    own = torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+    members = _meet(rank, count, meeting, own)
     set_group(EXPERTS, LibraryGroup(members))
     host = torch.distributed.new_group(backend="gloo", timeout=_PATIENCE)
     torch.distributed.all_reduce(torch.zeros(1, device=device), group=members)  # what the library takes is taken
@@ -113,6 +96,22 @@ def joined_cores(
     finally:
         set_group(EXPERTS, None)
         torch.distributed.destroy_process_group()
+
+
+def _meet(rank: int, count: int, meeting: Meeting, device: torch.device) -> torch.distributed.ProcessGroup:
+    """The group of all that meet there, gloo on a CPU and NCCL on GPUs; a GPU by its number."""
+    on_gpu = device.type == "cuda"
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=meeting.store(rank, count),
+        rank=rank,
+        world_size=count,
+        timeout=_PATIENCE,
+        device_id=device if on_gpu else None,
+    )
+    members = torch.distributed.group.WORLD
+    assert members is not None
+    return members
 
 
 def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.ProcessGroup:
