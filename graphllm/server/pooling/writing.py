@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from graphllm.weights.host_array import bfloat16_bits
+
 Order = Literal["=", "<", ">"]
 """Of bytes, as numpy writes it."""
 
@@ -19,8 +21,8 @@ def numbers(vector: np.ndarray) -> list[Any]:
 def bytes_of(vector: np.ndarray, dtype: str = "float32", order: Order = "<") -> bytes:
     """All numbers, row by row. dtype: float32, float16 or bfloat16."""
     if dtype == "bfloat16":
-        wide = np.ascontiguousarray(vector, np.float32).view(np.uint32)
-        return ((wide + 0x7FFF + ((wide >> 16) & 1)) >> 16).astype(np.dtype("u2").newbyteorder(order)).tobytes()
+        halves = bfloat16_bits(np.ascontiguousarray(vector, np.float32))
+        return halves.astype(np.dtype("u2").newbyteorder(order)).tobytes()
     return np.ascontiguousarray(vector).astype(np.dtype(dtype).newbyteorder(order)).tobytes()
 
 
