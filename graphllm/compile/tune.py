@@ -179,15 +179,13 @@ def tunables(pieces: Sequence[tuple[Mapping[str, Any], Bucket]], config: Compile
 
 
 def fingerprint(config: CompileConfig) -> str:
-    """What choices depend on beside the site: the GPU, the versions, the kernels' sources, and whether kernels on trial
-    are among them."""
+    """What choices depend on beside the site: the GPU, the versions, the kernels' sources."""
     import triton
 
     sources = hashlib.sha256()
     for file in sorted({f for op in all_ops().values() for f in op.folder.glob("*.py")}):
         sources.update(file.read_bytes())
     told = [config.target.name, *config.target.arch, torch.__version__, triton.__version__, sources.hexdigest()]
-    told += ["trial kernels"] * config.trial_kernels
     return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
 
 

@@ -285,7 +285,6 @@ class CompileConfig:
         "prompt is divided, and whether it comes from the cache or is computed again; a little slower.",
     )
     tune: bool = setting(False, auto="on for a GPU", help="Choose kernels by timing them while compiling (GPU).")
-    trial_kernels: bool = setting(False, help="Choose also among kernels that are on trial: new, not proven yet (GPU).")
     dump: Path | None = setting(
         None,
         help="Write the readable IR of every stage into this folder.",

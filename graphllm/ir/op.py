@@ -41,7 +41,7 @@ class CallSite(NamedTuple):
 
     args: the op's arguments by parameter name (fake tensors for tensors). bucket: the token counts the piece serves.
     largest: what a size of these tensors is at most; sizes are symbolic where a bucket serves several. deterministic:
-    whether each row must come out the same in every batch. trials: whether implementations on trial are taken.
+    whether each row must come out the same in every batch.
     """
 
     args: Mapping[str, Any]
@@ -49,7 +49,6 @@ class CallSite(NamedTuple):
     bucket: Bucket
     largest: Callable[[int | torch.SymInt], int] = int
     deterministic: bool = False
-    trials: bool = False
 
     def rows(self, name: str) -> int:
         """The most rows that a tensor may have: of tokens as many as the bucket, of sampled rows often far fewer."""
@@ -89,8 +88,7 @@ class Impl:
     where something was. row_order: a name for how a row is computed at a deterministic site with some launch constants;
     where an op has equal names at sites of one weight or state, rows are bitwise equal, in whatever batches they are.
     Empty, the default: a row may depend on others, and deterministic mode passes the implementation over. remedy: what
-    a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty where nothing is known. trial: it has
-    not passed its tests on the device yet, and is taken only where a compile asks for such.
+    a user can do where ``supports`` does not hold, "block_size 8: use ..."; empty where nothing is known.
     """
 
     op: str
@@ -101,7 +99,6 @@ class Impl:
     configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = lambda site: ({},)
     row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown
     remedy: Callable[[CallSite], str] = _nothing
-    trial: bool = False
 
     def at(self, site: CallSite) -> Callable[..., Any]:
         """``fn`` with the launch constants it has at a site where nothing was tuned."""
@@ -204,7 +201,6 @@ class Op:
         configs: Callable[[CallSite], Sequence[Mapping[str, Any]]] = Impl.configs,
         row_order: Callable[[CallSite, Mapping[str, Any]], str] = _unknown,
         remedy: Callable[[CallSite], str] = _nothing,
-        trial: bool = False,
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Register a faster implementation, which takes the arguments and launch constants that it names. The first
         registered one whose ``supports`` holds is chosen where nothing was tuned."""
@@ -212,7 +208,7 @@ class Op:
         def register(fn: Callable[..., Any]) -> Callable[..., Any]:
             if name in self.impls:
                 raise ValueError(f"op {self.name} already has an implementation named {name!r}; choose another name")
-            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, row_order, remedy, trial)
+            self.impls[name] = Impl(self.name, name, _taking(fn), device, supports, configs, row_order, remedy)
             return fn
 
         return register

@@ -26,7 +26,7 @@ class ImplChoice(NamedTuple):
 
 def candidates(op: Op, site: CallSite) -> list[Impl]:
     """The implementations for the target's device whose ``supports`` holds, in the order of their registration."""
-    there = [i for i in op.impls.values() if i.device == site.target.device and (site.trials or not i.trial)]
+    there = [i for i in op.impls.values() if i.device == site.target.device]
     return [i for i in there if i.supports(site)]
 
 
@@ -49,7 +49,7 @@ def site_of(op: Op, arguments: Mapping[str, Any], shapes: Shapes, config: Compil
     def largest(size: int | torch.SymInt) -> int:
         return int(evaluate(str(shapes.dim(size)), limits))
 
-    return CallSite(op.bind((), arguments), config.target, bucket, largest, config.deterministic, config.trial_kernels)
+    return CallSite(op.bind((), arguments), config.target, bucket, largest, config.deterministic)
 
 
 def is_implemented(unit: Unit, config: CompileConfig, op: Op, **arguments: Any) -> bool:

@@ -1,7 +1,4 @@
-"""Ragged batches on Hopper: as `triton_prefill`, with the warp-specialized kernel of `gluon_flash` for prompts. On
-trial: it ran in engines on an H200, and forms of it passed its checks on an H100, but tests/gpu/test_prompts_cuda.py
-has not run.
-"""
+"""Ragged batches on Hopper: as `triton_prefill`, with the warp-specialized kernel of `gluon_flash` for prompts."""
 
 from __future__ import annotations
 
@@ -43,9 +40,7 @@ def is_flash(site: CallSite) -> bool:
     return hopper and halves and plain and tiled and aligned and is_mixed(site)
 
 
-@paged_attention.impl(
-    "gluon_prefill", device="cuda", supports=is_flash, configs=flash_configs, remedy=problem, trial=True
-)
+@paged_attention.impl("gluon_prefill", device="cuda", supports=is_flash, configs=flash_configs, remedy=problem)
 def gluon_prefill(
     q_THE: Tensor,
     k_TKE: Tensor,

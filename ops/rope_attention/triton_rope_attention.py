@@ -53,7 +53,7 @@ def _rotates_halves(site: CallSite) -> bool:
 
 @rope_attention.impl(
     "gluon_prefill", device="cuda", supports=lambda s: is_flash(s) and _rotates_halves(s), configs=flash_configs,
-    remedy=problem, trial=True,
+    remedy=problem,
 )  # fmt: skip
 def gluon_prefill(
     *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any

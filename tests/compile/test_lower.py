@@ -11,12 +11,11 @@ from torch import Tensor
 from graphllm.compile.lower import lower
 from graphllm.compile.pieces import require_implementations
 from graphllm.compile.trace import trace_unit
-from graphllm.compile.tune import fingerprint
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target
 from graphllm.ir import CallSite, Cost, Op
 from graphllm.ir.graph import Shapes, TensorSpec, to_json
 from graphllm.ir.registry import load_ops
-from graphllm.rewrite import candidates, choose
+from graphllm.rewrite import choose
 
 OPS = load_ops()
 REGISTRY = sys.modules["graphllm.ir.op"]._ops  # `graphllm.ir.op` is also the name of the decorator
@@ -53,21 +52,6 @@ def test_first_registered_that_supports_the_site(op: Op) -> None:
     assert name(_site(CPU, LARGE)) == "wide"
     assert name(_site(CPU, LARGE, width=4)) is None
     assert name(_site(GPU, SMALL)) == "gpu"
-
-
-def test_one_on_trial_is_taken_where_a_compile_asks() -> None:
-    made = Op("lower_test_trial", _negate, False, (), False, lambda x: Cost(1, 1))
-    made.impl("new", device="cpu", trial=True)(lambda x: -x)
-    made.impl("proven", device="cpu")(lambda x: -x)
-    site = _site(CPU, SMALL)
-    assert [impl.name for impl in candidates(made, site)] == ["proven"]
-    assert [impl.name for impl in candidates(made, site._replace(trials=True))] == ["new", "proven"]
-
-
-def test_what_tuning_found_with_those_on_trial_is_kept_apart() -> None:
-    usual = CompileConfig(GPU)
-    assert fingerprint(usual) == fingerprint(CompileConfig(GPU, max_num_seqs=7))
-    assert fingerprint(usual) != fingerprint(CompileConfig(GPU, trial_kernels=True))
 
 
 def test_names_of_implementations_are_unique(op: Op) -> None:
