@@ -12,7 +12,8 @@ from graphllm.config import Target
 from graphllm.ir.gluon import GluonKernel, gluon_kernel
 
 _POINTERS = {
-    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64",
+    torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int64: "*i64", torch.int32: "*i32",
+    torch.int16: "*i16", torch.uint8: "*u8",
 }  # fmt: skip
 
 
@@ -24,12 +25,14 @@ def signature(kernel: GluonKernel, dtypes: Mapping[str, str], constants: Mapping
 
 
 def compiled(kernel: GluonKernel, dtypes: Mapping[str, str], constants: Mapping[str, Any], target: Target) -> Any:
-    """Triton's compiled kernel for a GPU."""
+    """Triton's compiled kernel for a GPU. constants: those of the kernel, and options of Triton's compiler."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import compile
     from triton.experimental.gluon._runtime import GluonASTSource
 
     names = kernel.function.arg_names
+    options = {name: value for name, value in constants.items() if name not in names}
+    constants = {name: value for name, value in constants.items() if name in names}
     source = GluonASTSource(
         kernel.function,
         signature(kernel, dtypes, constants),
@@ -37,7 +40,7 @@ def compiled(kernel: GluonKernel, dtypes: Mapping[str, str], constants: Mapping[
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in dtypes},
     )
     gpu = GPUTarget("cuda", int(target.arch[0].removeprefix("sm_")), 32)
-    return compile(source, target=gpu, options={"num_warps": kernel.warps})
+    return compile(source, target=gpu, options={"num_warps": kernel.warps, **options})
 
 
 def described(call: Mapping[str, Any], target: Target) -> dict[str, Any]:

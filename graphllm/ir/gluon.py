@@ -38,7 +38,8 @@ class GluonKernel:
         _kernels[self.name] = self
 
     def __call__(self, programs: int | torch.SymInt, *args: Any, **constants: Any) -> None:
-        """Launch so many programs. args: as the schema has them."""
+        """Launch so many programs. args: as the schema has them. constants: the function's, and options of Triton's
+        compiler: maxnreg, the registers of a thread where a program begins, says how many programs fit."""
         self.overload(*args, programs, json.dumps(constants))
 
     def _run(self, *args: Any) -> None:

@@ -100,6 +100,8 @@ CASES = (
     _case(5, 8, 2, 256, 160, "some_none", encoding="int4-zeros-64"),
     _case(20, 4, 2, 160, 96, "skewed", biases=True, encoding="e2m1-32", **_CLAMPED),
     _case(70, 8, 2, 160, 96, "skewed", biases=True, encoding="e2m1-32", **_CLAMPED),
+    _case(9, 8, 2, 416, 224, "collapsed", encoding="e2m1-32"),
+    _case(40, 6, 3, 288, 160, "some_none", biases=True, encoding="e2m1-32", activation="gelu_tanh"),
     _case(66, 4, 2, 128, 136, "some_none", encoding="float8-0"),
     _case(1, 4, 2, 40, 24, rank=4),
     _case(3, 8, 2, 32, 48, "some_none", rank=16),

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from graphllm.config import Bucket
 from graphllm.ir.testing import Case, Maker
-from graphllm.ops.fused_moe.cases import choose, lora_tables
+from graphllm.ops.fused_moe.cases import choose, encoded_experts, lora_tables
 
 _TOLERANCE = {"float32": 2e-6, "bfloat16": 1.6e-2, "float16": 2e-3}
 _REASON = "normalized rows, hidden numbers, what each expert gives and the sum may be rounded to the dtype"
@@ -14,7 +14,7 @@ _REASON = "normalized rows, hidden numbers, what each expert gives and the sum m
 
 def _case(
     T: int, N: int, k: int, D: int, F: int, norm: bool = False, biases: bool = False,
-    size: Literal["small", "real"] = "small", rank: int = 0, **more: Any,
+    size: Literal["small", "real"] = "small", rank: int = 0, encoding: str = "", **more: Any,
 ) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
         return {
@@ -29,10 +29,12 @@ def _case(
             "norm_D": make.normal(D) if norm else None,
             "eps": 1e-6 if norm else 0.0,
             **(lora_tables(make, T, N, D, F, rank) if rank else {}),
+            **(encoded_experts(make, encoding, N, D, F) if encoding else {}),
             **more,
         }
 
     name = f"T{T}_N{N}_k{k}_D{D}_F{F}" + "_norm" * norm + "_biases" * biases + f"_r{rank}" * bool(rank)
+    name += f"_{encoding}" * bool(encoding)
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
 
 
@@ -48,5 +50,6 @@ CASES = (
     _case(1, 8, 2, 24, 16, norm=True, rank=4),
     _case(5, 8, 2, 24, 16, rank=4),
     _case(70, 8, 2, 24, 16, rank=20),
+    _case(20, 6, 3, 160, 96, biases=True, encoding="e2m1-32", **_CLAMPED),
     *(_case(T, 128, 8, 2048, 768, norm=T == 1, size="real") for T in (1, 32, 1024)),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.fused_moe import triton_few_tokens, triton_many_tokens
+from graphllm.ops.fused_moe import gluon_tokens, triton_few_tokens, triton_many_tokens
 from graphllm.ops.fused_moe.triton_adapters import lora_of
 from graphllm.ops.fused_moe.triton_common import experts_of
 from graphllm.ops.fused_moe.tuning import even_routing
@@ -84,6 +84,39 @@ def triton_few(
         lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
     )  # fmt: skip
     return triton_few_tokens.few_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)
+
+
+@residual_moe.impl(
+    "gluon_tokens",
+    device="cuda",
+    supports=lambda s: gluon_tokens.supports_gluon(s) and _plain(s),
+    configs=gluon_tokens.gluon_configs,
+)
+def gluon(
+    residual_TD: Tensor,
+    x_TD: Tensor,
+    gate_up_N2FD: Tensor,
+    down_NDF: Tensor,
+    weights_TA: Tensor,
+    experts_TA: Tensor,
+    activation: str = "silu",
+    limit: float = 0.0,
+    gate_up_bias_N2F: Tensor | None = None,
+    down_bias_ND: Tensor | None = None,
+    gate_up_scales_NG2F: Tensor | None = None,
+    gate_up_zeros_NG2F: Tensor | None = None,
+    down_scales_NGD: Tensor | None = None,
+    down_zeros_NGD: Tensor | None = None,
+    form: str = "",
+    group: int = 0,
+    **config: int,
+) -> Tensor:
+    """For some tokens and four-bit floats, on Hopper."""
+    experts = experts_of(
+        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
+        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
+    )  # fmt: skip
+    return gluon_tokens.some_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)
 
 
 @residual_moe.impl(

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def test_a_launch_is_one_instruction_between_what_is_compiled(bundle: Bundle) ->
 
 PROGRAM = """
 import json, sys
-import graphllm.ops.paged_attention
+import graphllm.ops.fused_moe, graphllm.ops.paged_attention
 from graphllm.compile.gluon import described
 from graphllm.config import Target
 
@@ -80,16 +81,21 @@ print(json.dumps({**made, "cubin": made["cubin"][:4].hex()}))
 """
 
 
-def test_a_kernel_is_built_with_what_a_launch_needs(bundle: Bundle) -> None:
-    """In another process, as Triton's interpreter has replaced what kernels are made of in this one."""
-    (call,) = (k for k in bundle.kernels.values() if "gluon" in k)
+def _built(call: Mapping[str, Any]) -> dict[str, Any]:
     native = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], input=json.dumps(call), capture_output=True, text=True, timeout=300, env=native
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    made = json.loads(done.stdout)
+    made: dict[str, Any] = json.loads(done.stdout)
     assert bytes.fromhex(made["cubin"]) == b"\x7fELF"
+    return made
+
+
+def test_a_kernel_is_built_with_what_a_launch_needs(bundle: Bundle) -> None:
+    """In another process, as Triton's interpreter has replaced what kernels are made of in this one."""
+    (call,) = (k for k in bundle.kernels.values() if "gluon" in k)
+    made = _built(call)
     assert made["warps"] == 12  # two groups of four, one that loads, three that fill up its group
     assert made["scratch"] == 128  # the descriptor
     tiles = 2 * 2 * 64 * E * 2 + 128 * E * 2
@@ -98,3 +104,22 @@ def test_a_kernel_is_built_with_what_a_launch_needs(bundle: Bundle) -> None:
     assert made["args"] == ["ptr"] * 10 + ["i32", "i32", None]
     assert made["grid"] == ["programs", 1, 1]
     assert not made["early"]
+
+
+def test_options_of_the_compiler_are_no_arguments() -> None:
+    """And pointers may be to bytes."""
+    constants = {
+        "WEIGHT_ROW": 64, "ROWS": 192, "K": 160, "N": 4, "BIAS": False, "GATED": True, "ACTIVATION": "silu",
+        "LIMIT": 0.0, "SLOTS": 8, "PARTS": 2, "STAGES": 2, "SPANS": 2, "maxnreg": 128,
+    }  # fmt: skip
+    names = ("x", "weight", "scales", "bias", "weights", "table", "order", "out")
+    dtypes = ("bfloat16", "int16", "uint8", "bfloat16", "float32", "int32", "int32", "bfloat16")
+    made = _built(
+        {
+            "gluon": "hopper_experts_kernel",
+            "dtypes": {f"{n}_ptr": d for n, d in zip(names, dtypes, strict=True)},
+            "constants": json.dumps(constants),
+        }
+    )
+    assert made["names"] == [*(f"{n}_ptr" for n in names), "programs"]
+    assert (made["warps"], made["early"], made["scratch"]) == (8, True, 3 * 128)
