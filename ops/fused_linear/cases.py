@@ -72,6 +72,8 @@ CASES = (
     _case(33, 33, 72, "norm"),
     _case(1, 72, 88, "gate"),
     _case(21, 104, 96, "bias_gate"),
+    _case(260, 80, 1048, "norm_bias_gate"),
+    _case(270, 33, 88, "residual"),
     _case(1, 192, 256, "norm_gate", encoding="float8-0"),
     _case(3, 40, 272, "bias_residual", encoding="float8-0"),
     _case(5, 72, 528, "norm_gate", encoding="float8-128"),
