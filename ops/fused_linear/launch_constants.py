@@ -47,8 +47,10 @@ class Tile(NamedTuple):
 _TILES = (Tile(64, 128, 4, 4), Tile(64, 256, 3, 4), Tile(64, 64, 6, 4), Tile(128, 128, 3, 8), Tile(32, 256, 4, 4))
 _LEAST_RANGE = 256  # inner entries of a range of sums that are alike
 _ALIKE_K = 128  # where such ranges may begin
-_ORDERED = (  # tiles of many rows, and rows of x
-    (Tile(128, 64, 3, 8), 256), (Tile(128, 64, 4, 8), 128), (Tile(64, 64, 4, 4), 256), (Tile(128, 128, 3, 8), 128),
+_ORDERED = (  # tiles of many rows, rows of x, and whether the tensor memory accelerator brings them
+    (Tile(256, 64, 4, 8), 128, True), (Tile(128, 64, 4, 8), 256, True), (Tile(128, 64, 3, 8), 256, True),
+    (Tile(128, 64, 4, 8), 128, True), (Tile(128, 64, 3, 8), 256, False), (Tile(128, 64, 4, 8), 128, False),
+    (Tile(128, 128, 3, 8), 128, True), (Tile(128, 128, 3, 8), 128, False),
 )  # fmt: skip
 
 
@@ -78,12 +80,14 @@ def beside_rows(site: CallSite) -> list[Config]:
 
 def ordered_configs(site: CallSite) -> list[Config]:
     """Launch constants of the kernel for many rows that computes each as the tile kernel does among few."""
-    ranges, inner = _ranges(site), site.args["x_TI"].shape[1]
+    ranges, inner, gated = _ranges(site), site.args["x_TI"].shape[1], bool(site.args.get("gated"))
     return [
         {"block_n": tile.block_n, "block_k": tile.block_k, "block_t": block_t, "warps": tile.warps,
-         "stages": tile.stages, "ranges": ranges}
-        for tile, block_t in _ORDERED
-        if _divides(inner, tile.block_k, ranges) and not (ranges > 1 and tile.block_n * block_t > 64 * 32 * tile.warps)
+         "stages": tile.stages, "ranges": ranges, "programs": site.target.multiprocessors * described}
+        for tile, block_t, described in _ORDERED
+        if _divides(inner, tile.block_k, ranges)
+        and not (ranges > 1 and tile.block_n * block_t > 64 * 32 * tile.warps)
+        and not (described and (tile.block_n > 128) != (gated and ranges == 1))
     ]  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from graphllm.ops.paged_attention.triton_common import (
     load_scales,
     load_sinks,
     multiply,
-    power_of_2,
     problem,
     rotary_arguments,
     score_constants,
@@ -364,8 +363,8 @@ def triton_ranges(
         q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
         q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
         Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length, SINGLE=single == 1,
-        PARTS=parts, PROGRAMS=programs, num_warps=warps, num_stages=stages,
+        SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length,
+        SINGLE=single == 1, PARTS=parts, PROGRAMS=programs, num_warps=warps, num_stages=stages,
         **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
     )  # fmt: skip
     return out_THE
