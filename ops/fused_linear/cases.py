@@ -74,6 +74,7 @@ CASES = (
     _case(21, 104, 96, "bias_gate"),
     _case(260, 80, 1048, "norm_bias_gate"),
     _case(270, 33, 88, "residual"),
+    _case(70, 96, 1040, "norm_gate"),
     _case(1, 192, 256, "norm_gate", encoding="float8-0"),
     _case(3, 40, 272, "bias_residual", encoding="float8-0"),
     _case(5, 72, 528, "norm_gate", encoding="float8-128"),

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from graphllm.ir import CallSite
 from graphllm.ops.add_lora.triton_low_rank import low_rank_config
 from graphllm.ops.encoded_weights import BITS, span_of
+from graphllm.ops.fused_linear.op import MOST_ROWS
 from graphllm.ops.fused_linear.triton_encoded import tiles_of
 
 Config = Mapping[str, int]
@@ -47,10 +48,10 @@ class Tile(NamedTuple):
 _TILES = (Tile(64, 128, 4, 4), Tile(64, 256, 3, 4), Tile(64, 64, 6, 4), Tile(128, 128, 3, 8), Tile(32, 256, 4, 4))
 _LEAST_RANGE = 256  # inner entries of a range of sums that are alike
 _ALIKE_K = 128  # where such ranges may begin
-_ORDERED = (  # tiles of many rows, rows of x, and whether the tensor memory accelerator brings them
-    (Tile(256, 64, 4, 8), 128, True), (Tile(128, 64, 4, 8), 256, True), (Tile(128, 64, 3, 8), 256, True),
-    (Tile(128, 64, 4, 8), 128, True), (Tile(128, 64, 3, 8), 256, False), (Tile(128, 64, 4, 8), 128, False),
-    (Tile(128, 128, 3, 8), 128, True), (Tile(128, 128, 3, 8), 128, False),
+_LEAST_THROUGH_MEMORY = 1024  # inner entries of a range whose sums are worth a way through memory
+_ORDERED = (  # tiles of many rows, and rows of x
+    (Tile(256, 64, 4, 8), 128), (Tile(128, 64, 3, 8), 256), (Tile(128, 64, 4, 8), 256), (Tile(128, 64, 4, 8), 128),
+    (Tile(64, 64, 4, 4), 256), (Tile(64, 64, 6, 4), 128), (Tile(128, 128, 3, 8), 128),
 )  # fmt: skip
 
 
@@ -80,15 +81,27 @@ def beside_rows(site: CallSite) -> list[Config]:
 
 def ordered_configs(site: CallSite) -> list[Config]:
     """Launch constants of the kernel for many rows that computes each as the tile kernel does among few."""
-    ranges, inner, gated = _ranges(site), site.args["x_TI"].shape[1], bool(site.args.get("gated"))
-    return [
-        {"block_n": tile.block_n, "block_k": tile.block_k, "block_t": block_t, "warps": tile.warps,
-         "stages": tile.stages, "ranges": ranges, "programs": site.target.multiprocessors * described}
-        for tile, block_t, described in _ORDERED
-        if _divides(inner, tile.block_k, ranges)
-        and not (ranges > 1 and tile.block_n * block_t > 64 * 32 * tile.warps)
-        and not (described and (tile.block_n > 128) != (gated and ranges == 1))
-    ]  # fmt: skip
+    rows, ranges, inner = site.rows("x_TI"), _ranges(site), site.args["x_TI"].shape[1]
+    gated, parted = bool(site.args.get("gated")), "norm_O" in site.args and rows <= MOST_ROWS and ranges > 1
+    found = []
+    for tile, block_t in _ORDERED:
+        registers = tile.block_n * block_t // (tile.warps * 32)
+        kept = ranges > 1 and not parted and registers <= 64
+        through_memory = ranges > 1 and not parted and not kept
+        usual = block_t >= 128 if rows > MOST_ROWS else block_t <= max(64, 1 << (rows - 1).bit_length())
+        if (
+            usual
+            and _divides(inner, tile.block_k, ranges)
+            and not (gated and (tile.block_n == 64 or through_memory))
+            and not (tile.block_n == 256 and not gated)
+            and not (through_memory and inner // ranges < _LEAST_THROUGH_MEMORY)
+        ):
+            found.append({
+                "block_n": tile.block_n, "block_k": tile.block_k, "block_t": block_t, "warps": tile.warps,
+                "stages": tile.stages, "ranges": ranges, "kept": int(kept), "parts": int(parted),
+                "programs": site.target.multiprocessors,
+            })  # fmt: skip
+    return found
 
 
 def is_ordered(site: CallSite) -> bool:
@@ -113,8 +126,8 @@ def _ranges(site: CallSite) -> int:
 
 def _divides(inner: int, block_k: int, ranges: int) -> bool:
     """Whether tiles of so many inner entries begin ranges where others do."""
-    whole = -(-(-(-inner // _ALIKE_K)) // ranges) * _ALIKE_K
-    return ranges == 1 or -(-(-(-inner // block_k)) // ranges) * block_k == whole
+    coarse, fine = -(-inner // _ALIKE_K), -(-inner // block_k)
+    return ranges == 1 or -(-fine // ranges) * block_k == -(-coarse // ranges) * _ALIKE_K
 
 
 def _alike_configs(site: CallSite) -> Iterator[Config]:

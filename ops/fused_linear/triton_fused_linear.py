@@ -49,7 +49,7 @@ def weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def gate(acc):
+def silu_gate(acc):
     """silu(gate) * value."""
     gate, value = acc
     return gate / (1.0 + tl.exp(-gate)) * value
@@ -126,7 +126,7 @@ def _finish_row(
 ):  # fmt: skip
     column = row
     if GATED:
-        out = gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
+        out = silu_gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         inside_out = column < N // 2
     else:
@@ -223,7 +223,7 @@ def finish_tile(
         acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
-        acc = gate(tl.split(pairs))
+        acc = silu_gate(tl.split(pairs))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
     else:
@@ -467,7 +467,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMU
     row = gate_up_ptr + token * (2 * N) + n
     gate = tl.load(row, mask=n < N, other=0.0).to(tl.float32)
     value = tl.load(row + N, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
+    tl.store(out_ptr + token * N + n, silu_gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")

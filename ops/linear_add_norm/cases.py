@@ -46,6 +46,8 @@ CASES = (
     _case(17, 80, 520),
     _case(35, 33, 264, bias=True),
     _case(260, 72, 1032, bias=True),
+    _case(70, 40, 1024),
+    _case(260, 40, 2048),
     _case(17, 40, 256, bias=True, encoding="float8-0"),
     _case(3, 48, 528, encoding="int4-zeros-128"),
     _case(3, 40, 96, bias=True, rank=16),

@@ -152,6 +152,11 @@ def triton_ordered(
     """Any number of rows of x, each as `triton_tile` computes it among few."""
     shape = (x_TI.shape[0], weight_OI.shape[0])
     sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
-    launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
-    launch_norm(sum_TO, norm_O, eps, normed_TO)
+    if config["parts"]:
+        parts = torch.empty((config["ranges"], *shape), dtype=torch.float32, device=x_TI.device)
+        launch_ordered(x_TI, weight_OI, parts, config)
+        launch_norm(parts, norm_O, eps, normed_TO, config["ranges"], bias_O, residual_TO, sum_TO)
+    else:
+        launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
+        launch_norm(sum_TO, norm_O, eps, normed_TO)
     return sum_TO, normed_TO

@@ -41,8 +41,8 @@ from graphllm.ops.paged_attention.triton_common import (
 from graphllm.ops.paged_attention.triton_decode import Config
 from graphllm.ops.paged_attention.triton_write import cache_constants, write_rows
 
-_RANGE = 512  # tokens of a range
-_MOST_PARTIAL = 1 << 28  # bytes of what programs leave to the one that joins it
+_RANGE = 256  # tokens of a range
+_MOST_PARTIAL = 1 << 29  # bytes of what programs leave to the one that joins it
 _MOST_PROGRAMS = 32  # that share the ranges of a sequence
 
 
