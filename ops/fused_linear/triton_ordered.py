@@ -9,7 +9,7 @@ The tensor memory accelerator brings tiles; programs take one after another, wit
 """
 
 # mypy: allow-untyped-defs
-# ruff: noqa: SIM102  (a branch on a constexpr joins no other condition)
+
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ changes nothing. Single tokens and prompts go by one kernel: it has the query he
 tile, those of one token or of many. Where sequences are few and have one token each, some programs share the ranges of
 a sequence, and the last one to finish joins them; else one program does both.
 
-Keys and values of the step's tokens are first stored in the cache, and read from there as all others.
+Keys and values of prompts are first stored in the cache by a kernel of their own, and read from there as all others.
+Where sequences have one token each, the program of the last range stores its keys and values, and takes them as they
+are.
 """
 
 # mypy: allow-untyped-defs
@@ -25,12 +27,14 @@ from graphllm.ir import CallSite, launch_triton, zeroed
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import (
     Rotary,
+    as_entries,
     as_queries,
     attends,
     load_rotated,
     load_scales,
     load_sinks,
     multiply,
+    prefetch_lines,
     problem,
     rotary_arguments,
     score_constants,
@@ -59,12 +63,13 @@ def _join(acc, top, total, more, more_top, more_total):
 
 @triton.jit
 def _attend(
-    acc, top, total, joined, joined_top, joined_total, q, head_ptr, table_row, position, end, lo, hi, row_scale,
-    CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_POS: tl.constexpr, LOG2E_CAP: tl.constexpr,
+    acc, top, total, joined, joined_top, joined_total, q, head_ptr, table_row, position, end, lo, hi, row_scale, k_new,
+    v_new, CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_POS: tl.constexpr, LOG2E_CAP: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr,
-    BLOCK_N: tl.constexpr, RANGE: tl.constexpr, EMULATED: tl.constexpr,
+    BLOCK_N: tl.constexpr, RANGE: tl.constexpr, SINGLE: tl.constexpr, SEVERAL: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
-    """Tiles lo .. hi. MASKED: some rows do not see some of their tokens."""
+    """Tiles lo .. hi. MASKED: some rows do not see some of their tokens. SINGLE: the last token, before end, is not in
+    the cache: its entries are k_new and v_new [E_PAD]. SEVERAL: tiles may be of more than one range."""
     n = tl.arange(0, BLOCK_N)
     e = tl.arange(0, E_PAD)
     TILES: tl.constexpr = RANGE // BLOCK_N
@@ -74,12 +79,16 @@ def _attend(
         slots = head_ptr + tile_slots(cache_block, tile, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)[:, None] + e[None, :]
         cache_block = tile_blocks(table_row, tile + 1, end, P, BLOCK_N)
         if MASKED:
-            kept = at < end
+            kept = at < end - 1 if SINGLE else at < end
             if WINDOW > 0:  # of what no row sees the block may be gone, and 0 * NaN is NaN
                 kept = kept & (at > tl.min(position, axis=0) - WINDOW)
             inside = kept[:, None] & (e < E)[None, :]
             keys = tl.load(slots, mask=inside, other=0.0)
             values = tl.load(slots + CACHE_KV, mask=inside, other=0.0)
+            if SINGLE:
+                is_new = (at == end - 1)[:, None]
+                keys = tl.where(is_new, k_new[None, :], keys)
+                values = tl.where(is_new, v_new[None, :], values)
         elif E_PAD != E:
             keys = tl.load(slots, mask=(e < E)[None, :], other=0.0)
             values = tl.load(slots + CACHE_KV, mask=(e < E)[None, :], other=0.0)
@@ -106,20 +115,21 @@ def _attend(
         total = tl.fma(total, rescale, tl.sum(p, axis=1))
         acc = multiply(p.to(q.dtype), values.to(q.dtype), acc * rescale[:, None], EMULATED)
         top = new_top
-        if (tile + 1) % TILES == 0:
-            joined, joined_top, joined_total = _join(joined, joined_top, joined_total, acc, top, total)
-            acc = tl.zeros(acc.shape, tl.float32)
-            top = tl.full(top.shape, float("-inf"), tl.float32)
-            total = tl.zeros(total.shape, tl.float32)
+        if SEVERAL:
+            if (tile + 1) % TILES == 0:
+                joined, joined_top, joined_total = _join(joined, joined_top, joined_total, acc, top, total)
+                acc = tl.zeros(acc.shape, tl.float32)
+                top = tl.full(top.shape, float("-inf"), tl.float32)
+                total = tl.zeros(total.shape, tl.float32)
     return acc, top, total, joined, joined_top, joined_total
 
 
 @triton.jit
 def _attend_all(
-    q, head_ptr, table_row, position, end, first, inner, full, last, row_scale,
+    q, head_ptr, table_row, position, end, first, inner, full, last, row_scale, k_new, v_new,
     CACHE_BLOCK: tl.constexpr, CACHE_KV: tl.constexpr, CACHE_POS: tl.constexpr, LOG2E_CAP: tl.constexpr,
     WINDOW: tl.constexpr, E: tl.constexpr, E_PAD: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr,
-    RANGE: tl.constexpr, EMULATED: tl.constexpr,
+    RANGE: tl.constexpr, SINGLE: tl.constexpr, SEVERAL: tl.constexpr, EMULATED: tl.constexpr,
 ):  # fmt: skip
     """What tiles first .. last give: sums, the largest score and the sum of weights. Tiles inner .. full are seen whole
     by all rows."""
@@ -130,28 +140,36 @@ def _attend_all(
     if WINDOW > 0:
         acc, top, total, joined, joined_top, joined_total = _attend(
             acc, top, total, joined, joined_top, joined_total, q, head_ptr, table_row, position, end, first, inner,
-            row_scale, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, RANGE, EMULATED,
+            row_scale, k_new, v_new, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N,
+            RANGE, SINGLE, SEVERAL, EMULATED,
         )  # fmt: skip
     acc, top, total, joined, joined_top, joined_total = _attend(
         acc, top, total, joined, joined_top, joined_total, q, head_ptr, table_row, position, end, inner, full,
-        row_scale, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N, RANGE, EMULATED,
+        row_scale, k_new, v_new, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, False, E, E_PAD, P, BLOCK_N,
+        RANGE, SINGLE, SEVERAL, EMULATED,
     )  # fmt: skip
     acc, top, total, joined, joined_top, joined_total = _attend(
         acc, top, total, joined, joined_top, joined_total, q, head_ptr, table_row, position, end, full, last,
-        row_scale, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N, RANGE, EMULATED,
+        row_scale, k_new, v_new, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, True, E, E_PAD, P, BLOCK_N,
+        RANGE, SINGLE, SEVERAL, EMULATED,
     )  # fmt: skip
-    return _join(joined, joined_top, joined_total, acc, top, total)
+    if SEVERAL:
+        acc, top, total = _join(joined, joined_top, joined_total, acc, top, total)
+    return acc, top, total
 
 
 @triton.jit
 def range_kernel(
     q_ptr,
+    k_ptr,  # these two if SINGLE
+    v_ptr,
     cache_ptr,
     out_ptr,
     table_ptr,
     query_start_ptr,
     seq_len_ptr,
     q_norm_ptr,
+    k_norm_ptr,
     cos_ptr,
     sin_ptr,
     sinks_ptr,
@@ -161,6 +179,10 @@ def range_kernel(
     S,
     Q_ROW: tl.constexpr,
     Q_HEAD: tl.constexpr,
+    K_ROW: tl.constexpr,
+    K_HEAD: tl.constexpr,
+    V_ROW: tl.constexpr,
+    V_HEAD: tl.constexpr,
     CACHE_BLOCK: tl.constexpr,
     CACHE_KV: tl.constexpr,
     CACHE_HEAD: tl.constexpr,
@@ -188,10 +210,11 @@ def range_kernel(
     SINGLE: tl.constexpr,  # sequences have one token at most
     PARTS: tl.constexpr,  # ranges of the longest context
     PROGRAMS: tl.constexpr,  # that share the ranges of a sequence, if SINGLE
+    LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
+    LINES: tl.constexpr,  # such lines that a head's entries surely fill
 ):
     if not EMULATED:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     BLOCK_Q: tl.constexpr = BLOCK_M // G
     head = tl.program_id(0) % K
     if SINGLE:
@@ -213,6 +236,8 @@ def range_kernel(
     end = tl.minimum(low + BLOCK_Q, length)  # one past the last
     last = (end + BLOCK_N - 1) // BLOCK_N
     full = (low + 1) // BLOCK_N  # tiles that end at or before low: seen by all rows, but for the window
+    if SINGLE:
+        full = low // BLOCK_N
     first = full * 0
     inner = first
     if WINDOW > 0:
@@ -224,6 +249,16 @@ def range_kernel(
     range_0 = first // TILES
     ranges = (last + TILES - 1) // TILES - range_0
     own = tl.program_id(1)
+    head_ptr = cache_ptr + head * CACHE_HEAD
+    table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
+    if not EMULATED:
+        if SINGLE:  # the first tile is on its way while the queries are still being made
+            if own < ranges:
+                begin = tl.maximum((range_0 + own) * TILES, first)
+                blocks = tile_blocks(table_row, begin, low, P, BLOCK_N)
+                slots = tile_slots(blocks, begin, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
+                prefetch_lines(head_ptr + slots, CACHE_KV, LINE, LINES)
+        tl.extra.cuda.gdc_wait()
     if (skip < queries) & (own < ranges):
         m = tl.arange(0, BLOCK_M)
         e = tl.arange(0, E_PAD)
@@ -235,16 +270,33 @@ def range_kernel(
         inside = valid[:, None] & (e < E)[None, :]
         q_row = q_ptr + (row * Q_ROW + heads * Q_HEAD)[:, None]
         q = load_rotated(q_row, row[:, None], valid[:, None], q_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
-        head_ptr = cache_ptr + head * CACHE_HEAD
         k_scale, v_scale = load_scales(kv_scales_ptr, SCALED)
         q, powers = as_queries(q, cache_ptr.dtype.element_ty)
         row_scale = SCALE * k_scale * powers
-        table_row = table_ptr + tl.cast(s, tl.int64) * TABLE_ROW
+        k_new, v_new = 0.0, 0.0
+        if SINGLE:
+            # As the kernel does that stores prompts, by rows of as many numbers of a thread: each is the one token.
+            r = tl.arange(0, 16)[:, None]
+            row64 = row0.to(tl.int64)
+            dtype: tl.constexpr = cache_ptr.dtype.element_ty
+            k_row = k_ptr + row64 * K_ROW + head * K_HEAD + r * 0
+            keys = load_rotated(k_row, row64 + r * 0, r >= 0, k_norm_ptr, cos_ptr, sin_ptr, E, E_PAD, F, NORM, EPS)
+            in_row = (r >= 0) & (e < E)[None, :]
+            values = tl.load(v_ptr + row64 * V_ROW + head * V_HEAD + r * 0 + e[None, :], mask=in_row, other=0.0)
+            keys = as_entries(keys, k_scale, dtype, SCALED, EMULATED)
+            values = as_entries(values, v_scale, dtype, SCALED, EMULATED)
+            slot = tl.load(table_row + low // P).to(tl.int64) * CACHE_BLOCK + (low % P) * CACHE_POS
+            stores = (r == 0) & (e < tl.where(own == (ranges - 1) % PROGRAMS, E, 0))[None, :]
+            tl.store(head_ptr + slot + r * 0 + e[None, :], keys, mask=stores)
+            tl.store(head_ptr + slot + r * 0 + e[None, :] + CACHE_KV, values, mask=stores)
+            k_new = tl.max(keys.to(tl.float32), axis=0).to(dtype)
+            v_new = tl.max(values.to(tl.float32), axis=0).to(dtype)
         finishes = True
         if PROGRAMS == 1:
             acc, top, total = _attend_all(
-                q, head_ptr, table_row, position, end, first, inner, full, last, row_scale,
-                CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, E, E_PAD, P, BLOCK_N, RANGE, EMULATED,
+                q, head_ptr, table_row, position, end, first, inner, full, last, row_scale, k_new, v_new,
+                CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, E, E_PAD, P, BLOCK_N, RANGE, SINGLE, True,
+                EMULATED,
             )  # fmt: skip
         else:
             CELL: tl.constexpr = E + 2
@@ -260,8 +312,8 @@ def range_kernel(
                 begin = tl.minimum(tl.maximum(inner, lo), hi)
                 acc, top, total = _attend_all(
                     q, head_ptr, table_row, position, end, lo, begin, tl.minimum(tl.maximum(full, begin), hi), hi,
-                    row_scale, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, E, E_PAD, P, BLOCK_N, RANGE,
-                    EMULATED,
+                    row_scale, k_new, v_new, CACHE_BLOCK, CACHE_KV, CACHE_POS, LOG2E_CAP, WINDOW, E, E_PAD, P, BLOCK_N,
+                    RANGE, SINGLE, False, EMULATED,
                 )  # fmt: skip
                 if ranges > 1:
                     tl.store(cell + r * (H * CELL), acc, mask=inside)
@@ -351,20 +403,24 @@ def triton_ranges(
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     T, H, E = q_THE.shape
     K, S = kv_cache.shape[2], seq_lens.shape[0]
-    (q_norm, _, cos, sin), rotation = rotary_arguments(rotary, q_THE)
-    write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
+    rotated, rotation = rotary_arguments(rotary, q_THE)
+    if not single:
+        write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
     score_scale, log2e_cap = score_constants(scale, softcap)
     partial = arrived = q_THE
+    line = 128 // kv_cache.element_size()
     if programs > 1:
         partial = torch.empty((S, parts, H, E + 2), dtype=torch.float32, device=q_THE.device)
         arrived = zeroed(q_THE, S * K)
     launch_triton(
         range_kernel, (S * K if single else (T // (block_m // (H // K)) + S) * K, programs),
-        q_THE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, q_norm, cos, sin,
+        q_THE, k_TKE, v_TKE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, *rotated,
         q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
-        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
+        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
+        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
         SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length,
-        SINGLE=single == 1, PARTS=parts, PROGRAMS=programs, num_warps=warps, num_stages=stages,
+        SINGLE=single == 1, PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
+        num_warps=warps, num_stages=stages,
         **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
     )  # fmt: skip
     return out_THE
