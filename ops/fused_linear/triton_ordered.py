@@ -10,7 +10,6 @@ The tensor memory accelerator brings tiles; programs take one after another, wit
 
 # mypy: allow-untyped-defs
 
-
 from __future__ import annotations
 
 import torch

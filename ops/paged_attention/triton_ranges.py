@@ -46,6 +46,7 @@ from graphllm.ops.paged_attention.triton_decode import Config
 from graphllm.ops.paged_attention.triton_write import cache_constants, write_rows
 
 _RANGE = 256  # tokens of a range
+_SINGLE_M = 64  # rows of a tile for single tokens: the heads of one KV head
 _MOST_PARTIAL = 1 << 29  # bytes of what programs leave to the one that joins it
 _MOST_PROGRAMS = 32  # that share the ranges of a sequence
 
@@ -344,25 +345,25 @@ def range_kernel(
 
 def in_ranges(site: CallSite) -> bool:
     """Whether the kernel serves a site: where rows are to come out the same in every batch, without drafts, by those
-    instructions of Hopper's tensor cores that take 64 rows."""
-    q_THE, K = site.args["q_THE"], site.args["kv_cache"].shape[2]
+    instructions of Hopper's tensor cores that take 64 rows. All else has not been shown to."""
+    (_, H, E), cache = site.args["q_THE"].shape, site.args["kv_cache"]
     alone = site.bucket.query_len == 1 and site.args.get("ancestors_T") is None
-    fits = q_THE.dtype != torch.float32 and q_THE.shape[1] // K <= 64
-    return site.deterministic and site.target.arch[0] == "sm_90" and alone and fits and attends(site)
+    shown = site.args["q_THE"].dtype == cache.dtype == torch.bfloat16 and E <= 128 and H // cache.shape[2] <= _SINGLE_M
+    return site.deterministic and site.target.arch[0] == "sm_90" and alone and shown and attends(site)
 
 
 def range_configs(site: CallSite) -> list[Config]:
     """The same tiles and ranges at all sizes; 128 rows are two times 64, each as if alone."""
     (_, H, E), (_, _, K, P, _) = site.args["q_THE"].shape, site.args["kv_cache"].shape
     parts = -(-site.args["block_table"].shape[1] * P // _RANGE)
-    rows, programs, single = site.bucket.hi * K, 1, site.bucket.kind == "decode"
-    if single and site.bucket.hi * parts * H * (E + 2) * 4 <= _MOST_PARTIAL:
-        programs = max(1, min(parts, _MOST_PROGRAMS, 4 * site.target.multiprocessors // max(1, rows)))
-    block_m, warps = (64, 4) if single or E > 128 else (128, 8)
+    most, programs, single = site.bucket.hi, 1, site.bucket.kind == "decode"
+    if single and most * parts * H * (E + 2) * 4 <= _MOST_PARTIAL:
+        programs = max(1, min(parts, _MOST_PROGRAMS, 4 * site.target.multiprocessors // max(1, most * K)))
+    block_m, warps = (_SINGLE_M, 4) if single else (128, 8)
     return [
-        {"block_m": block_m, "block_n": 32 if E > 128 else 64, "warps": warps, "stages": stages, "length": _RANGE,
-         "parts": parts, "programs": programs, "single": int(single)}
-        for stages in ((2,) if E > 128 else (2, 3))
+        {"block_m": block_m, "block_n": 64, "warps": warps, "stages": stages, "length": _RANGE, "parts": parts,
+         "programs": programs, "single": int(single)}
+        for stages in (2, 3)
     ]  # fmt: skip
 
 

@@ -48,7 +48,8 @@ HEADS = {  # query heads, KV heads, head size, and more arguments
     "qwen3": (16, 8, 128, {"norm": True}),
     "qwen2": (14, 2, 64, {}),
     "window": (32, 8, 128, {"window": 700}),
-    "softcap": (8, 4, 256, {"softcap": 30.0}),
+    "phi3": (32, 32, 96, {}),
+    "softcap": (8, 4, 128, {"softcap": 30.0}),
 }
 
 
