@@ -85,7 +85,7 @@ def ordered_configs(site: CallSite) -> list[Config]:
     """Launch constants of the kernel for many rows that computes each as the tile kernel does among few."""
     rows, ranges, inner = site.rows("x_TI"), _ranges(site), site.args["x_TI"].shape[1]
     gated, parted = bool(site.args.get("gated")), "norm_O" in site.args and rows <= MOST_ROWS and ranges > 1
-    found = []
+    found: list[Config] = []
     for tile, block_t in _ORDERED:
         registers = tile.block_n * block_t // (tile.warps * 32)
         kept = ranges > 1 and not parted and registers <= 64
@@ -144,7 +144,7 @@ def _alike_configs(site: CallSite) -> Iterator[Config]:
 def _plain_configs(site: CallSite) -> list[Config]:
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     processors = site.target.multiprocessors
-    found = []
+    found: list[Config] = []
     for block_t, token_tiles, largest in _token_tiles(site):
         for tile in _TILES:
             if not _fits(tile, block_t, 16):
