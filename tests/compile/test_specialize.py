@@ -110,7 +110,7 @@ def test_deterministic_mode_has_one_order_in_all_buckets_of_a_gpu_that_it_was_sh
     pieces = _linked(wanted).pieces.values()
     require_row_orders(((p.json, bucket) for p in pieces for bucket in wanted.buckets), wanted)
     other = dataclasses.replace(wanted, target=Target("cuda", ("sm_80", "sms_108")))
-    with pytest.raises(ConfigError, match=r"no implementation of rope_attention for cuda.*depend on the others"):
+    with pytest.raises(ConfigError, match=r"no implementation of paged_attention for cuda.*depend on the others"):
         require_row_orders(
             ((p.json, bucket) for p in _linked(other).pieces.values() for bucket in other.buckets), other
         )
