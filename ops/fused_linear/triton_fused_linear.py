@@ -31,7 +31,7 @@ from graphllm.ops.add_lora.triton_low_rank import (
 )
 from graphllm.ops.all_reduce.triton_exchange import exchange_half, sum_over_ranks
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, row_configs, sum_order
+from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, row_configs
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
@@ -49,7 +49,7 @@ def weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def silu_gate(acc):
+def _gate(acc):
     """silu(gate) * value."""
     gate, value = acc
     return gate / (1.0 + tl.exp(-gate)) * value
@@ -126,7 +126,7 @@ def _finish_row(
 ):  # fmt: skip
     column = row
     if GATED:
-        out = silu_gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
+        out = _gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         inside_out = column < N // 2
     else:
@@ -213,7 +213,7 @@ def encoded_row_kernel(
 
 
 @triton.jit
-def finish_tile(
+def _finish_tile(
     acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
     N: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -223,7 +223,7 @@ def finish_tile(
         acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
-        acc = silu_gate(tl.split(pairs))
+        acc = _gate(tl.split(pairs))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
     else:
@@ -246,7 +246,7 @@ def finish_splits(
 ):  # fmt: skip
     """Write a tile once the parts of its sum are there: the last program to arrive adds them, always in one order."""
     if SPLITS == 1:
-        finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
                      N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
     else:
         tile = tile_t * tl.num_programs(0) + block
@@ -261,7 +261,7 @@ def finish_splits(
             for i in tl.static_range(SPLITS):
                 acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
-            finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
                          N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
 
 
@@ -440,16 +440,19 @@ def norm_kernel(
         x = tl.load(x_ptr + token * X_ROW + k, mask=inside, other=0.0).to(tl.float32)
     else:
         x = tl.load(residual_ptr + token * RESIDUAL_ROW + k, mask=inside, other=0.0).to(tl.float32)
-        own = tl.zeros([BLOCK_K], tl.float32)
-        for part in tl.static_range(PARTS):  # first, as programs that make all parts themselves add them
-            own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
-        if BIAS:
-            own += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
         if RANKS > 1:
+            own = tl.zeros([BLOCK_K], tl.float32)
+            if BIAS:
+                own += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
             half = exchange_half(exchange_ptr)
             x += sum_over_ranks(own, token * K + k, inside, exchange_ptr, half, sum_ptr.dtype.element_ty, RANKS)
         else:
-            x += own
+            if BIAS:
+                x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            for part in tl.static_range(PARTS):
+                x += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0)
         rounded = x.to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + token * K + k, rounded, mask=inside)
         x = rounded.to(tl.float32)
@@ -467,7 +470,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMU
     row = gate_up_ptr + token * (2 * N) + n
     gate = tl.load(row, mask=n < N, other=0.0).to(tl.float32)
     value = tl.load(row + N, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, silu_gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
+    tl.store(out_ptr + token * N + n, _gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
@@ -475,7 +478,7 @@ _GATE_BLOCK = 1024
 _EXCHANGED = 1024  # numbers of a program that sums over ranks, at least: Triton 3.6 aborts on some smaller blocks
 
 
-def width_of(weight_OI: Tensor, gated: bool) -> int:
+def _width(weight_OI: Tensor, gated: bool) -> int:
     return weight_OI.shape[0] // (2 if gated else 1)
 
 
@@ -532,7 +535,7 @@ def triton_row(
     warps: int,
 ) -> Tensor:
     """One row of x."""
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
+    out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
     config = {"block_n": block_n, "block_k": block_k, "warps": warps}
     launch_row(x_TI, weight_OI, out_TN, config, bias_O, norm_I, eps, residual_TN, gated, scales_GO, form, adapters)
@@ -585,10 +588,10 @@ def cublas(
 ) -> Tensor:
     """The library's product with kernels before and after it."""
     if norm_I is not None:
-        x_TI = normalized(x_TI, norm_I, eps)
+        x_TI = _normalized(x_TI, norm_I, eps)
     out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
     if gated:
-        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
+        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
         N = out_TN.shape[1]
         launch_triton(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
@@ -637,7 +640,7 @@ def _norm_warps(K: int, ranks: int) -> int:
     return 8 if K > 2048 else 4
 
 
-def normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
+def _normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
     normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
     launch_norm(x_TI, norm_I, eps, normed_TI)
     return normed_TI
@@ -694,7 +697,7 @@ def _ranks(adapters: Adapters | None) -> dict[str, int]:
     return adapters.constants if adapters else {"RANK": 0, "COLUMNS": 0, "END_0": 0, "END_1": 0}
 
 
-@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=beside_rows, row_order=sum_order)
+@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=beside_rows)
 def triton_tile(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -716,10 +719,10 @@ def triton_tile(
     """Up to ``MOST_ROWS`` rows of x."""
     within = config["norm"] == 1
     if norm_I is not None and not within:
-        x_TI = normalized(x_TI, norm_I, eps)
+        x_TI = _normalized(x_TI, norm_I, eps)
     low = (config["low_rows"], config["low_splits"])
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low, norm_I if within else None, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
+    out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
         norm=(norm_I if within else None, eps), adapters=adapters,

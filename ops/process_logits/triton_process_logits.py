@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
-from graphllm.ir.op import each_alone
 from graphllm.ops.process_logits.op import process_logits
 
 _BLOCK = 2048  # tokens of a tile, whole words of the mask
@@ -124,7 +123,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@process_logits.impl("triton_process_logits", device="cuda", supports=_supports, row_order=each_alone)
+@process_logits.impl("triton_process_logits", device="cuda", supports=_supports)
 def triton_process_logits(
     logits_SV: Tensor,
     slot_S: Tensor,

@@ -18,11 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
-from graphllm.ir.op import each_alone
 from graphllm.ops.sample.op import sample
 
 _BLOCK = 2048  # lanes: logits that one program reads at a time
-_CHUNKS = 4  # programs of the scan for a row where rows are several
 _DEPTH = 16  # candidates that a lane has room for
 _PROGRAMS = 528  # of the scan: four for each processor of the chip that this was tuned on
 _GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
@@ -431,15 +429,9 @@ def _finish_kernel(
 def _chunks(S: object, V: int) -> int:
     """Programs per row of the scan: enough of them for the whole chip and not many without a tile, a power of two of at
     most 64."""
-    wanted = _PROGRAMS // max(S, 1) if isinstance(S, int) else _CHUNKS
+    wanted = _PROGRAMS // max(S, 1) if isinstance(S, int) else 4
     tiles = -(-V // _BLOCK)
     return min(1 << max(0, min(wanted, 64).bit_length() - 1), max(2, 1 << (tiles - 1).bit_length()))
-
-
-def _configs(site: CallSite) -> list[dict[str, int]]:
-    """As many chunks for one row as for others, where each must come out the same among any."""
-    S, V = site.args["logits_SV"].shape
-    return [{"chunks": _chunks(None if site.deterministic else S, V)}]
 
 
 def _supports(site: CallSite) -> bool:
@@ -447,7 +439,7 @@ def _supports(site: CallSite) -> bool:
     return logits.dtype in _KEY_SHIFT and logits.shape[1] < _BLOCK * 2**15
 
 
-@sample.impl("triton_sample", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
+@sample.impl("triton_sample", device="cuda", supports=_supports)
 def triton_sample(
     logits_SV: Tensor,
     temperature_S: Tensor,
@@ -456,11 +448,10 @@ def triton_sample(
     min_p_S: Tensor,
     seed_S: Tensor,
     sample_index_S: Tensor,
-    *,
-    chunks: int = _CHUNKS,
 ) -> Tensor:
     """Two launches, whatever the rows ask for."""
     S, V = logits_SV.shape
+    chunks = _chunks(S, V)
 
     def scratch(*shape: object, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]
