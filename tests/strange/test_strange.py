@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from graphllm.compile.pipeline import compile_model
-from graphllm.config import ConfigError, EngineArgs
+from graphllm.config import Bucket, ConfigError, EngineArgs
 from graphllm.engine.core import EngineCore
 from graphllm.engine.request import Adapter, EngineRequest, Item
 from graphllm.entrypoints.core import warm_up_host
@@ -45,10 +45,17 @@ def site(own_registries: pytest.MonkeyPatch) -> None:
 
 
 class Strange:
-    """A checkpoint with some features, and what it is to give."""
+    """A checkpoint with some features, and what it is to give. buckets: to compile for; the usual ones if none."""
 
-    def __init__(self, features: Sequence[str], folder: Path, seed: int = 5, draft: Path | None = None) -> None:
-        self.features, self.folder, self.draft = tuple(features), folder, draft
+    def __init__(
+        self,
+        features: Sequence[str],
+        folder: Path,
+        seed: int = 5,
+        draft: Path | None = None,
+        buckets: tuple[Bucket, ...] | None = None,
+    ) -> None:
+        self.features, self.folder, self.draft, self.buckets = tuple(features), folder, draft, buckets
         self.weights = expected.weights(features, seed)
         items = {"cross", "image"} & set(features)
         architecture = "StrangeEncodedForCausalLM" if items else "StrangeForCausalLM"
@@ -73,7 +80,7 @@ class Strange:
             args = EngineArgs(
                 target=DEVICE, backend=backend, dtype="float32", max_model_len=96, max_num_seqs=SEQS,
                 max_num_batched_tokens=32, block_size=16, num_speculative_tokens=2,
-                item_tokens=24, max_loras=2, tune=False, jobs=2 if DEVICE == "cuda" else 0,
+                item_tokens=24, max_loras=2, tune=False, jobs=2 if DEVICE == "cuda" else 0, buckets=self.buckets,
             )  # fmt: skip
             source = open_source(self.folder, draft=self.draft)
             compile_model(source.config, source.tensors, compile_config(source.config, args), place)
@@ -160,7 +167,9 @@ def test_pairs(pair: tuple[str, str], backend: str, tmp_path: Path) -> None:
 
 
 def test_all_together_compiled(tmp_path: Path) -> None:
-    _every_way(Strange(FEATURES, tmp_path / "model"), "inductor")
+    """For one bucket of each kind, as every one takes a quarter of a minute."""
+    buckets = (Bucket("decode", 1, 1), Bucket("decode", 2, SEQS, 3), Bucket("mixed", 2, 32))
+    _every_way(Strange(FEATURES, tmp_path / "model", buckets=buckets), "inductor")
 
 
 @pytest.mark.slow
