@@ -206,7 +206,10 @@ def test_docs_with_a_key_and_signs_of_life(serve: Callable[..., Served]) -> None
 
     blocker = {"prompt": "x", "n": 64, "temperature": 1, "max_tokens": 900, "ignore_eos": True, "stream": True}
     headers = {"authorization": "Bearer key"}
-    with httpx.stream("POST", server.url + COMPLETIONS, json=blocker, headers=headers, timeout=60):
+    with (
+        ThreadPoolExecutor(2) as pool,
+        httpx.stream("POST", server.url + COMPLETIONS, json=blocker, headers=headers, timeout=60),
+    ):
         time.sleep(0.5)  # all places are taken: what comes now waits in the queue
         turn = [{"role": "user", "content": "Hi"}]
         short: dict[str, Any] = {"messages": turn, "max_tokens": 2, "stream": True}
@@ -220,20 +223,19 @@ def test_docs_with_a_key_and_signs_of_life(serve: Callable[..., Served]) -> None
                 assert next(answer.iter_bytes()) == sign
         claude = anthropic.Anthropic(base_url=server.url, api_key="key")
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="key")
-        with ThreadPoolExecutor(2) as pool:  # real clients read over the signs
-            model = "graphllm-embedded"
-            first = pool.submit(
-                lambda: list(client.chat.completions.create(model=model, messages=turn, max_tokens=2, stream=True))
-            )
+        model = "graphllm-embedded"  # real clients read over the signs
+        first = pool.submit(
+            lambda: list(client.chat.completions.create(model=model, messages=turn, max_tokens=2, stream=True))
+        )
 
-            def message() -> Any:
-                with claude.messages.stream(model=model, messages=turn, max_tokens=2) as stream:
-                    return stream.get_final_message()
+        def message() -> Any:
+            with claude.messages.stream(model=model, messages=turn, max_tokens=2) as stream:
+                return stream.get_final_message()
 
-            second = pool.submit(message)
-            time.sleep(0.5)
-            assert not first.done()
-            assert not second.done()
+        second = pool.submit(message)
+        time.sleep(0.5)
+        assert not first.done()
+        assert not second.done()
     assert first.result()[-1].choices[0].finish_reason == "length"
     assert second.result().stop_reason == "max_tokens"
 
