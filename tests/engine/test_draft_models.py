@@ -412,12 +412,10 @@ def _texts(model: LlamaForCausalLM, seed: int, lengths: Sequence[int], count: in
     return found
 
 
-def tree_drafts(method: Method, model: LlamaForCausalLM, known: Known, tree: TokenTree | GrownTree | None) -> list[int]:
+def tree_drafts(method: Method, model: LlamaForCausalLM, known: Known, tree: TokenTree | None) -> list[int]:
     """The drafts of its nodes; of one run of them without a tree."""
     if tree is None:
         return method.drafts(model, known, DRAFTS)
-    if isinstance(tree, GrownTree):
-        return grown(method, model, known, tree)[0]
     assert method.behind is not None
     found: dict[tuple[int, ...], int] = {}
     for path in tree.paths:
@@ -468,10 +466,14 @@ def _run(
             known = text.known(position - behind) if position >= behind else None
             if known is None or position + 1 >= LEN:
                 continue
-            expected = tree_drafts(opened.method, model, known, tree)
+            parents = None
+            if isinstance(tree, GrownTree):
+                expected, parents = grown(opened.method, model, known, tree)
+            else:
+                expected = tree_drafts(opened.method, model, known, tree)
             assert tensors["state.drafts"][slot].tolist()[:made] == expected[:made], (state.request.id, position)
-            if made and isinstance(tree, GrownTree):
-                assert tensors["state.tree_parents"][slot].tolist() == grown(opened.method, model, known, tree)[1]
+            if made and parents is not None:
+                assert tensors["state.tree_parents"][slot].tolist() == parents
             count += made > 0
 
     params = GREEDY.__class__(**{"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True, **params_of})
