@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 from simulation import VOCAB, Content, Simulation, continuation, item, request
@@ -207,5 +208,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
+
+
+@pytest.mark.slow
+class TestSchedulerAtLength(SchedulerMachine.TestCase):  # type: ignore[misc,name-defined]
+    """Many more such runs."""
+
+    settings = settings(TestScheduler.settings, max_examples=1000)
