@@ -206,7 +206,7 @@ def changed_configs(draw: st.DrawFn, configs: Mapping[str, dict[str, Any]]) -> t
     return family, _with(configs[family], name, value), name
 
 
-@_slow(600, 6000)
+@_slow(300, 6000)
 def test_config_json(families: dict[str, Family], examples: int) -> None:
     """What is accepted is what transformers computes; the logits are compared in the slow share."""
     counts = {"refused": 0, "neutral": 0, "compared": 0}
