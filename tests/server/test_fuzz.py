@@ -119,19 +119,22 @@ def check_events(path: str, text: str) -> None:
 def fuzzed(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
     """A server of its own: it must be as it was at the end, engine and all, and have nothing bad in its log."""
     server = Served(tmp_path_factory.mktemp("fuzzed") / "log", "--artifact", embedded_artifact).wait_ready()
-    engine = server.engine_pid
-    with httpx.Client(base_url=server.url, timeout=SECONDS) as client:
-        found = Fuzzed(server, client.get("/openapi.json").json(), client)
-        yield found
-        assert server.get("/health/ready")[0] == 200
-        assert server.engine_pid == engine
-        server.idle()
-        assert client.get("/load").json() == {"server_load": 0}
-    print(f"answers: {dict(sorted(found.answers.items()))}, the slowest took {found.slowest:.2f} s")
-    log = server.log.read_text()
-    assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
-    assert " ERROR " not in log
-    assert server.stop() == 0
+    try:
+        engine = server.engine_pid
+        with httpx.Client(base_url=server.url, timeout=SECONDS) as client:
+            found = Fuzzed(server, client.get("/openapi.json").json(), client)
+            yield found
+            assert server.get("/health/ready")[0] == 200
+            assert server.engine_pid == engine
+            server.idle()
+            assert client.get("/load").json() == {"server_load": 0}
+        print(f"answers: {dict(sorted(found.answers.items()))}, the slowest took {found.slowest:.2f} s")
+        log = server.log.read_text()
+        assert "Traceback" not in log, log[log.index("Traceback") :][:4000]
+        assert " ERROR " not in log
+    finally:
+        ended = server.stop()
+    assert ended == 0
 
 
 def repeat(check: Any, strategy: Any, examples: int) -> None:

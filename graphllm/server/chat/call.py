@@ -31,13 +31,13 @@ from graphllm.server.chat.tools import (
     detect_tools,
     for_template,
 )
+from graphllm.server.http.wire import checked_id
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 CHAT_BATCH = "/v1/chat/completions/batch"
 MAX_COMPLETIONS = 1024  # of one request
 _DEFAULT_MAX_TOKENS = 16  # of a completion; a chat goes on to the end of the context
 _END = "CONTINUE-FROM-HERE "  # stands for the end of a message that is continued; templates may strip its space
-_REQUEST_ID = re.compile(r"[\w.:/+=-]{1,128}")
 # Fields of SamplingParams that are none of a request's body.
 _MAX_BEAM_TOKENS = 1 << 30  # where a body gives no limit, that of the context
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "render", "chat_template"})
@@ -156,7 +156,7 @@ def parse_call(url: object, body: object, defaults: SamplingParams, rules: Rules
         tokens_as_ids=_take(rest, "return_tokens_as_token_ids", bool, rules.tokens_as_ids),
         truncation=_truncation(rest),
         interval=_interval(rest),
-        request_id=_request_id(rest),
+        request_id=checked_id(_take(rest, "request_id", str, "")),
         role=rules.role,
     )
     call = _streaming(call, rest, rules.usage)
@@ -216,13 +216,6 @@ def _interval(rest: dict[str, Any]) -> int:
     if interval < 1:
         raise ConfigError(f"stream_interval is {interval}: give a number of tokens from 1")
     return interval
-
-
-def _request_id(rest: dict[str, Any]) -> str:
-    id = _take(rest, "request_id", str, "")
-    if id and not _REQUEST_ID.fullmatch(id):
-        raise ConfigError(f"request_id is {id!r:.80}: give up to 128 letters, digits, and any of . : / + = _ -")
-    return id
 
 
 def _chat_template(rest: dict[str, Any], allowed: bool) -> str | None:

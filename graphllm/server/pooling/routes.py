@@ -14,7 +14,7 @@ from graphllm.config import ConfigError
 from graphllm.config.pooling import PoolingParams
 from graphllm.server.chat.fields import judged
 from graphllm.server.http.document import GENERATES, answers, errors
-from graphllm.server.http.wire import JsonRoute, Record, encode, json_response, record_of
+from graphllm.server.http.wire import JsonRoute, Record, checked_id, encode, json_response, record_of
 from graphllm.server.pooling import protocol
 from graphllm.server.pooling.running import Found, find_vectors, instructed, pooling_of
 from graphllm.server.pooling.writing import Order, base64_of, bits, bytes_of, numbers
@@ -143,7 +143,7 @@ async def _given(service: Service, request: Request, kind: type[protocol.Object]
     name = given.pop("model", None)
     if await service.adapter(name) is not None:
         raise ConfigError(f"model is {name!r:.80}: vectors here are the model's own; give {service.names[0]!r:.80}")
-    if (name := given.pop("request_id", None)) and not record.named:
+    if (name := checked_id(given.pop("request_id", None) or "")) and not record.named:
         record.id = name
     return given
 

@@ -192,6 +192,7 @@ def test_a_chat_is_written_out_by_its_template(tokenizer: Tokenizer) -> None:
         (CHAT, {"truncation_side": "middle"}, "truncation_side", "truncation_side is 'middle'"),
         (CHAT, {"stream_interval": 0}, "stream_interval", "stream_interval is 0"),
         (CHAT, {"request_id": "a b"}, "request_id", "request_id is 'a b'"),
+        (CHAT, {"request_id": "日"}, "request_id", "request_id is '日'"),  # a letter, but in no header
         (CHAT, {"length_penalty": 0.5}, "length_penalty", "only with use_beam_search"),
         (CHAT, {"use_beam_search": True, "stream": True}, "use_beam_search", "leave out stream"),
         (CHAT, {"use_beam_search": True, "top_k": 3}, "top_k", "no meaning with use_beam_search"),

@@ -98,6 +98,7 @@ WRONG = [
     ("/v1/embeddings", {"input": []}, 400, "input is []: give at least one text"),
     ("/v1/embeddings", {"input": ""}, 400, "prompt is empty"),
     ("/v1/embeddings", {"input": [[4097]]}, 400, "4097"),
+    ("/v1/embeddings", {"input": "a", "request_id": "\u0007"}, 400, "request_id is '\\x07'"),
     ("/v1/embeddings", {"input": "a", "what": 1}, 400, "what is 1: not supported; leave it out"),
     ("/v1/embeddings", {"input": "a", "model": "other"}, 404, "model is 'other': not served here"),
     ("/v1/embeddings", {"input": "a", "prompt_name": "x"}, 400, "prompt_name is 'x': there are query, document"),
