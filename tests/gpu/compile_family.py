@@ -17,5 +17,11 @@ if __name__ == "__main__":
     parity._build(next(a for a in parity.ARCHS if a.name == name)).save_pretrained(folder)
     settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
     parity.driver.Driver(
-        folder, "inductor", folder / "artifact", target="cuda", settings=settings, opened=lambda place, tensors: None
+        folder,
+        "inductor",
+        folder / "artifact",
+        target="cuda",
+        settings=settings,
+        opened=lambda place, tensors: None,
+        jobs=4,
     )

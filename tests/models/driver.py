@@ -86,7 +86,8 @@ class Runner:
 
 class Driver(Runner):
     """A compiled checkpoint with its executor. settings: further ones of `EngineArgs`. opened: what runs the artifact,
-    of its folder and the checkpoint, in place of an executor in this process."""
+    of its folder and the checkpoint, in place of an executor in this process. jobs: processes that compile, where
+    nothing is tuned."""
 
     def __init__(
         self,
@@ -98,6 +99,7 @@ class Driver(Runner):
         tune: bool = False,
         settings: Mapping[str, Any] = {},
         opened: Callable[[Path, Checkpoint], Any] | None = None,
+        jobs: int = 1,
     ) -> None:
         from graphllm.compile.pipeline import compile_model
 
@@ -107,7 +109,7 @@ class Driver(Runner):
             target=target, backend=backend, dtype=dtype, buckets=BUCKETS, max_num_seqs=8, max_num_batched_tokens=512,
             block_size=BLOCK, tune=tune, **settings,
         )  # fmt: skip
-        config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else 1)
+        config = replace(compile_config(source.config, wanted), max_model_len=512, jobs=0 if tune else jobs)
         compile_model(source.config, source.tensors, config, place, stored=source.checkpoint.tensors)
         if opened is not None:
             self.executor = opened(place, source.checkpoint)
