@@ -39,9 +39,7 @@ class Traffic:
         async with self.client:
             for number in range(1, 41):
                 await self._load(number)
-            coming = asyncio.create_task(self._come_and_go())
-            await asyncio.gather(*(self._ask_again() for _ in range(CLIENTS)))
-            coming.cancel()
+            await asyncio.gather(self._come_and_go(), *(self._ask_again() for _ in range(CLIENTS)))
             for number in list(self.loaded):
                 await self._unload(number)
 
@@ -61,7 +59,7 @@ class Traffic:
         self.seen["unloaded"] += 1
 
     async def _come_and_go(self) -> None:
-        while True:
+        while self.left > 0:
             await asyncio.sleep(self.rng.random() / 40)
             away = [n for n in range(1, ADAPTERS + 1) if n not in self.loaded]
             if away and (len(self.loaded) < 30 or self.rng.random() < 0.5):
