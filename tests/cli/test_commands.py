@@ -97,7 +97,8 @@ def test_no_compiler(
     broken: str | None, command: tuple[str, ...], process: Any, checkpoint: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """Told in the first second, counted without what else the machine does."""
+    """Told in the first second, or two of a slow machine, counted without what else it does: before torch is imported,
+    which takes longer."""
     if broken is not None:
         (tmp_path / "g++").write_text(broken)
         (tmp_path / "g++").chmod(0o755)
@@ -105,7 +106,7 @@ def test_no_compiler(
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = process(*command, checkpoint, "--target", "cpu")
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
     (line,) = done.err.splitlines()
     assert (done.code, done.out) == (2, "")
     assert line.startswith("graphllm: g++ is not installed or does not work (")
