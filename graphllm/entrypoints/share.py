@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.groups import Meeting
     from graphllm.runtime.rank_process import Settings
-    from graphllm.weights.readers import Loading
 
 _SPIN = 200e-6  # seconds, on a GPU; a CPU's kernels need the core
 
@@ -104,17 +103,18 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
     return {**manifest, "memory": {**manifest["memory"], "weights": weights, "block": blocks}}
 
 
-def begin_weights(config: CoreConfig, compiled: Mapping[str, Any], device: torch.device, place: RankPlace) -> Loading:
-    """The parameters of a rank, from the artifact or the checkpoint, or random; they may still be being read (see
-    `graphllm.weights.loader.begin_weights`). compiled: of the artifact's key. Raises ConfigError."""
+def open_weights(
+    config: CoreConfig, compiled: Mapping[str, Any], device: torch.device, place: RankPlace
+) -> dict[str, torch.Tensor]:
+    """The finished parameters of a rank, from the artifact or the checkpoint, or random. compiled: of the artifact's
+    key. Raises ConfigError."""
     import torch
 
     from graphllm.program.stages import stage_reads
-    from graphllm.weights import loader
     from graphllm.weights.formats.integers import KERNELS
+    from graphllm.weights.loader import chosen, load_weights
     from graphllm.weights.plan import WeightPlan
     from graphllm.weights.random import random_weights
-    from graphllm.weights.readers import Loading
 
     rank = place.tensor if config.peers is None else config.peers.rank
     artifact = Path(config.load.artifact)
@@ -126,17 +126,16 @@ def begin_weights(config: CoreConfig, compiled: Mapping[str, Any], device: torch
     if baked.is_baked(artifact):
         if compiled["tensor_parallel_size"] != 1 or config.peers is not None:
             raise ConfigError("bake_weights: an artifact of several ranks has no weights of its own; compile without")
-        if device.type == "cuda":
-            return baked.begin_weights(artifact, device)
-        return Loading(baked.open_weights(artifact))
-    if absent is not None:
+        weights = baked.open_weights(artifact, device)
+    elif absent is not None:
         raise absent
-    if checkpoint is not None:
-        return loader.begin_weights(plan, checkpoint, device, artifact / KERNELS, rank, reads)
-    weights = random_weights(loader.chosen(plan, reads), device, kernels=artifact / KERNELS)
+    elif checkpoint is not None:
+        weights = load_weights(plan, checkpoint, device, kernels=artifact / KERNELS, rank=rank, names=reads)
+    else:
+        weights = random_weights(chosen(plan, reads), device, kernels=artifact / KERNELS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return Loading(weights)
+    return weights
 
 
 def join_cores(peers: Peers, device: torch.device) -> CoreWaves:
@@ -170,8 +169,7 @@ class RankShare:
         self._device = rank_device(kind, self._place)
         self._threads = rank_threads(self._config, self._place.here)
         torch.set_num_threads(1)  # of this thread; the kernels' is another one
-        with begin_weights(config, compiled, self._device, self._place) as loading:
-            self._weights = loading.finish()
+        self._weights = open_weights(config, compiled, self._device, self._place)
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:
