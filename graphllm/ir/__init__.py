@@ -2,7 +2,7 @@
 
 from graphllm.ir.exchange import exchange
 from graphllm.ir.externs import Extern
-from graphllm.ir.gluon import GluonKernel
+from graphllm.ir.gluon import GluonKernel, runs_gluon
 from graphllm.ir.kernels import CKernel, launch_triton, zeroed
 from graphllm.ir.model import (
     AttentionMetadata,
@@ -21,6 +21,5 @@ from graphllm.specs import InputSpec, OutputSpec, StateSpec
 __all__ = [
     "AttentionMetadata", "CKernel", "CallSite", "Cost", "Extern", "ForwardContext", "GluonKernel", "Graph", "Impl",
     "InputSpec", "Model", "Op", "OutputSpec", "StateSpec", "Weight", "all_models", "each_alone", "exchange",
-    "launch_triton", "nbytes", "op",
-    "register_derivation", "register_model", "select_rows", "zeroed",
+    "launch_triton", "nbytes", "op", "register_derivation", "register_model", "runs_gluon", "select_rows", "zeroed",
 ]  # fmt: skip

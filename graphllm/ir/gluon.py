@@ -13,11 +13,19 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from graphllm.config import Target
 from graphllm.ir.kernels import give_scratch
 
 GLUON_NAMESPACE = "graphllm_gluon"
 _library = torch.library.Library(GLUON_NAMESPACE, "FRAGMENT")
 _kernels: dict[str, GluonKernel] = {}
+
+
+def runs_gluon(target: Target) -> bool:
+    """Whether kernels in Gluon run there: on Hopper, whose units they name, and not in Triton's interpreter."""
+    import triton
+
+    return target.arch[:1] == ("sm_90",) and not triton.knobs.runtime.interpret
 
 
 class GluonKernel:

@@ -6,16 +6,17 @@ the rows of tokens into the order of experts, and each of the two products is on
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from graphllm.ir import CallSite, launch_triton
+from graphllm.ir import CallSite, launch_triton, runs_gluon
 from graphllm.ops.fused_moe.gluon_experts import hopper_experts
 from graphllm.ops.fused_moe.op import fused_moe
-from graphllm.ops.fused_moe.triton_common import Experts, added, experts_of, supports
+from graphllm.ops.fused_moe.triton_common import SHARED, added, experts_of, supports
 
 
 @triton.jit
@@ -56,10 +57,8 @@ def place_rows_kernel(
 
 
 Config = Mapping[str, int]
-_ARCH = "sm_90"
 _FEWEST, _MOST = 2, 256  # tokens
 _GROUP = 32  # entries of one scale
-_SHARED = 228 * 1024  # bytes of shared memory of a multiprocessor
 _SETS = ((2, 2), (2, 3), (4, 2))  # spans of a stage, programs on a multiprocessor at once
 _REGISTERS = {2: 128, 3: 80}  # of a thread, so that so many programs fit
 
@@ -72,12 +71,10 @@ def supports_gluon(site: CallSite) -> bool:
         return False
     inner = (site.args["x_TD"].shape[1], site.args["down_NDF"].shape[1], site.args["gate_up_N2FD"].shape[1] // 2)
     plain = site.args["gate_up_zeros_NG2F"] is None and site.args["x_TD"].dtype == torch.bfloat16
-    hopper = site.target.arch[:1] == (_ARCH,) and not triton.knobs.runtime.interpret
     tensors = (t for t in site.args.values() if isinstance(t, Tensor))
     aligned = all(t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
-    return (
-        hopper and plain and aligned and all(n % _GROUP == 0 for n in inner) and _FEWEST <= site.rows("x_TD") <= _MOST
-    )
+    some = _FEWEST <= site.rows("x_TD") <= _MOST
+    return runs_gluon(site.target) and plain and aligned and all(n % _GROUP == 0 for n in inner) and some
 
 
 def gluon_configs(site: CallSite) -> list[Config]:
@@ -93,7 +90,7 @@ def gluon_configs(site: CallSite) -> list[Config]:
             config["maxnreg"] = _REGISTERS[at_once]
             for i, parts in enumerate((2, 1)):
                 size = spans * (parts * 64 * 68 + slots * 256)
-                config[f"stages{i}"] = min(8, (_SHARED // at_once - 2048) // size)
+                config[f"stages{i}"] = min(8, (SHARED // at_once - 2048) // size)
                 config[f"programs{i}"] = min(blocks[i], at_once * site.target.multiprocessors)
             if config["stages0"] > 1:
                 found.append(config)
@@ -117,21 +114,14 @@ def gluon_tokens(
     down_zeros_NGD: Tensor | None = None,
     form: str = "",
     group: int = 0,
-    **config: int,
+    residual_TD: Tensor | None = None,
+    **config: Any,
 ) -> Tensor:
-    """h and what each expert gives are rounded to x's dtype."""
+    """h and what each expert gives are rounded to x's dtype. residual_TD: for `residual_moe`."""
     experts = experts_of(
         gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
         gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
     )  # fmt: skip
-    return some_tokens(x_TD, experts, weights_TA, experts_TA, config)
-
-
-def some_tokens(
-    x_TD: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, config: Config,
-    residual_TD: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """residual + the experts of x, as `fused_moe` and `residual_moe` say."""
     (T, A), (N, D, F) = experts_TA.shape, experts.sizes
     P = T * A
     # The TMA unit reads rows of whole passes, behind the last pair as well.

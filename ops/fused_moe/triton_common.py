@@ -87,7 +87,7 @@ def added(y_PD: Tensor, experts_TA: Tensor, residual_TD: Tensor | None) -> Tenso
     return out_TD
 
 
-_SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiprocessor of sm_90 have
+SHARED = 227 * 1024  # bytes of shared memory that the programs on a multiprocessor of sm_90 have
 
 
 def programs_at_once(site: CallSite, rows: int, tokens: int, inner: int, stages: int) -> int:
@@ -95,7 +95,7 @@ def programs_at_once(site: CallSite, rows: int, tokens: int, inner: int, stages:
     stage."""
     size = site.args["x_TD"].element_size()
     weight = rows * BITS.get(site.args["form"], 8 * size)
-    return _SHARED // ((weight + tokens * 8 * size) // 8 * inner * stages)
+    return SHARED // ((weight + tokens * 8 * size) // 8 * inner * stages)
 
 
 class Experts(NamedTuple):

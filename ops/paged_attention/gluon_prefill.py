@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from graphllm.ir import CallSite
+from graphllm.ir import CallSite, runs_gluon
 from graphllm.ops.paged_attention.gluon_flash import hopper_flash
 from graphllm.ops.paged_attention.op import paged_attention
 from graphllm.ops.paged_attention.triton_common import Rotary, problem, rotary_arguments, score_constants
@@ -35,9 +34,8 @@ def is_flash(site: CallSite) -> bool:
     position = cache.stride(3)
     tiled = E in (64, 128) and H // cache.shape[2] <= 32 and all(cache.stride(i) % position == 0 for i in (0, 1, 2))
     aligned = all(n % 8 == 0 for n in (q.stride(0), q.stride(1), q.storage_offset(), position))
-    hopper = site.target.arch[:1] == ("sm_90",) and not triton.knobs.runtime.interpret
     halves = cache.dtype == q.dtype and q.dtype in (torch.bfloat16, torch.float16)
-    return hopper and halves and plain and tiled and aligned and is_mixed(site)
+    return runs_gluon(site.target) and halves and plain and tiled and aligned and is_mixed(site)
 
 
 @paged_attention.impl("gluon_prefill", device="cuda", supports=is_flash, configs=flash_configs, remedy=problem)

@@ -86,37 +86,12 @@ def triton_few(
     return triton_few_tokens.few_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)
 
 
-@residual_moe.impl(
+residual_moe.impl(
     "gluon_tokens",
     device="cuda",
     supports=lambda s: gluon_tokens.supports_gluon(s) and _plain(s),
     configs=gluon_tokens.gluon_configs,
-)
-def gluon(
-    residual_TD: Tensor,
-    x_TD: Tensor,
-    gate_up_N2FD: Tensor,
-    down_NDF: Tensor,
-    weights_TA: Tensor,
-    experts_TA: Tensor,
-    activation: str = "silu",
-    limit: float = 0.0,
-    gate_up_bias_N2F: Tensor | None = None,
-    down_bias_ND: Tensor | None = None,
-    gate_up_scales_NG2F: Tensor | None = None,
-    gate_up_zeros_NG2F: Tensor | None = None,
-    down_scales_NGD: Tensor | None = None,
-    down_zeros_NGD: Tensor | None = None,
-    form: str = "",
-    group: int = 0,
-    **config: int,
-) -> Tensor:
-    """For some tokens and four-bit floats, on Hopper."""
-    experts = experts_of(
-        gate_up_N2FD, down_NDF, activation, limit, gate_up_bias_N2F, down_bias_ND, gate_up_scales_NG2F,
-        gate_up_zeros_NG2F, down_scales_NGD, down_zeros_NGD, form, group,
-    )  # fmt: skip
-    return gluon_tokens.some_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)
+)(gluon_tokens.gluon_tokens)
 
 
 @residual_moe.impl(
