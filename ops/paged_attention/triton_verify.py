@@ -49,6 +49,7 @@ from graphllm.ops.paged_attention.triton_decode import (
 )
 
 _MOST_ROWS = 64  # query heads of a KV head, times tokens
+_MANY, _LONG = 256, 2048  # pairs of sequence and KV head from which on ranges have at least so many tokens
 
 
 @triton.jit
@@ -257,17 +258,21 @@ def is_mixed(site: CallSite) -> bool:
 
 
 def verify_configs(site: CallSite) -> list[Config]:
-    """The plan of decode, with one KV head a program. There are more rows than in decode: their ranges are joined many
-    at once, however few, since each turn waits for memory; half as many where registers for more would leave room for
-    one program less on a processor."""
+    """The plan of decode, with one KV head a program. There are more rows than in decode: joining their ranges takes
+    longer, so where there are programs enough these are long, and rows are joined many at once, however few ranges,
+    since each turn waits for memory; half as many where registers for more would leave room for one program less on a
+    processor."""
     cache, table, queries = site.args["kv_cache"], site.args["block_table"], site.bucket.query_len
     H, (_, K, P, E) = site.args["q_THE"].shape[1], cache.shape[1:]
     plan = plan_splits(site.bucket.hi, H, K, table.shape[1] * P, cache.dtype, E)
+    least = plan["min_tiles"] // plan["heads"]
+    if site.bucket.hi * K >= _MANY:
+        least = max(least, _LONG // plan["block_n"])
     ranges = power_of_2(plan["splits"], 2)
     joined = joined_rows(queries * H // K, E, ranges if ranges >= FEW_RANGES else 2 * ranges)
     return [
         {
-            "queries": queries, "splits": plan["splits"], "min_tiles": max(1, plan["min_tiles"] // plan["heads"]),
+            "queries": queries, "splits": plan["splits"], "min_tiles": max(1, least),
             "joined": joined,
             "block_n": plan["block_n"], "warps": 4, "stages": 2,
         }
