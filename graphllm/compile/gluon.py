@@ -55,7 +55,7 @@ def described(call: Mapping[str, Any], target: Target) -> dict[str, Any]:
         "shared": binary.metadata.shared,
         "warps": binary.metadata.num_warps,
         "scratch": binary.metadata.global_scratch_size,
-        "early": "griddepcontrol.wait" in binary.asm["ptx"],
+        "early": kernel.early,
         "names": [*names, "programs"],
         "args": [*("ptr" if name in call["dtypes"] else "i32" for name in names), None],
         "prefix": [],

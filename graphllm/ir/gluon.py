@@ -33,11 +33,12 @@ class GluonKernel:
 
     schema: of the function's arguments before its constants, which come last in it, as for
     `graphllm.ir.kernels.CKernel`: "(Tensor x, Tensor(a!) out, SymInt T) -> ()". Tensors begin at multiples of 16 bytes.
-    warps: of a program where it begins, before it gives work to others.
+    warps: of a program where it begins, before it gives work to others. early: whether it waits on the device for the
+    kernel before it, so that it may be started while that one runs.
     """
 
-    def __init__(self, function: Any, schema: str, warps: int) -> None:
-        self.function, self.warps, self.name = function, warps, function.__name__
+    def __init__(self, function: Any, schema: str, warps: int, early: bool = False) -> None:
+        self.function, self.warps, self.early, self.name = function, warps, early, function.__name__
         schema = schema.replace(") ->", ", SymInt programs, str constants) ->")
         _library.define(self.name + schema)
         _library.impl(self.name, self._run, "CompositeExplicitAutograd")
@@ -53,13 +54,14 @@ class GluonKernel:
     def _run(self, *args: Any) -> None:
         *given, programs, constants = args
         give_scratch()
-        self.function[(programs,)](*given, **json.loads(constants), num_warps=self.warps)
+        self.function[(programs,)](*given, **json.loads(constants), num_warps=self.warps, launch_pdl=self.early)
 
     def _compile(self, *args: Any) -> None:
         """With tensors on "meta" that are no tracer's: see `launch_triton`."""
         *given, programs, constants = args
         if not any(isinstance(a, FakeTensor) for a in given):
-            self.function.warmup(*given, grid=(programs,), **json.loads(constants), num_warps=self.warps)
+            options = {"num_warps": self.warps, "launch_pdl": self.early}
+            self.function.warmup(*given, grid=(programs,), **json.loads(constants), **options)
 
 
 def gluon_kernel(name: str) -> GluonKernel:

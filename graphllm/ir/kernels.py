@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import subprocess
 import tempfile
@@ -126,10 +127,18 @@ def launch_triton(kernel: Any, grid: tuple[Any, ...], *args: Any, **kwargs: Any)
 
 @functools.cache
 def give_scratch() -> None:
-    """Triton asks a function for the memory in which kernels build descriptors; an artifact has its own."""
+    """Triton asks a function for the memory in which kernels build descriptors; an artifact has its own. A launch has
+    other memory than the last one, which may still run."""
     import triton
 
-    triton.set_allocator(lambda size, align, stream: torch.empty(size, dtype=torch.int8, device="cuda"))
+    turns = itertools.cycle((0, 1))
+    triton.set_allocator(lambda size, align, stream: _scratch(size)[next(turns)])
+
+
+@functools.cache
+def _scratch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    one, other = (torch.empty(size, dtype=torch.int8, device="cuda") for _ in range(2))
+    return one, other
 
 
 @torch.library.custom_op(f"{C_NAMESPACE}::zeroed", mutates_args=())

@@ -149,7 +149,8 @@ class CudaKernels:
         self._driver = ctypes.CDLL("libcuda.so.1")
         self._folder, self._stream = folder, ctypes.c_void_p(stream)
         self._functions: dict[tuple[str, str], ctypes.c_void_p] = {}
-        self._scratch: dict[int, int] = {}
+        self._scratch: dict[tuple[int, int], int] = {}  # addresses by size and turn
+        self._turn = 0
 
     def bind(self, kernel: Mapping[str, Any], name: str, arguments: Sequence[Any]) -> Launch:
         """A launch with its grid evaluated and its parameter block laid out once. A kernel marked early waits for the
@@ -176,13 +177,16 @@ class CudaKernels:
         return _Checked(launch, name, (cells, block, config), self)
 
     def _scratch_memory(self, size: int) -> int | None:
-        """Address of so many bytes, the same ones for every launch: a kernel writes there after it has waited for the
-        one before it."""
-        if size and size not in self._scratch:
+        """Address of so many bytes, others than the last launch with some has: a kernel may write there while that one
+        still runs. It lets no third one begin before, see `ops/fused_linear/gluon_gated.py`."""
+        if not size:
+            return None
+        self._turn = 1 - self._turn
+        if (size, self._turn) not in self._scratch:
             address = ctypes.c_void_p()
             self.check(self._driver.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size)), "cuMemAlloc")
-            self._scratch[size] = address.value or 0
-        return self._scratch.get(size)
+            self._scratch[size, self._turn] = address.value or 0
+        return self._scratch[size, self._turn]
 
     def join(self, launches: Sequence[Launch]) -> list[Launch]:
         """As they are: graphs join them."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from graphllm.ir import CallSite
+from graphllm.ir import CallSite, runs_gluon
 from graphllm.ops.add_lora.triton_low_rank import low_rank_config
 from graphllm.ops.encoded_weights import BITS, span_of
 from graphllm.ops.fused_linear.triton_encoded import tiles_of
@@ -32,7 +32,7 @@ _DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
 )  # fmt: skip
 _MOST_DIRECT = 16  # rows of x
 _SPLITS = (1, 2, 4, 8)
-_SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
+SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
 
 
 class Tile(NamedTuple):
@@ -45,6 +45,14 @@ class Tile(NamedTuple):
 
 
 _TILES = (Tile(64, 128, 4, 4), Tile(64, 256, 3, 4), Tile(64, 64, 6, 4), Tile(128, 128, 3, 8), Tile(32, 256, 4, 4))
+
+
+def read_by_tma(site: CallSite) -> bool:
+    """Whether `gluon_gated` can read a gated product's x and weights."""
+    read = site.args["x_TI"], site.args["weight_OI"]
+    aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in read)
+    fits = site.args["gated"] and site.args["residual_TN"] is None and min(read[1].shape) >= 64
+    return fits and aligned and runs_gluon(site.target)
 
 
 def row_configs(site: CallSite) -> list[Config]:
@@ -124,7 +132,7 @@ def _token_tiles(site: CallSite) -> Iterator[tuple[int, int, bool]]:
 def _fits(tile: Tile, block_t: int, bits: int) -> bool:
     """Whether a tile's steps fit into shared memory and its sums into registers."""
     shared = (tile.block_n * bits // 8 + block_t * 2) * tile.block_k * tile.stages
-    return shared <= _SHARED and tile.block_n * block_t <= 64 * 32 * tile.warps
+    return shared <= SHARED and tile.block_n * block_t <= 64 * 32 * tile.warps
 
 
 def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:

@@ -31,7 +31,7 @@ from graphllm.ops.add_lora.triton_low_rank import (
 )
 from graphllm.ops.all_reduce.triton_exchange import exchange_half, sum_over_ranks
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, row_configs
+from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, read_by_tma, row_configs
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
@@ -576,7 +576,13 @@ def launch_row(
         launch_triton(encoded_row_kernel, (-(-N // block_n),), x_TI, weight_OI, scales_GO, *others, *last, **constants)
 
 
-@fused_linear.impl("cublas", device="cuda", supports=plain)
+def _library(site: CallSite) -> bool:
+    """Whether the library's product is worth trying. Gated ones of many rows are faster there for a moment, in which
+    they are timed; in a prompt, at the power limit of an H200, `gluon_gated` is, which moves less."""
+    return plain(site) and not (site.rows("x_TI") > MOST_ROWS and read_by_tma(site))
+
+
+@fused_linear.impl("cublas", device="cuda", supports=_library)
 def cublas(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -588,7 +594,7 @@ def cublas(
 ) -> Tensor:
     """The library's product with kernels before and after it."""
     if norm_I is not None:
-        x_TI = _normalized(x_TI, norm_I, eps)
+        x_TI = normalized(x_TI, norm_I, eps)
     out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
     if gated:
         gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
@@ -640,7 +646,7 @@ def _norm_warps(K: int, ranks: int) -> int:
     return 8 if K > 2048 else 4
 
 
-def _normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
+def normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
     normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
     launch_norm(x_TI, norm_I, eps, normed_TI)
     return normed_TI
@@ -719,7 +725,7 @@ def triton_tile(
     """Up to ``MOST_ROWS`` rows of x."""
     within = config["norm"] == 1
     if norm_I is not None and not within:
-        x_TI = _normalized(x_TI, norm_I, eps)
+        x_TI = normalized(x_TI, norm_I, eps)
     low = (config["low_rows"], config["low_splits"])
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low, norm_I if within else None, eps)
     out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))

@@ -225,7 +225,7 @@ def hopper_experts_kernel(
     SPANS: gl.constexpr,  # of a stage, an even number
 ):  # fmt: skip
     gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     WARPS: gl.constexpr = 4
     HALF: gl.constexpr = 16 * WARPS
@@ -274,4 +274,5 @@ hopper_experts = GluonKernel(
     "(Tensor x, Tensor weight, Tensor scales, Tensor bias, Tensor weights, Tensor table, Tensor order, Tensor(a!) out)"
     " -> ()",
     warps=4,
+    early=True,
 )

@@ -145,8 +145,8 @@ def experts_kernel(
 ):
     """Programs take one block after the other, so that each has its weights' descriptor once."""
     if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = BLOCK_N // 2
     BLOCKS: tl.constexpr = (ROWS + BLOCK_N - 1) // BLOCK_N
     # Two blocks of rows: of the gate and of up, or neighbours.
