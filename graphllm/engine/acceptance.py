@@ -93,7 +93,8 @@ class Acceptance:
 
     def learn(self, kept: np.ndarray, drafted: np.ndarray) -> None:
         """A step's result: how many tokens were kept of each sequence, one at least, and how many drafts each had."""
-        kept, drafted = kept[drafted > 0], drafted[drafted > 0]
+        if np.count_nonzero(drafted) < len(drafted):
+            kept, drafted = kept[drafted > 0], drafted[drafted > 0]
         if not len(kept):
             return
         right = np.minimum(kept - 1, drafted)

@@ -26,7 +26,8 @@ class GuessTracker:
         and its run before them. runs [R]: of each row, as the device tells. num_kept, live: see `Scheduler.commit`.
         ended: slots of requests that are done with it."""
         t, slots, v = self._requests, output.slots, output.verified
-        now, got = _of_entries(runs, output.rows), live & output.samples
+        now = runs.reshape(v, -1).max(axis=1) if 0 < v == len(slots) else _of_entries(runs, output.rows)
+        got = live & output.samples
         if ended:
             now = np.where(np.isin(slots, ended), ENDED, now)
         kept = None if num_kept is None else num_kept[:v]

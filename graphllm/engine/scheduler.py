@@ -502,7 +502,7 @@ class Scheduler:
             if output.drafts is not None:  # the device takes those that there are not for tokens
                 drafted = (output.drafts >= 0).sum(axis=1)
             self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
-            first = output.part(slice(v))
+            first = output if v == len(output.slots) else output.part(slice(v))
             new = tokens[: v * output.query_len]
             commit, ends = take_verified(self.requests, first, new, num_kept[:v], drafted, live[:v])
         if v < len(output.slots):

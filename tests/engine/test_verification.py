@@ -175,8 +175,11 @@ def test_looking_up_changes_nothing_but_the_number_of_steps(
     scarce.close()
 
 
-def test_sampling_is_the_same_with_looking_up(looking: tuple[Path, EngineCore], llama: EngineCore) -> None:
+def test_sampling_is_the_same_with_looking_up(
+    looking: tuple[Path, EngineCore], llama: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, core = looking
+    monkeypatch.setattr(core._scheduler.acceptance, "best", _most)
     prompts = [p[:10] for p in _repeating(311, 6)]
     params = SamplingParams(temperature=0.3, top_k=20, seed=3, max_tokens=60, ignore_eos=True)
     llama.reset_prefix_cache()
