@@ -14,8 +14,11 @@ _MEMORY = np.array([0.05, 0.5])
 _PRIOR = (1 / 30, 1 / 480)  # what a draft costs, of a plain step: for any step, and more for each sequence
 _LEAST = 0.25  # right drafts of a sequence for which a step verifies: fewer do not pay, whatever was measured
 _PROBE = 16  # of steps that would not pay, one verifies
-_PLAIN = 64  # of steps that pay, one does not verify, so that what such a step takes stays known
-_FALL, _RISE = 0.3, 0.1  # of a step's time in its mean: the first ones take long, so a shorter one counts for more
+_PLAIN = 64  # of steps that pay, two in a row do not verify, so that what such a step takes stays known
+# Of a plain step's time in its mean, where it is shorter and where it is longer: the first ones behind a prompt take
+# long. The same of what one that verifies takes, in plain steps.
+_FALL, _RISE = 0.5, 0.02
+_LESS, _MORE = 0.3, 0.1
 
 
 class Acceptance:
@@ -39,6 +42,7 @@ class Acceptance:
         self._costs: dict[tuple[int, int], float] = {}
         self._measured: Counter[tuple[int, int]] = Counter()
         self._unknown: set[int] = set()  # where the former is not known, and something was verified
+        self._before = 0, 0  # query length of the last step, and about how many sequences it had
         self._passed = self._verified = 0
 
     def off(self, sequences: int) -> bool:
@@ -63,7 +67,7 @@ class Acceptance:
         if speeds[fastest] > 1 and right[fastest] > _LEAST:
             self._verified = (self._verified + 1) % _PLAIN
             about = sequences.bit_length()
-            return 1 if about in self._unknown or self._verified == 0 else lengths[fastest]
+            return 1 if about in self._unknown or self._verified >= _PLAIN - 2 else lengths[fastest]
         # What comes of runs is known; with those that are likely to go on it is tried what verifying takes.
         if runs is not None and right[fastest] < min(1, (lengths[fastest] - 1) / 2):
             return 1
@@ -79,17 +83,20 @@ class Acceptance:
     def timed(self, query_len: int, sequences: int, seconds: float) -> None:
         """A step took so long in which all sequences computed so many tokens."""
         about = sequences.bit_length()
+        before, self._before = self._before, (query_len, about)
         plain = self._plain.get(about)
-        if query_len == 1:
-            self._plain[about] = seconds if plain is None else _moved(plain, seconds)
-            self._unknown.discard(about)
-        elif plain is None:
+        if query_len > 1 and plain is None:
             self._unknown.add(about)
-        else:
+        elif query_len > 1 and plain is not None:
             key = query_len, about
             self._measured[key] += 1
             cost = self._cost(query_len, sequences)
-            self._costs[key] = _moved(cost, min(max(seconds / plain, 1), query_len), 1 / (1 + self._measured[key]))
+            first = 1 / (1 + self._measured[key])
+            measured = min(max(seconds / plain, 1.0), query_len)
+            self._costs[key] = _moved(cost, measured, max(_LESS, first), max(_MORE, first))
+        elif plain is None or before == (1, about):  # one behind a step that verifies waits longer for the host
+            self._plain[about] = seconds if plain is None else _moved(plain, seconds, _FALL, _RISE)
+            self._unknown.discard(about)
 
     def learn(self, kept: np.ndarray, drafted: np.ndarray) -> None:
         """A step's result: how many tokens were kept of each sequence, one at least, and how many drafts each had."""
@@ -107,6 +114,5 @@ class Acceptance:
         self._rates[:, : len(places)] += _MEMORY[:, None] * (good / had - self._rates[:, : len(places)])
 
 
-def _moved(mean: float, value: float, least: float = 0.0) -> float:
-    share = max(_FALL if value < mean else _RISE, least)
-    return mean + share * (min(value, 2 * mean) - mean)
+def _moved(mean: float, value: float, fall: float, rise: float) -> float:
+    return mean + (fall if value < mean else rise) * (min(value, 2 * mean) - mean)

@@ -144,19 +144,19 @@ class SamplingTable:
         slots, counts, rows_of = output.slots, output.counts, output.rows
         n, T = len(slots), int(counts.sum())
         starts, total = output.starts, output.starts + counts
-        drafted: dict[str, np.ndarray] | None = None
+        uniformly = True
         if n and output.verified == n and layout.tree is None:  # all verify: as many tokens and rows each
             query_start_loc, entry, place, offsets = _uniform(n, output.query_len)
             positions, slot_R = (starts[:, None] + offsets).ravel(), slots[entry]
             logits_indices, last = np.arange(T, dtype=np.int32), True
             known = positions + 1
             sample_index = known - self.prompt_len[slot_R]
-            drafted = _pending(output) | {"sequence_ids": entry, "row_start_loc": query_start_loc}
         elif n == T == np.count_nonzero(rows_of):  # one token and one row each
             query_start_loc, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
             positions, known, logits_indices, last, place = starts, total, entry, True, None
             sample_index = total - self.prompt_len[slots]
         else:
+            uniformly = False
             query_start_loc = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
             ends = query_start_loc[1:]
             positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
@@ -197,7 +197,12 @@ class SamplingTable:
             **self._sampling(slot_R),
         }
         if layout.query_lens:
-            arrays |= _where_drafts_are(output, counts, rows_of) if drafted is None else drafted
+            if uniformly:  # each token has a row
+                arrays |= {"sequence_ids": entry, "row_start_loc": query_start_loc}
+            else:
+                arrays |= _where_drafts_are(counts, rows_of)
+            none = np.zeros(n, dtype=np.int32)
+            arrays["pending"] = none if output.pending is None else output.pending.astype(np.int32)
         if output.verified and place is not None:
             arrays["draft_place"] = place
         if output.verified and layout.tree is not None:
@@ -284,16 +289,9 @@ def _uniform(n: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray
     return begin, entry, place, places
 
 
-def _pending(output: SchedulerOutput) -> dict[str, np.ndarray]:
-    if output.pending is None:
-        return {"pending": np.zeros(len(output.slots), dtype=np.int32)}
-    return {"pending": output.pending.astype(np.int32)}
-
-
-def _where_drafts_are(output: SchedulerOutput, counts: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+def _where_drafts_are(counts: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
     """What the device needs to know to resolve and to accept drafts: `resolve_drafts` and `accept_drafts` say what."""
     return {
-        **_pending(output),
         "sequence_ids": np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         "row_start_loc": np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(rows, dtype=np.int32)]),
     }
