@@ -3,7 +3,7 @@
     python bench/speculation.py [--target cpu|cuda] [--methods "suffix;eagle3, tree"] [--count 6] [--out FILE.json]
 
 By kind of task, questions that the model has not seen, greedy; each method's answers are checked against those of no
-drafts. "copying" repeats what stands in the prompt, also in another order or with other signs, "copy" word for word, and
+drafts. "copying" repeats what stands in the prompt, also in another order or with other signs, "copy" the very words,
 "long copy" at least 24 characters of it. "again" is asked a second time in one chat, so its answers stand there, and so
 do the longer ones of "passages": that is what ngram and suffix guess. Speed-ups are against no drafts, "decoding" those
 of the time behind an answer's first token, the others of all of it, the prompt included. All artifacts are compiled
