@@ -251,11 +251,12 @@ _GRAPH = Graph(
 _HEADS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 _LIKE_BERT = [name + end for name in ("Bert", "Roberta", "XLMRoberta", "Camembert") for end in _HEADS]
 
-register_model(Model(architectures=(*_LIKE_BERT, "HF_ColBERT"), config=from_hf, graphs=(_GRAPH,)))
+register_model(Model(architectures=(*_LIKE_BERT, "HF_ColBERT"), config=from_hf, graphs=(_GRAPH,), shardable=("H", "F")))
 register_model(
     Model(
         architectures=tuple("DistilBert" + end for end in _HEADS),
         config=from_distilbert,
         graphs=(_GRAPH,),
+        shardable=("H", "F"),
     )
 )

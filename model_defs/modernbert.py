@@ -122,10 +122,11 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    hf, parts = "layers.{layer}.", (c.D,) * 3
+    hf, inner = "layers.{layer}.", c.H * c.E
+    parts = (inner,) * 3
     weights = {
-        "qkv": Weight((3 * c.D, c.D), _named(hf + "attn.Wqkv.weight"), parts, shard="output"),
-        "o": Weight((c.D, c.D), _named(hf + "attn.Wo.weight"), shard="input"),
+        "qkv": Weight((3 * inner, c.D), _named(hf + "attn.Wqkv.weight"), parts, shard="output"),
+        "o": Weight((c.D, inner), _named(hf + "attn.Wo.weight"), shard="input"),
         **_norm(c, "ffn_norm", hf + "mlp_norm"),
         "gate_up": Weight((2 * c.F, c.D), _named(hf + "mlp.Wi.weight"), (c.F, c.F), shard="output"),
         "down": Weight((c.D, c.F), _named(hf + "mlp.Wo.weight"), shard="input"),
@@ -133,7 +134,7 @@ def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
     if not layer_type.startswith(_FIRST):
         weights |= _norm(c, "attn_norm", hf + "attn_norm")
     if c.attention_bias:
-        weights["qkv_bias"] = Weight((3 * c.D,), _named(hf + "attn.Wqkv.bias"), parts, shard="output")
+        weights["qkv_bias"] = Weight((3 * inner,), _named(hf + "attn.Wqkv.bias"), parts, shard="output")
         weights["o_bias"] = Weight((c.D,), _named(hf + "attn.Wo.bias"))
     if c.mlp_bias:
         weights["gate_up_bias"] = Weight((2 * c.F,), _named(hf + "mlp.Wi.bias"), (c.F, c.F), shard="output")
@@ -202,5 +203,6 @@ register_model(
                 head=head,
             ),
         ),
+        shardable=("H", "F"),
     )
 )

@@ -98,10 +98,11 @@ def embed_weights(c: Config) -> dict[str, Weight]:
 
 
 def layer_weights(c: Config, layer_type: str) -> dict[str, Weight]:
-    hf, parts = "encoder.layers.{layer}.", (c.D,) * 3
+    hf, inner = "encoder.layers.{layer}.", c.H * c.E
+    parts = (inner,) * 3
     return {
-        "qkv": Weight((3 * c.D, c.D), _named(hf + "attn.Wqkv.weight"), parts, shard="output"),
-        "o": Weight((c.D, c.D), _named(hf + "attn.out_proj.weight"), shard="input"),
+        "qkv": Weight((3 * inner, c.D), _named(hf + "attn.Wqkv.weight"), parts, shard="output"),
+        "o": Weight((c.D, inner), _named(hf + "attn.out_proj.weight"), shard="input"),
         **_norm(c, "attn_norm", hf + "norm1"),
         "gate_up": Weight(
             (2 * c.F, c.D), _named(hf + "mlp.fc12.weight", hf + "mlp.fc11.weight"), (c.F, c.F), shard="output"
@@ -147,5 +148,6 @@ register_model(
                 inputs=token_types,
             ),
         ),
+        shardable=("H", "F"),
     )
 )

@@ -66,7 +66,7 @@ class Sharded:
         self.group = ThreadGroup(degree)
         self.weights = [load_weights(plan, checkpoint, rank=rank) for rank in range(degree)]
         self.ranks = [Executor(folder, manifest, w, num_blocks, 1) for w in self.weights]
-        self.layout = self.ranks[0].layout
+        self.layout, self.vector = self.ranks[0].layout, self.ranks[0].vector
         for rank, executor in enumerate(self.ranks):
             executor._stream.submit(lambda rank=rank: self.group.be(rank)).result()  # type: ignore[misc]
         set_group(TENSOR, self.group)
@@ -80,7 +80,7 @@ class Sharded:
             executor.close()
 
     def run(self, step: StepInput) -> StepResult:
-        """Rank 0's result. The tokens of all ranks are the same."""
+        """Rank 0's result. That of all ranks is the same."""
 
         def one(executor: Executor) -> Any:
             try:
@@ -91,5 +91,6 @@ class Sharded:
 
         with ThreadPoolExecutor(len(self.ranks)) as pool:
             results = list(pool.map(one, self.ranks))
-        assert all((r.tokens == results[0].tokens).all() for r in results)
+        first = "tokens" if "tokens" in results[0].outputs else "pooled"
+        assert all((r.outputs[first] == results[0].outputs[first]).all() for r in results)
         return results[0]

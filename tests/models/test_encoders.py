@@ -4,6 +4,7 @@ in float32. The eager backend runs all of them, the compiled one a few."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,13 +17,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from graphllm import artifact
+sys.path.insert(0, str(Path(__file__).parent))
+from sharded import Sharded
+
+from graphllm import LLM, artifact
 from graphllm.compile.pipeline import compile_model, find_model
 from graphllm.config import ConfigError, EngineArgs
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
 from graphllm.runtime.staging import ragged
+from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
 
@@ -103,14 +108,20 @@ def write_modules(folder: Path, pooling: str, *more: str) -> None:
 
 def opened(folder: Path, backend: Literal["eager", "inductor"], **settings: Any) -> Executor:
     """The executor of a checkpoint, compiled with its own defaults but for what is given."""
+    place, checkpoint = compiled(folder, backend, **settings)
+    plan = WeightPlan.from_json((place / "weights.json").read_text())
+    return Executor(place, artifact.verify(place), load_weights(plan, checkpoint, "cpu"), num_blocks=2)
+
+
+def compiled(folder: Path, backend: Literal["eager", "inductor"], **settings: Any) -> tuple[Path, Checkpoint]:
+    """The artifact of a checkpoint, and what it reads."""
     source = open_source(folder, pooling_type=settings.pop("pooling_type", None))
     assert source.checkpoint is not None
     args = EngineArgs(target="cpu", backend=backend, dtype=settings.pop("dtype", "float32"), **settings)
     config = replace(compile_config(source.config, args), jobs=1)
     assert config.max_model_len <= find_model(source.config).config(source.config).max_len
     place = compile_model(source.config, source.tensors, config, folder / backend, stored=source.checkpoint.tensors)
-    plan = WeightPlan.from_json((place / "weights.json").read_text())
-    return Executor(place, artifact.verify(place), load_weights(plan, source.checkpoint, "cpu"), num_blocks=2)
+    return place, source.checkpoint
 
 
 def prompts_of(lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
@@ -131,7 +142,7 @@ def expected(model: transformers.PreTrainedModel, pooling: str, prompt: list[int
     return pooled[pooling]()
 
 
-def run(executor: Executor, prompts: list[list[int]], **arrays: np.ndarray) -> list[Tensor]:
+def run(executor: Executor | Sharded, prompts: list[list[int]], **arrays: np.ndarray) -> list[Tensor]:
     """The vectors of a ragged batch, by prompt."""
     step = ragged(prompts, [0] * len(prompts))
     result = executor.run(step._replace(arrays={**step.arrays, **arrays}))
@@ -157,6 +168,45 @@ def test_beside_transformers(arch: Arch, tmp_path: Path) -> None:
         for found, prompt in zip(run(executor, batch), batch, strict=True):
             check(found, expected(model, arch.pooling, prompt))
     executor.close()
+
+
+@pytest.mark.parametrize(
+    ("arch", "ranks", "backend"),
+    [
+        *(pytest.param(a, 2, "eager", id=f"{a.name}-2") for a in ARCHS),
+        pytest.param(next(a for a in ARCHS if a.name == "bert_all"), 4, "eager", id="bert_all-4"),
+        *(
+            pytest.param(a, 2, "inductor", id=f"{a.name}-compiled", marks=pytest.mark.slow)
+            for a in ARCHS
+            if a.name in ("bert_mean", "modernbert_mean_biases", "nomic_bert")
+        ),
+    ],
+)
+def test_divided_among_ranks(arch: Arch, ranks: int, backend: Literal["eager", "inductor"], tmp_path: Path) -> None:
+    """Every rank has its heads and its part of the feed-forward network, and gives whole vectors."""
+    model = make(arch, tmp_path)
+    place, checkpoint = compiled(tmp_path, backend, tensor_parallel_size=ranks)
+    batch = prompts_of((1, 7, 40, 130))
+    with Sharded(place, checkpoint, ranks, 2) as together:
+        sizes = [sum(t.numel() for t in weights.values()) for weights in together.weights]
+        assert len(set(sizes)) == 1
+        assert sizes[0] < 0.75 * sum(p.numel() for p in model.parameters())
+        for found, prompt in zip(run(together, batch), batch, strict=True):
+            check(found, expected(model, arch.pooling, prompt))
+        assert together.group.calls > 0
+
+
+@pytest.mark.parametrize("degrees", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=["tp", "pp"])
+def test_processes(degrees: dict[str, int], tmp_path: Path) -> None:
+    """An engine of two ranks, more prompts than a step takes."""
+    model = make(next(a for a in ARCHS if a.name == "modernbert_classes"), tmp_path)
+    prompts = prompts_of((1, 7, 40, 130, 300) * 4)
+    options = {"target": "cpu", "backend": "eager", "dtype": "float32", "skip_tokenizer_init": True, **degrees}
+    with LLM(tmp_path, max_num_batched_tokens=512, **options) as llm:
+        outputs = llm.encode([{"prompt_token_ids": ids} for ids in prompts], pooling_task="classify")
+    for output, prompt in zip(outputs, prompts, strict=True):
+        wanted = expected(model, "CLS", prompt).softmax(-1)
+        torch.testing.assert_close(torch.as_tensor(output.outputs.data), wanted, rtol=1e-4, atol=1e-5)
 
 
 COMPILED = [
