@@ -27,8 +27,9 @@ _ENCODED_TILES = (  # block_n, tiles of a span, stages, warps
     (128, 2, 3, 4), (64, 1, 4, 4), (64, 1, 3, 4), (128, 1, 3, 4), (128, 1, 3, 8), (128, 2, 4, 8), (64, 2, 4, 4),
 )  # fmt: skip
 _FEWEST, _MOST = 96, 640  # programs that a launch of tiles of encoded weights should have
-_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
-    (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
+_DIRECT = (  # block_n, warps, steps of a warp whose weights are under way, whether all are fetched to the L2 cache
+    (16, 4, 2, 0), (16, 8, 2, 0), (16, 4, 3, 0), (16, 4, 4, 0), (32, 8, 2, 0), (16, 4, 1, 1), (16, 4, 2, 1), (16, 8, 1, 1),
+    (16, 8, 2, 1), (16, 2, 1, 1), (32, 4, 1, 1), (32, 8, 1, 1),
 )  # fmt: skip
 _MOST_DIRECT = 16  # rows of x
 _SPLITS = (1, 2, 4, 8)
@@ -137,7 +138,7 @@ def _fits(tile: Tile, block_t: int, bits: int) -> bool:
 
 def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:
     return {"block_t": block_t, "block_n": tile.block_n, "block_k": tile.block_k, "splits": splits,
-            "warps": tile.warps, "stages": tile.stages, "token_tiles": token_tiles, "direct": 0, "norm": 0}  # fmt: skip
+            "warps": tile.warps, "stages": tile.stages, "token_tiles": token_tiles, "direct": 0, "fetch": 0, "norm": 0}  # fmt: skip
 
 
 def _direct_configs(site: CallSite) -> list[Config]:
@@ -150,8 +151,8 @@ def _direct_configs(site: CallSite) -> list[Config]:
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": steps, "norm": norm}
-        for block_n, warps, steps in _DIRECT
-        if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
+         "token_tiles": 1, "direct": steps, "fetch": fetch, "norm": norm}
+        for block_n, warps, steps, fetch in _DIRECT
+        if (warps - 1) * span < inner and (steps <= 2 or (steps - 1) * warps * span < inner)
         for norm in norms
     ]  # fmt: skip

@@ -41,6 +41,21 @@ def _larger(x):
 
 
 @triton.jit
+def _fetch_rows(weight_ptr, row, in_row, WEIGHT_ROW: tl.constexpr, BLOCK_N: tl.constexpr, WARPS: tl.constexpr):
+    """Ask for whole rows of the weights to be in the L2 cache soon, each thread for a piece of one."""
+    PIECES: tl.constexpr = WARPS * 32 // BLOCK_N
+    BYTES: tl.constexpr = 2 * WEIGHT_ROW
+    PIECE: tl.constexpr = (BYTES + 16 * PIECES - 1) // (16 * PIECES) * 16
+    begin = tl.arange(0, PIECES) * PIECE
+    size = tl.where(in_row[:, None], tl.minimum(BYTES - begin, PIECE)[None, :], 0)
+    at = weight_ptr + (row * WEIGHT_ROW)[:, None] + (begin // 2)[None, :]
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.gt.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r", [at.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
 def direct_product(
     weight_ptr,
     row,  # [BLOCK_N] int64, of the weights
@@ -64,6 +79,7 @@ def direct_product(
     SPAN: tl.constexpr,
     WARPS: tl.constexpr,  # of the program
     AHEAD: tl.constexpr,  # steps of a warp whose weights are under way
+    FETCH: tl.constexpr,  # ask for all of the rows at once, to the L2 cache
     WAIT: tl.constexpr,  # for the kernel that makes x, once the first weights are asked for
     EMULATED: tl.constexpr,
 ):
@@ -79,6 +95,8 @@ def direct_product(
     LARGER: tl.constexpr = 100 if LOST > 100 else 0
     ADDED: tl.constexpr = (136 if dtype == tl.bfloat16 else 1032) if FORM == "int4" and ZEROS and not EMULATED else 0
     KEPT: tl.constexpr = STEPS * WIDTH * CODES * BLOCK_T <= 4096  # x of a warp is few enough for registers
+    if FETCH and not EMULATED:
+        _fetch_rows(weight_ptr, row, in_row, WEIGHT_ROW, BLOCK_N, WARPS)
     warp = tl.arange(0, WARPS)
     span = warp[None, :, None, None, None]
     entry = (tl.arange(0, CHUNKS) * 32)[:, None] + tl.arange(0, 32)[None, :]

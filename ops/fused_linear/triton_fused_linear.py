@@ -340,6 +340,7 @@ def tile_kernel(
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,  # bytes of every weight row that are fetched to the L2 cache before x is there
     DIRECT: tl.constexpr,  # of a program that reads weights into registers: steps under way; or 0
+    FETCH: tl.constexpr,  # such a program asks for all of its rows at once
     WARPS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
@@ -370,7 +371,7 @@ def tile_kernel(
         acc = direct_product(
             weight_ptr, row.to(tl.int64), in_row, scales_ptr + row, zeros_ptr + row, x_ptr, token.to(tl.int64),
             token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, WARPS,
-            DIRECT, True, EMULATED,
+            DIRECT, FETCH, True, EMULATED,
         )  # fmt: skip
         if NORM:
             ALL: tl.constexpr = triton.next_power_of_2(K)
@@ -689,7 +690,7 @@ def launch_tiles(
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
         SPAN=span_of(form, K, group) if form else 0, SPLITS=splits,
         AHEAD=_ahead(K, weight_OI.stride(0) * weight_OI.element_size(), config),
-        DIRECT=config["direct"], WARPS=config["warps"],
+        DIRECT=config["direct"], FETCH=config["fetch"], WARPS=config["warps"],
         EMULATED=triton.knobs.runtime.interpret, num_warps=config["warps"], num_stages=config["stages"],
     )  # fmt: skip
 

@@ -214,7 +214,7 @@ def few_kernel(
             acc = direct_product(
                 weight_ptr, weight_index, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, from_row.to(tl.int64),
                 of_slot >= 0, x_ptr, X_ROW, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, BLOCK_S, BLOCK_K,
-                WARPS, 2, False, EMULATED,
+                WARPS, 2, False, False, EMULATED,
             )  # fmt: skip
             write_pairs(
                 acc + bias[:, None], of_slot, block, scale_ptr, out_ptr, ROWS, GATED, ACTIVATION, LIMIT, BLOCK_N,

@@ -45,6 +45,7 @@ def one_pair_kernel(
     SLOTS: tl.constexpr,
     WARPS: tl.constexpr,
     AHEAD: tl.constexpr,
+    FETCH: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
     if not EMULATED:
@@ -67,7 +68,7 @@ def one_pair_kernel(
     scale = expert * (GROUPS * ROWS) + row
     acc = direct_product(
         weight_ptr, expert * ROWS + row, in_row, scales_ptr + scale, zeros_ptr + scale, x_ptr, x_row, slot == 0, x_ptr,
-        K, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, SLOTS, SPAN, WARPS, AHEAD, False,
+        K, WEIGHT_ROW, ROWS, K, FORM, GROUP, ZEROS, False, BLOCK_N, SLOTS, SPAN, WARPS, AHEAD, FETCH, False,
         EMULATED,
     )  # fmt: skip
     if BIAS:
@@ -78,7 +79,7 @@ def one_pair_kernel(
 
 def launch_one(
     i: int, x: Tensor, out: Tensor, experts: Experts, weights_TA: Tensor, experts_TA: Tensor, block_n: int, warps: int,
-    ahead: int,
+    ahead: int, fetch: int = 0,
 ) -> None:  # fmt: skip
     """The first or second product of one token: x [1, D] into ``out`` [A, F], or x [A, F] into [A, D]."""
     weight, bias = (experts.gate_up, experts.down)[i], experts.biases[i]
@@ -88,5 +89,5 @@ def launch_one(
         *(weight if t is None else t for t in (experts.scales[i], experts.zeros[i])), x if bias is None else bias,
         weights_TA, experts_TA, out, **experts.encoding(i, x.shape[1]), ROWS=rows, K=x.shape[1], BIAS=bias is not None,
         GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, BLOCK_N=block_n, SLOTS=_SLOTS, WARPS=warps,
-        AHEAD=ahead, EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
+        AHEAD=ahead, FETCH=fetch, EMULATED=triton.knobs.runtime.interpret, num_warps=warps,
     )  # fmt: skip
