@@ -515,8 +515,7 @@ class EngineCore:
         pooled = result.outputs.get("pooled")
         rows = int(step.output.rows.sum())
         tokens = result.tokens if pooled is None else np.zeros(rows, dtype=np.int32)  # never given
-        told = result.outputs.get("drafted"), result.outputs.get("runs")
-        committed = self._scheduler.commit(step.output, tokens, kept, *told)
+        committed = self._scheduler.commit(step.output, tokens, kept, result.outputs.get("drafted"))
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)
