@@ -647,6 +647,7 @@ def _norm_warps(K: int, ranks: int) -> int:
 
 
 def normalized(x_TI: Tensor, norm_I: Tensor, eps: float) -> Tensor:
+    """x_TI [T, I] as by `rms_norm` with weights norm_I [I], contiguous."""
     normed_TI = torch.empty_like(x_TI, memory_format=torch.contiguous_format)
     launch_norm(x_TI, norm_I, eps, normed_TI)
     return normed_TI

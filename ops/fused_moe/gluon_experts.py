@@ -224,6 +224,7 @@ def hopper_experts_kernel(
     STAGES: gl.constexpr,
     SPANS: gl.constexpr,  # of a stage, an even number
 ):  # fmt: skip
+    # In this order: see `gluon_gated`, whose kernel writes descriptors before it waits.
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
