@@ -2,10 +2,12 @@
 
     python bench/speculation.py [--target cpu|cuda] [--methods "suffix;eagle3, tree"] [--count 6] [--out FILE.json]
 
-By kind of task, questions that the model has not seen, greedy; each method's answers are checked against those without
-drafts. "copying" repeats what stands in the prompt; "again" is asked a second time in one chat, so its answers stand
-there: that is what ngram and suffix guess. Speed-ups are against no drafts, "decoding" those of the time behind an
-answer's first token, the others of all of it, the prompt included. All artifacts are compiled first, --jobs at once.
+By kind of task, questions that the model has not seen, greedy; each method's answers are checked against those of no
+drafts. "copying" repeats what stands in the prompt, also in another order or with other signs, "copy" the very words,
+"long copy" at least 24 characters of it. "again" is asked a second time in one chat, so its answers stand there, and so
+do the longer ones of "passages": that is what ngram and suffix guess. Speed-ups are against no drafts, "decoding" those
+of the time behind an answer's first token, the others of all of it, the prompt included. All artifacts are compiled
+first, --jobs at once.
 """
 
 from __future__ import annotations
@@ -28,12 +30,22 @@ KINDS = {
     "talk": ("persona", "remember", "several_turns"),
     "tools": ("call_tool", "call_unseen_tool", "use_tool_result"),
     "copying": ("copy", "sort_numbers", "list_json"),
+    "copy": ("copy",),
+    "long copy": ("copy",),
     "again": ("story", "count_range", "call_tool_twice"),
+    "passages": ("story", "poem", "code"),
 }
+TWICE, LONG = ("again", "passages"), {"long copy": 24}  # kinds that are asked twice; characters of an answer at least
 TREE = "[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0)]"
 METHODS: dict[str, dict[str, Any] | None] = {
     "plain": None,
-    "ngram": {"method": "ngram", "num_speculative_tokens": 5},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 5},  # behind five tokens that stood there before
+    "ngram, 1 to 5": {
+        "method": "ngram",
+        "num_speculative_tokens": 5,
+        "prompt_lookup_max": 5,
+        "prompt_lookup_min": 1,
+    },
     "ngram_host": {"method": "ngram_host", "num_speculative_tokens": 5},
     # The answers of the repeats before are not looked up, as nobody asks the same four times.
     "suffix": {"method": "suffix", "num_speculative_tokens": 5, "suffix_decoding_max_cached_requests": 0},
@@ -59,18 +71,23 @@ def opened(name: str, args: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def questions(count: int) -> dict[str, list[Any]]:
-    """By kind of task, messages and tools."""
+def questions(count: int, kinds: list[str], by_task: bool) -> dict[str, list[Any]]:
+    """By kind of task, or by task of each kind, messages and tools."""
     from graphllm.embedded.tasks import draw
 
     found: dict[str, list[Any]] = {}
-    for kind, names in KINDS.items():
-        rng = Random(f"speculation {kind}")
-        chats = [draw(rng, name, held_out=True) for name in names for _ in range(count)]
-        found[kind] = [
-            ([*chat.conversation(), chat.messages[-1]] if kind == "again" else chat.messages, chat.tools or None)
-            for chat in chats
-        ]
+    for kind in kinds:
+        rng, least = Random(f"speculation {kind}"), LONG.get(kind, 0)
+        for name in KINDS[kind]:
+            chats: list[Any] = []
+            while len(chats) < count:
+                chat = draw(rng, name, held_out=True)
+                if len(chat.answer) >= least:
+                    chats.append(chat)
+            found.setdefault(f"{kind}: {name}" if by_task else kind, []).extend(
+                ([*chat.conversation(), chat.messages[-1]] if kind in TWICE else chat.messages, chat.tools or None)
+                for chat in chats
+            )
     return found
 
 
@@ -87,10 +104,10 @@ def answers(llm: Any, asked: list[Any]) -> tuple[list[list[int]], float, float]:
     return texts, time.perf_counter() - start, decoding
 
 
-def measure(llms: dict[str, Any], count: int) -> dict[str, dict[str, Any]]:
+def measure(llms: dict[str, Any], asked_by_kind: dict[str, list[Any]]) -> dict[str, dict[str, Any]]:
     """By method and kind of task. Methods take turns, so that a machine's moods meet all of them."""
     table: dict[str, dict[str, Any]] = {name: {} for name in llms}
-    for kind, asked in questions(count).items():
+    for kind, asked in asked_by_kind.items():
         before = {name: llm._core.stats() for name, llm in llms.items()}
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in llms}
         texts = {}
@@ -143,6 +160,8 @@ def machine(target: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", default=";".join(METHODS), help="with semicolons between them")
+    parser.add_argument("--kinds", default="", help="of tasks, with semicolons between them; all")
+    parser.add_argument("--by-task", action="store_true", help="a row for each task of a kind")
     parser.add_argument("--count", type=int, default=6, help="questions of each task")
     parser.add_argument("--target", default="cpu")
     parser.add_argument("--backend", default="inductor")
@@ -160,7 +179,8 @@ def main() -> None:
     prepare(names, args)
     compiled = round(time.perf_counter() - start)
     llms = {name: opened(name, args) for name in names}
-    table = measure(llms, args.count)
+    kinds = args.kinds.split(";") if args.kinds else list(KINDS)
+    table = measure(llms, questions(args.count, kinds, args.by_task))
     for llm in llms.values():
         llm.close()
     result = {

@@ -108,6 +108,7 @@ OUTPUTS = (
     OutputSpec("tokens", ("R",), "int32", host=True),
     OutputSpec("kept", ("S",), "int32", host=True),
     OutputSpec("drafted", ("S",), "int32", host=True),
+    OutputSpec("runs", ("R",), "int32", host=True),
     OutputSpec("logits", ("R", "V"), "model"),
     OutputSpec("adjusted", ("R", "V"), "float32"),
     OutputSpec("scores", ("R", "2 + 2 * ranked_logprobs"), "float32"),
@@ -132,8 +133,9 @@ def programs(
     """The units behind the head by program: "plain" samples from the logits; "full" has the parts "adjust" (logits to
     "adjusted"), "sample" and "logprobs" ("scores") for steps in which a request asks for more. Where drafts are
     verified, both keep of each sequence's sampled tokens the first "kept", and tell how many drafts were "drafted"; of
-    a tree these are the tokens of rows "path_rows". caches: the names of the layers' keys and values, each with its
-    cache group."""
+    a tree these are the tokens of rows "path_rows". Where drafts are looked up in the text, they tell instead on what
+    "runs" of last tokens the next ones rest. caches: the names of the layers' keys and values, each with its cache
+    group."""
     tree, caches = config.tree, tuple(caches)
 
     def sampled(logits: str) -> Stage:
@@ -144,7 +146,8 @@ def programs(
         if tree is not None:
             outputs = ("tokens", "kept", "drafted", "path_rows", "path", "row_tokens")
             return Stage(name, lambda v: _verify_tree(v, logits, tree), outputs, part)
-        return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept", "drafted"), part)
+        told = "runs" if config.prompt_lookup_max else "drafted"
+        return Stage(name, lambda v: _verify(v, logits, versions, config), ("tokens", "kept", told), part)
 
     def logprobs(v: Values) -> tuple[Tensor]:
         most = ranked_logprobs(config.max_logprobs)
@@ -250,7 +253,8 @@ def _verify(v: Values, logits: str, versions: int, config: CompileConfig) -> tup
         next_R = torch.index_select(v["step.positions"], 0, v["step.logits_indices"]) + 1
         lengths = (config.prompt_lookup_min, config.prompt_lookup_max)
         slots = (v["step.row_slots"], newest_R)
-        ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
+        runs_R = ngram_drafts(tokens_R, next_R, *slots, v["state.history"], v["state.drafts"], *lengths)
+        return recorded_R, kept_S, runs_R
     return recorded_R, kept_S, drafted_S
 
 

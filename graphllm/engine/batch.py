@@ -3,6 +3,7 @@ step's input."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -143,11 +144,19 @@ class SamplingTable:
         slots, counts, rows_of = output.slots, output.counts, output.rows
         n, T = len(slots), int(counts.sum())
         starts, total = output.starts, output.starts + counts
-        if n == T == np.count_nonzero(rows_of):  # one token and one row each
+        uniformly = True
+        if n and output.verified == n and layout.tree is None:  # all verify: as many tokens and rows each
+            query_start_loc, entry, place, offsets = _uniform(n, output.query_len)
+            positions, slot_R = (starts[:, None] + offsets).ravel(), slots[entry]
+            logits_indices, last = np.arange(T, dtype=np.int32), True
+            known = positions + 1
+            sample_index = known - self.prompt_len[slot_R]
+        elif n == T == np.count_nonzero(rows_of):  # one token and one row each
             query_start_loc, entry, slot_R = self._numbers[: n + 1], self._numbers[:n], slots
             positions, known, logits_indices, last, place = starts, total, entry, True, None
             sample_index = total - self.prompt_len[slots]
         else:
+            uniformly = False
             query_start_loc = np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(counts, dtype=np.int32)])
             ends = query_start_loc[1:]
             positions = np.arange(T, dtype=np.int32) + np.repeat(starts - (ends - counts), counts)
@@ -188,7 +197,12 @@ class SamplingTable:
             **self._sampling(slot_R),
         }
         if layout.query_lens:
-            arrays |= _where_drafts_are(output, counts, rows_of)
+            if uniformly:  # each token has a row
+                arrays |= {"sequence_ids": entry, "row_start_loc": query_start_loc}
+            else:
+                arrays |= _where_drafts_are(counts, rows_of)
+            none = np.zeros(n, dtype=np.int32)
+            arrays["pending"] = none if output.pending is None else output.pending.astype(np.int32)
         if output.verified and place is not None:
             arrays["draft_place"] = place
         if output.verified and layout.tree is not None:
@@ -234,8 +248,11 @@ class SamplingTable:
         """The newest token of a sequence is looked up by slot; prompts are read from the request, drafts as well unless
         they lie on the device: then all tokens of a slot are -(slot + 1)."""
         slots = output.slots
-        if len(slots) == T == np.count_nonzero(output.fed):  # all in flight
-            return -(slots + 1)
+        if np.count_nonzero(output.fed) == len(slots):  # all in flight
+            if len(slots) == T:
+                return -(slots + 1)
+            if output.verified == len(slots) and output.drafts is None:
+                return np.repeat(-(slots + 1), output.query_len)
         newest = np.where(output.fed, -(slots + 1), requests.last_token[slots])
         ids, v = np.empty(T, dtype=np.int32), output.verified
         at_newest = output.fed | (output.starts == requests.num_tokens[slots] - 1)
@@ -260,13 +277,22 @@ def history(prompt: Sequence[int], output: Sequence[int], length: int) -> np.nda
     return np.roll(np.array(last, dtype=np.int32), (known - len(last)) % length if len(last) == length else 0)
 
 
-def _where_drafts_are(output: SchedulerOutput, counts: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+@functools.lru_cache
+def _uniform(n: int, query_len: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Of n sequences with so many tokens and rows each: where each one begins; of each row its sequence, and its place
+    in that; and these places once."""
+    places = np.arange(query_len, dtype=np.int32)
+    begin = np.arange(0, (n + 1) * query_len, query_len, dtype=np.int32)
+    entry, place = np.repeat(np.arange(n, dtype=np.int32), query_len), np.tile(places, n)
+    for shared in (begin, entry, place, places):
+        shared.setflags(write=False)
+    return begin, entry, place, places
+
+
+def _where_drafts_are(counts: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
     """What the device needs to know to resolve and to accept drafts: `resolve_drafts` and `accept_drafts` say what."""
-    n = len(counts)
-    pending = np.zeros(n, dtype=np.int32) if output.pending is None else output.pending.astype(np.int32)
     return {
-        "sequence_ids": np.repeat(np.arange(n, dtype=np.int32), counts),
-        "pending": pending,
+        "sequence_ids": np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         "row_start_loc": np.concatenate([np.zeros(1, dtype=np.int32), np.cumsum(rows, dtype=np.int32)]),
     }
 

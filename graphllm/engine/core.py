@@ -515,7 +515,8 @@ class EngineCore:
         pooled = result.outputs.get("pooled")
         rows = int(step.output.rows.sum())
         tokens = result.tokens if pooled is None else np.zeros(rows, dtype=np.int32)  # never given
-        committed = self._scheduler.commit(step.output, tokens, kept, result.outputs.get("drafted"))
+        told = result.outputs.get("drafted"), result.outputs.get("runs")
+        committed = self._scheduler.commit(step.output, tokens, kept, *told)
         news = [
             EngineCoreOutput(s.request.id, tokens)
             for s, tokens in zip(committed.requests, committed.tokens, strict=True)

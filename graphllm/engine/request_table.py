@@ -17,7 +17,8 @@ _STOPS = 4  # rows the table of stop tokens begins with
 class RequestState:
     """A request in the engine. key: its place in the order, smaller goes first. slot: -1 while it waits.
 
-    drafts: expected tokens behind all known ones. draft_tokens, accepted_tokens: verified so far, and how many of them
+    drafts: expected tokens behind all known ones. guess: the last ones that were proposed, and how long the output was
+    then. draft_tokens, accepted_tokens: verified so far, and how many of them
     became part of the output. digests: of its full blocks. scored: prompt positions whose
     log-probabilities were planned. cached_tokens: prompt tokens the prefix cache gave when it was first admitted, -1
     before. adapter_entry: that its adapter has on the device while it runs. scheduled: when that was, for those who
@@ -27,14 +28,15 @@ class RequestState:
 
     __slots__ = (
         "accepted_tokens", "adapter_entry", "cached_tokens", "digests", "draft_tokens", "drafts", "error",
-        "finish_reason", "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored", "slot",
-        "stop_reason",
+        "finish_reason", "guess", "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored",
+        "slot", "stop_reason",
     )  # fmt: skip
 
     def __init__(self, request: EngineRequest, key: tuple[int, int]) -> None:
         self.request, self.key, self.slot = request, key, -1
         self.output: list[int] = []
         self.drafts: list[int] = []
+        self.guess: tuple[list[int], int] = [], 0
         self.digests: list[bytes] = []
         self.item_starts: list[int] = []
         self.scored = self.preemptions = self.draft_tokens = self.accepted_tokens = 0
@@ -72,11 +74,11 @@ class RequestTable:
     finished included, so the next token to compute has this position, and num_tokens + num_in_flight are there to be
     computed; both count as if all drafts in flight were right. num_unsure: by how much they may be too high at most.
     last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the
-    host. num_made: drafts that the device makes behind the last step planned for the slot. epoch: changes whenever a
-    slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
-    verifiable [bool]: several tokens of it may be sampled before the host has seen them. adapter_id: entry of its
-    adapter in the tables, 0 for none. temperature [float32], seed [int64]: of its draws. seen_start, seen_length: rows
-    of the item that all of its tokens see, 0 and 0 without one.
+    host. num_made: drafts that the device makes behind the last step planned for the slot. run: of the guess behind all
+    known tokens, see `GuessRuns`. epoch: changes whenever a slot gets another owner or loses it. scoring [bool]:
+    prompt log-probabilities are wanted. verifiable [bool]: several tokens of it may be sampled before the host has seen
+    them. adapter_id: entry of its adapter in the tables, 0 for none. temperature [float32], seed [int64]: of its draws.
+    seen_start, seen_length: rows of the item that all of its tokens see, 0 and 0 without one.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -86,7 +88,7 @@ class RequestTable:
         self.num_tokens, self.num_computed_tokens, self.num_in_flight = column(), column(), column()
         self.num_unsure, self.num_drafts, self.last_token, self.epoch = column(), column(), column(), column()
         self.num_prompt_tokens, self.limit, self.adapter_id = column(), column(), column()
-        self.seen_start, self.seen_length, self.num_made = column(), column(), column()
+        self.seen_start, self.seen_length, self.num_made, self.run = column(), column(), column(), column()
         self.temperature, self.seed = column(np.float32), column(np.int64)
         self.scoring, self.verifiable = column(bool), column(bool)
         self._stops = np.full((_STOPS, max_num_seqs), -1, dtype=np.int32)
@@ -136,7 +138,7 @@ class RequestTable:
         slot, state.slot = state.slot, -1
         state.drafts, state.item_starts = [], []
         for column in (self.num_tokens, self.num_computed_tokens, self.num_in_flight, self.num_unsure,
-                       self.num_drafts, self.num_made, self.num_prompt_tokens, self.limit, self.scoring,
+                       self.num_drafts, self.num_made, self.run, self.num_prompt_tokens, self.limit, self.scoring,
                        self.verifiable):  # fmt: skip
             column[slot] = 0
         self.by_slot[slot] = None

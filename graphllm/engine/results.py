@@ -78,14 +78,18 @@ def take_verified(
     query_len, ahead = output.query_len, output.ahead
     at = np.flatnonzero(live)
     slots, kept, new = output.slots[at], num_kept[at], tokens.reshape(-1, query_len)[at]
+    known, limit, n = t.num_tokens[slots], t.limit[slots], np.arange(len(at))
     places = np.arange(query_len)
-    stopped, failed = t.stopped(slots, new), new < 0
-    full = t.num_tokens[slots][:, None] + places + 1 >= t.limit[slots][:, None]
-    ending = (stopped | failed | full) & (places < kept[:, None])
-    ended = ending.any(axis=1)
-    last = np.where(ended, ending.argmax(axis=1), kept - 1)
-    n = np.arange(len(at))
-    taken = last + 1 - failed[n, last]
+    failed = new < 0
+    stopped = t.stopped(slots, new)
+    ending = (stopped | failed) & (places < kept[:, None])
+    last, taken, events = kept - 1, kept, list[int]()
+    if np.count_nonzero(ending) or np.count_nonzero(known + kept >= limit):
+        ending |= (known[:, None] + places + 1 >= limit[:, None]) & (places < kept[:, None])
+        ended = ending.any(axis=1)
+        last = np.where(ended, ending.argmax(axis=1), last)
+        taken = last + 1 - failed[n, last]
+        events = np.flatnonzero(ended).tolist()
     t.num_in_flight[slots] -= ahead
     t.num_unsure[slots] -= ahead - 1
     t.num_computed_tokens[slots] -= ahead - kept
@@ -100,7 +104,6 @@ def take_verified(
         if state.drafts:
             t.use_drafts(state, given)
     ends: list[tuple[RequestState, str]] = []
-    events = np.flatnonzero(ended).tolist()
     for i in events:
         reason = "error" if failed[i, last[i]] else "stop" if stopped[i, last[i]] else "length"
         if reason == "stop":

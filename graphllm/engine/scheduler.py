@@ -17,6 +17,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.adapter_table import AdapterTable
 from graphllm.engine.cache_manager import CacheManager
+from graphllm.engine.guess_tracker import GuessTracker
 from graphllm.engine.item_cache import ItemCache
 from graphllm.engine.request import EngineRequest, Item, QueueFullError
 from graphllm.engine.request_table import RequestState, RequestTable
@@ -48,6 +49,8 @@ class Scheduler:
         self._waiting: list[RequestState] = []  # a heap
         self._by_id: dict[str, RequestState] = {}
         self._held_items: dict[str, list[str]] = {}  # content hashes, by request
+        self._guessing = layout.history > 0 or limits.late_drafts  # drafts repeat what was said
+        self._guesses = GuessTracker(self.requests, self.acceptance.runs)
         self._begin_step()
         self._arrivals = itertools.count()
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -173,12 +176,15 @@ class Scheduler:
         """Tell which tokens are expected behind all known ones of a request. They are verified as far as they reach
         beyond those in flight, when a step has room; a hint, forgotten when one of them was wrong or the request has to
         wait."""
+        if self._limits.late_drafts:
+            self._guesses.proposed(state, drafts)
         self.requests.propose(state, drafts)
 
     def next(self) -> SchedulerOutput | None:
         """The next step's work; None when nothing can be done before the step in flight has ended."""
         t = self.requests
         self._begin_step()
+        self._guesses.learn()
         entries: list[tuple[np.ndarray, np.ndarray]] = []  # slots, counts
         budget, rows, preempted = self._limits.max_num_batched_tokens, self._limits.max_num_rows, self.preemptions
         # Over all slots, which is faster than picking the used ones: a free one has nothing to do.
@@ -244,7 +250,7 @@ class Scheduler:
         t.num_computed_tokens[slots] = ends
         t.num_in_flight[slots] = in_flight
         num_drafts = None
-        if self._limits.device_drafts:
+        if self._limits.device_drafts and not self._guessing:
             num_drafts = self.acceptance.best(len(t.running), self._query_lens) - 1
             t.num_made[slots] = num_drafts
         saves = []
@@ -270,16 +276,19 @@ class Scheduler:
     def _verify(self, slots: np.ndarray, known: np.ndarray, alone: bool) -> int:
         """Tokens for each of these slots, all of which decode: a compiled query length when there are drafts, all may
         have them, and there is room for it; else 1. alone: nothing else wants a part of the step. Drafts behind a
-        request's limit are computed for nothing, which costs less than a step of its own for the others. How many lie
-        on the device was decided with the step before, which made them."""
+        request's limit are computed for nothing, which costs less than a step of its own for the others. How many a
+        draft model has made was decided with the step before."""
         t, limits, n = self.requests, self._limits, len(slots)
-        drafts = int(t.num_made[slots].min()) if limits.device_drafts else 0
         if self.acceptance.off(n):
             return 1
-        if not limits.device_drafts and np.count_nonzero(t.num_drafts):
-            flying = 0 if limits.late_drafts else t.num_in_flight[slots]
-            drafts = int((t.num_drafts[slots] - flying).max())
-        if drafts <= 0 or not t.verifiable[slots].all() or (known <= t.num_prompt_tokens[slots]).any():
+        drafts = 0
+        if self._guessing:
+            drafts = self.most_drafts
+        elif limits.device_drafts:
+            drafts = int(t.num_made[slots].min())
+        elif np.count_nonzero(t.num_drafts):
+            drafts = int((t.num_drafts[slots] - t.num_in_flight[slots]).max())
+        if drafts <= 0:
             return 1
         budget = limits.max_num_batched_tokens if alone else limits.max_num_batched_tokens // 2
         room = min(budget // n, limits.max_num_rows // n, limits.max_len - int(known.max()))
@@ -290,9 +299,10 @@ class Scheduler:
             return 1
         # Drafts that somebody proposes by hand are verified whatever came of others.
         query_len = fitting[-1]
-        if limits.late_drafts:
-            query_len = self.acceptance.best(n, fitting, np.count_nonzero(t.num_drafts[slots]) / n)
-        if query_len == 1:
+        if self._guessing:
+            query_len = self.acceptance.best(n, fitting, t.run[slots].tolist(), t.num_in_flight[slots].tolist())
+            known = t.num_tokens[slots]  # of a guess behind the first token nothing is known yet
+        if query_len == 1 or not t.verifiable[slots].all() or (known <= t.num_prompt_tokens[slots]).any():
             return 1
         late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
         ends = t.num_computed_tokens[slots[late]] + query_len
@@ -470,29 +480,37 @@ class Scheduler:
         tokens: np.ndarray,
         num_kept: np.ndarray | None = None,
         num_drafted: np.ndarray | None = None,
+        runs: np.ndarray | None = None,
     ) -> Commit:
         """Take a step's result.
 
         tokens [R] int32: of the step's rows in order; negative where none could be chosen, which ends the request with
         an error. num_kept [n], of a step that verifies: how many tokens of each entry that does count, one at least.
-        num_drafted [n]: how many drafts each had on the device, None for as many as it could.
+        num_drafted [n]: how many drafts each had on the device, None for as many as it could. runs [R]: of the row that
+        ends an entry, on what run its next drafts rest, 0 of the others; None where drafts are not looked up there.
         Requests that are gone or were preempted since are passed over.
         """
-        live = self.requests.epoch[output.slots] == output.epochs
+        t = self.requests
+        live = t.epoch[output.slots] == output.epochs
+        before = None if runs is None else (t.num_tokens[output.slots], t.run[output.slots])
         commit, ends = Commit([], [], []), list[tuple[RequestState, str]]()
         if v := output.verified:
             assert num_kept is not None
             drafted = np.full(v, output.ahead - 1) if num_drafted is None else num_drafted[:v]
+            if before is not None:
+                drafted = drafted * (before[1][:v] > 0)
             if output.drafts is not None:  # the device takes those that there are not for tokens
                 drafted = (output.drafts >= 0).sum(axis=1)
             self.acceptance.learn(num_kept[:v][live[:v]], drafted[live[:v]])
-            first = output.part(slice(v))
+            first = output if v == len(output.slots) else output.part(slice(v))
             new = tokens[: v * output.query_len]
             commit, ends = take_verified(self.requests, first, new, num_kept[:v], drafted, live[:v])
         if v < len(output.slots):
             rest = output.part(slice(v, None)) if v else output
             others, their_ends = take(self.requests, rest, tokens[v * output.query_len :], live[v:])
             commit, ends = commit.followed_by(others), ends + their_ends
+        if runs is not None and before is not None:
+            self._guesses.follow(output, *before, runs, num_kept, live, [state.slot for state, _ in ends])
         self._store_due(output, live)
         for state, reason in ends:
             if reason != "error":
@@ -537,6 +555,8 @@ class Scheduler:
 
     def _finish(self, state: RequestState, reason: str) -> None:
         state.finish_reason = reason
+        if self._limits.late_drafts:
+            self._guesses.ended(state)
         del self._by_id[state.request.id]
         if state.slot >= 0:
             self._leave(state)

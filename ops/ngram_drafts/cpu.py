@@ -9,12 +9,12 @@ from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
-from graphllm.ops.ngram_drafts.op import ngram_drafts
+from graphllm.ops.ngram_drafts.op import LONGEST_RUN, ngram_drafts
 
 _kernel = CKernel(
     "graphllm_ngram_drafts",
-    "(Tensor tokens, Tensor positions, Tensor slots, Tensor newest, Tensor(a!) history, Tensor(b!) drafts, SymInt R,"
-    " SymInt N, SymInt L, SymInt K, SymInt smallest, SymInt largest) -> ()",
+    "(Tensor tokens, Tensor positions, Tensor slots, Tensor newest, Tensor(a!) history, Tensor(b!) drafts,"
+    " Tensor(c!) runs, SymInt R, SymInt N, SymInt L, SymInt K, SymInt smallest, SymInt largest, SymInt longest) -> ()",
     Path(__file__).with_name("cpu.cpp"),
 )
 
@@ -29,7 +29,10 @@ def whole(site: CallSite) -> bool:
 def cpu_ngram_drafts(
     tokens_R: Tensor, positions_R: Tensor, slots_R: Tensor, newest_R: Tensor, history_NL: Tensor, drafts_NK: Tensor,
     smallest: int, largest: int,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """One thread."""
+    runs_R = tokens_R.new_empty(tokens_R.shape)
     sizes = (tokens_R.shape[0], *history_NL.shape, drafts_NK.shape[1])
-    _kernel(tokens_R, positions_R, slots_R, newest_R, history_NL, drafts_NK, *sizes, smallest, largest)
+    rows = (tokens_R, positions_R, slots_R, newest_R)
+    _kernel(*rows, history_NL, drafts_NK, runs_R, *sizes, smallest, largest, LONGEST_RUN)
+    return runs_R

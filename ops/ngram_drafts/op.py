@@ -7,6 +7,8 @@ from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
 
+LONGEST_RUN = 16  # tokens that are counted of a run
+
 
 def _cost(tokens_R: Tensor, history_NL: Tensor, drafts_NK: Tensor, largest: int) -> Cost:
     R, looked = tokens_R.shape[0], tokens_R.shape[0] * history_NL.shape[1]
@@ -23,7 +25,7 @@ def ngram_drafts(
     drafts_NK: Tensor,
     smallest: int,
     largest: int,
-) -> None:
+) -> Tensor:
     """Append each sequence's new tokens to its history, and guess the next K from where its last tokens stood before.
 
     newest_R [R] int32: the slot of a row that ends a sequence, else the last slot, the scrap one. tokens_R [R] int32:
@@ -34,7 +36,11 @@ def ngram_drafts(
 
     drafts_NK [N, K] int32 of that slot becomes what followed the latest of the longest runs that equal the last tokens,
     of ``smallest`` to ``largest``; where that reaches the end, it goes on with what it says itself. -1, all of them,
-    where there is no run. The scrap slot stays as it is. Source: prompt lookup decoding (Saxena 2023).
+    where there is no run. The scrap slot stays as it is.
+
+    Returns [R] int32, of a row that ends a sequence how many of its last tokens stood before at the place whose
+    continuation is the guess, up to LONGEST_RUN, however few were looked up: the more, the surer the guess. 0 without a
+    guess, and of other rows. Source: prompt lookup decoding (Saxena 2023).
     """
     (N, L), (R,), K = history_NL.shape, tokens_R.shape, drafts_NK.shape[1]
     slots, newest, positions = slots_R.long(), newest_R.long(), positions_R.long()
@@ -61,3 +67,10 @@ def ngram_drafts(
     drafts = history.gather(1, (positions.unsqueeze(1) - back + 1 + ahead_K) % L)
     drafts = torch.where(found, drafts, -1)
     drafts_NK.index_put_((newest,), torch.where((newest == N - 1).unsqueeze(1), drafts_NK[newest], drafts))
+
+    offset = torch.arange(LONGEST_RUN, device=tokens_R.device)
+    last_R, then_R = positions.unsqueeze(1) - offset, positions.unsqueeze(1) - back - offset
+    compared = (back + offset < L - K) & (then_R >= 0)
+    equal = compared & (history.gather(1, last_R % L) == history.gather(1, then_R % L))
+    run = torch.where(found & (newest != N - 1).unsqueeze(1), equal.long(), 0).cumprod(1).sum(1)
+    return run.to(torch.int32)

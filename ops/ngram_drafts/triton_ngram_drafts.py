@@ -10,18 +10,19 @@ from torch import Tensor
 
 from graphllm.ir import launch_triton
 from graphllm.ops.ngram_drafts.cpu import whole
-from graphllm.ops.ngram_drafts.op import ngram_drafts
+from graphllm.ops.ngram_drafts.op import LONGEST_RUN, ngram_drafts
 
 
 @triton.jit
 def _ngram_kernel(
-    tokens_ptr, positions_ptr, slots_ptr, newest_ptr, history_ptr, drafts_ptr,
+    tokens_ptr, positions_ptr, slots_ptr, newest_ptr, history_ptr, drafts_ptr, runs_ptr,
     N: tl.constexpr, L: tl.constexpr, K: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
-    K_PAD: tl.constexpr, BLOCK: tl.constexpr,
+    LONGEST: tl.constexpr, K_PAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     r = tl.program_id(0)
     own = tl.load(newest_ptr + r)
     if own == N - 1:
+        tl.store(runs_ptr + r, 0)
         return
     text = history_ptr + own.to(tl.int64) * L
     end = tl.load(positions_ptr + r)
@@ -57,6 +58,13 @@ def _ngram_kernel(
     found = tl.load(text + (end - back + 1 + i % back + L) % L, mask=i < K, other=0)
     tl.store(drafts_ptr + own * K + i, tl.where(best > 0, found, -1), mask=i < K)
 
+    n = tl.arange(0, LONGEST)
+    compared = back + n < looked
+    last = tl.load(text + (end - n + L) % L, mask=compared, other=-1)
+    then = tl.load(text + (end - back - n + L) % L, mask=compared, other=-2)
+    run = tl.min(tl.where(last == then, LONGEST, n), axis=0)
+    tl.store(runs_ptr + r, tl.where(best > 0, run, 0))
+
 
 _BLOCK = 1024
 
@@ -65,10 +73,13 @@ _BLOCK = 1024
 def triton_ngram_drafts(
     tokens_R: Tensor, positions_R: Tensor, slots_R: Tensor, newest_R: Tensor, history_NL: Tensor, drafts_NK: Tensor,
     smallest: int, largest: int,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """One launch."""
     (N, L), K = history_NL.shape, drafts_NK.shape[1]
+    runs_R = tokens_R.new_empty(tokens_R.shape)
     launch_triton(
-        _ngram_kernel, (tokens_R.shape[0],), tokens_R, positions_R, slots_R, newest_R, history_NL, drafts_NK, N=N, L=L,
-        K=K, SMALLEST=smallest, LARGEST=largest, K_PAD=1 << K.bit_length(), BLOCK=_BLOCK, num_warps=8,
+        _ngram_kernel, (tokens_R.shape[0],), tokens_R, positions_R, slots_R, newest_R, history_NL, drafts_NK, runs_R,
+        N=N, L=L, K=K, SMALLEST=smallest, LARGEST=largest, LONGEST=LONGEST_RUN, K_PAD=1 << K.bit_length(),
+        BLOCK=_BLOCK, num_warps=8,
     )  # fmt: skip
+    return runs_R
