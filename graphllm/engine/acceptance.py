@@ -26,7 +26,7 @@ class Acceptance:
 
     most: drafts of a sequence in a step. off_above: sequences of a step above which none are verified, None as it pays.
     drafts, draft_tokens: verified so far; of a sequence in a step, and their tokens. by_position: how many were right
-    at each place. runs: of guesses that repeat what was said.
+    at each place. runs: of guesses that the device looks up.
     """
 
     def __init__(self, most: int, off_above: int | None = None) -> None:
@@ -50,16 +50,22 @@ class Acceptance:
         return self._off_above is not None and sequences > self._off_above
 
     def best(
-        self, sequences: int, lengths: Sequence[int], runs: Sequence[int] | None = None, ahead: Sequence[int] = ()
+        self,
+        sequences: int,
+        lengths: Sequence[int],
+        share: float = 1.0,
+        runs: Sequence[int] | None = None,
+        ahead: Sequence[int] = (),
     ) -> int:
         """How many tokens of each sequence the next step should compute: one of the lengths, ascending and above 1, or
-        1. That is what gives the most tokens for its time: as many drafts as were right lately, or as are expected of
-        the sequences' runs (see `GuessRuns.expected`). What does not pay is tried now and then, since texts and times
-        change, and so are steps without drafts where those pay, since what they gain is measured by them."""
+        1. That is what gives the most tokens for its time: of the share of the sequences that have drafts, as many as
+        were right lately; of guesses that the device looks up, as many as are expected of the sequences' runs (see
+        `GuessRuns.expected`). What does not pay is tried now and then, since texts and times change, and so are steps
+        without drafts where those pay, since what they gain is measured by them."""
         if not lengths or self.off(sequences):
             return 1
         if runs is None:
-            right = [float(self._rates[:, : q - 1].sum(axis=1).max()) for q in lengths]
+            right = [share * float(self._rates[:, : q - 1].sum(axis=1).max()) for q in lengths]
         else:
             right = [self.runs.expected(runs, ahead, q - 1) for q in lengths]
         speeds = [(1 + r) / self._cost(q, sequences) for q, r in zip(lengths, right, strict=True)]

@@ -16,8 +16,8 @@ _Table = list[list[float]]
 
 class GuessRuns:
     """How guesses go on that repeat what was said before. A guess rests on a run: so many of a sequence's last tokens
-    stood there before, or were guessed right one after the other; 0 where there is no guess. A longer run is likelier
-    to go on. How likely is learned with every token, whether or not a step verified it: nothing need be tried."""
+    stood there before; 0 where there is no guess. A longer run is likelier to go on. How likely is learned with every
+    token, whether or not a step verified it: nothing need be tried."""
 
     def __init__(self) -> None:
         # By length of the run: how often the next token was the guessed one (before any is seen: as for a coin of

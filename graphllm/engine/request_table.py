@@ -17,8 +17,7 @@ _STOPS = 4  # rows the table of stop tokens begins with
 class RequestState:
     """A request in the engine. key: its place in the order, smaller goes first. slot: -1 while it waits.
 
-    drafts: expected tokens behind all known ones. guess: the last ones that were proposed, and how long the output was
-    then. draft_tokens, accepted_tokens: verified so far, and how many of them
+    drafts: expected tokens behind all known ones. draft_tokens, accepted_tokens: verified so far, and how many of them
     became part of the output. digests: of its full blocks. scored: prompt positions whose
     log-probabilities were planned. cached_tokens: prompt tokens the prefix cache gave when it was first admitted, -1
     before. adapter_entry: that its adapter has on the device while it runs. scheduled: when that was, for those who
@@ -28,7 +27,7 @@ class RequestState:
 
     __slots__ = (
         "accepted_tokens", "adapter_entry", "cached_tokens", "digests", "draft_tokens", "drafts", "error",
-        "finish_reason", "guess", "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored",
+        "finish_reason", "item_starts", "key", "output", "preemptions", "request", "scheduled", "scored",
         "slot", "stop_reason",
     )  # fmt: skip
 
@@ -36,7 +35,6 @@ class RequestState:
         self.request, self.key, self.slot = request, key, -1
         self.output: list[int] = []
         self.drafts: list[int] = []
-        self.guess: tuple[list[int], int] = [], 0
         self.digests: list[bytes] = []
         self.item_starts: list[int] = []
         self.scored = self.preemptions = self.draft_tokens = self.accepted_tokens = 0

@@ -17,7 +17,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.acceptance import Acceptance
 from graphllm.engine.adapter_table import AdapterTable
 from graphllm.engine.cache_manager import CacheManager
-from graphllm.engine.guess_tracker import GuessTracker
+from graphllm.engine.guess_tracker import follow_guesses
 from graphllm.engine.item_cache import ItemCache
 from graphllm.engine.request import EngineRequest, Item, QueueFullError
 from graphllm.engine.request_table import RequestState, RequestTable
@@ -49,8 +49,7 @@ class Scheduler:
         self._waiting: list[RequestState] = []  # a heap
         self._by_id: dict[str, RequestState] = {}
         self._held_items: dict[str, list[str]] = {}  # content hashes, by request
-        self._guessing = layout.history > 0 or limits.late_drafts  # drafts repeat what was said
-        self._guesses = GuessTracker(self.requests, self.acceptance.runs)
+        self._guessing = layout.history > 0  # the device looks drafts up in what was said
         self._begin_step()
         self._arrivals = itertools.count()
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
@@ -176,15 +175,12 @@ class Scheduler:
         """Tell which tokens are expected behind all known ones of a request. They are verified as far as they reach
         beyond those in flight, when a step has room; a hint, forgotten when one of them was wrong or the request has to
         wait."""
-        if self._limits.late_drafts:
-            self._guesses.proposed(state, drafts)
         self.requests.propose(state, drafts)
 
     def next(self) -> SchedulerOutput | None:
         """The next step's work; None when nothing can be done before the step in flight has ended."""
         t = self.requests
         self._begin_step()
-        self._guesses.learn()
         entries: list[tuple[np.ndarray, np.ndarray]] = []  # slots, counts
         budget, rows, preempted = self._limits.max_num_batched_tokens, self._limits.max_num_rows, self.preemptions
         # Over all slots, which is faster than picking the used ones: a free one has nothing to do.
@@ -287,8 +283,9 @@ class Scheduler:
         elif limits.device_drafts:
             drafts = int(t.num_made[slots].min())
         elif np.count_nonzero(t.num_drafts):
-            drafts = int((t.num_drafts[slots] - t.num_in_flight[slots]).max())
-        if drafts <= 0:
+            flying = 0 if limits.late_drafts else t.num_in_flight[slots]
+            drafts = int((t.num_drafts[slots] - flying).max())
+        if drafts <= 0 or not t.verifiable[slots].all() or (known <= t.num_prompt_tokens[slots]).any():
             return 1
         budget = limits.max_num_batched_tokens if alone else limits.max_num_batched_tokens // 2
         room = min(budget // n, limits.max_num_rows // n, limits.max_len - int(known.max()))
@@ -300,9 +297,12 @@ class Scheduler:
         # Drafts that somebody proposes by hand are verified whatever came of others.
         query_len = fitting[-1]
         if self._guessing:
-            query_len = self.acceptance.best(n, fitting, t.run[slots].tolist(), t.num_in_flight[slots].tolist())
-            known = t.num_tokens[slots]  # of a guess behind the first token nothing is known yet
-        if query_len == 1 or not t.verifiable[slots].all() or (known <= t.num_prompt_tokens[slots]).any():
+            query_len = self.acceptance.best(
+                n, fitting, runs=t.run[slots].tolist(), ahead=t.num_in_flight[slots].tolist()
+            )
+        elif limits.late_drafts:
+            query_len = self.acceptance.best(n, fitting, np.count_nonzero(t.num_drafts[slots]) / n)
+        if query_len == 1:
             return 1
         late = (t.num_computed_tokens + query_len > self.cache.reach)[slots]
         ends = t.num_computed_tokens[slots[late]] + query_len
@@ -510,7 +510,8 @@ class Scheduler:
             others, their_ends = take(self.requests, rest, tokens[v * output.query_len :], live[v:])
             commit, ends = commit.followed_by(others), ends + their_ends
         if runs is not None and before is not None:
-            self._guesses.follow(output, *before, runs, num_kept, live, [state.slot for state, _ in ends])
+            done = [state.slot for state, _ in ends]
+            follow_guesses(t, self.acceptance.runs, output, *before, runs, num_kept, live, done)
         self._store_due(output, live)
         for state, reason in ends:
             if reason != "error":
@@ -555,8 +556,6 @@ class Scheduler:
 
     def _finish(self, state: RequestState, reason: str) -> None:
         state.finish_reason = reason
-        if self._limits.late_drafts:
-            self._guesses.ended(state)
         del self._by_id[state.request.id]
         if state.slot >= 0:
             self._leave(state)

@@ -104,12 +104,12 @@ def _timed(most: int = 5, cost: float = 1.5) -> Acceptance:
 
 def test_a_text_that_repeats_itself_is_verified_at_once_and_no_other() -> None:
     acceptance = _timed()
-    assert acceptance.best(1, [6], [4], [1]) == 6  # before anything is learned
-    assert all(acceptance.best(1, [6], [0], [1]) == 1 for _ in range(100))
+    assert acceptance.best(1, [6], runs=[4], ahead=[1]) == 6  # before anything is learned
+    assert all(acceptance.best(1, [6], runs=[0], ahead=[1]) == 1 for _ in range(100))
     for _ in range(64):  # runs of one token, and guesses that are wrong
         acceptance.runs.stepped(np.array([1]), np.array([1]))
-    assert all(acceptance.best(1, [6], [1], [1]) == 1 for _ in range(100))
-    assert acceptance.best(1, [6], [4], [1]) == 6
+    assert all(acceptance.best(1, [6], runs=[1], ahead=[1]) == 1 for _ in range(100))
+    assert acceptance.best(1, [6], runs=[4], ahead=[1]) == 6
 
 
 def test_many_sequences_are_verified_for_those_that_repeat_themselves() -> None:
@@ -117,7 +117,7 @@ def test_many_sequences_are_verified_for_those_that_repeat_themselves() -> None:
     for _ in range(40):
         acceptance.timed(1, 32, 1.0)
         acceptance.timed(6, 32, 1.5)
-    chosen = [acceptance.best(32, [6], [8] * n + [0] * (32 - n), [1] * 32) for n in range(33)]
+    chosen = [acceptance.best(32, [6], runs=[8] * n + [0] * (32 - n), ahead=[1] * 32) for n in range(33)]
     assert chosen[0] == 1
     assert chosen[32] == 6
     assert chosen == sorted(chosen)
@@ -127,11 +127,11 @@ def test_many_sequences_are_verified_for_those_that_repeat_themselves() -> None:
 
 def test_what_verifying_takes_is_tried_again_with_good_guesses_only() -> None:
     acceptance = _timed(cost=6.0)
-    assert [acceptance.best(1, [6], [6], [1]) for _ in range(64)].count(6) == 4
-    assert [acceptance.best(1, [6], [0], [1]) for _ in range(64)].count(6) == 0
+    assert [acceptance.best(1, [6], runs=[6], ahead=[1]) for _ in range(64)].count(6) == 4
+    assert [acceptance.best(1, [6], runs=[0], ahead=[1]) for _ in range(64)].count(6) == 0
     for _ in range(12):
         acceptance.timed(6, 1, 1.5)
-    assert acceptance.best(1, [6], [6], [1]) == 6
+    assert acceptance.best(1, [6], runs=[6], ahead=[1]) == 6
 
 
 def test_as_many_drafts_as_the_run_is_good_for() -> None:
@@ -143,5 +143,5 @@ def test_as_many_drafts_as_the_run_is_good_for() -> None:
         acceptance.runs.stepped(np.array([1]), np.array([2]))
         acceptance.runs.stepped(np.array([2]), np.array([0]))
         acceptance.runs.stepped(np.array([8]), np.array([9]))
-    assert acceptance.best(1, [2, 4, 8], [8], [1]) == 8
-    assert acceptance.best(1, [2, 4, 8], [1], [0]) == 2
+    assert acceptance.best(1, [2, 4, 8], runs=[8], ahead=[1]) == 8
+    assert acceptance.best(1, [2, 4, 8], runs=[1], ahead=[0]) == 2

@@ -175,9 +175,7 @@ def test_guesses_change_no_text(
         monkeypatch.setitem(sys.modules, "own_proposers", SimpleNamespace(Guesses=Guesses))
         proposer = "own_proposers:Guesses"
     core = open_core(checkpoint, place, pages=pages, speculation=SpeculationConfig(draft_proposer=proposer))
-    monkeypatch.setattr(
-        core._scheduler.acceptance, "best", lambda sequences, lengths, runs, ahead: lengths[-1]
-    )  # no clock
+    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda sequences, lengths, share: lengths[-1])  # no clock
     for seed in (1, 2):
         wanted = _requests(seed)
         plain.reset_prefix_cache()

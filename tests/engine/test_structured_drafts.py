@@ -86,7 +86,7 @@ def _requests() -> list[EngineRequest]:
 def test_grammars_with_drafts(cores: dict[str, EngineCore], where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All in one batch, then some in smaller ones."""
     core, wanted = cores[where], _requests()
-    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda sequences, lengths, runs=None, ahead=(): lengths[-1])
+    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda sequences, lengths, share=1.0, **runs: lengths[-1])
     alone = finish(cores["plain"], wanted)
     tokenizer = Tokenizer.from_folder(MODEL_DIR)
     won = []

@@ -128,7 +128,7 @@ def looking(
     core.close()
 
 
-def _most(sequences: int, lengths: list[int], runs: Sequence[int] | None = None, ahead: Sequence[int] = ()) -> int:
+def _most(sequences: int, lengths: list[int], share: float = 1.0, **runs: Sequence[int]) -> int:
     """Verify all that may be."""
     return lengths[-1]
 
@@ -228,7 +228,7 @@ def test_the_host_knows_on_what_the_next_guess_rests(
 ) -> None:
     """With every kind of step: prompts, some in chunks, plain ones and such that verify."""
     core, rng = looking[1], random.Random(4)
-    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda n, lengths, *runs: rng.choice([1, lengths[-1]]))
+    monkeypatch.setattr(core._scheduler.acceptance, "best", lambda n, lengths, **runs: rng.choice([1, lengths[-1]]))
     found: list[int] = []
 
     def check(number: int) -> None:
