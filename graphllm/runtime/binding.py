@@ -45,7 +45,7 @@ def bind(
         if kind == "kernel":
             name, arguments = body
             launches.append(kernels.bind(bundle["kernels"][name], name, [binder.argument(a) for a in arguments]))
-        elif kind == "extern":
+        elif kind in ("extern", "message"):
             from graphllm.ir.externs import routine
 
             name, arguments = body

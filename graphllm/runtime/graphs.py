@@ -26,40 +26,41 @@ _BOUND_KEPT = 128
 
 class GraphPrograms:
     """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
-    arenas: memory of what programs make; where there are several, runs whose buffers follow each other have different
-    ones, and device memory of their own for inputs, so that they may overlap. max_num_seqs: sequences of a step.
-    longest_query: tokens of one that verifies. steps_in_flight: runs that may be prepared before the first of them has
-    ended. stage: of a pipeline, whose calls alone run here."""
+    arena: memory of what programs make. max_num_seqs: sequences of a step. longest_query: tokens of one that verifies.
+    steps_in_flight: runs that may be prepared before the first of them has ended. stage: of a pipeline, whose calls
+    alone run here. overlapping: what is behind its layers is a part of its own, which later steps' layers may
+    overtake."""
 
     def __init__(
         self,
         folder: Path,
         described: Mapping[str, Any],
         outside: Mapping[str, Array],
-        arenas: Sequence[Array],
+        arena: Array,
         memory: Memory,
         kernels: Kernels,
         max_num_seqs: int,
         longest_query: int,
         steps_in_flight: int,
         stage: Stage | None = None,
+        overlapping: bool = False,
     ) -> None:
         self.name, self.task = described["name"], described["task"]
         self.buckets = [Bucket(**b) for b in described["buckets"]]
         self.inputs = {n: input_from(spec) for n, spec in described["inputs"].items()}
         self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
-        self._outside, self._arenas, self._memory = outside, arenas, memory
+        self._outside, self._arena, self._memory = outside, arena, memory
         self._kernels, self._max_num_seqs = kernels, max_num_seqs
-        self._longest_query, self._stage = longest_query, stage
+        self._longest_query, self._stage, self._overlapping = longest_query, stage, overlapping
         limits = [b.limits(max_num_seqs, longest_query) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
-        self.staging = Staging(list(self.inputs.values()), self.most, memory, steps_in_flight, len(arenas))
+        self.staging = Staging(list(self.inputs.values()), self.most, memory, steps_in_flight)
         self.jobs: list[Job | None] = [None] * steps_in_flight  # that read each staging buffer
         self._buffer_index = 0
         self._bundles: dict[str, Any] = {}
         self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
-        self._bound: OrderedDict[tuple[str, Size, int], BoundProgram] = OrderedDict()
+        self._bound: OrderedDict[tuple[str, Size], BoundProgram] = OrderedDict()
         # One pool for all graphs, which never run at once: libraries take their workspace from it once.
         self._graph_pool = _pool() if memory.device.type == "cuda" else None
 
@@ -91,18 +92,13 @@ class GraphPrograms:
         R, or so many."""
         return dict(self._programs[program]["host"])
 
-    @property
-    def newest(self) -> Job | None:
-        """The last job of the step that was started last."""
-        return self.jobs[self._buffer_index - 1]
-
-    def bound(self, name: str, size: Size, buffer: int = 0) -> BoundProgram:
-        """A program at a padded size, bound when it is first asked for. buffer: of its inputs."""
-        key = (name, size, turn := buffer % len(self._arenas))
+    def bound(self, name: str, size: Size) -> BoundProgram:
+        """A program at a padded size, bound when it is first asked for."""
+        key = (name, size)
         if key not in self._bound:
             linked, plan = self._link(name, size.bucket)
-            outside = {**self._outside, **self.staging.tensors(size.symbols, turn)}
-            bound = bind(linked, plan, outside, self._arenas[turn], self._kernels, size.symbols, self._memory)
+            outside = {**self._outside, **self.staging.tensors(size.symbols)}
+            bound = bind(linked, plan, outside, self._arena, self._kernels, size.symbols, self._memory)
             captured = padding.is_captured(size.bucket, size.T)
             pool = self._graph_pool if captured else None
             self._bound[key] = BoundProgram(bound, self._kernels, self._memory, pool)
@@ -116,7 +112,7 @@ class GraphPrograms:
         for bound in self._bound.values():
             bound.release()
         self._bound.clear()
-        self._outside, self._arenas = {}, ()
+        self._outside, self._arena = {}, None
         self.jobs = [None] * len(self.jobs)
 
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
@@ -126,12 +122,12 @@ class GraphPrograms:
             calls = [Call(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in described["calls"]]
             parts = described["parts"]
             if self._stage is not None:
-                if len(self._arenas) > 1:
+                if self._overlapping:
                     parts = stage_parts(calls, parts, self._stage)
                 calls = stage_calls(calls, described["results"], self._stage)
             program = LinkedProgram(calls, described["results"], parts)
             plan = MemoryPlan(*described["memory"][bucket.name])
-            if plan.arena_bytes > self._arenas[0].numel():
+            if plan.arena_bytes > self._arena.numel():
                 raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")
             self._linked[key] = program, plan
         return self._linked[key]

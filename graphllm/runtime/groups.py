@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from graphllm.config import ConfigError
-from graphllm.ir.groups import BESIDE, EXPERTS, TENSOR, Group, set_group
-from graphllm.program.stages import PIPELINE
+from graphllm.ir.groups import EXPERTS, TENSOR, Group, set_group, set_links
 from graphllm.runtime.collectives import LibraryGroup
+from graphllm.runtime.stage_links import CapturedLinks, StageLinks, link_directions
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
 
@@ -59,17 +59,17 @@ def joined(
         width = degree // stages
         stage_ranks = [range(first, first + width) for first in range(0, degree, width)]
         of_stage = _own_group(rank, stage_ranks)
-        if width > 1 and device.type == "cpu":
-            set_group(TENSOR + BESIDE, open_group(_own_group(rank, stage_ranks), device))
         if width > 1:
             set_group(TENSOR, open_group(of_stage, device, one_host))
-        set_group(PIPELINE, LibraryGroup(_own_group(rank, [range(i, degree, width) for i in range(width)])))
+        if device.type == "cpu":
+            set_links(_stage_links(rank, stages, width))
+        else:
+            set_links(CapturedLinks(_own_group(rank, [range(i, degree, width) for i in range(width)])))
     try:
         yield
     finally:
         set_group(TENSOR, None)
-        set_group(TENSOR + BESIDE, None)
-        set_group(PIPELINE, None)
+        set_links(None)
         torch.distributed.destroy_process_group()
 
 
@@ -112,6 +112,23 @@ def _meet(rank: int, count: int, meeting: Meeting, device: torch.device) -> torc
     members = torch.distributed.group.WORLD
     assert members is not None
     return members
+
+
+def _stage_links(rank: int, stages: int, width: int) -> StageLinks:
+    """Of a rank to those with its number in the other stages, each of so many ranks."""
+    to: dict[int, torch.distributed.ProcessGroup] = {}
+    origins: dict[int, torch.distributed.ProcessGroup] = {}
+    own = rank // width
+    for origin, target in link_directions(stages):
+        for number in range(width):
+            ends = [origin * width + number, target * width + number]
+            group = torch.distributed.new_group(sorted(ends))  # every process must make all of them
+            if rank in ends:
+                if own == origin:
+                    to[target] = group
+                else:
+                    origins[origin] = group
+    return StageLinks(own, stages, to, origins)
 
 
 def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.ProcessGroup:

@@ -29,6 +29,7 @@ from graphllm.runtime.rank_messages import (
     Array,
     Contents,
     Encode,
+    Follow,
     Loaded,
     Move,
     MoveExperts,
@@ -72,10 +73,8 @@ class MultiprocExecutor(Executor):
         self.ranks, self._joined = ranks, joined
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
         self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
-        separate = self._behind is not self._stream
         self._stream = self._watched = _WatchedStream(self._stream, ranks)
-        self._behind = _WatchedStream(self._behind, ranks) if separate else self._stream
-        self._checks = StepChecks(self.overlapping)
+        self._checks = StepChecks(self.in_flight)
         self._words = [0] * CHECKS
 
     def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:
@@ -95,6 +94,11 @@ class MultiprocExecutor(Executor):
         handle = super().start(step, program, drafts)
         self._checks.add(handle)
         return handle
+
+    def follow(self, but: int) -> None:
+        """As of one rank; all of them have the same order of layers and what is behind them."""
+        self.ranks.send(Follow(but))
+        super().follow(but)
 
     def _compare(self, number: int) -> None:
         """Raise RankError unless all ranks sampled the same in a step."""
