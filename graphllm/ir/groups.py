@@ -63,20 +63,23 @@ class Alone:
 class Links(Protocol):
     """Messages between the stages of a model, of which this process has the number ``stage`` of ``count``. What goes
     from one stage to another arrives in the order in which it was sent. On a GPU a call works on the current stream,
-    without waiting for it, and may be captured."""
+    without waiting for it; it may not be captured."""
 
     stage: int
     count: int
 
     def send(self, values: Sequence[Tensor], to: Sequence[int]) -> None:
-        """Give values, any views, to stages. On a CPU nobody waits until they are taken, but for those before the last
-        two messages, and the values may be written at once."""
+        """Give values, any views, to stages. Nobody waits until they are taken, but for the message before the last,
+        and the values may be written at once."""
 
     def receive(self, values: Sequence[Tensor], origin: int) -> None:
         """Write into values, any views, what a stage has sent of the same sizes."""
 
     def reserve(self, sent: int, received: int) -> None:
         """Have memory for messages of up to so many bytes now."""
+
+    def settle(self) -> None:
+        """Wait, on a GPU on the current stream, until all that was sent is taken."""
 
 
 _groups: dict[str, Group] = {}

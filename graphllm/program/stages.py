@@ -36,12 +36,6 @@ class Stage(NamedTuple):
     total: int
 
 
-def overlapping_steps(stage: Stage | None, device: str) -> int:
-    """How many steps are at different stages at once. On a GPU messages are parts of captured graphs, in which each
-    waits for the other side, and a step begins when the one before it has left all stages."""
-    return stage.total if stage is not None and device == "cpu" else 1
-
-
 def stage_reads(program: Mapping[str, Any], stage: Stage) -> frozenset[str]:
     """The weights and states that a stage reads. program: the content of program.json. Raises ConfigError for one that
     cannot have so many stages."""

@@ -20,7 +20,7 @@ from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
 from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout, ExpertLayout, ExpertMoves, expert_layout
-from graphllm.program.stages import BEHIND, Stage, message_bytes, overlapping_steps, stage_reads
+from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
@@ -71,11 +71,12 @@ class StepHandle:
         step: StepInput,
         buffer_index: int,
         size: Size,
+        variant: str,
         program: BoundProgram,
         follow: Callable[[StepHandle], None],
     ) -> None:
         self.rows, self.counts = step.rows, {"T": step.tokens, "S": step.sequences, "R": step.rows}
-        self.buffer_index, self.size, self.program = buffer_index, size, program
+        self.buffer_index, self.size, self.variant, self.program = buffer_index, size, variant, program
         self.jobs: list[Job] = []  # one for each stretch of the step, in order
         self.later: list[Callable[[], None]] = []
         self._follow = follow
@@ -159,10 +160,10 @@ class Executor:
         )
         self._kernels, self._stream = self._open_kernels(folder / "pieces", threads)
         # Steps that may be at different stages at once; one more is prepared before the first of them has ended.
-        self.overlapping = overlapping_steps(stage, self.device.type)
+        self.overlapping = 1 if stage is None else stage.total
         self.in_flight = self.overlapping + 1
         self._later: deque[StepHandle] = deque()  # steps whose layers alone have been started
-        if stage is not None and self.overlapping > 1:
+        if stage is not None:
             from graphllm.ir.groups import links_of
 
             links_of(stage.total).reserve(*message_bytes(folder, program, compiled, stage))
@@ -186,7 +187,6 @@ class Executor:
                 longest_query,
                 self.in_flight * (2 if g["task"] == "draft" else 1),
                 stage,
-                self.overlapping > 1,
             )
             for g in program["graphs"]
         }
@@ -222,14 +222,20 @@ class Executor:
         that grow "tree_parents" [N, K + 1], the node before each one.
 
         What a stage does behind the layers of a step begins with the wait for the last stage. It is started with a
-        later step, behind whose layers it then comes: which one, that step says by ``beside``."""
-        self._start_later(step.beside)
+        later step, behind whose layers it then comes: which one, that step says by ``beside``. A program that runs for
+        the first time at a size runs alone: loading and capturing may wait for all that a GPU does, also for messages
+        that another stage, which waits for the same, has not taken."""
         graph = self._main
-        size, index = graph.pick(step), graph.next_buffer()
+        size, variant = graph.pick(step), graph.variant(program, step)
+        alone = not graph.has_run(variant, size)
+        if alone:
+            self._drain()
+        self._start_later(step.beside)
+        index = graph.next_buffer()
         symbols = size.symbols
         graph.staging.fill(index, step, symbols)
-        bound = graph.bound(graph.variant(program, step), size)
-        handle = StepHandle(step, index, size, bound, self._follow_to)
+        bound = graph.bound(variant, size)
+        handle = StepHandle(step, index, size, variant, bound, self._follow_to)
         handle.wants_drafts = drafts
         behind = BEHIND in bound.parts
         whole = len(bound.parts) == 1 + behind
@@ -260,7 +266,17 @@ class Executor:
 
             handle.later.append(later)
             self._later.append(handle)
+            if alone:
+                self._start_later(0)
         return handle
+
+    def _drain(self) -> None:
+        """Where there are stages, wait until all that was started is done, and what this one has sent is taken."""
+        if self.overlapping > 1:
+            from graphllm.ir.groups import links_of
+
+            self._start_later(0)
+            self._stream.submit(links_of(self.overlapping).settle).result()
 
     def follow(self, but: int) -> None:
         """Have what is behind the layers of all steps but so many that were started last start, where it has not."""
@@ -325,6 +341,9 @@ class Executor:
         if mask is not None:
             graph.staging.fill_late(handle.buffer_index, "mask", mask, symbols)
         copied = graph.host_results("full") | ({"scores": "R"} if scores else {})
+        parts = ("adjust", "sample", *(["logprobs"] if scores else []))
+        if not all(graph.has_run(handle.variant, handle.size, part) for part in parts):
+            self._drain()
 
         def work() -> None:
             if mask is not None:
@@ -354,11 +373,11 @@ class Executor:
                 handle.outputs[name] = handle.program.on_host[name][:count].copy()
                 continue
             result = handle.program.results[name]
-            kept = self._on_host[handle.buffer_index]
-            if name not in kept:
+            if name not in self._on_host[handle.buffer_index]:  # of all steps: a GPU may wait for all that it does
                 most = symbol if isinstance(symbol, int) else self._main.most[symbol]
-                kept[name] = self._memory.read_into(result, (most, *result.shape[1:]))
-            part = kept[name][:count]
+                for kept in self._on_host:
+                    kept[name] = self._memory.read_into(result, (most, *result.shape[1:]))
+            part = self._on_host[handle.buffer_index][name][:count]
             part.copy_(result[:count], non_blocking=True)
             handle.outputs[name] = part.numpy()
         if handle.drafts is not None:

@@ -13,7 +13,7 @@ import torch
 from graphllm.config import ConfigError
 from graphllm.ir.groups import EXPERTS, TENSOR, Group, set_group, set_links
 from graphllm.runtime.collectives import LibraryGroup
-from graphllm.runtime.stage_links import CapturedLinks, StageLinks, link_directions
+from graphllm.runtime.stage_links import StageLinks, link_directions
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
 
@@ -61,10 +61,7 @@ def joined(
         of_stage = _own_group(rank, stage_ranks)
         if width > 1:
             set_group(TENSOR, open_group(of_stage, device, one_host))
-        if device.type == "cpu":
-            set_links(_stage_links(rank, stages, width))
-        else:
-            set_links(CapturedLinks(_own_group(rank, [range(i, degree, width) for i in range(width)])))
+        set_links(_stage_links(rank, stages, width, device))
     try:
         yield
     finally:
@@ -114,7 +111,7 @@ def _meet(rank: int, count: int, meeting: Meeting, device: torch.device) -> torc
     return members
 
 
-def _stage_links(rank: int, stages: int, width: int) -> StageLinks:
+def _stage_links(rank: int, stages: int, width: int, device: torch.device) -> StageLinks:
     """Of a rank to those with its number in the other stages, each of so many ranks."""
     to: dict[int, torch.distributed.ProcessGroup] = {}
     origins: dict[int, torch.distributed.ProcessGroup] = {}
@@ -128,7 +125,7 @@ def _stage_links(rank: int, stages: int, width: int) -> StageLinks:
                     to[target] = group
                 else:
                     origins[origin] = group
-    return StageLinks(own, stages, to, origins)
+    return StageLinks(own, stages, to, origins, device)
 
 
 def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.ProcessGroup:

@@ -1,6 +1,7 @@
-"""One stage of a pipeline that only sends messages: `test_stages` starts a process for each.
+"""One stage of a pipeline that only sends messages: `test_stages`, and on GPUs `tests/gpu/test_ranks_cuda.py`, start
+one process for each. On a GPU kernels of some milliseconds lie between the messages.
 
-python links_worker.py MEETING STAGES STAGE
+    python links_worker.py MEETING STAGES STAGE [cuda]
 """
 
 from __future__ import annotations
@@ -52,9 +53,12 @@ def work(stage: int, stages: int, device: torch.device) -> None:
 
 def main() -> None:
     meeting, stages, stage = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    device = torch.device("cpu")
+    kind = sys.argv[4] if len(sys.argv) > 4 else "cpu"
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, stage)
     with joined(stage, stages, Meeting(f"file://{meeting}"), device, stages):
         work(stage, stages, device)
+        if kind == "cuda":
+            torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ class SecondStage:
         self.arrived = threading.Condition()
         self.tokens: list[int] = []
         self.received = 0  # bytes, the last time
+        self.settled = 0
 
     def send(self, values: Sequence[Tensor], to: Sequence[int]) -> None:
         assert list(to) == [1]
@@ -58,6 +59,9 @@ class SecondStage:
 
     def reserve(self, sent: int, received: int) -> None:
         self.reserved = sent, received
+
+    def settle(self) -> None:
+        self.settled += 1
 
     def give(self, token: int) -> None:
         with self.arrived:
@@ -127,6 +131,31 @@ def test_two_steps_at_once(kind: str, request: pytest.FixtureRequest, checkpoint
     assert result.tokens.tolist() == [3]
     assert result.logits is not None
     assert result.logits.argmax(-1).tolist() == [3]
+    executor.close()
+
+
+def test_a_program_that_is_new_runs_alone(
+    compiled_artifact: Path, checkpoint: Path, second: SecondStage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where loading and capturing wait for the device: what was started before is done and taken, and what
+    is behind the layers is launched with them. Others overlap."""
+    executor = _first_stage(compiled_artifact, checkpoint)
+    new = [False, True, False]
+    monkeypatch.setattr(executor._main, "has_run", lambda *asked: not new[0])
+    first = executor.start(_batch([11, 12], 0, 3))
+    assert first.later
+    new.pop(0)
+    second.give(5)
+    second.give(6)
+    other = executor.start(_batch([21, 22, 23], 0, 4, beside=1))
+    assert (first.later, other.later, second.settled) == ([], [], 1)
+    assert first.jobs[-1].wait(0)
+    assert other.jobs[-1].wait(SECONDS)
+    new.pop(0)
+    third = executor.start(_batch([5], 2, 3, beside=1))
+    assert (len(third.later), second.settled) == (1, 1)
+    second.give(7)
+    assert [h.wait().tokens.tolist() for h in (first, other, third)] == [[5], [6], [7]]
     executor.close()
 
 
