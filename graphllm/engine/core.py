@@ -83,9 +83,9 @@ class _InFlight(NamedTuple):
 
 class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
-    where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs at
-    once, in the stages of a pipeline. balancer: says which experts move, where they do. waves: of the
-    cores that step together with this one."""
+    where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs
+    at once, in the stages of a pipeline; up to ``together`` sequences are in one all the same. balancer: says which
+    experts move, where they do. waves: of the cores that step together with this one."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class EngineCore:
         speculation: SpeculationConfig = _NO_SPECULATION,
         adapters: AdapterMemory | None = None,
         overlapping: int = 1,
+        together: int = 1,
         balancer: ExpertBalancer | None = None,
         waves: CoreWaves | None = None,
     ) -> None:
@@ -116,6 +117,7 @@ class EngineCore:
             late_drafts=speculation.draft_proposer is not None,
             verify_at_most=speculation.speculative_disable_by_batch_size,
             overlapping=overlapping,
+            together=together,
         )
         if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
             why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"

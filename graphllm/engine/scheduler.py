@@ -27,8 +27,6 @@ from graphllm.program.schema import CacheLayout
 
 _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
 
-_PART = 16  # sequences up to which a step takes nearly as long with half of them, so that stages gain nothing by parts
-
 
 class Scheduler:
     """The cache and the request table are this scheduler's alone. caching, secret: see `CacheManager`."""
@@ -190,7 +188,8 @@ class Scheduler:
         most = len(ready)
         if self._limits.overlapping > 1:
             ready &= self._apart(ready & (todo > 1))
-            most = max(-(-self.running // self._limits.overlapping), _PART)  # the others are for the other stages
+            share = -(-self.running // self._limits.overlapping)  # the others are for the other stages
+            most = max(share, self._limits.together)
         if not (self._waiting or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
@@ -222,7 +221,7 @@ class Scheduler:
         t, steps = self.requests, self._limits.overlapping
         known = t.num_in_flight == 0
         computing = np.count_nonzero(prompts) or (self._waiting and t.has_free_slot)
-        if self.running > _PART or computing:
+        if self.running > self._limits.together or computing:
             return known | (self._planned + 1 - t.sampled_at >= steps)
         return known if self._planned - self._committed > 1 else np.ones_like(known)
 

@@ -18,7 +18,8 @@ class SchedulerLimits(NamedTuple):
     `CacheManager`. device_drafts: every sequence that has sampled a token has drafts on the device. late_drafts: those
     of the host come when the step before is done, and `Scheduler.propose` tells how many there were the last time.
     verify_at_most: sequences of a step that verifies; None: as it pays. overlapping: steps that run at once, none of
-    which needs the tokens of another one.
+    which needs the tokens of another one. together: sequences that stay in one step all the same, as it takes nearly as
+    long with a part of them.
     """
 
     max_num_seqs: int
@@ -34,6 +35,7 @@ class SchedulerLimits(NamedTuple):
     late_drafts: bool = False
     verify_at_most: int | None = None
     overlapping: int = 1
+    together: int = 1
 
 
 class SchedulerOutput(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -67,7 +68,19 @@ def joined(
     finally:
         set_group(TENSOR, None)
         set_links(None)
-        torch.distributed.destroy_process_group()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def abandon(seconds: float) -> bool:
+    """Give up all groups of this process, some of whose ranks are gone. On a GPU the library's kernels wait for those
+    for ever, and nothing behind them ends, nor does the process. Whether that was done within the time."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    thread = threading.Thread(target=_abort_process_group, name="graphllm-abandon", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 @contextmanager

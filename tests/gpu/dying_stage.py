@@ -5,6 +5,7 @@ python dying_stage.py CHECKPOINT     it says after how many seconds the engine k
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -20,6 +21,7 @@ from test_stages_cuda import OPTIONS, PROMPTS  # noqa: E402
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(60, exit=True)
     with LLM(sys.argv[1], pipeline_parallel_size=2, **OPTIONS) as llm:
         (pid,) = pids_of(llm)
         for number, prompt in enumerate(PROMPTS * 5):

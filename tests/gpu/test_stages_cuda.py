@@ -124,9 +124,9 @@ def test_a_stage_that_dies(two: LLM, checkpoint: Path) -> None:
     """With two steps in flight. In a process of its own, since the GPU may then wait for ever; it ends all the same."""
     two.close()
     done = subprocess.run(
-        [sys.executable, str(HERE / "dying_stage.py"), str(checkpoint)], timeout=90, capture_output=True, text=True
+        [sys.executable, str(HERE / "dying_stage.py"), str(checkpoint)], timeout=120, capture_output=True, text=True
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout + done.stderr[:6000]
     told = re.search(
         r"process (\d+): told after ([\d.]+) s: rank 1 of 2 \(process (\d+)\) was killed by signal 9", done.stdout
     )
