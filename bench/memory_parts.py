@@ -93,7 +93,7 @@ def ours(artifact: Path, file: Path, sequences: int, length: int) -> dict[str, A
     states = {t.data_ptr() for t in executor.states.tensors.values()}
     weights = [(t.data_ptr(), t.nbytes) for t in main._outside.values() if t.data_ptr() not in states]
     cache = [(t.data_ptr(), t.nbytes) for t in executor.states._pool]
-    arena = [(t.data_ptr(), t.nbytes) for t in main._arenas]
+    arena = [(main._arena.data_ptr(), main._arena.nbytes)]
     params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     llm.generate(prompts(1, 16, 0), params)
     for number in range(sequences):

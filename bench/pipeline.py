@@ -1,24 +1,34 @@
-"""What stages of a pipeline gain on a CPU when each works on other requests: tokens a second of one process with one
-thread, and of two stages with one thread each.
+"""What stages of a pipeline gain when each works on other requests: tokens a second with one step in flight and with as
+many as there are stages, in the same engine, and of one process that has all layers.
 
-    python -m bench pipeline [--requests 1,8,32]     two CPUs or more; nothing else should run
+    python -m bench pipeline [--requests 1,8,32]                   CPUs: a thread for each process; two CPUs or more
+    python -m bench pipeline --target cuda [--shape llama3.1-8b]   two GPUs of one host
+    ... --alone      one process, too: on a GPU, where it takes another half a minute; on CPUs it is always measured
+    ... --profile    which kernels the first stage ran meanwhile, and how long it ran none
 
-One request shows what stages cost, as only one of them can work at a time. Several show what they gain: most where a
-step takes as long as it has rows, as of prompts; little where it reads the weights however few rows it has.
+Nothing else should run. One request shows what stages cost, as only one of them can work at a time. Several show what
+they gain: most where a step takes as long as it has rows, as of prompts; little where it reads the weights however few
+rows it has.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent))
+from gpu_step import SHAPES
 
 from graphllm import LLM, SamplingParams
 
-CONFIG = {
+CPU_SHAPE = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 8,
     "num_attention_heads": 16, "num_key_value_heads": 4, "intermediate_size": 4096, "vocab_size": 8192, "head_dim": 64,
     "max_position_embeddings": 512, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu",
@@ -26,41 +36,123 @@ CONFIG = {
 }  # fmt: skip
 
 
-def rates(folder: Path, counts: list[int], stages: int) -> dict[str, float]:
-    """Tokens a second by case, each after one round to warm up. counts: of requests at once."""
-    options: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 256,
-                               "max_num_seqs": max(counts), "max_num_batched_tokens": 512, "target": "cpu",
-                               "threads": stages, "enable_prefix_caching": False}  # fmt: skip
+class Cases(NamedTuple):
+    """counts: of requests that answer at once, ``answer`` tokens each. prompts: so many of ``length`` tokens."""
+
+    counts: list[int]
+    answer: int
+    prompts: int
+    length: int
+    options: dict[str, Any]
+
+
+def cases_of(target: str, counts: list[int]) -> Cases:
+    common: dict[str, Any] = {"load_format": "dummy", "skip_tokenizer_init": True, "max_num_seqs": max(counts),
+                              "target": target, "enable_prefix_caching": False}  # fmt: skip
+    if target == "cpu":
+        options = {**common, "max_model_len": 256, "max_num_batched_tokens": 512}
+        return Cases(counts, 64, 16, 192, options)
+    options = {**common, "max_model_len": 2048, "max_num_batched_tokens": 2048, "tune": False}
+    return Cases(counts, 64, 32, 1024, options)
+
+
+def one_step_in_flight(llm: LLM) -> Callable[[], None]:
+    """Have the engine run one step behind the other, as without stages; what gives the others back."""
+    core: Any = llm.llm_engine.core
+    scheduler, depth = core._scheduler, core._depth
+    limits = scheduler._limits
+
+    def back() -> None:
+        scheduler._limits, core._depth = limits, depth
+
+    scheduler._limits, core._depth = limits._replace(overlapping=1), 1
+    return back
+
+
+def rates(llm: LLM, cases: Cases, vocab: int) -> dict[str, float]:
+    """Tokens a second by case, each after one round to warm up."""
+
+    def timed(requests: int, length: int, tokens: int) -> float:
+        prompts = [{"prompt_token_ids": [(7 * i + k) % vocab for i in range(length)]} for k in range(requests)]
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        llm.generate(prompts, params)
+        begun = time.perf_counter()
+        llm.generate(prompts, params)
+        return time.perf_counter() - begun
+
     found = {}
-    with LLM(folder, pipeline_parallel_size=stages, **options) as llm:
-
-        def timed(requests: int, length: int, tokens: int) -> float:
-            prompts = [{"prompt_token_ids": [(7 * i + k) % 8192 for i in range(length)]} for k in range(requests)]
-            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            llm.generate(prompts, params)
-            begun = time.perf_counter()
-            llm.generate(prompts, params)
-            return requests / (time.perf_counter() - begun)
-
-        for requests in counts:
-            found[f"{requests} requests, tokens of answers"] = round(64 * timed(requests, 16, 64), 1)
-        found["16 prompts, their tokens"] = round(192 * timed(16, 192, 1), 1)
+    for requests in cases.counts:
+        # Without the prompts' time, which a round of one token has.
+        seconds = timed(requests, 16, cases.answer + 1) - timed(requests, 16, 1)
+        found[f"{requests} requests, tokens of answers"] = requests * cases.answer / seconds
+    seconds = timed(cases.prompts, cases.length, 1)
+    found[f"{cases.prompts} prompts, their tokens"] = cases.prompts * cases.length / seconds
     return found
+
+
+def profile(llm: LLM, requests: int, vocab: int) -> None:
+    """Print what this process's GPU did in answers to so many requests, by kernel."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    prompts = [{"prompt_token_ids": [(7 * i + k) % vocab for i in range(16)]} for k in range(requests)]
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    with profiled(activities=[ProfilerActivity.CUDA]) as seen:
+        llm.generate(prompts, params)
+    kernels = [e for e in seen.events() if e.device_type.name == "CUDA"]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
+    begin = spans[len(spans) // 2][0]  # of the second half, in which all decode
+    by_name: dict[str, float] = defaultdict(float)
+    busy, at = 0.0, begin
+    for start, end, name in (s for s in spans if s[0] >= begin):
+        by_name[name[:70]] += end - start
+        if "nccl" not in name.lower():
+            busy += max(0.0, end - max(start, at))
+            at = max(at, end)
+    whole = max(end for _, end, _ in spans) - begin
+    print(f"  the first stage's GPU: {busy / whole:.1%} of {whole / 1e3:.1f} ms in kernels other than NCCL's")
+    for name, micros in sorted(by_name.items(), key=lambda item: -item[1])[:14]:
+        print(f"    {micros / 1e3:8.2f} ms  {name}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--requests", default="1,4,8,32", help="at once, between commas")
+    parser.add_argument("--requests", help="at once, between commas")
+    parser.add_argument("--target", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="llama3.1-8b", help="on GPUs")
+    parser.add_argument("--alone", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    counts = [int(word) for word in args.requests.split(",")]
+    on_cpu = args.target == "cpu"
+    shape = CPU_SHAPE if on_cpu else SHAPES[args.shape]
+    counts = [int(word) for word in (args.requests or ("1,4,8,32" if on_cpu else "1,32,64,128,256")).split(",")]
+    cases, vocab = cases_of(args.target, counts), int(str(shape["vocab_size"]))
+    columns: dict[str, dict[str, float]] = {}
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        (folder / "config.json").write_text(json.dumps(CONFIG))
-        one, two = (rates(folder, counts, stages) for stages in (1, 2))
-    for case, rate in one.items():
-        print(
-            f"{case:32} one process {rate:8.1f}  two stages {two[case]:8.1f}  {two[case] / rate:.2f} times", flush=True
-        )
+        (folder / "config.json").write_text(json.dumps(shape))
+
+        def threads(count: int) -> dict[str, int]:
+            return {"threads": count} if on_cpu else {}
+
+        begun = time.perf_counter()
+        with LLM(folder, pipeline_parallel_size=2, **cases.options, **threads(2)) as llm:
+            print(f"started in {time.perf_counter() - begun:.1f} s", flush=True)
+            columns["two steps in flight"] = rates(llm, cases, vocab)
+            if args.profile:
+                profile(llm, max(counts), vocab)
+            back = one_step_in_flight(llm)
+            columns["one"] = rates(llm, cases, vocab)
+            if args.profile:
+                profile(llm, max(counts), vocab)
+            back()
+        if on_cpu or args.alone:
+            with LLM(folder, **cases.options, **threads(1)) as llm:
+                columns["one process"] = rates(llm, cases, vocab)
+    base = columns["one"]
+    for case, rate in base.items():
+        told = "  ".join(f"{name} {column[case]:9.1f} ({column[case] / rate:.2f})" for name, column in columns.items())
+        print(f"{case:32} {told}", flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import copy
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import msgspec
@@ -83,9 +83,9 @@ class _InFlight(NamedTuple):
 
 class EngineCore:
     """Feeds one executor. max_len: tokens of prompt and output together. grammars: compiles structured outputs, None
-    where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs at
-    once, in the stages of a pipeline. balancer: says which experts move, where they do. waves: of the
-    cores that step together with this one."""
+    where there is no tokenizer. processors: see docs/logits-processors.md. overlapping: steps that the executor runs
+    at once, in the stages of a pipeline; up to ``together`` sequences are in one all the same. balancer: says which
+    experts move, where they do. waves: of the cores that step together with this one."""
 
     def __init__(
         self,
@@ -97,6 +97,7 @@ class EngineCore:
         speculation: SpeculationConfig = _NO_SPECULATION,
         adapters: AdapterMemory | None = None,
         overlapping: int = 1,
+        together: int = 1,
         balancer: ExpertBalancer | None = None,
         waves: CoreWaves | None = None,
     ) -> None:
@@ -116,6 +117,7 @@ class EngineCore:
             late_drafts=speculation.draft_proposer is not None,
             verify_at_most=speculation.speculative_disable_by_batch_size,
             overlapping=overlapping,
+            together=together,
         )
         if speculation.draft_proposer is not None and (executor.device_drafts or not executor.layout.query_lens):
             why = "drafts come from the device" if executor.device_drafts else "num_speculative_tokens is 0"
@@ -148,7 +150,7 @@ class EngineCore:
         self._providers = find_providers(executor.inputs.values())
         self._adapters = adapters or AdapterMemory(executor.layout.max_adapters, _no_files)
         self._in_flight: collections.deque[_InFlight] = collections.deque()
-        self._depth = max(1, overlapping - 1)  # steps that are started before the first of them is waited for
+        self._depth = overlapping  # steps that are started before the first of them is waited for
         self._news: list[EngineCoreOutput] = []  # of requests that ended outside a step
         self._compiler = concurrent.futures.ThreadPoolExecutor(_COMPILERS, "graphllm-grammars")
         self._compiling: dict[str, tuple[EngineRequest, concurrent.futures.Future[Grammar]]] = {}
@@ -281,8 +283,8 @@ class EngineCore:
         self._stats.finished[str(reason)] = self._stats.finished.get(str(reason), 0) + 1
 
     def step(self) -> list[EngineCoreOutput]:
-        """Start the next step and finish the one before it, or in a pipeline the oldest one; news of the latter's
-        requests."""
+        """Start the next step and finish the one before it, in a pipeline the one that is as many before it as there
+        are stages; news of the latter's requests."""
         with contextlib.nullcontext() if self._waves is None else self._waves.watched():
             return self._step()
 
@@ -303,8 +305,7 @@ class EngineCore:
         if output is not None and batch is not None and not late:
             started = self._launch(output, batch, begun)
         news, self._news = self._news, []
-        if self._in_flight and (started is None or len(self._in_flight) >= self._depth):
-            oldest = self._in_flight.popleft()
+        for oldest in self._due(output if late or started is not None else None, late or _is_full(started)):
             result = oldest.handle.wait()
             self._measure(oldest)
             news += self._commit(oldest, result)
@@ -318,6 +319,15 @@ class EngineCore:
             after_step(self._executor, started.output)
             self._in_flight.append(started)
         return news
+
+    def _due(self, next_step: SchedulerOutput | None, known: bool) -> Iterator[_InFlight]:
+        """The steps whose results are taken now: the oldest one where no next step begins, else those for which there
+        is no place beside it. known: it begins, or is sampled from, when all tokens of its requests are."""
+        most = len(self._in_flight) - 1 if next_step is None else self._depth - 1
+        if next_step is not None and known:
+            most = min(most, next_step.beside)
+        while len(self._in_flight) > max(most, 0):
+            yield self._in_flight.popleft()
 
     def _together(self, waves: CoreWaves, batch: Batch | None) -> Batch | None:
         """A step as all cores make it, padded to the tokens of the largest one. One of padding alone starts here."""
@@ -657,6 +667,10 @@ class EngineCore:
         self._executor.close()
         if self._waves is not None:
             self._waves.close()
+
+
+def _is_full(step: _InFlight | None) -> bool:
+    return step is not None and step.batch.full
 
 
 def _no_files(adapter: Adapter) -> NoReturn:

@@ -73,10 +73,11 @@ class RequestTable:
     computed; both count as if all drafts in flight were right. num_unsure: by how much they may be too high at most.
     last_token: the newest known one. limit: tokens of prompt and output at most. num_drafts: proposed by the
     host. num_made: drafts that the device makes behind the last step planned for the slot. run: of the guess behind all
-    known tokens, see `GuessRuns`. epoch: changes whenever a slot gets another owner or loses it. scoring [bool]:
-    prompt log-probabilities are wanted. verifiable [bool]: several tokens of it may be sampled before the host has seen
-    them. adapter_id: entry of its adapter in the tables, 0 for none. temperature [float32], seed [int64]: of its draws.
-    seen_start, seen_length: rows of the item that all of its tokens see, 0 and 0 without one.
+    known tokens, see `GuessRuns`. sampled_at: number of the last step that samples for it, where some are in flight.
+    epoch: changes whenever a slot gets another owner or loses it. scoring [bool]: prompt log-probabilities are wanted.
+    verifiable [bool]: several tokens of it may be sampled before the host has seen them. adapter_id: entry of its
+    adapter in the tables, 0 for none. temperature [float32], seed [int64]: of its draws. seen_start, seen_length: rows
+    of the item that all of its tokens see, 0 and 0 without one.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -87,6 +88,7 @@ class RequestTable:
         self.num_unsure, self.num_drafts, self.last_token, self.epoch = column(), column(), column(), column()
         self.num_prompt_tokens, self.limit, self.adapter_id = column(), column(), column()
         self.seen_start, self.seen_length, self.num_made, self.run = column(), column(), column(), column()
+        self.sampled_at = column(np.int64)
         self.temperature, self.seed = column(np.float32), column(np.int64)
         self.scoring, self.verifiable = column(bool), column(bool)
         self._stops = np.full((_STOPS, max_num_seqs), -1, dtype=np.int32)

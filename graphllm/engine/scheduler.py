@@ -28,8 +28,6 @@ from graphllm.program.schema import CacheLayout
 
 _MOST_HELD_BACK = 256  # requests that others may pass in one look, so that a step costs the same however many wait
 
-_PART = 16  # sequences up to which a step takes nearly as long with half of them, so that stages gain nothing by parts
-
 
 class Scheduler:
     """The cache and the request table are this scheduler's alone. caching, secret: see `CacheManager`."""
@@ -53,6 +51,7 @@ class Scheduler:
         self._begin_step()
         self._arrivals = itertools.count()
         self.preemptions = self.prefix_queries = self.prefix_hits = 0
+        self._planned = self._committed = 0  # steps
 
     def _begin_step(self) -> None:
         self._copies: list[tuple[int, int]] = []
@@ -189,11 +188,10 @@ class Scheduler:
         ready = (known < t.limit) | (t.num_computed_tokens < t.num_prompt_tokens)
         ready &= todo > 0
         most = len(ready)
-        if (steps := self._limits.overlapping) > 1:  # what a step in flight samples is not known to the next one
-            ready &= t.num_in_flight == 0
-            most = max(-(-self.running // steps), _PART)  # the others are for the other stages
-            if self.running <= _PART and np.count_nonzero(t.num_in_flight[t.order]):
-                ready &= todo > 1
+        if self._limits.overlapping > 1:
+            ready &= self._apart(ready & (todo > 1))
+            share = -(-self.running // self._limits.overlapping)  # the others are for the other stages
+            most = max(share, self._limits.together)
         if not (self._waiting or np.count_nonzero(ready)):
             return None
         decode = ready & (todo == 1)
@@ -217,6 +215,18 @@ class Scheduler:
             slots, counts = (np.concatenate(parts, dtype=np.int32) for parts in zip(*entries, strict=True))
         return self._plan(slots, counts, query_len, len(chosen) if query_len > 1 else 0)
 
+    def _apart(self, prompts: np.ndarray) -> np.ndarray:
+        """Which slots may be in the next step, where several run at once: one whose token is in flight is left out
+        until as many steps have begun as there are stages, so that none waits for another one's tokens. Few sequences
+        stay together, each step behind the one before, unless there are prompts to compute meanwhile; the host is a
+        step ahead of them. prompts: slots with tokens that are known."""
+        t, steps = self.requests, self._limits.overlapping
+        known = t.num_in_flight == 0
+        computing = np.count_nonzero(prompts) or (self._waiting and t.has_free_slot)
+        if self.running > self._limits.together or computing:
+            return known | (self._planned + 1 - t.sampled_at >= steps)
+        return known if self._planned - self._committed > 1 else np.ones_like(known)
+
     def _plan(self, slots: np.ndarray, counts: np.ndarray, query_len: int, verified: int) -> SchedulerOutput:
         t = self.requests
         starts, in_flight, known = t.num_computed_tokens[slots], t.num_in_flight[slots], t.num_tokens[slots]
@@ -231,6 +241,11 @@ class Scheduler:
             if not (self._limits.device_drafts or self._limits.late_drafts):
                 drafts = t.drafts(slots[:verified], query_len - 1)
             t.num_unsure[slots[:verified]] += ahead - 1
+        if beside := self._limits.overlapping - 1:
+            flying = t.sampled_at[slots[in_flight > 0]]
+            beside = min(beside, self._planned - int(flying.max(initial=0)))
+            self._planned += 1
+            t.sampled_at[slots[samples]] = self._planned
         in_flight += rows
         rows[:verified] = query_len
         by_slot = t.by_slot
@@ -254,8 +269,8 @@ class Scheduler:
             saves = self._reserve_snapshots(requests, slots, ends, known, pending, verified)
         return SchedulerOutput(
             requests, slots, starts, counts, rows, samples, fed, t.epoch[slots], self.cache.tables, query_len, ahead,
-            verified, drafts, pending, num_drafts, self._copies, self._resets, self._loads, self._encodes, saves,
-            self._admitted, self.adapters.writes(),
+            verified, drafts, pending, num_drafts, beside, self._copies, self._resets, self._loads, self._encodes,
+            saves, self._admitted, self.adapters.writes(),
         )  # fmt: skip
 
     def _reserve_snapshots(
@@ -490,6 +505,7 @@ class Scheduler:
         ends an entry, on what run its next drafts rest, 0 of the others; None where drafts are not looked up there.
         Requests that are gone or were preempted since are passed over.
         """
+        self._committed += 1
         t = self.requests
         live = t.epoch[output.slots] == output.epochs
         before = None if runs is None else (t.num_tokens[output.slots], t.run[output.slots])

@@ -149,6 +149,7 @@ def _make_core(
         config.speculation,
         adapters,
         executor.overlapping,
+        executor.together,
         None if executor.experts is None else ExpertBalancer(executor.experts, config.parallel),
         waves,
     )

@@ -19,7 +19,7 @@ _BESIDE = 300 * 10**6
 
 def gpu_bytes(memory: Mapping[str, int], blocks: int) -> int:
     """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
-    parts = sum(memory[name] for name in ("weights", "arena", "state"))
+    parts = sum(memory.get(name, 0) for name in ("weights", "arena", "state", "messages"))
     return parts + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
 
 
@@ -55,7 +55,8 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig, processes: int
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     size, most = cache.kv_cache_memory_bytes, None
     if compiled["target"]["device"] == "cpu":
-        needed, left = sum(memory[name] for name in ("weights", "arena", "state")) + (size or 0), available_memory()
+        needed = sum(memory.get(name, 0) for name in ("weights", "arena", "state", "messages")) + (size or 0)
+        left = available_memory()
         needed *= processes
         if needed > left:
             raise ConfigError(

@@ -91,7 +91,7 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
     have so many stages."""
     if stage is None:
         return manifest
-    from graphllm.program.stages import own_states, own_tensors, stage_reads
+    from graphllm.program.stages import message_bytes, own_states, own_tensors, stage_reads
     from graphllm.weights.loader import chosen
     from graphllm.weights.plan import WeightPlan
 
@@ -100,7 +100,9 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
     plan = chosen(WeightPlan.from_json((artifact / "weights.json").read_text()), reads)
     blocks = len(own_tensors(own_states(program, reads))) * program["blocks"]["bytes"]
     weights = sum(entry.nbytes for entry in plan if not entry.tie)
-    return {**manifest, "memory": {**manifest["memory"], "weights": weights, "block": blocks}}
+    messages = message_bytes(artifact, program, manifest["factors"]["compile"], stage).memory
+    memory = {**manifest["memory"], "weights": weights, "block": blocks, "messages": messages}
+    return {**manifest, "memory": memory}
 
 
 def open_weights(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -34,12 +34,6 @@ class Group(Protocol):
     def sum_rows(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         """out [T, ..]: this rank's rows of the sum of all ranks' x [size * T, ..]. work, as x, may be written."""
 
-    def send(self, x: Tensor, to: int) -> None:
-        """Give x, any view, to the rank ``to``."""
-
-    def receive(self, out: Tensor, origin: int) -> None:
-        """out, any view: what the rank ``origin`` sends."""
-
     def broadcast(self, x: Tensor, origin: int) -> None:
         """x, any view: what the rank ``origin`` has in it."""
 
@@ -62,19 +56,34 @@ class Alone:
     def sum_rows(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         out.copy_(x)
 
-    def send(self, x: Tensor, to: int) -> None:
-        raise RuntimeError(f"there is no rank {to} to send to")
-
-    def receive(self, out: Tensor, origin: int) -> None:
-        raise RuntimeError(f"there is no rank {origin} to receive from")
-
     def broadcast(self, x: Tensor, origin: int) -> None:
         pass
 
 
-BESIDE = ".beside"  # behind a group's name: the same processes, for a thread whose calls come in no order with others'
+class Links(Protocol):
+    """Messages between the stages of a model, of which this process has the number ``stage`` of ``count``. What goes
+    from one stage to another arrives in the order in which it was sent. On a GPU a call works on the current stream,
+    without waiting for it; it may not be captured."""
+
+    stage: int
+    count: int
+
+    def send(self, values: Sequence[Tensor], to: Sequence[int]) -> None:
+        """Give values, any views, to stages. Nobody waits until they are taken, but for the message before the last,
+        and the values may be written at once."""
+
+    def receive(self, values: Sequence[Tensor], origin: int) -> None:
+        """Write into values, any views, what a stage has sent of the same sizes."""
+
+    def reserve(self, sent: int, received: int) -> None:
+        """Have memory for messages of up to so many bytes now."""
+
+    def settle(self) -> None:
+        """Wait, on a GPU on the current stream, until all that was sent is taken."""
+
+
 _groups: dict[str, Group] = {}
-_thread = threading.local()
+_links: list[Links] = []  # one at most
 
 
 def set_group(name: str, group: Group | None) -> None:
@@ -90,18 +99,23 @@ def joined_group(name: str) -> Group | None:
     return _groups.get(name)
 
 
-def go_beside() -> None:
-    """Have this thread use groups of its own from now on, where there are some: all ranks make the same calls in the
-    same order in each thread, and in no order between two threads."""
-    _thread.beside = True
+def set_links(links: Links | None) -> None:
+    """Make the links between stages known; None forgets them."""
+    _links[:] = [] if links is None else [links]
+
+
+def links_of(stages: int) -> Links:
+    """The links between so many stages. Raises RuntimeError where this process is in no such pipeline."""
+    count = _links[0].count if _links else 1
+    if count != stages:
+        raise RuntimeError(f"made for {stages} stages, this process is in a pipeline of {count}")
+    return _links[0]
 
 
 def group_of(name: str, ranks: int) -> Group:
     """The group of that name. Raises RuntimeError where it has not so many ranks: a graph is made for a number of
     them, and the parts of another would not make the whole."""
     group = _groups.get(name, Alone())
-    if getattr(_thread, "beside", False):
-        group = _groups.get(name + BESIDE, group)
     if group.size != ranks:
         raise RuntimeError(f"compiled for {ranks} ranks of the group {name!r}, this process is in one of {group.size}")
     return group

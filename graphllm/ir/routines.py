@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from graphllm.ir.groups import group_of
+from graphllm.ir.groups import group_of, links_of
 
 
 def scaled_product(codes: Tensor, row_scales: Tensor, weight: Tensor, scales: Tensor, out: Tensor) -> None:
@@ -21,19 +21,19 @@ def all_reduce_into(x: Tensor, out: Tensor, group: str, ranks: int) -> None:
     group_of(group, ranks).all_reduce(x, out)
 
 
-def send_to(x: Tensor, group: str, ranks: int, to: int) -> None:
-    """Give a value to another rank of a group, which calls `receive_from`."""
-    group_of(group, ranks).send(x, to)
+def send_to_stage(stages: int, to: int, *values: Tensor) -> None:
+    """Give values to another one of so many stages, which calls `receive_from_stage`."""
+    links_of(stages).send(values, [to])
 
 
-def receive_from(out: Tensor, group: str, ranks: int, origin: int) -> None:
-    """Take what another rank of a group gives by `send_to`."""
-    group_of(group, ranks).receive(out, origin)
+def send_to_stages(stages: int, origin: int, *values: Tensor) -> None:
+    """Give values to all other stages; this one is ``origin``."""
+    links_of(stages).send(values, [stage for stage in range(stages) if stage != origin])
 
 
-def broadcast_from(x: Tensor, group: str, ranks: int, origin: int) -> None:
-    """Have every rank of a group hold what one holds."""
-    group_of(group, ranks).broadcast(x, origin)
+def receive_from_stage(stages: int, origin: int, *values: Tensor) -> None:
+    """Take what another stage gives by `send_to_stage` or `send_to_stages`."""
+    links_of(stages).receive(values, origin)
 
 
 def gather_rows_into(x: Tensor, out: Tensor, group: str, ranks: int) -> None:

@@ -99,7 +99,7 @@ class LinkedProgram:
             elif kind == "exchange":
                 (name,) = body
                 self.places[resolve(name)] = Place(EXCHANGE, [1], [1], (0,), "")
-            elif kind in ("kernel", "op", "call", "ir", "extern"):
+            elif kind in ("kernel", "op", "call", "ir", "extern", "message"):
                 self.instructions.append(Instruction(kind, _renamed(kind, body, resolve), call.bundle, part))
             else:
                 raise ValueError(f"this version does not know the piece instruction {kind!r}; recompile the artifact")
@@ -153,7 +153,7 @@ def _renamed(kind: str, body: Sequence[Any], resolve: Any) -> Any:
             return {"t": resolve(item["t"])} if "t" in item else item
         return [deep(v) for v in item] if isinstance(item, list) else item
 
-    if kind in ("kernel", "extern"):
+    if kind in ("kernel", "extern", "message"):
         name, arguments = body
         return name, [["t", resolve(a[1])] if isinstance(a, list) and a[0] == "t" else a for a in arguments]
     if kind == "op":

@@ -4,21 +4,27 @@ layers only.
 Nothing of this is compiled: a program is a list of calls, and a stage makes only some of them. What is still to be read
 goes on to the next stage behind its last call; behind the last layer's, the last stage sends what is left, the logits,
 to all. Every stage does what follows, such as sampling, and so knows the tokens of the next step. Values keep the
-places that the memory plan gives them.
+places that the memory plan gives them. All that is read behind the layers comes from the last stage, so the other ones
+need none of what their layers made, and may run a later step's layers before.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from graphllm.config import ConfigError
-from graphllm.program.linking import Call
-from graphllm.program.states import place_from
+from graphllm.config import Bucket, ConfigError
+from graphllm.expr import value
+from graphllm.program.linking import Call, LinkedProgram
+from graphllm.program.states import ITEMSIZE, place_from
 
-PIPELINE = "pipeline"  # the group of ranks that have the stages of one model
-BEHIND = "behind layers"  # the part of a program in which a stage gets the logits, and what follows them
+COPIES = 3  # of messages that a stage sends: the newest, and those before that nobody may have taken yet
+MESSAGE_ALIGN = 16  # bytes to whose multiple values lie in a message
+BEHIND = "behind layers"  # the part of a program in which a stage but the last gets the logits, and what follows them
 _OF_LAYER = re.compile(r"(?:state\.)?layers\.(\d+)\.")
 _GEOMETRY = ("empty", "view", "zeroed", "exchange")  # instructions of a piece that run nothing
 
@@ -72,12 +78,54 @@ def stage_calls(calls: Sequence[Call], results: Sequence[str], stage: Stage) -> 
     return made
 
 
-def stage_parts(calls: Sequence[Call], parts: Mapping[str, int], stage: Stage) -> dict[str, int]:
-    """The parts of a program for a stage, with `BEHIND`, which another step's layers may overtake. calls: of the
-    program, all stages'."""
+class MessageBytes(NamedTuple):
+    """Of a stage's largest messages: what it sends, and what it gets."""
+
+    sent: int
+    received: int
+
+    @property
+    def memory(self) -> int:
+        """What messages take of a stage's memory."""
+        return COPIES * self.sent + self.received
+
+
+def message_bytes(folder: Path, program: Mapping[str, Any], compiled: Mapping[str, Any], stage: Stage) -> MessageBytes:
+    """Of the largest step. folder: of the artifact. compiled: of its key."""
+    graph = program["graphs"][0]
+    described = next(iter(graph["programs"].values()))
+    buckets = [Bucket(**b) for b in graph["buckets"]]
+    longest_query = max(b.query_len for b in buckets)
+    limits = {b: b.limits(compiled["max_num_seqs"], longest_query) for b in buckets}
+    largest = max(buckets, key=lambda b: (limits[b]["T"], limits[b]["R"]))
+    calls = [
+        Call(json.loads((folder / "pieces" / f"{piece}-{largest.name}.json").read_text()), inputs, outputs)
+        for piece, inputs, outputs in described["calls"]
+    ]
+    linked = LinkedProgram(calls, described["results"])
     owners = _owners([call.inputs for call in calls], stage.total)
-    last = max(at for at, owner in enumerate(owners) if owner is not None)
-    return {BEHIND: last + (stage.number == stage.total - 1), **parts}
+    ends = {owner: at for at, owner in enumerate(owners) if owner is not None}
+
+    def size(owner: int) -> int:
+        values = (linked.alias[v] for v in _live(calls, ends[owner], described["results"]))
+        places = [linked.places[name] for name in values if name in linked.places]
+        numbers = (math.prod(value(d, limits[largest]) for d in place.shape) for place in places)
+        sizes = (n * ITEMSIZE[linked.places[p.storage].dtype] for n, p in zip(numbers, places, strict=True))
+        return sum(-(-nbytes // MESSAGE_ALIGN) * MESSAGE_ALIGN for nbytes in sizes)
+
+    last = stage.total - 1
+    received = [size(stage.number - 1)] if stage.number else []
+    received += [size(last)] if stage.number < last else []
+    return MessageBytes(size(stage.number), max(received))
+
+
+def stage_parts(calls: Sequence[Call], parts: Mapping[str, int], stage: Stage) -> dict[str, int]:
+    """The parts of a program for a stage; `BEHIND`, which another step's layers may overtake, but for the last one.
+    calls: of the program, all stages'."""
+    if stage.number == stage.total - 1:
+        return dict(parts)
+    owners = _owners([call.inputs for call in calls], stage.total)
+    return {BEHIND: max(at for at, owner in enumerate(owners) if owner is not None), **parts}
 
 
 def _owners(inputs: Sequence[Sequence[str]], count: int) -> list[int | None]:
@@ -107,12 +155,9 @@ def _passing_on(call: Call, values: Sequence[str], owner: int, stage: Stage) -> 
     """The last call of the stage ``owner``, and what this stage does with the values behind it."""
     local = dict(zip(call.outputs, call.bundle["outputs"], strict=True))
     more = {name: f"passed.{name}" for name in values if name not in local}
-    routines = [*_routines(owner, stage)]
-    code = [
-        ["extern", name, [["t", local.get(value) or more[value]], PIPELINE, stage.total, other]]
-        for value in values
-        for name, other in routines
-    ]
+    tensors = [["t", local.get(value) or more[value]] for value in values]
+    routine = _routine(owner, stage) if values else None
+    code = [] if routine is None else [["message", routine[0], [stage.total, routine[1], *tensors]]]
     bundle = {
         **call.bundle,
         "inputs": [*call.bundle["inputs"], *more.values()],
@@ -121,11 +166,11 @@ def _passing_on(call: Call, values: Sequence[str], owner: int, stage: Stage) -> 
     return Call(bundle, [*call.inputs, *more], call.outputs)
 
 
-def _routines(owner: int, stage: Stage) -> Iterator[tuple[str, int]]:
-    """The routine that a stage calls with each value behind the last call of the stage ``owner``, and its argument."""
+def _routine(owner: int, stage: Stage) -> tuple[str, int] | None:
+    """The routine that a stage calls with the values behind the last call of the stage ``owner``, and the stage that
+    it is told."""
     if owner == stage.total - 1:
-        yield "broadcast_from", owner
-    elif stage.number == owner:
-        yield "send_to", owner + 1
-    elif stage.number == owner + 1:
-        yield "receive_from", owner
+        return "send_to_stages" if stage.number == owner else "receive_from_stage", owner
+    if stage.number == owner:
+        return "send_to_stage", owner + 1
+    return ("receive_from_stage", owner) if stage.number == owner + 1 else None

@@ -17,8 +17,9 @@ class Bound(NamedTuple):
     """A program ready to run at one T and S: call every launch of a part in order, segment by segment.
 
     parts: by name, the first is "". A segment is launches with a flag: whether they may be captured in a CUDA graph.
-    Interpreted pieces may not (their reference bodies read data on the host), so a program with some of those is
-    captured piecewise, between them. results: the kept outputs by name.
+    Interpreted pieces may not (their reference bodies read data on the host), nor messages of stages (a graph ends when
+    all in it has, and nobody waits for those), so a program with some of them is captured piecewise, between them.
+    results: the kept outputs by name.
     """
 
     parts: dict[str, list[tuple[bool, list[Launch]]]]
@@ -39,13 +40,14 @@ def bind(
     parts: dict[str, list[tuple[bool, list[Launch]]]] = {}
     for kind, body, bundle, part in program.instructions:
         segments = parts.setdefault(part, [])
-        if not segments or segments[-1][0] != (kind != "ir"):
-            segments.append((kind != "ir", []))
+        captured = kind not in ("ir", "message")
+        if not segments or segments[-1][0] != captured:
+            segments.append((captured, []))
         launches = segments[-1][1]
         if kind == "kernel":
             name, arguments = body
             launches.append(kernels.bind(bundle["kernels"][name], name, [binder.argument(a) for a in arguments]))
-        elif kind == "extern":
+        elif kind in ("extern", "message"):
             from graphllm.ir.externs import routine
 
             name, arguments = body

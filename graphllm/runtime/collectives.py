@@ -41,17 +41,6 @@ class LibraryGroup:
         self.all_reduce(x, work)  # gloo scatters no sums
         out.copy_(work[self.rank * len(out) : (self.rank + 1) * len(out)])
 
-    def send(self, x: Tensor, to: int) -> None:
-        if x.numel():
-            dist.send(_bytes(x.contiguous()), group=self._members, group_dst=to)
-
-    def receive(self, out: Tensor, origin: int) -> None:
-        if out.numel():
-            whole = out if out.is_contiguous() else torch.empty_like(out, memory_format=torch.contiguous_format)
-            dist.recv(_bytes(whole), group=self._members, group_src=origin)
-            if whole is not out:
-                out.copy_(whole)
-
     def broadcast(self, x: Tensor, origin: int) -> None:
         if x.numel():
             whole = x.contiguous()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from graphllm.config import ConfigError
 from graphllm.config.token_tree import token_tree
 from graphllm.program.linking import EXCHANGE, ZEROED
 from graphllm.program.schema import CacheLayout, ExpertLayout, ExpertMoves, expert_layout
-from graphllm.program.stages import BEHIND, Stage, stage_reads
+from graphllm.program.stages import BEHIND, Stage, message_bytes, stage_reads
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.drafting import DraftRuns, DraftShape, prepare_drafts
 from graphllm.runtime.graphs import BoundProgram, GraphPrograms
@@ -38,7 +39,8 @@ if TYPE_CHECKING:
     from graphllm.runtime.expert_slots import ExpertSlots
 
 _WARM_PROMPT = 128  # tokens
-_IN_FLIGHT = 2  # steps that are prepared before the first of them has ended
+# Sequences that gain nothing in stages by steps of their own: with half of them a step takes nearly as long.
+_TOGETHER = {"cpu": 16, "cuda": 64}
 
 Hook = Callable[["torch.Tensor"], None]
 
@@ -63,12 +65,23 @@ class StepResult(NamedTuple):
 
 
 class StepHandle:
-    """A step that was started. ``wait`` gives its results, once. size: what it is padded to."""
+    """A step that was started. ``wait`` gives its results, once. size: what it is padded to. follow: has what is behind
+    the layers of this step start. later: that, in order, while it has not been started."""
 
-    def __init__(self, step: StepInput, buffer_index: int, size: Size, program: BoundProgram) -> None:
+    def __init__(
+        self,
+        step: StepInput,
+        buffer_index: int,
+        size: Size,
+        variant: str,
+        program: BoundProgram,
+        follow: Callable[[StepHandle], None],
+    ) -> None:
         self.rows, self.counts = step.rows, {"T": step.tokens, "S": step.sequences, "R": step.rows}
-        self.buffer_index, self.size, self.program = buffer_index, size, program
+        self.buffer_index, self.size, self.variant, self.program = buffer_index, size, variant, program
         self.jobs: list[Job] = []  # one for each stretch of the step, in order
+        self.later: list[Callable[[], None]] = []
+        self._follow = follow
         self.drafts: DraftRuns | None = None
         self.wants_drafts = False
         self.outputs: dict[str, np.ndarray] = {}
@@ -77,6 +90,7 @@ class StepHandle:
     def settle(self) -> None:
         """Block until the step is done; its results lie in ``outputs`` until the second step after it starts. Raises
         what the device reported."""
+        self._follow(self)
         for job in self.jobs:
             job.result()
 
@@ -147,22 +161,21 @@ class Executor:
             program["drafts"]["block"],
         )
         self._kernels, self._stream = self._open_kernels(folder / "pieces", threads)
-        # Steps that may be at different stages at once. On a GPU a second stream would need kernels of its own.
-        self.overlapping = stage.total if stage is not None and self.device.type == "cpu" else 1
-        self._behind: Stream = self._stream  # runs what a stage does behind all layers
-        if self.overlapping > 1:
-            from graphllm.ir.groups import go_beside
+        # Steps that may be at different stages at once; one more is prepared before the first of them has ended.
+        self.overlapping = 1 if stage is None else stage.total
+        self.in_flight = self.overlapping + 1
+        self.together = _TOGETHER[self.device.type]
+        self._later: deque[StepHandle] = deque()  # steps whose layers alone have been started
+        if stage is not None:
+            from graphllm.ir.groups import links_of
 
-            self._behind = _cpu_stream(threads)
-            self._behind.submit(go_beside)
-        in_flight = max(_IN_FLIGHT, self.overlapping)
+            links_of(stage.total).reserve(*message_bytes(folder, program, compiled, stage))
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = self._memory.zeros((max(manifest["memory"]["zeroed"], 1),), "int32")
         table = _exchange(compiled["tensor_parallel_size"]) if self.device.type == "cuda" else None
         if table is not None:
             outside[EXCHANGE] = table
-        arena_shape = (max(manifest["memory"]["arena"], 1),)
-        arenas = [self._memory.zeros(arena_shape, "uint8") for _ in range(self.overlapping)]
+        arena = self._memory.zeros((max(manifest["memory"]["arena"], 1),), "uint8")
         longest_query = max(b["query_len"] for b in compiled["buckets"])
         self._graphs = {
             # A step prepares two runs of a draft graph.
@@ -170,12 +183,12 @@ class Executor:
                 folder,
                 g,
                 outside,
-                arenas,
+                arena,
                 self._memory,
                 self._kernels,
                 self.max_num_seqs,
                 longest_query,
-                in_flight * (2 if g["task"] == "draft" else 1),
+                self.in_flight * (2 if g["task"] == "draft" else 1),
                 stage,
             )
             for g in program["graphs"]
@@ -194,7 +207,7 @@ class Executor:
         self._encoder = next((g for g in self._graphs.values() if g.task == "encode"), None)
         self.item_input = self._item_input()
         self._tables = [n for n, spec in self._main.inputs.items() if spec.provider == "block_table"]
-        self._on_host: list[dict[str, Array]] = [{} for _ in range(in_flight)]
+        self._on_host: list[dict[str, Array]] = [{} for _ in range(self.in_flight)]
 
     def _open_kernels(self, folder: Path, threads: int | None) -> tuple[Kernels, Stream]:
         if self.device.type == "cuda":
@@ -209,13 +222,23 @@ class Executor:
     def start(self, step: StepInput, program: str = "plain", drafts: bool = False) -> StepHandle:
         """Start a step of the main graph; returns at once. A program with parts stops at its first one, and `sample`
         must follow. drafts: the result has those that all slots have for their next step, "drafts" [N, K], and of trees
-        that grow "tree_parents" [N, K + 1], the node before each one."""
+        that grow "tree_parents" [N, K + 1], the node before each one.
+
+        What a stage does behind the layers of a step begins with the wait for the last stage. It is started with a
+        later step, behind whose layers it then comes: which one, that step says by ``beside``. A program that runs for
+        the first time at a size runs alone: loading and capturing may wait for all that a GPU does, also for messages
+        that another stage, which waits for the same, has not taken."""
         graph = self._main
-        size, index = graph.pick(step), graph.next_buffer()
+        size, variant = graph.pick(step), graph.variant(program, step)
+        alone = not graph.has_run(variant, size)
+        if alone:
+            self._drain()
+        self._start_later(step.beside)
+        index = graph.next_buffer()
         symbols = size.symbols
         graph.staging.fill(index, step, symbols)
-        bound = graph.bound(graph.variant(program, step), size, index)
-        handle = StepHandle(step, index, size, bound)
+        bound = graph.bound(variant, size)
+        handle = StepHandle(step, index, size, variant, bound, self._follow_to)
         handle.wants_drafts = drafts
         behind = BEHIND in bound.parts
         whole = len(bound.parts) == 1 + behind
@@ -235,21 +258,46 @@ class Executor:
             if whole and not behind:
                 self._finish(handle, copied)
 
-        self._submit(handle, work, self._stream if behind else self._behind)
+        self._submit(handle, work)
         if behind:
-            layers = handle.jobs[0]
 
-            def follow() -> None:
-                layers.result()
+            def later() -> None:
+                graph.staging.upload(index, symbols)  # the inputs of a later step may be there
                 bound.run(BEHIND)
                 if whole:
                     self._finish(handle, copied)
 
-            self._submit(handle, follow, self._behind)
+            handle.later.append(later)
+            self._later.append(handle)
+            if alone:
+                self._start_later(0)
         return handle
 
-    def _submit(self, handle: StepHandle, work: Callable[[], None], stream: Stream) -> None:
-        job = self._main.jobs[handle.buffer_index] = stream.submit(work)
+    def _drain(self) -> None:
+        """Where there are stages, wait until all that was started is done, and what this one has sent is taken."""
+        if self.overlapping > 1:
+            from graphllm.ir.groups import links_of
+
+            self._start_later(0)
+            self._stream.submit(links_of(self.overlapping).settle).result()
+
+    def follow(self, but: int) -> None:
+        """Have what is behind the layers of all steps but so many that were started last start, where it has not."""
+        self._start_later(but)
+
+    def _follow_to(self, handle: StepHandle) -> None:
+        if handle.later:
+            self.follow(len(self._later) - 1 - self._later.index(handle))
+
+    def _start_later(self, but: int) -> None:
+        while len(self._later) > but:
+            handle = self._later.popleft()
+            later, handle.later = handle.later, []
+            for work in later:
+                self._submit(handle, work)
+
+    def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
+        job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
         handle.jobs.append(job)
         if handle.drafts is not None:
             handle.drafts.belong_to(job)
@@ -296,6 +344,9 @@ class Executor:
         if mask is not None:
             graph.staging.fill_late(handle.buffer_index, "mask", mask, symbols)
         copied = graph.host_results("full") | ({"scores": "R"} if scores else {})
+        parts = ("adjust", "sample", *(["logprobs"] if scores else []))
+        if not all(graph.has_run(handle.variant, handle.size, part) for part in parts):
+            self._drain()
 
         def work() -> None:
             if mask is not None:
@@ -311,7 +362,10 @@ class Executor:
                 handle.whole[row] = self._memory.log_softmax(bound.results["logits"][kept])
             self._finish(handle, copied)
 
-        self._submit(handle, work, self._behind)
+        if handle.later:
+            handle.later.append(work)
+        else:
+            self._submit(handle, work)
 
     def _finish(self, handle: StepHandle, wanted: Mapping[str, str | int]) -> None:
         """What ends a step, in the order of the current stream: copy results, each with a row for each of T, S or R or
@@ -322,11 +376,11 @@ class Executor:
                 handle.outputs[name] = handle.program.on_host[name][:count].copy()
                 continue
             result = handle.program.results[name]
-            kept = self._on_host[handle.buffer_index]
-            if name not in kept:
+            if name not in self._on_host[handle.buffer_index]:  # of all steps: a GPU may wait for all that it does
                 most = symbol if isinstance(symbol, int) else self._main.most[symbol]
-                kept[name] = self._memory.read_into(result, (most, *result.shape[1:]))
-            part = kept[name][:count]
+                for kept in self._on_host:
+                    kept[name] = self._memory.read_into(result, (most, *result.shape[1:]))
+            part = self._on_host[handle.buffer_index][name][:count]
             part.copy_(result[:count], non_blocking=True)
             handle.outputs[name] = part.numpy()
         if handle.drafts is not None:
@@ -404,14 +458,8 @@ class Executor:
     def _between(self, work: Callable[[], None]) -> None:
         """Change states in order with the steps, also with what is behind their layers: a slot that a request has left
         in the middle of a step is written by it."""
-        before = self._main.newest if self.overlapping > 1 else None
-
-        def wait() -> None:
-            if before is not None:
-                before.result()
-            work()
-
-        self._stream.submit(wait)
+        self._start_later(0)
+        self._stream.submit(work)
 
     def move_experts(self, moves: ExpertMoves) -> None:
         """Move experts of a layer between ranks, in order with the steps."""
@@ -476,15 +524,14 @@ class Executor:
 
     def synchronize(self) -> None:
         """Wait for everything submitted so far."""
-        for stream in (self._stream, self._behind):
-            stream.submit(nothing).result()
+        self._start_later(0)
+        self._stream.submit(nothing).result()
 
     def close(self) -> None:
         """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
         which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
         self._stream.close()
-        if self._behind is not self._stream:
-            self._behind.close()
+        self._later.clear()
         for graph in self._graphs.values():
             graph.release()
         self.states.release()

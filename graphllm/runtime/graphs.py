@@ -26,17 +26,16 @@ _BOUND_KEPT = 128
 
 class GraphPrograms:
     """folder: of the artifact. described: the graph's entry in program.json. outside: weights and states by name.
-    arenas: memory of what programs make; where there are several, runs whose buffers follow each other have different
-    ones, and device memory of their own for inputs, so that they may overlap. max_num_seqs: sequences of a step.
-    longest_query: tokens of one that verifies. steps_in_flight: runs that may be prepared before the first of them has
-    ended. stage: of a pipeline, whose calls alone run here."""
+    arena: memory of what programs make. max_num_seqs: sequences of a step. longest_query: tokens of one that verifies.
+    steps_in_flight: runs that may be prepared before the first of them has ended. stage: of a pipeline, whose calls
+    alone run here."""
 
     def __init__(
         self,
         folder: Path,
         described: Mapping[str, Any],
         outside: Mapping[str, Array],
-        arenas: Sequence[Array],
+        arena: Array,
         memory: Memory,
         kernels: Kernels,
         max_num_seqs: int,
@@ -49,17 +48,18 @@ class GraphPrograms:
         self.inputs = {n: input_from(spec) for n, spec in described["inputs"].items()}
         self.optional = tuple(described["optional"])
         self._folder, self._programs = folder / "pieces", described["programs"]
-        self._outside, self._arenas, self._memory = outside, arenas, memory
+        self._outside, self._arena, self._memory = outside, arena, memory
         self._kernels, self._max_num_seqs = kernels, max_num_seqs
         self._longest_query, self._stage = longest_query, stage
         limits = [b.limits(max_num_seqs, longest_query) for b in self.buckets]
         self.most = {n: max(limit[n] for limit in limits) for n in "TSR"}
-        self.staging = Staging(list(self.inputs.values()), self.most, memory, steps_in_flight, len(arenas))
+        self.staging = Staging(list(self.inputs.values()), self.most, memory, steps_in_flight)
         self.jobs: list[Job | None] = [None] * steps_in_flight  # that read each staging buffer
         self._buffer_index = 0
         self._bundles: dict[str, Any] = {}
         self._linked: dict[str, tuple[LinkedProgram, MemoryPlan]] = {}
-        self._bound: OrderedDict[tuple[str, Size, int], BoundProgram] = OrderedDict()
+        self._bound: OrderedDict[tuple[str, Size], BoundProgram] = OrderedDict()
+        self._ran: dict[tuple[str, Bucket], set[str]] = {}  # parts of those that are not captured
         # One pool for all graphs, which never run at once: libraries take their workspace from it once.
         self._graph_pool = _pool() if memory.device.type == "cuda" else None
 
@@ -91,32 +91,37 @@ class GraphPrograms:
         R, or so many."""
         return dict(self._programs[program]["host"])
 
-    @property
-    def newest(self) -> Job | None:
-        """The last job of the step that was started last."""
-        return self.jobs[self._buffer_index - 1]
-
-    def bound(self, name: str, size: Size, buffer: int = 0) -> BoundProgram:
-        """A program at a padded size, bound when it is first asked for. buffer: of its inputs."""
-        key = (name, size, turn := buffer % len(self._arenas))
+    def bound(self, name: str, size: Size) -> BoundProgram:
+        """A program at a padded size, bound when it is first asked for."""
+        key = (name, size)
         if key not in self._bound:
             linked, plan = self._link(name, size.bucket)
-            outside = {**self._outside, **self.staging.tensors(size.symbols, turn)}
-            bound = bind(linked, plan, outside, self._arenas[turn], self._kernels, size.symbols, self._memory)
+            outside = {**self._outside, **self.staging.tensors(size.symbols)}
+            bound = bind(linked, plan, outside, self._arena, self._kernels, size.symbols, self._memory)
             captured = padding.is_captured(size.bucket, size.T)
             pool = self._graph_pool if captured else None
-            self._bound[key] = BoundProgram(bound, self._kernels, self._memory, pool)
+            ran = set() if captured else self._ran.setdefault((name, size.bucket), set())
+            self._bound[key] = BoundProgram(bound, self._kernels, self._memory, pool, ran)
             if len(self._bound) > _BOUND_KEPT:
                 self._bound.popitem(last=False)
         self._bound.move_to_end(key)
         return self._bound[key]
+
+    def has_run(self, name: str, size: Size, part: str = "") -> bool:
+        """Whether a part of a program has run at a size, or at any where it is not captured: what it needs is loaded,
+        and nothing is left to be captured. On a CPU nothing is."""
+        if self._graph_pool is None:
+            return True
+        if padding.is_captured(size.bucket, size.T):
+            return (name, size) in self._bound and part in self._bound[name, size].ran
+        return part in self._ran.get((name, size.bucket), ())
 
     def release(self) -> None:
         """Forget what was bound and captured, and what it was bound to; nothing runs any more."""
         for bound in self._bound.values():
             bound.release()
         self._bound.clear()
-        self._outside, self._arenas = {}, ()
+        self._outside, self._arena = {}, None
         self.jobs = [None] * len(self.jobs)
 
     def _link(self, name: str, bucket: Bucket) -> tuple[LinkedProgram, MemoryPlan]:
@@ -126,12 +131,11 @@ class GraphPrograms:
             calls = [Call(self._bundle(p, bucket), inputs, outputs) for p, inputs, outputs in described["calls"]]
             parts = described["parts"]
             if self._stage is not None:
-                if len(self._arenas) > 1:
-                    parts = stage_parts(calls, parts, self._stage)
+                parts = stage_parts(calls, parts, self._stage)
                 calls = stage_calls(calls, described["results"], self._stage)
             program = LinkedProgram(calls, described["results"], parts)
             plan = MemoryPlan(*described["memory"][bucket.name])
-            if plan.arena_bytes > self._arenas[0].numel():
+            if plan.arena_bytes > self._arena.numel():
                 raise ConfigError("the artifact's memory table is that of another version of graphllm; compile again")
             self._linked[key] = program, plan
         return self._linked[key]
@@ -146,26 +150,25 @@ class GraphPrograms:
 class BoundProgram:
     """A bound program. With ``pool``, a memory pool, what can be is captured as CUDA graphs at a part's first run and
     replayed afterwards: one graph for the whole part when every piece is compiled, one between every two interpreted
-    pieces otherwise. on_host: results as the host sees them on a CPU."""
+    pieces or messages otherwise. on_host: results as the host sees them on a CPU. ran: the parts that have run."""
 
-    def __init__(self, bound: Bound, kernels: Kernels, memory: Memory, pool: Any | None) -> None:
-        self.parts, self._pool, self.results = bound.parts, pool, bound.results
+    def __init__(self, bound: Bound, kernels: Kernels, memory: Memory, pool: Any | None, ran: set[str]) -> None:
+        self.parts, self._pool, self.results, self.ran = bound.parts, pool, bound.results, ran
         self.on_host = {n: seen for n, t in self.results.items() if (seen := memory.on_host(t)) is not None}
         self._launches = {
             name: kernels.join([launch for _, ls in segments for launch in ls])
             for name, segments in bound.parts.items()
         }
-        self._captured: set[str] = set()
 
     def run(self, part: str = "") -> None:
         """Run a part of the step on the current stream."""
         for launch in self._launches[part]:
             launch()
-        if self._pool is not None and part not in self._captured:
+        if self._pool is not None and part not in self.ran:
             # This first run was real and warmed the libraries up. Capturing executes nothing, so no state is touched
             # twice.
             self._launches[part] = _captured(self.parts[part], self._pool)
-            self._captured.add(part)
+        self.ran.add(part)
 
     def release(self) -> None:
         """Forget what was bound and captured, whoever still holds this program."""

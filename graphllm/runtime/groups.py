@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -11,9 +12,9 @@ from typing import NamedTuple
 import torch
 
 from graphllm.config import ConfigError
-from graphllm.ir.groups import BESIDE, EXPERTS, TENSOR, Group, set_group
-from graphllm.program.stages import PIPELINE
+from graphllm.ir.groups import EXPERTS, TENSOR, Group, set_group, set_links
 from graphllm.runtime.collectives import LibraryGroup
+from graphllm.runtime.stage_links import StageLinks, link_directions
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
 
@@ -59,18 +60,27 @@ def joined(
         width = degree // stages
         stage_ranks = [range(first, first + width) for first in range(0, degree, width)]
         of_stage = _own_group(rank, stage_ranks)
-        if width > 1 and device.type == "cpu":
-            set_group(TENSOR + BESIDE, open_group(_own_group(rank, stage_ranks), device))
         if width > 1:
             set_group(TENSOR, open_group(of_stage, device, one_host))
-        set_group(PIPELINE, LibraryGroup(_own_group(rank, [range(i, degree, width) for i in range(width)])))
+        set_links(_stage_links(rank, stages, width, device))
     try:
         yield
     finally:
         set_group(TENSOR, None)
-        set_group(TENSOR + BESIDE, None)
-        set_group(PIPELINE, None)
-        torch.distributed.destroy_process_group()
+        set_links(None)
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
+def abandon(seconds: float) -> bool:
+    """Give up all groups of this process, some of whose ranks are gone. On a GPU the library's kernels wait for those
+    for ever, and nothing behind them ends, nor does the process. Whether that was done within the time."""
+    from torch.distributed.distributed_c10d import _abort_process_group
+
+    thread = threading.Thread(target=_abort_process_group, name="graphllm-abandon", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
 
 
 @contextmanager
@@ -112,6 +122,23 @@ def _meet(rank: int, count: int, meeting: Meeting, device: torch.device) -> torc
     members = torch.distributed.group.WORLD
     assert members is not None
     return members
+
+
+def _stage_links(rank: int, stages: int, width: int, device: torch.device) -> StageLinks:
+    """Of a rank to those with its number in the other stages, each of so many ranks."""
+    to: dict[int, torch.distributed.ProcessGroup] = {}
+    origins: dict[int, torch.distributed.ProcessGroup] = {}
+    own = rank // width
+    for origin, target in link_directions(stages):
+        for number in range(width):
+            ends = [origin * width + number, target * width + number]
+            group = torch.distributed.new_group(sorted(ends))  # every process must make all of them
+            if rank in ends:
+                if own == origin:
+                    to[target] = group
+                else:
+                    origins[origin] = group
+    return StageLinks(own, stages, to, origins, device)
 
 
 def _own_group(rank: int, groups: Sequence[Sequence[int]]) -> torch.distributed.ProcessGroup:

@@ -23,12 +23,14 @@ from graphllm.runtime.all_ranks import AllRanks
 from graphllm.runtime.collectives import send_logits
 from graphllm.runtime.cpu_cache_memory import CacheMemory
 from graphllm.runtime.executor import Executor, Hook, StepHandle
+from graphllm.runtime.groups import abandon
 from graphllm.runtime.rank_failure import RankError
 from graphllm.runtime.rank_messages import (
     AdapterTable,
     Array,
     Contents,
     Encode,
+    Follow,
     Loaded,
     Move,
     MoveExperts,
@@ -47,7 +49,7 @@ from graphllm.runtime.staging import StepInput
 from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
 
 _LATER = 8  # steps after which all ranks have told what they sampled
-_ENDING = 5.0  # seconds that a CPU's work may take to end after a failure
+_ENDING = 5.0  # seconds that what runs may take to end after a failure
 _PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks live
 
 
@@ -72,10 +74,8 @@ class MultiprocExecutor(Executor):
         self.ranks, self._joined = ranks, joined
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
         self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
-        separate = self._behind is not self._stream
         self._stream = self._watched = _WatchedStream(self._stream, ranks)
-        self._behind = _WatchedStream(self._behind, ranks) if separate else self._stream
-        self._checks = StepChecks(self.overlapping)
+        self._checks = StepChecks(self.in_flight)
         self._words = [0] * CHECKS
 
     def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:
@@ -95,6 +95,11 @@ class MultiprocExecutor(Executor):
         handle = super().start(step, program, drafts)
         self._checks.add(handle)
         return handle
+
+    def follow(self, but: int) -> None:
+        """As of one rank; all of them have the same order of layers and what is behind them."""
+        self.ranks.send(Follow(but))
+        super().follow(but)
 
     def _compare(self, number: int) -> None:
         """Raise RankError unless all ranks sampled the same in a step."""
@@ -199,12 +204,15 @@ class MultiprocExecutor(Executor):
         self.ranks.fate.check()
 
     def close(self) -> None:
-        """Have all ranks finish, and end their processes. After a failure nobody waits for a GPU, whose kernels may
-        wait for the rank that is gone, nor for long where that is on a host that is silent."""
-        if not self.ranks.fate.failed:
+        """Have all ranks finish, and end their processes. After a failure nobody waits for long: what runs may wait for
+        the rank that is gone, on a host that is silent, or on a GPU for ever."""
+        ended = not self.ranks.fate.failed
+        if ended:
             with contextlib.suppress(RankError):
                 self.ranks.stop()
-        if not self.ranks.fate.failed or self._watched.has_ended(_ENDING):
+        elif self.device.type == "cpu" or (self.overlapping > 1 and abandon(_ENDING)):
+            ended = self._watched.has_ended(_ENDING)
+        if ended:
             super().close()
             self._joined.close()
         self.ranks.close()
@@ -228,13 +236,11 @@ class _WatchedStream:
         return _WatchedJob(self._stream.submit(work), self._ranks)
 
     def has_ended(self, seconds: float) -> bool:
-        """Whether a CPU's work is done within that time. If not it is left to itself, and so is a GPU."""
-        if not isinstance(self._stream, CpuStream):
-            return False
-        if ended := self._stream.submit(nothing).wait(seconds):
-            return ended
-        self._stream.abandon()
-        return False
+        """Whether its work is done within that time. If not it is left to itself."""
+        ended = self._stream.submit(nothing).wait(seconds)
+        if not ended and isinstance(self._stream, CpuStream):
+            self._stream.abandon()
+        return ended
 
     def close(self) -> None:
         self._stream.close()

@@ -58,20 +58,30 @@ class Start(msgspec.Struct, tag=True, array_like=True):
     query_len: int
     arrays: dict[str, Array]
     num_drafts: int | None
+    beside: int
     program: str
     drafts: bool
 
     @staticmethod
     def of(step: StepInput, program: str, drafts: bool) -> Start:
         return Start(
-            step.tokens, step.sequences, step.rows, step.query_len, packed(step.arrays), step.num_drafts, program,
-            drafts,
+            step.tokens, step.sequences, step.rows, step.query_len, packed(step.arrays), step.num_drafts, step.beside,
+            program, drafts,
         )  # fmt: skip
 
     def step(self) -> StepInput:
         from graphllm.runtime.staging import StepInput  # imports torch
 
-        return StepInput(self.tokens, self.sequences, self.rows, self.query_len, unpacked(self.arrays), self.num_drafts)
+        arrays = unpacked(self.arrays)
+        return StepInput(
+            self.tokens, self.sequences, self.rows, self.query_len, arrays, self.num_drafts, beside=self.beside
+        )
+
+
+class Follow(msgspec.Struct, tag=True, array_like=True):
+    """`Executor.follow`."""
+
+    but: int
 
 
 class Sample(msgspec.Struct, tag=True, array_like=True):
@@ -176,8 +186,8 @@ class Stop(msgspec.Struct, tag=True, array_like=True):
 
 
 Command = (
-    Allocate | Start | Sample | Encode | WriteEntry | AdapterTable | WriteAdapter | MoveExperts | Move | ResetSlots
-    | Read | Write | Stop
+    Allocate | Start | Follow | Sample | Encode | WriteEntry | AdapterTable | WriteAdapter | MoveExperts | Move
+    | ResetSlots | Read | Write | Stop
 )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from graphllm.runtime.rank_messages import (
     Counted,
     Encode,
     Failed,
+    Follow,
     Loaded,
     Move,
     MoveExperts,
@@ -52,7 +53,6 @@ LIFE = 1  # the word of a rank that it counts up while it lives, once it serves
 CHECKS = 64  # words behind it: of the last steps, by number, what they sampled
 FIRST_CHECK = 64
 _BEAT = 0.25  # seconds
-_IN_FLIGHT = 2  # steps, or as many as there are stages; whose results lie in buffers that take turns
 
 
 class Settings(msgspec.Struct):
@@ -171,12 +171,12 @@ def _live(
 
 
 class StepChecks:
-    """Numbers steps, and makes a word of what each sampled, once its result is there: `retire` at the latest before the
-    second step after it, whose result takes its place."""
+    """Numbers steps, and makes a word of what each sampled, once its result is there: `retire` when there are
+    ``in_flight``, before another one starts, whose result takes the place of the oldest."""
 
-    def __init__(self, overlapping: int) -> None:
+    def __init__(self, in_flight: int) -> None:
         self._steps: deque[StepHandle] = deque()
-        self._most = max(_IN_FLIGHT, overlapping)
+        self._most = in_flight
         self._number = 0
 
     def add(self, handle: StepHandle) -> None:
@@ -204,7 +204,7 @@ class _Follower:
     ) -> None:
         self._executor, self._rank = executor, settings.rank
         self._reader, self._report = reader, report
-        self._checks = StepChecks(executor.overlapping)
+        self._checks = StepChecks(executor.in_flight)
         self._last: StepHandle | None = None
         self._tables: dict[str, torch.Tensor] = {}  # of the adapter that comes
 
@@ -221,6 +221,8 @@ class _Follower:
                     self._reader.words[FIRST_CHECK + number % CHECKS] = word
                 self._last = executor.start(command.step(), command.program, command.drafts)
                 self._checks.add(self._last)
+            case Follow(but):
+                executor.follow(but)
             case Sample(mask, scores, edited):
                 from graphllm.runtime.collectives import send_logits
 

@@ -29,6 +29,8 @@ class StepInput(NamedTuple):
     mean, the ops of the sampling programs the others. token_ids: a negative -(slot + 1) takes the token last sampled
     for that slot, on the device. num_drafts: how many drafts a draft graph makes behind the step for the next one, None
     for as many as can be verified. pad_to: tokens that it is padded to at least, or sequences where each has one.
+    beside: how many of the steps that were started last it needs nothing of that follows their layers, such as their
+    tokens; in a pipeline its layers may run before that.
     """
 
     tokens: int
@@ -38,6 +40,7 @@ class StepInput(NamedTuple):
     arrays: Mapping[str, np.ndarray]
     num_drafts: int | None = None
     pad_to: int = 0
+    beside: int = 0
 
 
 class _Field(NamedTuple):
@@ -64,13 +67,11 @@ class _Layout(NamedTuple):
 class Staging:
     """The inputs of one graph.
 
-    specs: in any order. limits: the largest T, S and R. buffers: how many on the host, numbered from 0. turns: how
-    many on the device, which take turns as those do.
+    specs: in any order. limits: the largest T, S and R. buffers: how many on the host, numbered from 0; there is one
+    on the device, in which whatever runs finds the inputs that were copied there last.
     """
 
-    def __init__(
-        self, specs: list[InputSpec], limits: Mapping[str, int], memory: Memory, buffers: int = 2, turns: int = 1
-    ) -> None:
+    def __init__(self, specs: list[InputSpec], limits: Mapping[str, int], memory: Memory, buffers: int = 2) -> None:
         self._specs = sorted(specs, key=lambda s: (s.late, s.ragged))
         self._ragged = [s.name for s in self._specs if s.ragged]
         self._extended = {s.name for s in self._specs if s.padding == "last"}
@@ -80,11 +81,10 @@ class Staging:
         size = max((f.offset + -(-f.bytes // _ALIGN) * _ALIGN for f in most.fields.values()), default=1)
         self._memory = memory
         self._host = [memory.staging(size, on_host=True) for _ in range(buffers)]
-        self._device = [memory.staging(size, on_host=False) for _ in range(turns)]
+        self._device = memory.staging(size, on_host=False)
         self._host_numbers = [t.numpy() for t in self._host]
         self._host_bytes = [numbers.data for numbers in self._host_numbers]
-        own = memory.device.type == "cpu"
-        self._device_bytes = [t.numpy().data for t in self._device] if own else None
+        self._device_bytes = self._device.numpy().data if memory.device.type == "cpu" else None
         self._filled: list[dict[str, tuple[int, int]]] = [{}] * buffers  # rows and columns of ragged inputs
         largest = max((most.fields[name].bytes for name in self._ragged), default=0)
         self._packed = memory.staging(largest if largest > _WHOLE_TABLES else 0, on_host=False)
@@ -112,11 +112,10 @@ class Staging:
             layout = self._layouts[key] = _Layout(fields, ragged, late, neutral.data)
         return layout
 
-    def tensors(self, sizes: Mapping[str, int], turn: int = 0) -> dict[str, Array]:
+    def tensors(self, sizes: Mapping[str, int]) -> dict[str, Array]:
         """The device views for a padded size, by the names of inputs in programs."""
-        device = self._device[turn]
         return {
-            f"step.{name}": self._memory.shaped(device[f.offset : f.offset + f.bytes], f.dtype, f.shape)
+            f"step.{name}": self._memory.shaped(self._device[f.offset : f.offset + f.bytes], f.dtype, f.shape)
             for name, f in self._layout(sizes).fields.items()
         }
 
@@ -166,8 +165,7 @@ class Staging:
             f = layout.fields[name]
             packed = self._packed[: rows * columns * 4]
             packed.copy_(self._host[buffer][f.offset : f.offset + len(packed)], non_blocking=True)
-            device = self._device[buffer % len(self._device)]
-            table = self._memory.shaped(device[f.offset : f.offset + f.bytes], "int32", f.shape)
+            table = self._memory.shaped(self._device[f.offset : f.offset + f.bytes], "int32", f.shape)
             table[:rows, :columns].copy_(self._memory.shaped(packed, "int32", (rows, columns)))
 
     def upload_late(self, buffer: int, name: str, rows: int, sizes: Mapping[str, int]) -> None:
@@ -176,11 +174,10 @@ class Staging:
         self._copy(buffer, f.offset, f.offset + rows * (f.bytes // f.shape[0]))
 
     def _copy(self, buffer: int, start: int, end: int) -> None:
-        turn = buffer % len(self._device)
         if self._device_bytes is None:
-            self._device[turn][start:end].copy_(self._host[buffer][start:end], non_blocking=True)
+            self._device[start:end].copy_(self._host[buffer][start:end], non_blocking=True)
         else:  # torch would let another thread run Python meanwhile, and then wait for it
-            self._device_bytes[turn][start:end] = self._host_bytes[buffer][start:end]
+            self._device_bytes[start:end] = self._host_bytes[buffer][start:end]
 
 
 def ragged(new: Sequence[Sequence[int]], done: Sequence[int], tables: Sequence[np.ndarray] = ()) -> StepInput:

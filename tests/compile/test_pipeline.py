@@ -208,7 +208,7 @@ def test_memory_table_is_exact(compiled_artifact: Path, checkpoint: Path) -> Non
     assert set(memory["arena by bucket"]) == {
         f"{b} {p}" for b in ("decode-1", "decode-2-4", "mixed-2-32") for p in ("plain", "full")
     }
-    assert executor._main._arenas[0].nbytes == memory["arena"]
+    assert executor._main._arena.nbytes == memory["arena"]
     own = [t for n, t in executor.states.tensors.items() if not n.endswith(".kv")]
     assert sum(t.nbytes for t in own) == memory["state"]
 

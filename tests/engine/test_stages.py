@@ -3,6 +3,9 @@ transformers, and whatever one process gives. The tests are those of ranks that 
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ from test_ranks import (  # noqa: F401
     EAGER,
     GREEDY,
     TestTwoRanks,
+    _step_for_ever,
+    ended,
     executor_of,
     one,
     options,
@@ -22,10 +27,11 @@ from test_ranks import (  # noqa: F401
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from graphllm import LLM, SamplingParams
+from graphllm import LLM, SamplingParams, StructuredOutputsParams
 from graphllm.config import ConfigError
 from graphllm.program.linking import Call
 from graphllm.program.stages import Stage, stage_calls
+from graphllm.runtime.rank_failure import RankError
 
 
 @pytest.fixture(scope="class")
@@ -85,13 +91,11 @@ def test_stages_work_on_different_batches(three_layers: Path, options: dict[str,
     options = {**options, "max_num_seqs": 40, "max_num_batched_tokens": 128}
     with LLM(three_layers, pipeline_parallel_size=2, skip_tokenizer_init=True, **options) as llm:
         core: Any = llm.llm_engine.core
-        if not core._executor.overlapping > 1:
-            pytest.skip("stages of GPUs take turns")
         launch, together = core._launch, []
 
         def watched(output: Any, *rest: Any) -> Any:
-            together.append([{s.request.id for s in step.output.requests} for step in (*core._in_flight,)])
-            together[-1].append({s.request.id for s in output.requests})
+            steps = [step.output.requests for step in core._in_flight][-output.beside :] if output.beside else []
+            together.append([{s.request.id for s in requests} for requests in (*steps, output.requests)])
             return launch(output, *rest)
 
         core._launch = watched
@@ -108,14 +112,51 @@ def test_stages_work_on_different_batches(three_layers: Path, options: dict[str,
         assert len(together) <= 13
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+CORPUS = ["hello world, the cat sat on the mat", "what is the answer to the question", "a list of words in a row"]
+MIXED = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "seed": 7, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(choice=["the mat", "a row", "cats"])},
+    {"temperature": 0.0, "logprobs": 2, "bad_words": ["cat", "the mat"]},
+    {"temperature": 0.7, "seed": 5, "n": 2},
+]
+
+
+@pytest.mark.parametrize(
+    "drafts",
+    [{}, {"num_speculative_tokens": 2, "prompt_lookup_max": 3, "prompt_lookup_min": 1}, {"num_speculative_tokens": 2,
+     "draft_proposer": "suffix"}],
+    ids=["none", "lookup", "suffix"],
+)  # fmt: skip
+def test_many_ways_of_sampling_at_once(checkpoint: Path, options: dict[str, Any], drafts: dict[str, Any]) -> None:  # noqa: F811
+    """More requests than stay together, of every kind: what the host must know of a request before it goes on, states
+    that are written between steps, blocks that are copied, and drafts. Each says what it says in one process."""
+    options = {**options, **drafts, "max_num_seqs": 40, "max_num_batched_tokens": 128}
+    prompts = [f"{CORPUS[i % 3]} {CORPUS[i % 2]} {'cat ' * (i % 4)}" for i in range(40)]
+    params = [SamplingParams(max_tokens=14, ignore_eos=True, **MIXED[i % len(MIXED)]) for i in range(40)]
+    said = []
+    for stages in (1, 2):
+        with LLM(checkpoint, pipeline_parallel_size=stages, **options) as llm:
+            said.append([[c.text for c in o.outputs] for o in llm.generate(prompts, params)])
+            if drafts:
+                assert llm.llm_engine.core.stats().draft_tokens > 0
+    assert said[0] == said[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_stages_whose_matrices_are_divided(three_layers: Path, backend: str) -> None:
-    """Four processes: two stages of two ranks each; compiled as well."""
+    """Four processes: two stages of two ranks each; compiled as well. With requests in both stages, too, of which some
+    have states written between steps: ranks of a stage must launch alike, or they would add up unlike things."""
     options = {**EAGER, "backend": backend, "tensor_parallel_size": 2, "pipeline_parallel_size": 2}  # noqa: F811
+    options |= {"max_num_seqs": 40, "max_num_batched_tokens": 128}
+    expected, plain = _expected(three_layers), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    kinds = [GREEDY, plain, plain, SamplingParams(temperature=0.0, max_tokens=12, logit_bias={3: 0.0}, ignore_eos=True)]
     with LLM(three_layers, skip_tokenizer_init=True, **options) as llm:
         assert len(pids_of(llm)) == 3
-        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == _expected(three_layers)
+        assert [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS, GREEDY)] == expected
+        for params in (plain, kinds * 10):
+            found = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPT_IDS * 10, params)]
+            assert found == expected * 10
 
 
 @pytest.mark.slow
@@ -127,6 +168,25 @@ def test_three_stages(three_layers: Path, options: dict[str, Any]) -> None:  # n
         found = [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, drawn)]
     with LLM(three_layers, skip_tokenizer_init=True, **options) as llm:
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPT_IDS, drawn)] == found
+
+
+def test_a_stage_that_dies(three_layers: Path, options: dict[str, Any]) -> None:  # noqa: F811
+    """While steps are in both stages: the engine is told which one, at once, and no process stays."""
+    options = {**options, "max_num_seqs": 40, "max_num_batched_tokens": 128}
+    with LLM(three_layers, pipeline_parallel_size=2, skip_tokenizer_init=True, **options) as llm:
+        (pid,) = pids_of(llm)
+        for number, prompt in enumerate(PROMPT_IDS * 10):
+            llm.llm_engine.add_request(f"{number}", prompt, SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(12):
+            llm.llm_engine.step()
+        core: Any = llm.llm_engine.core
+        assert len(core._in_flight) == 2
+        os.kill(pid, signal.SIGKILL)
+        begun = time.monotonic()
+        with pytest.raises(RankError, match=rf"rank 1 of 2 \(process {pid}\) was killed by signal 9"):
+            _step_for_ever(llm)
+        assert time.monotonic() - begun < 5
+    assert ended(pid)
 
 
 def test_what_cannot_have_stages(checkpoint: Path, options: dict[str, Any]) -> None:  # noqa: F811
@@ -155,17 +215,18 @@ def test_what_a_stage_calls() -> None:
     kernels = [[any(c[0] == "kernel" for c in m.bundle["code"]) for m in stage] for stage in made]
     assert kernels == [[1, 1, 0, 0, 1], [0, 0, 1, 0, 1], [0, 0, 0, 1, 1]]
 
-    def moved(stage: list[Call]) -> list[tuple[int, str, str, int]]:
+    def moved(stage: list[Call]) -> list[tuple[int | str, ...]]:
         found = []
         for at, m in enumerate(stage):
             names = dict(zip([*m.bundle["inputs"], *m.bundle["outputs"]], [*m.inputs, *m.outputs], strict=True))
-            externs = (c for c in m.bundle["code"] if c[0] == "extern")
-            found += [(at, name, names[args[0][1]], args[3]) for _, name, args in externs]
+            for _, name, (stages, other, *values) in (c for c in m.bundle["code"] if c[0] == "message"):
+                assert stages == 3
+                found.append((at, name, other, *(names[local] for _, local in values)))
         return found
 
-    assert moved(made[0]) == [(1, "send_to", "angles", 1), (1, "send_to", "y", 1), (3, "broadcast_from", "logits", 2)]
+    assert moved(made[0]) == [(1, "send_to_stage", 1, "angles", "y"), (3, "receive_from_stage", 2, "logits")]
     assert moved(made[1]) == [
-        (1, "receive_from", "angles", 0), (1, "receive_from", "y", 0), (2, "send_to", "z", 2),
-        (3, "broadcast_from", "logits", 2),
+        (1, "receive_from_stage", 0, "angles", "y"), (2, "send_to_stage", 2, "z"),
+        (3, "receive_from_stage", 2, "logits"),
     ]  # fmt: skip
-    assert moved(made[2]) == [(2, "receive_from", "z", 1), (3, "broadcast_from", "logits", 2)]
+    assert moved(made[2]) == [(2, "receive_from_stage", 1, "z"), (3, "send_to_stages", 2, "logits")]

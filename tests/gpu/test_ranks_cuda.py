@@ -74,7 +74,7 @@ class TestTwoRanks(test_ranks.TestTwoRanks):
 
 
 def test_stages(one: LLM, checkpoint: Path, options: dict[str, Any]) -> None:
-    """A layer on each GPU; what goes from one to the other is in their graphs."""
+    """A layer on each GPU; `test_stages_cuda` has more of this."""
     with LLM(checkpoint, pipeline_parallel_size=2, **options) as llm:
         assert _tokens(llm, PROMPTS) == _tokens(one, PROMPTS)
 

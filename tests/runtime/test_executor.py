@@ -136,7 +136,7 @@ def test_warming_up_touches_nothing_of_a_request(executors: tuple[Executor, Exec
         executor.warm_up()
         assert all(torch.equal(blocks[1:], old) for blocks, old in zip(pool, before[0], strict=True))
         assert torch.equal(last[:-1], before[1])
-        ran = {size.bucket.name for _, size, _ in executor._main._bound}
+        ran = {size.bucket.name for _, size in executor._main._bound}
         assert ran >= {b.name for b in executor.buckets}
         decode = executor.run(_batch([Part([9], 5, [7])])).logits[0].clone()
         again = executor.run(_batch([Part([3, 1, 4, 1, 5, 9], 0, [8])])).logits[0]
@@ -185,7 +185,7 @@ def test_a_closed_executor_holds_no_memory(compiled_artifact: Path, checkpoint: 
     executor = _open(compiled_artifact, checkpoint)
     executor.run(_batch([Part([1, 2, 3], 0, [1])]))
     graph = executor._main
-    memory = [*graph._outside.values(), *graph._arenas, *executor.states._pool]
+    memory = [*graph._outside.values(), graph._arena, *executor.states._pool]
     held = [weakref.ref(tensor.untyped_storage()) for tensor in memory]
     assert len(held) > 5
     del memory

@@ -274,7 +274,7 @@ def test_programs_without_adapters(tmp_path: Path) -> None:
     core = strange.core()
     ran: list[str] = []
     bound = core._executor._main.bound
-    core._executor._main.bound = lambda name, size, buffer: (ran.append(name), bound(name, size, buffer))[1]  # type: ignore[method-assign]
+    core._executor._main.bound = lambda name, size: (ran.append(name), bound(name, size))[1]  # type: ignore[method-assign]
     prompt = [5, 6, 7]
     tokens = expected.greedy(strange.features, strange.weights, prompt, COUNT)
     _check(core, [(request("a", prompt, GREEDY, limit=COUNT), tokens)])
