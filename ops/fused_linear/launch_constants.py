@@ -30,6 +30,8 @@ _FEWEST, _MOST = 96, 640  # programs that a launch of tiles of encoded weights s
 _DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
     (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
 )  # fmt: skip
+_PLAIN_DIRECT = ((16, 4, 2), (16, 4, 3), (16, 8, 2))  # of plain weights
+_PLAIN_STEP = 128  # entries of a row of those
 _MOST_DIRECT = 16  # rows of x
 _SPLITS = (1, 2, 4, 8)
 SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
@@ -66,7 +68,7 @@ def tile_configs(site: CallSite) -> list[Config]:
     """Launch constants of the tile kernel for a linear layer at a site."""
     low = low_rank_config(site)
     form = site.args["form"]
-    found = [*_direct_configs(site), *_encoded_configs(site)] if form else _plain_configs(site)
+    found = [*_direct_configs(site), *(_encoded_configs(site) if form else _plain_configs(site))]
     return [{**config, **low} for config in found]
 
 
@@ -141,17 +143,17 @@ def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:
 
 
 def _direct_configs(site: CallSite) -> list[Config]:
-    """Those of programs that read encoded weights into registers."""
+    """Those of programs that read weights into registers; of plain ones row kernels do that for one row."""
     rows, form, inner = site.rows("x_TI"), site.args["form"], site.args["x_TI"].shape[1]
-    if rows > _MOST_DIRECT:
+    if rows > _MOST_DIRECT or (not form and (rows == 1 or inner % _PLAIN_STEP)):
         return []
-    span = span_of(form, inner, site.args["group"])
+    span = span_of(form, inner, site.args["group"]) if form else _PLAIN_STEP
     block_t = 8 if rows <= 8 else 16
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
         {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
          "token_tiles": 1, "direct": steps, "norm": norm}
-        for block_n, warps, steps in _DIRECT
+        for block_n, warps, steps in (_DIRECT if form else _PLAIN_DIRECT)
         if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
         for norm in norms
     ]  # fmt: skip

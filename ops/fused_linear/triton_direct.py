@@ -1,5 +1,5 @@
-"""Triton: products of few rows of x with encoded weights, which go from memory straight to the registers that the
-tensor cores read, without a stop in shared memory.
+"""Triton: products of few rows of x with weights, encoded or not, which go from memory straight to the registers that
+the tensor cores read, without a stop in shared memory.
 
 The warps of a program divide the inner dimension and add their sums at the end, so that even small matrices keep as
 many reads under way as memory answers. What makes it direct is the order in which elements are loaded: a thread holds
@@ -69,7 +69,7 @@ def direct_product(
 ):
     """[BLOCK_N, BLOCK_T] float32: rows of weights times rows of x, or of x times the weights of a norm."""
     dtype: tl.constexpr = tl.float32 if EMULATED else x_ptr.dtype.element_ty
-    CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 2
+    CODES: tl.constexpr = 4 if FORM == "int4" or FORM == "e2m1" else 1 if FORM == "" else 2
     WIDTH: tl.constexpr = SPAN // CODES
     CHUNKS: tl.constexpr = WIDTH // 32
     SPANS: tl.constexpr = (K + SPAN - 1) // SPAN
@@ -109,7 +109,10 @@ def direct_product(
             operands += (operand,)
     for step in tl.static_range(STEPS):
         words, zeros, scales = pending[step]
-        numbers = numbers_of(words, dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
+        if FORM == "":
+            numbers = (words.to(dtype),)
+        else:
+            numbers = numbers_of(words, dtype, FORM, EMULATED, FORM != "int4" or ADDED > 0)
         if step + AHEAD < STEPS:
             constants = _constants(
                 step + AHEAD, weight_at, zeros_at, scale_at, in_rows, in_row, span, warp, SCALE_ROW, K, GROUP, ZEROS,
@@ -136,7 +139,7 @@ def direct_product(
                     acc += part * as_float(scales[j // TOGETHER])[:, :, None]
                     part = tl.zeros([WARPS, BLOCK_N, BLOCK_T], tl.float32)
     out = tl.sum(acc, axis=0)
-    if GROUP == 0:
+    if GROUP == 0 and FORM != "":
         out *= scales_at(scale_at, in_row)[:, None]
     return out * 2.0 ** (LOST - LARGER)
 
@@ -147,7 +150,7 @@ def _constants(
     SCALE_ROW: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, SPAN: tl.constexpr,
     WARPS: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """What a step reads of a weight: int16 numbers, and the zero points and scales of each of its groups."""
+    """What a step reads of a weight: int16 or plain numbers, and the zero points and scales of each of its groups."""
     begin = step * WARPS
     words = tl.load(weight_at + begin * WIDTH, mask=in_rows & ((begin + span) * SPAN < K), other=0,
                     eviction_policy="evict_first")  # fmt: skip
