@@ -70,7 +70,7 @@ CASES = (
     _case(17, 80, 256, "norm_gate"),
     _case(5, 72, 520, "norm_bias_gate_residual"),
     _case(6, 72, 640, "bias_gate_residual"),
-    _case(14, 40, 1408, "norm"),
+    _case(14, 40, 1536, "norm"),
     _case(33, 33, 72, "norm"),
     _case(1, 72, 88, "gate"),
     _case(21, 104, 96, "bias_gate"),

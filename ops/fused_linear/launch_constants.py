@@ -30,8 +30,8 @@ _FEWEST, _MOST = 96, 640  # programs that a launch of tiles of encoded weights s
 _DIRECT = (  # block_n, warps, steps of a warp whose weights are under way
     (16, 4, 2), (16, 8, 2), (16, 4, 3), (16, 4, 4), (32, 8, 2),
 )  # fmt: skip
-_PLAIN_DIRECT = ((16, 4, 2), (16, 4, 3), (16, 8, 2))  # of plain weights
-_PLAIN_STEP = 128  # entries of a row of those
+_PLAIN_DIRECT = ((16, 4, 2, 256), (32, 4, 2, 128))  # of plain weights, and entries of a row in a step
+_MOST_PLAIN = 1 << 24  # numbers of a plain matrix that is read so: of larger ones tiles are as fast
 _MOST_DIRECT = 16  # rows of x
 _SPLITS = (1, 2, 4, 8)
 SHARED = 227 * 1024  # bytes of shared memory that one program may use on sm_90
@@ -144,16 +144,21 @@ def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:
 
 def _direct_configs(site: CallSite) -> list[Config]:
     """Those of programs that read weights into registers; of plain ones row kernels do that for one row."""
-    rows, form, inner = site.rows("x_TI"), site.args["form"], site.args["x_TI"].shape[1]
-    if rows > _MOST_DIRECT or (not form and (rows == 1 or inner % _PLAIN_STEP)):
+    rows, form, (width, inner) = site.rows("x_TI"), site.args["form"], site.args["weight_OI"].shape
+    if rows > _MOST_DIRECT:
         return []
-    span = span_of(form, inner, site.args["group"]) if form else _PLAIN_STEP
-    block_t = 8 if rows <= 8 else 16
+    if form:
+        inner = site.args["x_TI"].shape[1]
+        tried = [(*constants, span_of(form, inner, site.args["group"])) for constants in _DIRECT]
+    elif rows > 1 and width * inner <= _MOST_PLAIN:
+        tried = [constants for constants in _PLAIN_DIRECT if inner % constants[3] == 0]
+    else:
+        return []
     norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
     return [
-        {"block_t": block_t, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps, "stages": 1,
-         "token_tiles": 1, "direct": steps, "norm": norm}
-        for block_n, warps, steps in (_DIRECT if form else _PLAIN_DIRECT)
+        {"block_t": 8 if rows <= 8 else 16, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps,
+         "stages": 1, "token_tiles": 1, "direct": steps, "norm": norm}
+        for block_n, warps, steps, span in tried
         if (warps - 1) * span < inner and (steps == 2 or (steps - 1) * warps * span < inner)
         for norm in norms
     ]  # fmt: skip
