@@ -106,9 +106,11 @@ def _begin(
         with files:
             read_all(jobs, device, report)
 
-    loading = Loading(tensors, read, progress)
-    if device.type == "cpu" or not all(isinstance(job, Chunk) and job.direct for job in jobs):
-        loading.finish()
+    with contextlib.ExitStack() as undo:  # an interrupt ends the readers
+        loading = undo.enter_context(Loading(tensors, read, progress))
+        if device.type == "cpu" or not all(isinstance(job, Chunk) and job.direct for job in jobs):
+            loading.finish()
+        undo.pop_all()
     return loading
 
 

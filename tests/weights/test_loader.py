@@ -237,6 +237,27 @@ def test_who_stops_waiting_stops_the_readers() -> None:
         loading.finish()
 
 
+def test_an_interrupt_ends_the_readers(tmp_path: Path) -> None:
+    reported = list[int]()
+
+    def read(jobs: object, device: object, report: Progress) -> None:
+        while True:
+            report(0, 1)
+            reported.append(1)
+            time.sleep(0.001)
+
+    checkpoint = checkpoint_of(tmp_path, {"x": torch.ones(2)})
+    with (
+        mock.patch.object(loader, "read_all", read),
+        mock.patch.object(Loading, "finish", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        load_weights(plan_of({"x": Weight((2,), sources=("x",))}), checkpoint)
+    count = len(reported)
+    time.sleep(0.01)
+    assert len(reported) == count
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_weights(device: str) -> None:
     weights = {
