@@ -13,7 +13,7 @@ from graphllm.config import ConfigError, CoreConfig, SchedulerConfig
 from graphllm.entrypoints.host import host_executor, without_torch
 from graphllm.entrypoints.memory import cache_counts, cpu_cache_memory
 from graphllm.entrypoints.ranks import join_ranks, start_ranks
-from graphllm.entrypoints.share import join_cores, open_weights, rank_device, rank_place, rank_threads, stage_manifest
+from graphllm.entrypoints.share import begin_weights, join_cores, rank_device, rank_place, rank_threads, stage_manifest
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,10 @@ def load_core(
         threads = rank_threads(config, own.here)  # of the process: within `alone` there is one
         with alone():
             device = rank_device(compiled["target"]["device"], own)
-            weights = open_weights(config, compiled, device, own)
+            loading = undo.enter_context(begin_weights(config, compiled, device, own))
+            weights = loading.tensors
+            if ranks is not None or config.peers is not None:
+                loading.finish()  # others wait for this process where it waits for them
             clock("weights")
             if ranks is not None:
                 executor: Executor = join_ranks(ranks, manifest, own, device, weights, threads, clock)
@@ -90,6 +93,10 @@ def load_core(
                 undo.callback(waves.close)
                 clock("join the cores")
             core = _make_core(config, compiled, executor, processors, clock, waves)
+            if ranks is None and waves is None:
+                undo.callback(core.close)
+            loading.finish()
+            clock("weights")
         undo.pop_all()
         return core
 
@@ -197,8 +204,11 @@ def warm_up_host(executor: Executor, max_model_len: int, max_num_batched_tokens:
 class _Phases:
     def __init__(self, report: Callable[[str, float], None]) -> None:
         self._report, self._last = report, time.perf_counter()
+        self._seconds: dict[str, float] = {}
 
     def __call__(self, name: str) -> None:
+        """A phase ends, or a part of it."""
         now = time.perf_counter()
-        self._report(name, now - self._last)
+        self._seconds[name] = self._seconds.get(name, 0.0) + now - self._last
+        self._report(name, self._seconds[name])
         self._last = now

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from graphllm.runtime.executor import Executor
     from graphllm.runtime.groups import Meeting
     from graphllm.runtime.rank_process import Settings
+    from graphllm.weights.readers import Loading
 
 _SPIN = 200e-6  # seconds, on a GPU; a CPU's kernels need the core
 
@@ -105,18 +106,17 @@ def stage_manifest(artifact: Path, manifest: Mapping[str, Any], stage: Stage | N
     return {**manifest, "memory": memory}
 
 
-def open_weights(
-    config: CoreConfig, compiled: Mapping[str, Any], device: torch.device, place: RankPlace
-) -> dict[str, torch.Tensor]:
-    """The finished parameters of a rank, from the artifact or the checkpoint, or random. compiled: of the artifact's
-    key. Raises ConfigError."""
+def begin_weights(config: CoreConfig, compiled: Mapping[str, Any], device: torch.device, place: RankPlace) -> Loading:
+    """The parameters of a rank, from the artifact or the checkpoint, or random; they may still be being read (see
+    `graphllm.weights.loader.begin_weights`). compiled: of the artifact's key. Raises ConfigError."""
     import torch
 
     from graphllm.program.stages import stage_reads
+    from graphllm.weights import loader
     from graphllm.weights.formats.integers import KERNELS
-    from graphllm.weights.loader import chosen, load_weights
     from graphllm.weights.plan import WeightPlan
     from graphllm.weights.random import random_weights
+    from graphllm.weights.readers import Loading
 
     rank = place.tensor if config.peers is None else config.peers.rank
     artifact = Path(config.load.artifact)
@@ -128,16 +128,17 @@ def open_weights(
     if baked.is_baked(artifact):
         if compiled["tensor_parallel_size"] != 1 or config.peers is not None:
             raise ConfigError("bake_weights: an artifact of several ranks has no weights of its own; compile without")
-        weights = baked.open_weights(artifact, device)
-    elif absent is not None:
+        if device.type == "cuda":
+            return baked.begin_weights(artifact, device)
+        return Loading(baked.open_weights(artifact))
+    if absent is not None:
         raise absent
-    elif checkpoint is not None:
-        weights = load_weights(plan, checkpoint, device, kernels=artifact / KERNELS, rank=rank, names=reads)
-    else:
-        weights = random_weights(chosen(plan, reads), device, kernels=artifact / KERNELS)
+    if checkpoint is not None:
+        return loader.begin_weights(plan, checkpoint, device, artifact / KERNELS, rank, reads)
+    weights = random_weights(loader.chosen(plan, reads), device, kernels=artifact / KERNELS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return weights
+    return Loading(weights)
 
 
 def join_cores(peers: Peers, device: torch.device) -> CoreWaves:
@@ -171,7 +172,8 @@ class RankShare:
         self._device = rank_device(kind, self._place)
         self._threads = rank_threads(self._config, self._place.here)
         torch.set_num_threads(1)  # of this thread; the kernels' is another one
-        self._weights = open_weights(config, compiled, self._device, self._place)
+        with begin_weights(config, compiled, self._device, self._place) as loading:
+            self._weights = loading.finish()
 
     @contextlib.contextmanager
     def join(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from graphllm.weights.host_array import HostArray
-    from graphllm.weights.readers import Progress
+    from graphllm.weights.readers import Loading
 
 TABLE, DATA = "baked.json", "weights.bin"
 FORMAT = 1
@@ -187,24 +187,26 @@ def check_contents(artifact: Path) -> None:
         raise BakedError(f"{artifact / DATA} does not match its checksum: changed on disk; {_AGAIN}")
 
 
-def open_weights(
-    artifact: Path, device: str | torch.device = "cpu", progress: Progress | None = None
-) -> dict[str, torch.Tensor]:
-    """The parameters by name: on a CPU the file itself, mapped for reading only and shared with other processes; on a
-    GPU copies of it. Parameters that share memory do so here.
+def begin_weights(artifact: Path, device: torch.device) -> Loading:
+    """Copies of the parameters on a GPU, as `loader.begin_weights` gives them. Parameters that share memory do so here.
+    Raises BakedError as `check` does."""
+    import torch
 
-    Raises BakedError as `check` does.
-    """
+    from graphllm.weights.loader import begin_tensors
+
+    places = check(artifact)["tensors"]
+    made = {p["offset"]: torch.zeros(p["shape"], dtype=getattr(torch, p["dtype"]), device=device)
+            for p in places.values()}  # fmt: skip
+    tensors = {name: made[p["offset"]] for name, p in places.items()}
+    return begin_tensors(artifact / DATA, tensors, {name: p["offset"] for name, p in places.items()})
+
+
+def open_weights(artifact: Path) -> dict[str, torch.Tensor]:
+    """The parameters by name on a CPU: the file itself, mapped for reading only and shared with other processes.
+    Parameters that share memory do so here. Raises BakedError as `check` does."""
     import torch
 
     table = check(artifact)
-    if torch.device(device).type == "cuda":
-        from graphllm.weights.loader import read_tensors
-
-        made = {p["offset"]: torch.empty(p["shape"], dtype=getattr(torch, p["dtype"]), device=device)
-                for p in table["tensors"].values()}  # fmt: skip
-        read_tensors(artifact / DATA, made, progress)
-        return {name: made[p["offset"]] for name, p in table["tensors"].items()}
     memory = _mapped(artifact)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # nor shall it be

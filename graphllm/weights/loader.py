@@ -7,6 +7,7 @@ the expression allows it, else a whole matrix at a time. So the peak of resident
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -39,7 +40,7 @@ from graphllm.weights.expr import (
 )
 from graphllm.weights.match import check_checkpoint, regions_of, tensor_of
 from graphllm.weights.plan import Entry, WeightPlan
-from graphllm.weights.readers import Bytes, Chunk, Job, Progress, opened, read_all
+from graphllm.weights.readers import Bytes, Chunk, Job, Loading, Progress, opened, read_all
 from graphllm.weights.simplify import Region, at_rank, is_same, region_of, simplify
 
 _CHUNK = 16 << 20  # one read; also a slot of pinned memory
@@ -57,24 +58,60 @@ def load_weights(
     rank: int = 0,
     names: Collection[str] | None = None,
 ) -> dict[str, Tensor]:
-    """The finished parameters by name, on ``device``, as ``rank`` of a parallel group holds them. Tied ones are the
-    same tensor.
+    """The finished parameters of `begin_weights`. progress: see `read_all`."""
+    with begin_weights(plan, checkpoint, device, kernels, rank, names, progress) as loading:
+        return loading.finish()
+
+
+def begin_weights(
+    plan: WeightPlan,
+    checkpoint: Checkpoint,
+    device: str | torch.device,
+    kernels: Path | None = None,
+    rank: int = 0,
+    names: Collection[str] | None = None,
+    progress: Progress | None = None,
+) -> Loading:
+    """The parameters by name, on ``device``, as ``rank`` of a parallel group holds them. Tied ones are the same tensor.
+    On a GPU they are still being read, in the place of zeros, if that takes no more of its memory: kernels may run
+    with them meanwhile, whose results mean nothing.
 
     names: those that are loaded, with what they are tied to; None for all. kernels: the artifact's library, which makes
-    encoding fast; see `Encoding`. progress: see `read_all`. Raises WeightError before anything big is allocated, naming
-    everything about the checkpoint that does not fit the plan.
+    encoding fast; see `Encoding`. Raises WeightError before anything big is allocated, naming everything about the
+    checkpoint that does not fit the plan.
     """
     device = torch.device(device)
     check_checkpoint(plan, checkpoint)
     plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in chosen(plan, names)))
     tensors = allocate(plan, device)
-    with opened(sorted({info.file for info in checkpoint.tensors.values()})) as fds:
+    with contextlib.ExitStack() as stack:
+        fds = stack.enter_context(opened(sorted({info.file for info in checkpoint.tensors.values()})))
         lowering = _Lowering(checkpoint, fds, kernels, _EVALUATED[device.type])
         for entry in plan:
             if not entry.tie:
                 lowering.place(entry.expr, tensors[entry.name])
-        read_all(lowering.jobs(), device, progress)
-    return tensors
+        return _begin(tensors, lowering.jobs(), device, stack.pop_all(), progress)
+
+
+def _begin(
+    tensors: dict[str, Tensor],
+    jobs: Sequence[Job],
+    device: torch.device,
+    files: contextlib.ExitStack,
+    progress: Progress | None,
+) -> Loading:
+    """Begin the jobs; of those that take memory of a GPU none is left when this returns. files: closed at the end."""
+
+    def read(report: Progress) -> None:
+        with files:
+            read_all(jobs, device, report)
+
+    with contextlib.ExitStack() as undo:  # an interrupt ends the readers
+        loading = undo.enter_context(Loading(tensors, read, progress))
+        if device.type == "cpu" or not all(isinstance(job, Chunk) and job.direct for job in jobs):
+            loading.finish()
+        undo.pop_all()
+    return loading
 
 
 def chosen(plan: WeightPlan, names: Collection[str] | None) -> WeightPlan:
@@ -85,16 +122,21 @@ def chosen(plan: WeightPlan, names: Collection[str] | None) -> WeightPlan:
     return WeightPlan(tuple(entry for entry in plan if entry.name in names or entry.name in roots))
 
 
-def read_tensors(file: Path, tensors: Mapping[int, Tensor], progress: Progress | None = None) -> None:
-    """Fill contiguous tensors of one device with the bytes of a file that begin at their keys. progress: see
-    `read_all`."""
-    with opened([file]) as fds:
+def begin_tensors(
+    file: Path, tensors: dict[str, Tensor], places: Mapping[str, int], progress: Progress | None = None
+) -> Loading:
+    """Fill contiguous tensors of one device with the bytes of a file that begin at their places. Some may be the same
+    one, at one place. progress: see `read_all`."""
+    different = {places[name]: tensor for name, tensor in tensors.items()}
+    with contextlib.ExitStack() as stack:
+        fd = stack.enter_context(opened([file]))[file]
         jobs = [
             chunk
-            for at, tensor in tensors.items()
-            for chunk in _chunks(Bytes(file, fds[file], at, tensor.dtype, tensor.shape, tensor.stride()), tensor)
+            for at, tensor in different.items()
+            for chunk in _chunks(Bytes(file, fd, at, tensor.dtype, tensor.shape, tensor.stride()), tensor)
         ]
-        read_all(jobs, next(iter(tensors.values())).device, progress)
+        device = next(iter(tensors.values())).device
+        return _begin(tensors, jobs, device, stack.pop_all(), progress)
 
 
 def allocate(plan: WeightPlan, device: torch.device) -> dict[str, Tensor]:
@@ -103,14 +145,8 @@ def allocate(plan: WeightPlan, device: torch.device) -> dict[str, Tensor]:
     if device.type == "cpu":
         tensors = _in_one_block(own)
     else:
-        # What pads encoded parts is never written.
-        padded = {e.name for e in own if any(isinstance(x, Encode) for x in walk(e.expr))}
-        tensors = {
-            e.name: (torch.zeros if e.name in padded else torch.empty)(
-                e.shape, dtype=getattr(torch, e.dtype), device=device
-            )
-            for e in own
-        }
+        # Zeros: what pads encoded parts is never written, and kernels may run before the others are.
+        tensors = {e.name: torch.zeros(e.shape, dtype=getattr(torch, e.dtype), device=device) for e in own}
     return {e.name: tensors[e.tie or e.name] for e in plan}
 
 

@@ -11,10 +11,10 @@ import math
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -140,6 +140,40 @@ def read_all(jobs: Sequence[Job], device: torch.device, progress: Progress | Non
         _read_to_cuda(jobs, device, counter)
     else:
         _read_on_cpu(jobs, device, counter)
+
+
+class Loading:
+    """Parameters by name, whose memory a thread fills. A context manager, whose end ends that thread."""
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        read: Callable[[Progress], None] = lambda report: None,
+        progress: Progress | None = None,
+    ) -> None:
+        """read: fills them, and is given what it reports its progress to."""
+        self.tensors, self._progress, self._stopped = tensors, progress, threading.Event()
+        pool = ThreadPoolExecutor(1, "graphllm-weights")
+        self._reading = pool.submit(read, self._report)
+        pool.shutdown(wait=False)
+
+    def _report(self, done: int, total: int) -> None:
+        if self._stopped.is_set():
+            raise InterruptedError("nobody waits for the weights any more")
+        if self._progress is not None:
+            self._progress(done, total)
+
+    def finish(self) -> dict[str, Tensor]:
+        """The parameters, when all of them are there. Raises what reading raised."""
+        self._reading.result()
+        return self.tensors
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stopped.set()
+        wait([self._reading])
 
 
 @contextlib.contextmanager

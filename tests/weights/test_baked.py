@@ -104,13 +104,18 @@ def test_read_in_chunks(tmp_path: Path) -> None:
     """As to a GPU: every tensor from its place in the file, in many reads."""
     numbers = torch.arange(200, dtype=torch.int16)
     (tmp_path / "data").write_bytes(numbers.numpy().tobytes())
-    tensors = {at: torch.zeros(shape, dtype=torch.int16) for at, shape in ((0, (5,)), (40, (4, 20)), (398, ()))}
+    places = {"first": 0, "matrix": 40, "last": 398}
+    shapes: dict[str, tuple[int, ...]] = {"first": (5,), "matrix": (4, 20), "last": ()}
+    tensors = {name: torch.zeros(shape, dtype=torch.int16) for name, shape in shapes.items()}
+    tied = {**tensors, "tied": tensors["first"]}
     told: list[tuple[int, int]] = []
     with mock.patch.object(loader, "_CHUNK", 16):
-        loader.read_tensors(tmp_path / "data", tensors, lambda *done: told.append(done))
-    assert tensors[0].tolist() == [0, 1, 2, 3, 4]
-    assert torch.equal(tensors[40], numbers[20:100].view(4, 20))
-    assert tensors[398].item() == 199
+        place = {**places, "tied": 0}
+        with loader.begin_tensors(tmp_path / "data", tied, place, lambda *done: told.append(done)) as loading:
+            assert loading.finish() is tied
+    assert tensors["first"].tolist() == [0, 1, 2, 3, 4]
+    assert torch.equal(tensors["matrix"], numbers[20:100].view(4, 20))
+    assert tensors["last"].item() == 199
     assert told[-1] == (172, 172)
 
 

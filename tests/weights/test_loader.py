@@ -6,6 +6,8 @@ import json
 import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,7 @@ from graphllm.weights.checkpoint import Checkpoint, WeightError
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan, make_plan
 from graphllm.weights.random import random_weights
+from graphllm.weights.readers import Loading, Progress
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -210,6 +213,51 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
         load_weights(plan_of({"x": Weight((100,), sources=("x",)), "y": Weight((100,), sources=("y",))}), checkpoint)
 
 
+def test_who_stops_waiting_stops_the_readers() -> None:
+    """Whatever ends the start while weights are read waits little; what fails in reading is raised at the end of it."""
+    begun, reported = threading.Event(), list[int]()
+
+    def read(report: Progress) -> None:
+        begun.set()
+        while True:
+            report(0, 1)
+            reported.append(1)
+            time.sleep(0.001)
+
+    with Loading({}, read):
+        begun.wait()
+    count = len(reported)
+    time.sleep(0.01)
+    assert len(reported) == count
+
+    def fail(report: Progress) -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"), Loading({}, fail) as loading:
+        loading.finish()
+
+
+def test_an_interrupt_ends_the_readers(tmp_path: Path) -> None:
+    reported = list[int]()
+
+    def read(jobs: object, device: object, report: Progress) -> None:
+        while True:
+            report(0, 1)
+            reported.append(1)
+            time.sleep(0.001)
+
+    checkpoint = checkpoint_of(tmp_path, {"x": torch.ones(2)})
+    with (
+        mock.patch.object(loader, "read_all", read),
+        mock.patch.object(Loading, "finish", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        load_weights(plan_of({"x": Weight((2,), sources=("x",))}), checkpoint)
+    count = len(reported)
+    time.sleep(0.01)
+    assert len(reported) == count
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_random_weights(device: str) -> None:
     weights = {
@@ -236,6 +284,8 @@ def test_random_weights(device: str) -> None:
 
 _MEASURE = """
 import sys
+import threading
+import time
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.loader import load_weights
 from graphllm.weights.plan import WeightPlan
