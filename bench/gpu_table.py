@@ -274,10 +274,11 @@ def first_token(folder: Path, artifact: Path, begun: float) -> dict[str, Any]:
     before = time.time()
     run(core, [[1] * 128], [1], {"temperature": 0.0})
     phases["first token"] = time.time() - before
-    compilers = [m for m in COMPILERS if m in sys.modules]
+    seconds, compilers = time.time() - begun, [m for m in COMPILERS if m in sys.modules]
     for rank, seconds in enumerate(getattr(core._executor, "rank_seconds", []), 1):
         phases |= {f"rank {rank}: {name}": s for name, s in seconds.items()}
-    return {"s": time.time() - begun, "phases": phases, "compiler modules": compilers}
+    core.close()
+    return {"s": seconds, "phases": phases, "compiler modules": compilers}
 
 
 def startup(folder: Path, options: list[str], runs: int) -> dict[str, Any]:

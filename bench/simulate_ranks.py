@@ -277,7 +277,8 @@ def main() -> None:
     cases = [(Model(name, 1), name, rows_of(name, one)) for name in ("llama3.1-8b", "qwen3-0.6b")]
     points = [(model, row_step(model, row), 1e-3 * ms) for model, _, rows in cases for row, ms in rows.items()]
     rates = fitted(points, sums)
-    cases.append((Model("llama3.1-8b", 2), "llama3.1-8b tp2", rows_of("llama3.1-8b tp2", two)))
+    for name in ("llama3.1-8b", "llama3-70b"):
+        cases.append((Model(name, 2), f"{name} tp2", rows_of(f"{name} tp2", two)))
     told_rates = {
         "bandwidth": round(rates.bandwidth, 3),
         "arithmetic": round(rates.arithmetic, 3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,6 +98,8 @@ def load_core(
                 undo.callback(core.close)
             loading.finish()
             clock("weights")
+        if ranks is not None:  # a core that nobody closes: the process could not leave the groups of its GPUs
+            weakref.finalize(core, executor.close)
         undo.pop_all()
         return core
 

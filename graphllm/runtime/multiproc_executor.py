@@ -77,6 +77,7 @@ class MultiprocExecutor(Executor):
         self._stream = self._watched = _WatchedStream(self._stream, ranks)
         self._checks = StepChecks(self.in_flight)
         self._words = [0] * CHECKS
+        self._closed = False
 
     def others_serve(self, loaded: Sequence[Loaded], serving: Sequence[Serving]) -> None:
         """What the other ranks have said of their start; before the first step."""
@@ -205,7 +206,10 @@ class MultiprocExecutor(Executor):
 
     def close(self) -> None:
         """Have all ranks finish, and end their processes. After a failure nobody waits for long: what runs may wait for
-        the rank that is gone, on a host that is silent, or on a GPU for ever."""
+        the rank that is gone, on a host that is silent, or on a GPU for ever. May be called again."""
+        if self._closed:
+            return
+        self._closed = True
         ended = not self.ranks.fate.failed
         if ended:
             with contextlib.suppress(RankError):

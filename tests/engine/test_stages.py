@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import request
+from harness import request, verify_all_drafts
 from test_ranks import (  # noqa: F401
     EAGER,
     GREEDY,
@@ -137,6 +137,8 @@ def test_many_ways_of_sampling_at_once(checkpoint: Path, options: dict[str, Any]
     said = []
     for stages in (1, 2):
         with LLM(checkpoint, pipeline_parallel_size=stages, **options) as llm:
+            if drafts:
+                verify_all_drafts(llm.llm_engine.core)
             said.append([[c.text for c in o.outputs] for o in llm.generate(prompts, params)])
             if drafts:
                 assert llm.llm_engine.core.stats().draft_tokens > 0

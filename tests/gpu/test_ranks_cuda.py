@@ -4,6 +4,7 @@ log-probabilities as of one GPU and of transformers, and a rank that dies. `test
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,17 @@ def test_stages(one: LLM, checkpoint: Path, options: dict[str, Any]) -> None:
     """A layer on each GPU; `test_stages_cuda` has more of this."""
     with LLM(checkpoint, pipeline_parallel_size=2, **options) as llm:
         assert _tokens(llm, PROMPTS) == _tokens(one, PROMPTS)
+
+
+def test_an_engine_that_nobody_closes(checkpoint: Path, options: dict[str, Any]) -> None:
+    """The process ends all the same, and by itself."""
+    script = f"""
+from graphllm import LLM, SamplingParams
+llm = LLM({str(checkpoint)!r}, tensor_parallel_size=2, **{options!r})
+print(len(llm.generate(["hello"], SamplingParams(max_tokens=4, ignore_eos=True))[0].outputs[0].token_ids))
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=90, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[-1:]) == (0, ["4"]), done.stdout + done.stderr[:6000]
 
 
 def test_cores(one: LLM, checkpoint: Path, options: dict[str, Any]) -> None:
