@@ -216,18 +216,24 @@ def padding(core: Any) -> dict[str, tuple[int, int]]:
 
 
 def traced(artifact: Path, folder: Path, size: int, greedy: bool = True) -> dict[str, Any]:
-    """Of decode steps of so many requests: the share of time in which no kernel runs, what the host does beside
-    waiting, in ms, and the kernels of a step, each with its launches and ms; all with what the profiler adds."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
+    """`profiled` of decode steps of so many requests."""
     core = load(artifact, folder)
     rng, vocab = np.random.default_rng(0), json.loads((folder / "config.json").read_text())["vocab_size"]
     prompts = [rng.integers(0, vocab, 128).tolist() for _ in range(size)]
     add(core, prompts, [200] * size, {"temperature": 0.0 if greedy else 1.0})
     for _ in range(60):
         core.step()
-    steps = 40
+    found = profiled(core, 40)
+    core.close()
+    return found
+
+
+def profiled(core: Any, steps: int) -> dict[str, Any]:
+    """Of so many steps: the share of time in which no kernel runs, what the host does beside waiting, in ms, and the
+    kernels of a step, each with its launches and ms; all with what the profiler adds."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             begin = time.perf_counter()
@@ -237,7 +243,6 @@ def traced(artifact: Path, folder: Path, size: int, greedy: bool = True) -> dict
             torch.cuda.synchronize()
         profiler.export_chrome_trace(file.name)
         events = json.loads(Path(file.name).read_text())["traceEvents"]
-    core.close()
     spans = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )

@@ -5,7 +5,7 @@
 verify: a step of drafts + 1 tokens for each of 1 and 32 sequences against a plain decode step. ngram: the same with
 prompt lookup on the device behind it, whose time is the difference. eagle, eagle3: tokens a second of one sequence with
 a head of that form, against none; each draft is accepted with probability 0.8 whatever it is, which only a benchmark
-may ask for (`rejection_sample_method` synthetic). Each case is compiled and run in a process of its own, about a minute
+may ask for (`rejection_sample_method` synthetic); and the share of time in which the GPU runs no kernel. Each case is compiled and run in a process of its own, about a minute
 on an H200; --shape tiny tries it out anywhere.
 """
 
@@ -110,6 +110,14 @@ def worker(case: str, shape: str, drafts: int) -> None:
             llm.generate([{"prompt_token_ids": list(range(5, 69))}], params, use_tqdm=False)
             rates.append(length / (time.perf_counter() - begun))
         found["tokens/s"] = round(max(rates), 1)
+        if not tiny:
+            from gpu_table import profiled
+
+            engine = llm.llm_engine
+            engine.add_request("profiled", {"prompt_token_ids": list(range(5, 69))}, params)
+            for _ in range(20):
+                engine.step()
+            found["GPU idle share"] = profiled(engine.core, 40)["GPU idle share"]
     print(json.dumps(found), flush=True)
 
 
