@@ -5,8 +5,8 @@
 verify: a step of drafts + 1 tokens for each of 1 and 32 sequences against a plain decode step. ngram: the same with
 prompt lookup on the device behind it, whose time is the difference. eagle, eagle3: tokens a second of one sequence with
 a head of that form, against none; each draft is accepted with probability 0.8 whatever it is, which only a benchmark
-may ask for (`rejection_sample_method` synthetic); and the share of time in which the GPU runs no kernel. Each case is compiled and run in a process of its own, about a minute
-on an H200; --shape tiny tries it out anywhere.
+may ask for (`rejection_sample_method` synthetic); and the share of time in which the GPU runs no kernel. Each case is
+compiled and run in a process of its own, about a minute on an H200; --shape tiny tries it out anywhere.
 """
 
 from __future__ import annotations
