@@ -1,0 +1,278 @@
+"""Products of one to eight rows of x with int4 weights (groups of 128, zero points), in Gluon: an experiment.
+
+A program's rows of weights are asked for before x is there, by asynchronous copies to shared memory, which take neither
+registers nor scoreboards: all of them, or a ring of steps. Each lane copies the very bytes that it multiplies later, in
+the order in which the tensor cores want them, so neither copies nor loads have bank conflicts. The warps divide the
+inner dimension in spans, as in `graphllm.ops.fused_linear.triton_direct`, and add their sums at the end.
+"""
+
+# mypy: allow-untyped-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+
+
+@triton.constexpr_function
+def along(layout, rank, dim):
+    """The layout of one dimension of a tensor."""
+    for d in reversed(range(rank)):
+        if d != dim:
+            layout = gl.SliceLayout(d, layout)
+    return layout
+
+
+@triton.constexpr_function
+def linear(rank):
+    """Shared memory in the order of a tensor's entries."""
+    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
+
+
+@triton.constexpr_function
+def power_of_2(n):
+    return 1 << (n - 1).bit_length()
+
+
+@gluon.jit
+def _spread(values, RANK: gl.constexpr, DIM: gl.constexpr):
+    """Numbers along one dimension as a tensor of so many dimensions."""
+    for d in gl.static_range(RANK):
+        if d != DIM:
+            values = gl.expand_dims(values, d)
+    return values
+
+
+@gluon.jit
+def _count(layout: gl.constexpr, RANK: gl.constexpr, DIM: gl.constexpr, SIZE: gl.constexpr):
+    return _spread(gl.arange(0, SIZE, layout=along(layout, RANK, DIM)), RANK, DIM)
+
+
+@gluon.jit
+def _row_of(half, row, block, N: gl.constexpr, GATED: gl.constexpr, BLOCK_N: gl.constexpr):
+    """Of the weights. With a gate, eight rows of the gate and eight of the value in turn."""
+    if GATED:
+        return block * (BLOCK_N // 2) + half // 2 * 8 + row + half % 2 * (N // 2)
+    else:
+        return block * BLOCK_N + half * 8 + row
+
+
+@gluon.jit
+def _decoded(words):
+    """bf16 pairs of the four codes of each int16, 128 added to a code."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .b32 t;
+        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xEA;
+        shr.b32 t, $4, 4;
+        lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xEA;
+        shr.b32 t, $4, 8;
+        lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xEA;
+        shr.b32 t, $4, 12;
+        lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xEA; }""",
+        "=&r,=&r,=&r,=&r,r", [words], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _less(numbers, zeros):
+    return gl.inline_asm_elementwise(
+        "sub.rn.bf16x2 $0, $1, $2;", "=r,r,r", [numbers, zeros], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def _inner_last(loaded, WARPS: gl.constexpr, ROWS: gl.constexpr):
+    """[WARPS, ROWS, 64] of [WARPS, ROWS // 8, 2, 8, 32]: entries in the order in which a product takes a thread's."""
+    parts = gl.reshape(loaded, [WARPS, ROWS // 8, 2, 8, 4, 2, 2, 2])
+    return gl.reshape(gl.permute(parts, (0, 1, 3, 2, 5, 6, 4, 7)), [WARPS, ROWS, 64])
+
+
+@gluon.jit
+def _x_of(
+    kept, x_ptr, there, step, j,
+    words: gl.constexpr, WARPS: gl.constexpr, X_ROW: gl.constexpr, SHARED_ROWS: gl.constexpr,
+):  # fmt: skip
+    """[WARPS, 64, 8] of x: what the j-th codes of a step are multiplied with."""
+    if SHARED_ROWS == 1:  # every token is the first one
+        buffer = kept[step]._reinterpret(gl.bfloat16, [4, WARPS, 2, 32], linear(3))
+        x = buffer.index(j).load(gl.SliceLayout(1, gl.SliceLayout(3, words)))
+        x = gl.expand_dims(gl.expand_dims(x, 1), 3).broadcast_to([WARPS, 1, 2, 8, 32])
+    elif SHARED_ROWS == 8:
+        buffer = kept[step]._reinterpret(gl.bfloat16, [4, WARPS, 2, 8, 32], linear(4))
+        x = gl.expand_dims(buffer.index(j).load(gl.SliceLayout(1, words)), 1)
+    else:
+        at = (step * WARPS + _count(words, 5, 0, WARPS)) * 256 + j * 64
+        at = at + _count(words, 5, 2, 2) * 32 + _count(words, 5, 4, 32) + _count(words, 5, 3, 8) * X_ROW
+        x = gl.load(x_ptr + at, mask=there, other=0.0)
+    return gl.permute(_inner_last(x, WARPS, 8), (0, 2, 1))
+
+
+@gluon.jit
+def _step_of_x(
+    kept, x_ptr, there, step,
+    words: gl.constexpr, WARPS: gl.constexpr, X_ROW: gl.constexpr, SHARED_ROWS: gl.constexpr,
+):  # fmt: skip
+    found = ()
+    for j in gl.static_range(4):
+        found += (_x_of(kept, x_ptr, there, step, j, words, WARPS, X_ROW, SHARED_ROWS),)
+    return found
+
+
+@gluon.jit
+def _ask_for(ring, weights_at, step, RING: gl.constexpr, WARPS: gl.constexpr):
+    at = weights_at + step * (WARPS * 64)
+    async_copy.async_copy_global_to_shared(ring[step % RING], at, cache_modifier=".cg")
+    async_copy.commit_group()
+
+
+@gluon.jit
+def encoded_kernel(
+    x_ptr,  # [T, K] bf16
+    weight_ptr,  # [N, K // 4] int16
+    scales_ptr,  # [K // 128, N] f16
+    zeros_ptr,  # [K // 128, N] int16
+    norm_ptr,  # [K]
+    residual_ptr,  # [T, N]
+    out_ptr,
+    T,
+    X_ROW: gl.constexpr,
+    N: gl.constexpr,  # rows of weights, a multiple of BLOCK_N
+    K: gl.constexpr,  # a multiple of WARPS * 256
+    EPS: gl.constexpr,
+    NORM: gl.constexpr,
+    RESIDUAL: gl.constexpr,
+    GATED: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    WARPS: gl.constexpr,
+    RING: gl.constexpr,  # steps whose weights are under way
+    SHARED_ROWS: gl.constexpr,  # of x that go through shared memory: 1, 8, or 0: each thread reads what it multiplies
+    X_AHEAD: gl.constexpr,  # steps whose x is in registers or under way; 0: it is read where it is multiplied
+):
+    HALVES: gl.constexpr = BLOCK_N // 8
+    STEPS: gl.constexpr = K // 256 // WARPS
+    GROUPS: gl.constexpr = STEPS * WARPS * 2
+    PADDED: gl.constexpr = power_of_2(STEPS) * WARPS * 2
+    WIDTH: gl.constexpr = N // 2 if GATED else N
+    words: gl.constexpr = gl.BlockedLayout([1, HALVES, 2, 1, 8], [1, 1, 1, 8, 4], [WARPS, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+    constants: gl.constexpr = gl.BlockedLayout([1, 1, 8], [32 // HALVES, HALVES, 1], [WARPS, 1, 1], [2, 1, 0])
+    mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+    block = gl.program_id(0)
+    ring = ()  # buffers of their own: Triton would put barriers between accesses to parts of one
+    for _ in gl.static_range(RING):
+        ring += (gl.allocate_shared_memory(gl.int16, [WARPS, HALVES, 2, 8, 32], linear(5)),)
+    scales = gl.allocate_shared_memory(gl.float16, [PADDED, HALVES, 8], linear(3))
+    zeros = gl.allocate_shared_memory(gl.int16, [PADDED, HALVES, 8], linear(3))
+
+    # Groups are kept by step, half of a span, and warp.
+    place = _count(constants, 3, 0, PADDED)
+    group = (place // (2 * WARPS) * WARPS + place % WARPS) * 2 + place // WARPS % 2
+    at = group * N + _row_of(_count(constants, 3, 1, HALVES), _count(constants, 3, 2, 8), block, N, GATED, BLOCK_N)
+    if PADDED == GROUPS:
+        async_copy.async_copy_global_to_shared(scales, scales_ptr + at)
+        async_copy.async_copy_global_to_shared(zeros, zeros_ptr + at)
+    else:
+        inside = (place < GROUPS).broadcast_to([PADDED, HALVES, 8])
+        async_copy.async_copy_global_to_shared(scales, scales_ptr + at, mask=inside)
+        async_copy.async_copy_global_to_shared(zeros, zeros_ptr + at, mask=inside)
+
+    row = _row_of(_count(words, 5, 1, HALVES), _count(words, 5, 3, 8), block, N, GATED, BLOCK_N)
+    weights_at = (
+        weight_ptr
+        + row * (K // 4)
+        + (_count(words, 5, 0, WARPS) * 64 + _count(words, 5, 2, 2) * 32 + _count(words, 5, 4, 32))
+    )
+    for step in gl.static_range(RING):
+        _ask_for(ring, weights_at, step, RING, WARPS)
+
+    x_layout: gl.constexpr = gl.BlockedLayout(
+        [1, 1, 1, SHARED_ROWS if SHARED_ROWS > 0 else 1, 8], [4, 1, 2, 1, 4], [1, WARPS, 1, 1, 1], [4, 3, 2, 1, 0]
+    )
+    x_at = (_count(x_layout, 5, 1, WARPS) * 4 + _count(x_layout, 5, 0, 4)) * 64
+    x_at = x_at + _count(x_layout, 5, 2, 2) * 32 + _count(x_layout, 5, 4, 32)
+    norms = ()
+    if NORM:
+        for step in gl.static_range(STEPS):
+            norms += (gl.load(norm_ptr + step * (WARPS * 256) + x_at),)
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+
+    there = (_count(words, 5, 3, 8) < T).broadcast_to([WARPS, 1, 2, 8, 32])
+    kept = ()
+    factor = 1.0
+    if SHARED_ROWS:
+        loaded = ()
+        for step in gl.static_range(STEPS):
+            at_row = x_ptr + step * (WARPS * 256) + x_at
+            if SHARED_ROWS > 1:
+                of_row = _count(x_layout, 5, 3, SHARED_ROWS)
+                at_row = at_row + of_row * X_ROW
+                loaded += (gl.load(at_row, mask=(of_row < T).broadcast_to([4, WARPS, 2, SHARED_ROWS, 32]), other=0.0),)
+            else:
+                loaded += (gl.load(at_row),)
+        squares = gl.zeros([4, WARPS, 2, SHARED_ROWS, 32], gl.float32, layout=x_layout)
+        for step in gl.static_range(STEPS):
+            x = loaded[step]
+            if NORM:
+                x = x.to(gl.float32)
+                squares += x * x
+                x = (x * norms[step].to(gl.float32)).to(gl.bfloat16)
+            kept += (gl.allocate_shared_memory(gl.bfloat16, [4, WARPS, 2, SHARED_ROWS, 32], linear(5), x),)
+        if NORM:
+            total = gl.sum(gl.sum(gl.sum(gl.sum(gl.sum(squares, 4), 3), 2), 0), 0)
+            factor = gl.rsqrt(total / K + EPS)
+
+    of_scale = scales._reinterpret(gl.float16, [PADDED // WARPS, WARPS, BLOCK_N], linear(2))
+    of_zero = zeros._reinterpret(gl.int16, [PADDED // WARPS, WARPS, HALVES, 8], linear(3))
+    acc = gl.zeros([WARPS, BLOCK_N, 8], gl.float32, layout=mma)
+    operands = ()
+    for step in gl.static_range(min(X_AHEAD, STEPS)):
+        operands += (_step_of_x(kept, x_ptr, there, step, words, WARPS, X_ROW, SHARED_ROWS),)
+    for step in gl.static_range(STEPS):
+        async_copy.wait_group(min(RING - 1, STEPS - 1 - step))
+        word = ring[step % RING].load(words)
+        if step + RING < STEPS:
+            _ask_for(ring, weights_at, step + RING, RING, WARPS)
+        numbers = _decoded(word)
+        if X_AHEAD > 0 and step + X_AHEAD < STEPS:
+            operands += (_step_of_x(kept, x_ptr, there, step + X_AHEAD, words, WARPS, X_ROW, SHARED_ROWS),)
+        for u in gl.static_range(2):
+            zero = of_zero.index(step * 2 + u).load(gl.SliceLayout(2, gl.SliceLayout(4, words)))
+            zero = (zero + 0x4308).to(gl.bfloat16, bitcast=True)  # 136 more; right for zero points from -8 to 119
+            zero = gl.expand_dims(gl.expand_dims(zero, 2), 4)
+            part = gl.zeros([WARPS, BLOCK_N, 8], gl.float32, layout=mma)
+            for i in gl.static_range(2):
+                number = _inner_last(_less(numbers[2 * u + i], zero), WARPS, BLOCK_N)
+                if X_AHEAD > 0:
+                    x = operands[step][2 * u + i]
+                else:
+                    x = _x_of(kept, x_ptr, there, step, 2 * u + i, words, WARPS, X_ROW, SHARED_ROWS)
+                number = gl.convert_layout(number, gl.DotOperandLayout(0, mma, 2))
+                x = gl.convert_layout(x, gl.DotOperandLayout(1, mma, 2))
+                part = mma_v2(number, x, part)
+            scale = of_scale.index(step * 2 + u).load(gl.SliceLayout(2, mma))
+            acc += part * gl.expand_dims(scale.to(gl.float32), 2)
+
+    # A thread adds the warps' sums of all halves of a row and token.
+    last: gl.constexpr = gl.BlockedLayout([WARPS, HALVES, 1, 1], [1, 1, 8, 4], [1, 1, 1, WARPS], [2, 3, 1, 0])
+    sums = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_N, 8], linear(3), acc)
+    parts = sums._reinterpret(gl.float32, [WARPS, HALVES, 8, 8], linear(4)).load(last)
+    out = gl.sum(parts, axis=0) * factor
+    one: gl.constexpr = gl.SliceLayout(0, last)
+    token = _count(one, 3, 2, 8)
+    if GATED:
+        gate, value = gl.split(gl.permute(gl.reshape(out, [HALVES // 2, 2, 8, 8]), (0, 2, 3, 1)))
+        of_pair: gl.constexpr = gl.BlockedLayout([HALVES // 2, 1, 1], [1, 8, 4], [1, 1, WARPS], [1, 2, 0])
+        out = gl.convert_layout(gate / (1.0 + gl.exp(-gate)) * value, of_pair)
+        token = _count(of_pair, 3, 2, 8)
+        at = token * WIDTH + block * (BLOCK_N // 2) + _count(of_pair, 3, 0, HALVES // 2) * 8 + _count(of_pair, 3, 1, 8)
+        inside = (token < T).broadcast_to([HALVES // 2, 8, 8])
+    else:
+        at = token * WIDTH + block * BLOCK_N + _count(one, 3, 0, HALVES) * 8 + _count(one, 3, 1, 8)
+        inside = (token < T).broadcast_to([HALVES, 8, 8])
+    if RESIDUAL:
+        out += gl.load(residual_ptr + at, mask=inside, other=0.0).to(gl.float32)
+    gl.store(out_ptr + at, out.to(gl.bfloat16), mask=inside)
