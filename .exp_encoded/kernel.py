@@ -15,6 +15,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+_RENAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))  # since Triton 3.7 or later
+
 
 @triton.constexpr_function
 def along(layout, rank, dim):
@@ -40,6 +44,15 @@ def steps_of(inner, warps):
 @triton.constexpr_function
 def power_of_2(n):
     return 1 << (n - 1).bit_length()
+
+
+@gluon.jit
+def _seen_as(buffer, SHAPE: gl.constexpr, RANK: gl.constexpr):
+    """Shared memory in another shape: one buffer, or as many as the first dimension says, of the RANK others."""
+    if _RENAMED:
+        return buffer.reinterpret(buffer.dtype, SHAPE, linear(RANK))
+    else:
+        return buffer._reinterpret(buffer.dtype, SHAPE, linear(RANK))
 
 
 @gluon.jit
@@ -102,11 +115,11 @@ def _x_of(
 ):  # fmt: skip
     """[WARPS, 64, 8] of x: what the j-th codes of a step are multiplied with."""
     if SHARED_ROWS == 1:  # every token is the first one
-        buffer = kept[step]._reinterpret(gl.bfloat16, [4, WARPS, 2, 32], linear(3))
+        buffer = _seen_as(kept[step], [4, WARPS, 2, 32], 3)
         x = buffer.index(j).load(gl.SliceLayout(1, gl.SliceLayout(3, words)))
         x = gl.expand_dims(gl.expand_dims(x, 1), 3).broadcast_to([WARPS, 1, 2, 8, 32])
     elif SHARED_ROWS == 8:
-        buffer = kept[step]._reinterpret(gl.bfloat16, [4, WARPS, 2, 8, 32], linear(4))
+        buffer = _seen_as(kept[step], [4, WARPS, 2, 8, 32], 4)
         x = gl.expand_dims(buffer.index(j).load(gl.SliceLayout(1, words)), 1)
     else:
         at = (step * WARPS + _count(words, 5, 0, WARPS)) * 256 + j * 64
@@ -135,9 +148,9 @@ def _ask_for(
     at = weights_at + step * (WARPS * 64)
     if (step + 1) * WARPS * 256 > K:
         inside = (step * WARPS + _count(words, 5, 0, WARPS) < K // 256).broadcast_to(at.type.shape)
-        async_copy.async_copy_global_to_shared(ring[step % RING], at, mask=inside, cache_modifier=".cg")
+        _copy(ring[step % RING], at, mask=inside, cache_modifier=".cg")
     else:
-        async_copy.async_copy_global_to_shared(ring[step % RING], at, cache_modifier=".cg")
+        _copy(ring[step % RING], at, cache_modifier=".cg")
     async_copy.commit_group()
 
 
@@ -167,15 +180,15 @@ def _ask_for_constants(
     at = group * N + _row_of(_count(layout, 3, 1, HALVES), _count(layout, 3, 2, 8), block, N, GATED, BLOCK_N)
     if MASKED:
         inside = ((group < K // 128) & (group * 0 + block < limit)).broadcast_to([PADDED, HALVES, 8])
-        async_copy.async_copy_global_to_shared(scales, scales_ptr + at, mask=inside)
-        async_copy.async_copy_global_to_shared(zeros, zeros_ptr + at, mask=inside)
+        _copy(scales, scales_ptr + at, mask=inside)
+        _copy(zeros, zeros_ptr + at, mask=inside)
     elif PADDED > K // 128:
         inside = (group < K // 128).broadcast_to([PADDED, HALVES, 8])
-        async_copy.async_copy_global_to_shared(scales, scales_ptr + at, mask=inside)
-        async_copy.async_copy_global_to_shared(zeros, zeros_ptr + at, mask=inside)
+        _copy(scales, scales_ptr + at, mask=inside)
+        _copy(zeros, zeros_ptr + at, mask=inside)
     else:
-        async_copy.async_copy_global_to_shared(scales, scales_ptr + at)
-        async_copy.async_copy_global_to_shared(zeros, zeros_ptr + at)
+        _copy(scales, scales_ptr + at)
+        _copy(zeros, zeros_ptr + at)
 
 
 @gluon.jit
@@ -273,7 +286,7 @@ def _result(acc, factor, GATED: gl.constexpr, BLOCK_N: gl.constexpr, WARPS: gl.c
     HALVES: gl.constexpr = BLOCK_N // 8
     layout: gl.constexpr = gl.BlockedLayout([WARPS, HALVES, 1, 1], [1, 1, 8, 4], [1, 1, 1, WARPS], [2, 3, 1, 0])
     sums = gl.allocate_shared_memory(gl.float32, [WARPS, BLOCK_N, 8], linear(3), acc)
-    parts = sums._reinterpret(gl.float32, [WARPS, HALVES, 8, 8], linear(4)).load(layout)
+    parts = _seen_as(sums, [WARPS, HALVES, 8, 8], 4).load(layout)
     out = gl.sum(parts, axis=0) * factor
     if GATED:
         gate, value = gl.split(gl.permute(gl.reshape(out, [HALVES // 2, 2, 8, 8]), (0, 2, 3, 1)))
@@ -344,8 +357,8 @@ def encoded_kernel(
     if RESIDUAL:
         residual = gl.load(residual_ptr + at, mask=inside, other=0.0)
 
-    by_row = scales._reinterpret(gl.float16, [PADDED // WARPS, WARPS, BLOCK_N], linear(2))
-    by_half = zeros._reinterpret(gl.int16, [PADDED // WARPS, WARPS, HALVES, 8], linear(3))
+    by_row = _seen_as(scales, [PADDED // WARPS, WARPS, BLOCK_N], 2)
+    by_half = _seen_as(zeros, [PADDED // WARPS, WARPS, HALVES, 8], 3)
     acc = gl.zeros([WARPS, BLOCK_N, 8], gl.float32, layout=mma)
     for step in gl.static_range(STEPS):
         async_copy.wait_group(min(RING - 1, STEPS - 1 - step))
@@ -400,8 +413,8 @@ def encoded_loop_kernel(
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     kept, factor = _kept_x(x_ptr, norms, T, X_ROW, K, EPS, NORM, WARPS, SHARED_ROWS)
     there = (_count(words, 5, 3, 8) < T).broadcast_to([WARPS, 1, 2, 8, 32])
-    by_row = scales._reinterpret(gl.float16, [2 * PADDED // WARPS, WARPS, BLOCK_N], linear(2))
-    by_half = zeros._reinterpret(gl.int16, [2 * PADDED // WARPS, WARPS, HALVES, 8], linear(3))
+    by_row = _seen_as(scales, [2 * PADDED // WARPS, WARPS, BLOCK_N], 2)
+    by_half = _seen_as(zeros, [2 * PADDED // WARPS, WARPS, HALVES, 8], 3)
     turn = 0
     for block in range(first, BLOCKS, gl.num_programs(0)):
         after = block + gl.num_programs(0)
@@ -421,7 +434,7 @@ def encoded_loop_kernel(
                         N, K, GATED, BLOCK_N, WARPS, PADDED, True,
                     )  # fmt: skip
                 at = after_at + (step + RING - STEPS) * (WARPS * 64)
-                async_copy.async_copy_global_to_shared(ring[step % RING], at, mask=more, cache_modifier=".cg")
+                _copy(ring[step % RING], at, mask=more, cache_modifier=".cg")
                 async_copy.commit_group()
             acc = _plus_step(
                 acc, word, by_row, by_half, turn * (PADDED // WARPS) + step * 2, kept, x_ptr, there, step, (),
