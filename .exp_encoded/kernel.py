@@ -42,6 +42,19 @@ def steps_of(inner, warps):
 
 
 @triton.constexpr_function
+def copied(warps, halves, wide):
+    """The layout by which weights are copied: each lane what it multiplies, eight rows' halves of 128 bytes at a time;
+    or, wide, whole 128 bytes of four rows."""
+    if not wide:
+        return gl.BlockedLayout([1, halves, 2, 1, 8], [1, 1, 1, 8, 4], [warps, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+    registers = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 0, 0, 4, 0]]
+    registers += [[0, 1 << i, 0, 0, 0] for i in range(halves.bit_length() - 1)]
+    lanes = [[0, 0, 0, 0, 8], [0, 0, 0, 0, 16], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 0, 2, 0]]
+    of_warps = [[1 << i, 0, 0, 0, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, halves, 2, 8, 32])
+
+
+@triton.constexpr_function
 def power_of_2(n):
     return 1 << (n - 1).bit_length()
 
@@ -322,11 +335,13 @@ def encoded_kernel(
     RING: gl.constexpr,  # steps whose weights are under way
     SHARED_ROWS: gl.constexpr,  # of x that go through shared memory: 1, 8, or 0: each thread reads what it multiplies
     X_AHEAD: gl.constexpr,  # steps whose x is in registers or under way; 0: it is read where it is multiplied
+    WIDE: gl.constexpr,  # copies of whole 128 bytes
 ):
     HALVES: gl.constexpr = BLOCK_N // 8
     STEPS: gl.constexpr = steps_of(K, WARPS)
     PADDED: gl.constexpr = power_of_2(STEPS) * WARPS * 2
     words: gl.constexpr = gl.BlockedLayout([1, HALVES, 2, 1, 8], [1, 1, 1, 8, 4], [WARPS, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+    copies: gl.constexpr = copied(WARPS, HALVES, WIDE)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -338,9 +353,9 @@ def encoded_kernel(
     scales = gl.allocate_shared_memory(gl.float16, [PADDED, HALVES, 8], linear(3))
     zeros = gl.allocate_shared_memory(gl.int16, [PADDED, HALVES, 8], linear(3))
     _ask_for_constants(scales, zeros, scales_ptr, zeros_ptr, block, 0, N, K, GATED, BLOCK_N, WARPS, PADDED, False)
-    weights_at = _weights_at(weight_ptr, block, words, N, K, GATED, BLOCK_N, WARPS)
+    weights_at = _weights_at(weight_ptr, block, copies, N, K, GATED, BLOCK_N, WARPS)
     for step in gl.static_range(RING):
-        _ask_for(ring, weights_at, step, words, RING, WARPS, K)
+        _ask_for(ring, weights_at, step, copies, RING, WARPS, K)
     norms = _norm_weights(norm_ptr, K, NORM, WARPS)
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -364,7 +379,7 @@ def encoded_kernel(
         async_copy.wait_group(min(RING - 1, STEPS - 1 - step))
         word = ring[step % RING].load(words)
         if step + RING < STEPS:
-            _ask_for(ring, weights_at, step + RING, words, RING, WARPS, K)
+            _ask_for(ring, weights_at, step + RING, copies, RING, WARPS, K)
         if X_AHEAD > 0 and step + X_AHEAD < STEPS:
             operands += (_step_of_x(kept, x_ptr, there, step + X_AHEAD, words, WARPS, X_ROW, K, SHARED_ROWS),)
         acc = _plus_step(
@@ -385,6 +400,7 @@ def encoded_loop_kernel(
     RING: gl.constexpr,  # divides the steps
     SHARED_ROWS: gl.constexpr,  # 1 or 8
     X_AHEAD: gl.constexpr,  # 0
+    WIDE: gl.constexpr,
 ):  # fmt: skip
     """`encoded_kernel` for fewer programs than blocks of rows: the next block's weights are asked for while one is
     multiplied, and x is read once."""
@@ -392,7 +408,9 @@ def encoded_loop_kernel(
     STEPS: gl.constexpr = steps_of(K, WARPS)
     PADDED: gl.constexpr = power_of_2(STEPS) * WARPS * 2
     BLOCKS: gl.constexpr = N // BLOCK_N
+    gl.static_assert(STEPS % RING == 0)
     words: gl.constexpr = gl.BlockedLayout([1, HALVES, 2, 1, 8], [1, 1, 1, 8, 4], [WARPS, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+    copies: gl.constexpr = copied(WARPS, HALVES, WIDE)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
@@ -406,9 +424,9 @@ def encoded_loop_kernel(
     _ask_for_constants(
         scales.index(0), zeros.index(0), scales_ptr, zeros_ptr, first, 0, N, K, GATED, BLOCK_N, WARPS, PADDED, False
     )
-    weights_at = _weights_at(weight_ptr, first, words, N, K, GATED, BLOCK_N, WARPS)
+    weights_at = _weights_at(weight_ptr, first, copies, N, K, GATED, BLOCK_N, WARPS)
     for step in gl.static_range(RING):
-        _ask_for(ring, weights_at, step, words, RING, WARPS, K)
+        _ask_for(ring, weights_at, step, copies, RING, WARPS, K)
     norms = _norm_weights(norm_ptr, K, NORM, WARPS)
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     kept, factor = _kept_x(x_ptr, norms, T, X_ROW, K, EPS, NORM, WARPS, SHARED_ROWS)
@@ -419,14 +437,14 @@ def encoded_loop_kernel(
     for block in range(first, BLOCKS, gl.num_programs(0)):
         after = block + gl.num_programs(0)
         acc = gl.zeros([WARPS, BLOCK_N, 8], gl.float32, layout=mma)
-        now_at = _weights_at(weight_ptr, block, words, N, K, GATED, BLOCK_N, WARPS)
-        after_at = _weights_at(weight_ptr, gl.minimum(after, BLOCKS - 1), words, N, K, GATED, BLOCK_N, WARPS)
-        more = (_count(words, 5, 1, HALVES) * 0 + after < BLOCKS).broadcast_to([WARPS, HALVES, 2, 8, 32])
+        now_at = _weights_at(weight_ptr, block, copies, N, K, GATED, BLOCK_N, WARPS)
+        after_at = _weights_at(weight_ptr, gl.minimum(after, BLOCKS - 1), copies, N, K, GATED, BLOCK_N, WARPS)
+        more = (_count(copies, 5, 1, HALVES) * 0 + after < BLOCKS).broadcast_to([WARPS, HALVES, 2, 8, 32])
         for step in gl.static_range(STEPS):
             async_copy.wait_group(RING - 1)
             word = ring[step % RING].load(words)
             if step + RING < STEPS:
-                _ask_for(ring, now_at, step + RING, words, RING, WARPS, K)
+                _ask_for(ring, now_at, step + RING, copies, RING, WARPS, K)
             else:
                 if step + RING == STEPS:
                     _ask_for_constants(
