@@ -154,7 +154,9 @@ def _direct_configs(site: CallSite) -> list[Config]:
         tried = [constants for constants in _PLAIN_DIRECT if inner % constants[3] == 0]
     else:
         return []
-    norms = (1, 0) if rows == 1 and site.args.get("norm_I") is not None else (0,)
+    norms = (0,)
+    if site.args.get("norm_I") is not None and (rows == 1 or (not form and site.args["a_LRI"] is None)):
+        norms = (1 if rows == 1 else 2, 0)
     return [
         {"block_t": 8 if rows <= 8 else 16, "block_n": block_n, "block_k": span, "splits": 1, "warps": warps,
          "stages": 1, "token_tiles": 1, "direct": steps, "norm": norm}

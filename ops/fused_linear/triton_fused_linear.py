@@ -300,6 +300,18 @@ def fetch_ahead(weight_ptr, weight_row, in_row, first, WEIGHT_ROW: tl.constexpr,
 
 
 @triton.jit
+def _inverse_rms(x_row, there, K: tl.constexpr, EPS: tl.constexpr, BLOCK_T: tl.constexpr):
+    """[BLOCK_T]: by which a norm multiplies rows of x. x_row [BLOCK_T, 1]: pointers to them."""
+    PART: tl.constexpr = 4096 // BLOCK_T
+    squares = tl.zeros([BLOCK_T], tl.float32)
+    for begin in tl.static_range(0, K, PART):
+        k = begin + tl.arange(0, PART)
+        x = tl.load(x_row + k[None, :], mask=there[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+        squares += tl.sum(x * x, axis=1)
+    return tl.rsqrt(squares / K + EPS)
+
+
+@triton.jit
 def tile_kernel(
     x_ptr,
     weight_ptr,
@@ -321,7 +333,7 @@ def tile_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     EPS: tl.constexpr,
-    NORM: tl.constexpr,  # normalize x, which has one row
+    NORM: tl.constexpr,  # normalize x: 1 where it has one row, 2 where it has several, else 0
     BIAS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATED: tl.constexpr,
@@ -372,11 +384,13 @@ def tile_kernel(
             token < T, norm_ptr, X_ROW, WEIGHT_ROW, N, K, FORM, GROUP, ZEROS, NORM, BLOCK_N, BLOCK_T, BLOCK_K, WARPS,
             DIRECT, True, EMULATED,
         )  # fmt: skip
-        if NORM:
+        if NORM == 1:
             ALL: tl.constexpr = triton.next_power_of_2(K)
             every = tl.arange(0, ALL)
             x_row_0 = tl.load(x_ptr + every, mask=every < K, other=0.0).to(tl.float32)
             acc *= tl.rsqrt(tl.sum(x_row_0 * x_row_0, axis=0) / K + EPS)
+        elif NORM == 2:
+            acc *= _inverse_rms(x_row, token < T, K, EPS, BLOCK_T)[None, :]
     elif FORM != "":
         acc = encoded_product(
             weight_row, scales_ptr + row, zeros_ptr + row, in_row, x_row, token < T, lo, hi,
@@ -667,8 +681,8 @@ def launch_tiles(
     adapters: Adapters | None = None,
 ) -> None:
     """Products of x with the weights into ``out`` [T, N], or, with ``parts``, their parts into [splits, T, O].
-    encoded: scales, zero points, form and group of the weights. norm: by which one row of x is normalized. adapters:
-    what is added to the products."""
+    encoded: scales, zero points, form and group of the weights. norm: by which x is normalized, within direct
+    programs. adapters: what is added to the products."""
     (T, K), N = x_TI.shape, weight_OI.shape[0]
     scales_GO, zeros_GO, form, group = encoded
     blocks, splits = -(-N // config["block_n"]), config["splits"]
@@ -684,7 +698,7 @@ def launch_tiles(
         zeroed(x_TI, count) if count else x_TI, *_tables(adapters, x_TI), T,
         X_ROW=x_TI.stride(0), WEIGHT_ROW=weight_OI.stride(0),
         RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K, EPS=norm[1],
-        NORM=norm[0] is not None, BIAS=bias_O is not None, GATED=gated,
+        NORM=0 if norm[0] is None else config["norm"], BIAS=bias_O is not None, GATED=gated,
         RESIDUAL=residual_TN is not None,
         FORM=form, GROUP=group, ZEROS=zeros_GO is not None, PARTS=parts, **_ranks(adapters), BLOCK_T=config["block_t"],
         BLOCK_N=config["block_n"], BLOCK_K=config["block_k"],
@@ -724,7 +738,7 @@ def triton_tile(
     **config: int,
 ) -> Tensor:
     """Up to ``MOST_ROWS`` rows of x."""
-    within = config["norm"] == 1
+    within = config["norm"] > 0
     if norm_I is not None and not within:
         x_TI = normalized(x_TI, norm_I, eps)
     low = (config["low_rows"], config["low_splits"])
