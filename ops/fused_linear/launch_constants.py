@@ -154,7 +154,7 @@ def _direct_configs(site: CallSite) -> list[Config]:
         tried = [constants for constants in _PLAIN_DIRECT if inner % constants[3] == 0]
     else:
         return []
-    norms = (0,)
+    norms: tuple[int, ...] = (0,)
     if site.args.get("norm_I") is not None and (rows == 1 or (not form and site.args["a_LRI"] is None)):
         norms = (1 if rows == 1 else 2, 0)
     return [
