@@ -11,12 +11,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -220,6 +222,15 @@ def write_checkpoint(folder: Path) -> None:
         save_file(tensors, folder / file, metadata={"format": "pt"})
     index = {"metadata": {}, "weight_map": {name: file for file, shapes in files.items() for name in shapes}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def busy_time(spans: Sequence[tuple[float, float]]) -> float:
+    """How long at least one of them runs, of spans (start, end) in the order of their starts."""
+    busy, until = 0.0, -math.inf
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return busy
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 from gpu_engine import MIXED, add, run
-from gpu_step import COMPILERS, SHAPES, VLLM, write_checkpoint
+from gpu_step import COMPILERS, SHAPES, VLLM, busy_time, write_checkpoint
 
 BANDWIDTH, ARITHMETIC = 4.27e12, 788e12
 # First target and goal: ms a step by batch, ms to the first token, output tokens/s, seconds.
@@ -246,10 +246,7 @@ def profiled(core: Any, steps: int) -> dict[str, Any]:
     spans = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
     )
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
+    whole = max(end for _, end in spans) - spans[0][0]
     waits = sum(e["dur"] for e in events if e.get("name") == "cudaEventSynchronize")
     kernels: dict[str, list[float]] = {}
     for e in events:
@@ -257,7 +254,7 @@ def profiled(core: Any, steps: int) -> dict[str, Any]:
             grid = "x".join(map(str, e["args"]["grid"]))
             kernels.setdefault(f"{e['name'][:60]} {grid}", []).append(e["dur"] / 1e3)
     return {
-        "GPU idle share": round(1 - busy / (end - spans[0][0]), 3),
+        "GPU idle share": round(1 - busy_time(spans) / whole, 3),
         "host ms a step": round(1e3 * wall / steps - waits / 1e3 / steps, 3),
         "kernels of a step": {
             name: {"launches": round(len(ms) / steps, 2), "ms": round(sum(ms) / steps, 4)}

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_step import SHAPES
+from gpu_step import SHAPES, busy_time
 
 from graphllm import LLM, SamplingParams
 
@@ -103,12 +103,10 @@ def profile(llm: LLM, requests: int, vocab: int) -> None:
     spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in kernels)
     begin = spans[len(spans) // 2][0]  # of the second half, in which all decode
     by_name: dict[str, float] = defaultdict(float)
-    busy, at = 0.0, begin
-    for start, end, name in (s for s in spans if s[0] >= begin):
+    decoding = [span for span in spans if span[0] >= begin]
+    for start, end, name in decoding:
         by_name[name[:70]] += end - start
-        if "nccl" not in name.lower():
-            busy += max(0.0, end - max(start, at))
-            at = max(at, end)
+    busy = busy_time([(start, end) for start, end, name in decoding if "nccl" not in name.lower()])
     whole = max(end for _, end, _ in spans) - begin
     print(f"  the first stage's GPU: {busy / whole:.1%} of {whole / 1e3:.1f} ms in kernels other than NCCL's")
     for name, micros in sorted(by_name.items(), key=lambda item: -item[1])[:14]:

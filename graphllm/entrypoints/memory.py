@@ -19,8 +19,12 @@ _BESIDE = 300 * 10**6
 
 def gpu_bytes(memory: Mapping[str, int], blocks: int) -> int:
     """What a GPU's memory holds in all, by the manifest's memory table: exact but for the share beside it."""
-    parts = sum(memory.get(name, 0) for name in ("weights", "arena", "state", "messages"))
-    return parts + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
+    return _fixed_bytes(memory) + 4 * memory["zeroed"] + blocks * memory["block"] + _BESIDE
+
+
+def _fixed_bytes(memory: Mapping[str, int]) -> int:
+    """What a process holds whatever its cache; messages are those of a stage of a pipeline."""
+    return memory["weights"] + memory["arena"] + memory["state"] + memory.get("messages", 0)
 
 
 def check_cache_memory(cache: CacheConfig | EngineArgs, device: str) -> None:
@@ -55,7 +59,7 @@ def cache_counts(manifest: Mapping[str, Any], cache: CacheConfig, processes: int
     compiled, memory = manifest["factors"]["compile"], manifest["memory"]
     size, most = cache.kv_cache_memory_bytes, None
     if compiled["target"]["device"] == "cpu":
-        needed = sum(memory.get(name, 0) for name in ("weights", "arena", "state", "messages")) + (size or 0)
+        needed = _fixed_bytes(memory) + (size or 0)
         left = available_memory()
         needed *= processes
         if needed > left:

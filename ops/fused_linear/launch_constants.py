@@ -144,11 +144,11 @@ def _config(tile: Tile, block_t: int, token_tiles: int, splits: int) -> Config:
 
 def _direct_configs(site: CallSite) -> list[Config]:
     """Those of programs that read weights into registers; of plain ones row kernels do that for one row."""
-    rows, form, (width, inner) = site.rows("x_TI"), site.args["form"], site.args["weight_OI"].shape
+    rows, form = site.rows("x_TI"), site.args["form"]
+    width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     if rows > _MOST_DIRECT:
         return []
     if form:
-        inner = site.args["x_TI"].shape[1]
         tried = [(*constants, span_of(form, inner, site.args["group"])) for constants in _DIRECT]
     elif rows > 1 and width * inner <= _MOST_PLAIN:
         tried = [constants for constants in _PLAIN_DIRECT if inner % constants[3] == 0]

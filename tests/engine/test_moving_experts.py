@@ -56,11 +56,22 @@ def one_move_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expert_balancer, "_MOST_BYTES", 1)
 
 
+def check_output(found: Any, logits: torch.Tensor, tolerance: float = 1e-4, ties: float = 0.0) -> None:
+    """A completion beside the logits [tokens, V] of its places: greedy tokens, and their log-probabilities. ties:
+    log-probabilities that are so close count as equal where a token is chosen."""
+    expected = logits.log_softmax(-1)
+    chosen = expected.gather(1, torch.tensor(found.token_ids).unsqueeze(1)).squeeze(1)
+    assert bool((expected.amax(-1) - chosen <= ties).all())
+    for row, ranked in zip(expected, found.logprobs, strict=True):
+        for token, told in ranked.items():
+            assert told.logprob == pytest.approx(float(row[token]), abs=tolerance)
+
+
 def check(
     model: Any, llm: LLM, prompts: list[list[int]] = PROMPTS, tolerance: float = 1e-4, ties: float = 0.0
 ) -> np.ndarray:
-    """Serve the prompts, beside transformers. ties: log-probabilities that are so close count as equal where a token is
-    chosen. Returns what its routers choose, [layers, experts]."""
+    """Serve the prompts, beside transformers, as `check_output` does. Returns what its routers choose, [layers,
+    experts]."""
     counted = np.zeros((LAYERS, N), dtype=np.int64)
     asked = [{"prompt_token_ids": ids} for ids in prompts]
     for ids, output in zip(prompts, llm.generate(asked, GREEDY, use_tqdm=False), strict=True):
@@ -68,12 +79,7 @@ def check(
         assert len(found.token_ids) == GREEDY.max_tokens
         with torch.inference_mode():
             whole = model(torch.tensor([[*ids, *found.token_ids[:-1]]]), output_router_logits=True)
-        expected = whole.logits[0, len(ids) - 1 :].log_softmax(-1)
-        chosen = expected.gather(1, torch.tensor(found.token_ids).unsqueeze(1)).squeeze(1)
-        assert bool((expected.amax(-1) - chosen <= ties).all())
-        for row, ranked in zip(expected, found.logprobs, strict=True):
-            for token, told in ranked.items():
-                assert told.logprob == pytest.approx(float(row[token]), abs=tolerance)
+        check_output(found, whole.logits[0, len(ids) - 1 :], tolerance, ties)
         for layer, scores in zip(SPARSE, whole.router_logits, strict=True):
             counted[layer] += np.bincount(scores.topk(K, -1).indices.flatten().numpy(), minlength=N)
     return counted
