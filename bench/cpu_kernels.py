@@ -167,7 +167,7 @@ its median. Microseconds are medians.
                 kernel = c_kernel(f"graphllm_quant_linear_{name}_bf16")._function
                 assert kernel is not None
                 places = [base + i * nbytes // 64 * 64 for i in range(POOL // nbytes)]
-                rest = (None, out.data_ptr(), M, N, K, K)
+                rest = (None, out.data_ptr(), M, N, K, K, False)
 
                 def call(i, kernel=kernel, x=x, places=places, split=split, rest=rest):  # type: ignore[no-untyped-def]
                     at = places[i % len(places)]

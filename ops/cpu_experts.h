@@ -38,13 +38,6 @@ struct Sorted {
   }
 };
 
-// 1 / (1 + exp(-x)).
-inline Vec sigmoid(Vec x) {
-  const Vec large = 1.0f / (1.0f + exp2_vec<true>(-1.442695041f * larger(x, -x)));  // of |x|
-  const Ints sign = (Ints)x & ints(INT32_MIN);
-  return 0.5f + (Vec)((Ints)(large - 0.5f) | sign);
-}
-
 inline Vec activate(Vec gate, Vec up, Activation kind, float limit) {
   if (kind == kGeluTanh) return gate * sigmoid(1.5957691216f * (gate + 0.044715f * gate * gate * gate)) * up;
   if (kind == kSilu) return gate * sigmoid(gate) * up;

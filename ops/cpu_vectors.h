@@ -216,6 +216,14 @@ inline Vec load_vec(const bf16* from) {
   return (Vec)(__builtin_convertvector(halves, Ints) << 16);
 #endif
 }
+inline void store_vec(float* to, Vec x) { std::memcpy(to, &x, sizeof x); }
+inline void store_vec(bf16* to, Vec x) {
+#ifdef GRAPHLLM_AVX512
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), narrow((__m512)x));
+#else
+  for (int h = 0; h < 2; h++) store8(to + 8 * h, reg_of<Eight>(x, h));
+#endif
+}
 
 inline Vec vec(float x) { return x - Vec{}; }
 inline Ints ints(std::int32_t x) { return x - Ints{}; }
@@ -284,6 +292,13 @@ inline Vec exp2_vec(Vec x) {
   return by_halves([](Eight half) { return exp2_vec<kPrecise>(half); }, x);
 }
 #endif
+
+// 1 / (1 + exp(-x)).
+inline Vec sigmoid(Vec x) {
+  const Vec large = 1.0f / (1.0f + exp2_vec<true>(-1.442695041f * larger(x, -x)));  // of |x|
+  const Ints sign = (Ints)x & ints(INT32_MIN);
+  return 0.5f + (Vec)((Ints)(large - 0.5f) | sign);
+}
 
 }  // namespace
 }  // namespace graphllm

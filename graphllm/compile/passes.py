@@ -10,6 +10,7 @@ from graphllm.passes.add_adapters import add_adapters
 from graphllm.passes.attend_tree import attend_tree
 from graphllm.passes.canonicalize import canonicalize
 from graphllm.passes.fuse_attention import fuse_attention
+from graphllm.passes.fuse_gate import fuse_gate
 from graphllm.passes.fuse_linear import fuse_linear
 from graphllm.passes.fuse_moe import fuse_moe
 from graphllm.passes.quantize_activations import quantize_activations
@@ -46,6 +47,7 @@ PIPELINE = Pipeline(
         fuse_moe,
         quantize_activations,
         fuse_linear,
+        fuse_gate,
     ),
 )
 

@@ -1,4 +1,4 @@
-"""Inputs for gguf_linear: every type, decode and prefill row counts, outputs that end inside a tile, bias."""
+"""Inputs for gguf_linear: every type, decode and prefill row counts, outputs that end inside a tile, bias, gate."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ def random_tiles(make: Maker, kind: str, rows: int, inner: int, scale: float) ->
 
 
 def _case(
-    T: int, out: int, inner: int, kind: str, bias: bool = False, size: Literal["small", "real"] = "small"
-) -> Case:
+    T: int, out: int, inner: int, kind: str, bias: bool = False, gated: bool = False,
+    size: Literal["small", "real"] = "small",
+) -> Case:  # fmt: skip
     def inputs(make: Maker) -> dict[str, Any]:
         return {
             "x_TI": make.normal(T, inner),
@@ -38,9 +39,10 @@ def _case(
             "kind": kind,
             "rows": out,
             "bias_O": make.normal(out) if bias else None,
+            "gated": gated,
         }
 
-    name = f"{kind}_T{T}_O{out}_I{inner}" + ("_bias" if bias else "")
+    name = f"{kind}_T{T}_O{out}_I{inner}" + ("_bias" if bias else "") + ("_gated" if gated else "")
     return Case(name, inputs, _TOLERANCE, _REASON, Bucket("mixed" if T > 64 else "decode", T, T), size)
 
 
@@ -53,5 +55,7 @@ CASES = (
     _case(17, 80, 512, "q4_k"),
     _case(65, 40, 512, "q8_0", bias=True),
     _case(0, 16, 32, "q8_0"),
+    _case(1, 64, 256, "q8_0", gated=True),
+    _case(70, 96, 256, "q4_k", bias=True, gated=True),
     *(_case(T, *layer, kind, size="real") for kind in TILED for T in (1, 8, 128) for layer in _LAYERS),
 )

@@ -7,12 +7,18 @@ from einops import rearrange
 from torch import Tensor
 
 from graphllm.ir import Cost, nbytes, op
+from graphllm.ops.swiglu import swiglu
 
 
-def _cost(x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None) -> Cost:
-    out = x_TI.shape[0] * rows
-    read = nbytes(x_TI, values_BGLRQ, scales_BGR, bias_O)
-    return Cost(read + out * x_TI.element_size(), 2 * out * x_TI.shape[1])
+def _cost(
+    x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None, gated: bool
+) -> Cost:
+    products = x_TI.shape[0] * rows
+    read, written = (
+        nbytes(x_TI, values_BGLRQ, scales_BGR, bias_O),
+        products // (2 if gated else 1) * x_TI.element_size(),
+    )
+    return Cost(read + written, 2 * products * x_TI.shape[1])
 
 
 @op(cost=_cost, rowwise=True)
@@ -22,8 +28,10 @@ def quant_linear(
     scales_BGR: Tensor,
     rows: int,
     bias_O: Tensor | None = None,
+    gated: bool = False,
 ) -> Tensor:
-    """x_TI [T, I] times a quantized weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype.
+    """x_TI [T, I] times a quantized weight [O, I] transposed, plus bias_O [O]; returns [T, O] in x's dtype. gated: the
+    O results are a gate and a value half, of which `swiglu` makes [T, O / 2].
 
     rows: O. The weight is values times scales, packed in blocks of R = 16 of its rows and groups of C of its inner
     entries. With o = 16 b + r and i = C g + c, weight[o, i] = n * scales[b, g, r], where n is an integer:
@@ -34,12 +42,13 @@ def quant_linear(
     shape says; what pads the last block and the last group may be anything finite. scales are bfloat16.
 
     Products of the exact weights accumulate in float32 (float64 for float64 inputs); one rounding to x's dtype at the
-    end.
+    end. An implementation may keep float32 up to the gate's result; the reference rounds before the gate.
     """
     wide = torch.promote_types(x_TI.dtype, torch.float32)
     weight_OI = dequantize(values_BGLRQ, scales_BGR, rows, x_TI.shape[1]).to(wide)
     out_TO = torch.nn.functional.linear(x_TI.to(wide), weight_OI, None if bias_O is None else bias_O.to(wide))
-    return out_TO.to(x_TI.dtype)
+    out_TO = out_TO.to(x_TI.dtype)
+    return swiglu.reference(out_TO) if gated else out_TO
 
 
 def dequantize(values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, inner: int) -> Tensor:

@@ -29,3 +29,9 @@ def rounded_x(x: torch.Tensor, group: int) -> np.ndarray:
         scaled = (part * inverse).astype(np.float64)
         out[:, start : start + group] = np.sign(scaled) * np.floor(np.abs(scaled) + 0.5) * (largest / 127.0)
     return out
+
+
+def gated(halves: np.ndarray) -> np.ndarray:
+    """silu(gate) times the value, of rows that are a gate and a value half."""
+    gate, value = np.split(halves, 2, axis=1)
+    return np.asarray(gate / (1 + np.exp(-gate)) * value)

@@ -13,7 +13,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from rounding import LEVELS, MANY, TOLERANCE, X86, rounded_x
+from rounding import LEVELS, MANY, TOLERANCE, X86, gated, rounded_x
 
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.machine import detect_target
@@ -128,18 +128,33 @@ def test_any_size(level: str, threads: int, rows: int, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("rows", [1, 3, 13, 40])
+def test_gate(level: str, threads: int, rows: int, kind: str) -> None:
+    torch.manual_seed(rows)
+    blocks = _blocks(kind, 2 * 80, 512)
+    x, bias = torch.randn(rows, 512).bfloat16(), torch.randn(2 * 80).bfloat16()
+    keeps_x = level == "native" and AMX and rows >= MANY
+    of_x = x.double().numpy() if keeps_x else rounded_x(x, GROUP.get(kind, 32))
+    truth = gated(of_x @ _numbers(blocks, kind).astype(np.float64).T + bias.double().numpy())
+    found = streaming_gguf_linear(x, tiles(blocks, kind), kind, 2 * 80, bias, gated=True).double().numpy()
+    assert np.linalg.norm(found - truth) < TOLERANCE[torch.bfloat16] * np.linalg.norm(truth)
+
+
+@pytest.mark.parametrize("kind", FEW)
 def test_bitwise_the_same_for_any_thread_count_and_batch(level: str, kind: str) -> None:
     """A row's result depends neither on the threads nor on the rows beside it, but for the side of MANY with AMX."""
-    packed = tiles(_blocks(kind, 1000, 768), kind)
+    packed = tiles(_blocks(kind, 992, 768), kind)
     x = torch.randn(MANY - 1, 768).bfloat16()
-    before, results = torch.get_num_threads(), []
-    for n in (1, 2, 3):
-        torch.set_num_threads(n)
-        results.append(streaming_gguf_linear(x, packed, kind, 1000))
-    torch.set_num_threads(before)
-    assert all(torch.equal(r, results[0]) for r in results)
-    for count in (1, 2, 7, 13):
-        assert torch.equal(streaming_gguf_linear(x[:count], packed, kind, 1000), results[0][:count])
+    before = torch.get_num_threads()
+    for gate in (False, True):
+        results = []
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            results.append(streaming_gguf_linear(x, packed, kind, 992, gated=gate))
+        torch.set_num_threads(before)
+        assert all(torch.equal(r, results[0]) for r in results)
+        for count in (1, 2, 7, 13):
+            assert torch.equal(streaming_gguf_linear(x[:count], packed, kind, 992, gated=gate), results[0][:count])
 
 
 @pytest.mark.parametrize("kind", FEW)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from rounding import LEVELS, MANY, TOLERANCE, X86, rounded_x
+from rounding import LEVELS, MANY, TOLERANCE, X86, gated, rounded_x
 
 from graphllm.ir.kernels import CKernel, c_kernel
 from graphllm.machine import detect_target
@@ -103,6 +103,21 @@ def test_any_size(level: str, threads: int, rows: int, name: str) -> None:
         assert found.dtype == x.dtype
         error = np.linalg.norm(found.double().numpy() - truth) / np.linalg.norm(truth)
         assert error < TOLERANCE[x.dtype], (out, x.shape[1], x.dtype)
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+@pytest.mark.parametrize("rows", [1, 3, 13, 40])
+def test_gate(level: str, threads: int, rows: int, name: str) -> None:
+    torch.manual_seed(rows)
+    values, scales = _packed(2 * 144, 200, name)
+    weight = dequantize(values, scales.double(), 2 * 144, 200).numpy()
+    for dtype in TOLERANCE:
+        x, bias = 4 * torch.randn(rows, 200).to(dtype), torch.randn(2 * 144).to(dtype)
+        whole = rows >= MANY and dtype == torch.bfloat16 and _keeps_x(level)
+        of_x = x.double().numpy() if whole else rounded_x(x, INTEGERS[name].block[1])
+        truth = gated(of_x @ weight.T + bias.double().numpy())
+        found = streaming_quant_linear(x, values, scales, 2 * 144, bias, gated=True).double().numpy()
+        assert np.linalg.norm(found - truth) < TOLERANCE[dtype] * np.linalg.norm(truth)
 
 
 @pytest.mark.parametrize("name", INTEGERS)

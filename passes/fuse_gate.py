@@ -1,0 +1,29 @@
+"""fuse_gate: a product with integer weights ends with the gate that alone reads it, so that its halves, of all the rows
+of a long step, are never written."""
+
+from __future__ import annotations
+
+from graphllm.config import CompileConfig
+from graphllm.ir.op import op_of
+from graphllm.ops.gguf_linear import gguf_linear
+from graphllm.ops.quant_linear import quant_linear
+from graphllm.ops.swiglu import swiglu
+from graphllm.rewrite import PassReport, Unit, is_implemented, register_pass
+from graphllm.weights.plan import WeightPlan
+
+
+@register_pass(numerics="reorders")
+def fuse_gate(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassReport:
+    """Give `gguf_linear` and `quant_linear` the `swiglu` behind them where an implementation takes it."""
+    notes: list[str] = []
+    for gate in list(unit.graph.nodes):
+        if op_of(gate.target) is not swiglu:
+            continue
+        (product,) = gate.all_input_nodes
+        op = op_of(product.target)
+        if op not in (gguf_linear, quant_linear) or len(product.users) != 1:
+            continue
+        arguments = {**op.bind(product.args, product.kwargs), "gated": True}
+        if is_implemented(unit, config, op, **arguments):
+            notes.append(f"{unit.replace(gate, op, **arguments).name}: gate")
+    return PassReport(len(notes), tuple(notes))
