@@ -10,9 +10,8 @@ from torch import Tensor
 
 from graphllm.ir.kernels import CKernel
 from graphllm.ir.op import CallSite
-from graphllm.ops.gguf_blocks import TILED
+from graphllm.ops.gguf_blocks import ROWS, TILED
 from graphllm.ops.gguf_linear.op import gguf_linear
-from graphllm.ops.quant_linear.cpu import ends_with_gate
 
 _DTYPES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
@@ -32,8 +31,8 @@ _kernels = {
 def _supports(site: CallSite) -> bool:
     x_TI, tiles = site.args["x_TI"], site.args["tiles_BGN"]
     floats = (torch.bfloat16, torch.float16, torch.float32)
-    gate = not site.args["gated"] or ends_with_gate(site)
-    return x_TI.dtype in floats and x_TI.stride(-1) == 1 and tiles.is_contiguous() and gate
+    whole = not site.args["gated"] or site.args["rows"] % (2 * ROWS) == 0  # tiles in either half
+    return x_TI.dtype in floats and x_TI.stride(-1) == 1 and tiles.is_contiguous() and whole
 
 
 @gguf_linear.impl("cpu_stream", device="cpu", supports=_supports)

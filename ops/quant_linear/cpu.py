@@ -43,15 +43,8 @@ def _supports(site: CallSite) -> bool:
         and x_TI.stride(-1) == 1
         and values.is_contiguous()
         and scales.is_contiguous()
-        and (not site.args["gated"] or ends_with_gate(site))
+        and not (site.args["gated"] and site.args["rows"] % 32)  # the halves are of whole blocks
     )
-
-
-def ends_with_gate(site: CallSite) -> bool:
-    """Whether a gate joins: the halves are of whole blocks of 16 rows. A few rows of x take as long as the weight is
-    read, and two places of it by turns are read 5 to 15 % slower than one."""
-    few = 1 < site.rows("x_TI") <= 16
-    return site.args["rows"] % 32 == 0 and not few
 
 
 def of_integers(site: CallSite, constants: Mapping[str, Any]) -> str:
