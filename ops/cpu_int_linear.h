@@ -3,9 +3,9 @@
 // weights is one integer product, or two, for each row of x; products of a group add up exactly and are scaled in float32
 // once. Many rows of x with AMX: weights are scaled and rounded to bfloat16 on the way, and x stays what it is.
 //
-// With a gate, out [M, N / 2] = silu(gate) * value, and whoever has a block of gates multiplies that of the values, too. Of a
-// few rows, which take as long as the weight is read, that would cost 5 to 18 %: one stream is read faster than two places by
-// turns. There the gate waits until all is multiplied.
+// With a gate, out [M, N / 2] = silu(gate) * value, and whoever has a block of gates multiplies that of the values, too.
+// Of a few rows, which take as long as the weight is read, that would cost 5 to 18 %: one stream is read faster than two
+// places by turns. There the gate waits until all is multiplied.
 //
 // A matrix of weights has a Format (what `Quantized` wants), block_bytes: of 16 of its rows, multiply<kM, kBlocks>(block,
 // apart, x, groups, totals): kM quantized rows of x times kBlocks blocks, `apart` from each other, and with AMX
@@ -85,7 +85,8 @@ void int_linear(const IntProduct<T>& a, const Matrix& w) {
   const i64 groups = ceil_div(a.K, F::group), bytes = Quantized<F>::bytes(a.M, groups);
   const bool waits = a.gated && a.M > 1 && a.M <= kFewGated, pairs = a.gated && !waits;
   float* halves = waits ? sums.get<float>(a.M * a.N) : nullptr;
-  const i64 blocks = ceil_div(pairs ? a.columns() : a.N, kRows), block_bytes = pairs ? 2 * w.block_bytes : w.block_bytes;
+  const i64 blocks = ceil_div(pairs ? a.columns() : a.N, kRows);
+  const i64 block_bytes = pairs ? 2 * w.block_bytes : w.block_bytes;
   const i64 threads = std::min<i64>(omp_get_max_threads(), std::max<i64>(1, blocks * block_bytes / kMinBytes));
   const bool each = bytes <= kOwnBytes;
   char* together = each ? nullptr : shared.get<char>(bytes);

@@ -7,11 +7,11 @@
 
 #define GRAPHLLM_GGUF_LINEAR_OF(name, format, T)                                                                     \
   extern "C" void graphllm_gguf_linear_##name(const void* x, const void* tiles, const void* bias, void* out,          \
-                                              std::int64_t M, std::int64_t N, std::int64_t K, std::int64_t x_stride, \
-                                              std::int64_t gated) { \
+                                              std::int64_t M, std::int64_t N, std::int64_t K, std::int64_t x_stride,  \
+                                              std::int64_t gated) {                                                   \
     using namespace graphllm;                                                                                        \
     int_linear(IntProduct<T>{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out), M, N, K,    \
-                             x_stride, gated != 0},                                                                         \
+                             x_stride, gated != 0},                                                                   \
                TiledMatrix<format>{static_cast<const std::uint8_t*>(tiles), K});                                      \
   }
 #define GRAPHLLM_GGUF_LINEAR(name, format)          \

@@ -1,5 +1,5 @@
-// quant_linear: out [M, N] = x [M, K] times quantized weights [N, K] transposed, plus bias [N]; gated, [M, N / 2]. op.py
-// has the layout.
+// quant_linear: out [M, N] = x [M, K] times quantized weights [N, K] transposed, plus bias [N]; gated, [M, N / 2].
+// op.py has the layout.
 //
 // The weights are one stream of 64-byte lines, each of four inner entries (int4: two times four) of 16 rows, and one of
 // scales; cpu_int_linear.h has how they are multiplied.
@@ -35,10 +35,10 @@ struct Packed {
 #define GRAPHLLM_QUANT_LINEAR(name, bytes, T)                                                                       \
   extern "C" void graphllm_quant_linear_##name(                                                                     \
       const void* x, const void* values, const void* scales, const void* bias, void* out, std::int64_t M,           \
-      std::int64_t N, std::int64_t K, std::int64_t x_stride, std::int64_t gated) {              \
+      std::int64_t N, std::int64_t K, std::int64_t x_stride, std::int64_t gated) {                                  \
     using namespace graphllm;                                                                                       \
     int_linear(IntProduct<T>{static_cast<const T*>(x), static_cast<const T*>(bias), static_cast<T*>(out), M, N, K,  \
-                             x_stride, gated != 0},                                                                         \
+                             x_stride, gated != 0},                                                                 \
                Packed<bytes>{static_cast<const std::uint8_t*>(values), static_cast<const bf16*>(scales), K});       \
   }
 

@@ -14,11 +14,8 @@ def _cost(
     x_TI: Tensor, values_BGLRQ: Tensor, scales_BGR: Tensor, rows: int, bias_O: Tensor | None, gated: bool
 ) -> Cost:
     products = x_TI.shape[0] * rows
-    read, written = (
-        nbytes(x_TI, values_BGLRQ, scales_BGR, bias_O),
-        products // (2 if gated else 1) * x_TI.element_size(),
-    )
-    return Cost(read + written, 2 * products * x_TI.shape[1])
+    written = products // (2 if gated else 1) * x_TI.element_size()
+    return Cost(nbytes(x_TI, values_BGLRQ, scales_BGR, bias_O) + written, 2 * products * x_TI.shape[1])
 
 
 @op(cost=_cost, rowwise=True)
