@@ -73,7 +73,7 @@ def steps(executor: Any, sequences: int, tokens: int, count: int) -> float:
 
 def worker(case: str, shape: str, drafts: int) -> None:
     """Measure one case; prints a line of JSON."""
-    from graphllm import LLM, SamplingParams
+    from graphllm import LLM
 
     tiny = shape == "tiny"
     folder = Path(tempfile.mkdtemp(prefix="speculation-"))
@@ -91,11 +91,19 @@ def worker(case: str, shape: str, drafts: int) -> None:
     if tiny:
         fields |= {"backend": "eager", "dtype": "float32", "max_num_batched_tokens": 256}
     start = time.perf_counter()
-    llm = LLM(
+    with LLM(
         str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=2048, max_num_seqs=32,
         artifact="rebuild", **fields,
-    )  # fmt: skip
-    found: dict[str, Any] = {"compile and load s": round(time.perf_counter() - start, 1)}
+    ) as llm:  # fmt: skip
+        found = {"compile and load s": round(time.perf_counter() - start, 1)} | measure(llm, case, drafts, tiny)
+    print(json.dumps(found), flush=True)
+
+
+def measure(llm: Any, case: str, drafts: int, tiny: bool) -> dict[str, Any]:
+    """What a case shows, in a loaded engine."""
+    from graphllm import SamplingParams
+
+    found: dict[str, Any] = {}
     if case in ("verify", "ngram"):
         executor = _executor(llm)
         for n in (1, 32):
@@ -118,7 +126,7 @@ def worker(case: str, shape: str, drafts: int) -> None:
             for _ in range(20):
                 engine.step()
             found["GPU idle share"] = profiled(engine.core, 40)["GPU idle share"]
-    print(json.dumps(found), flush=True)
+    return found
 
 
 def _executor(llm: Any) -> Any:

@@ -19,7 +19,8 @@ from graphllm.ir.kernels import C_NAMESPACE
 
 EXCHANGE_BYTES = 4 << 20  # that a rank gives another one in a call, at most
 EXCHANGE_WORDS = 64  # int64, of a table
-COUNTER, GIVE, TAKE = 0, 16, 40  # where in a table: calls; where to write for each peer; where each peer writes
+# Where in a table: calls; this rank; where to write for each peer; where each peer writes.
+COUNTER, OWN, GIVE, TAKE = 0, 1, 16, 40
 MOST_RANKS = TAKE - GIVE
 
 
@@ -30,11 +31,12 @@ def buffer_bytes(ranks: int) -> int:
 
 def exchange_table(rank: int, buffers: Sequence[int], device: torch.device) -> Tensor:
     """What kernels of a rank read, int64 [EXCHANGE_WORDS]: addresses in the buffers, which are given by their addresses
-    in this process, by rank. Of two ranks the peer alone has a place; of more every rank, this one too, so that all
-    add up in the same order."""
+    in this process, by rank. Of two ranks the peer alone has a place; of more every rank, this one too, in the order
+    in which all add up."""
     ranks = len(buffers)
     peers = [1 - rank] if ranks == 2 else range(ranks)
     words = [0] * EXCHANGE_WORDS
+    words[OWN] = rank
     for place, peer in enumerate(peers):
         words[GIVE + place] = buffers[peer] + rank * EXCHANGE_BYTES
         words[TAKE + place] = buffers[rank] + peer * EXCHANGE_BYTES
@@ -44,9 +46,11 @@ def exchange_table(rank: int, buffers: Sequence[int], device: torch.device) -> T
 @functools.cache
 def _alone(ranks: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """A table for a process without the others, where kernels are built and timed: what it gives a peer comes back as
-    that peer's. The buffer lives as long."""
+    that peer's. It is none of the ranks, so it never waits for what it would have to give itself. The buffer lives as
+    long."""
     buffer = torch.full((buffer_bytes(ranks),), 255, dtype=torch.uint8, device=device)
     table = exchange_table(0, [buffer.data_ptr()] * ranks, device)
+    table[OWN] = -1
     table[GIVE:TAKE] = table[TAKE : TAKE + MOST_RANKS]
     return table, buffer
 

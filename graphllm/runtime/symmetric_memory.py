@@ -24,9 +24,10 @@ Method = Literal["one-shot", "two-shot", "library"]
 
 _DTYPES = (torch.bfloat16, torch.float32)
 # By the sizes of groups that torch's kernels are made for: bytes up to which one-shot is taken, and between which
-# two-shot is. Two ranks as measured (bench/results/h200_all_reduce.json); four and eight are not measured.
-_ONE_SHOT = {2: 1 << 20, 4: 128 << 10, 8: 64 << 10}
-_TWO_SHOT = {2: (1 << 20, 32 << 20), 4: (128 << 10, 4 << 20), 8: (64 << 10, 4 << 20)}
+# two-shot is. Two and four ranks as measured (bench/results/h200_all_reduce.json); eight are not measured.
+_ONE_SHOT = {2: 1 << 20, 4: 512 << 10, 8: 128 << 10}
+_TWO_SHOT = {2: (1 << 20, 32 << 20), 4: (512 << 10, 32 << 20), 8: (128 << 10, 32 << 20)}
+_FEW_GATHERED = 128 << 10  # bytes that the library gathers sooner, and of more than two ranks any number
 _ALIGNED = 16  # bytes that a thread moves at a time
 
 
@@ -92,7 +93,7 @@ class SymmetricGroup(LibraryGroup):
     def all_gather(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         if not x.numel():
             return
-        if x.numel() * x.element_size() > SYMMETRIC_BYTES:
+        if self.size > 2 or not _FEW_GATHERED < x.numel() * x.element_size() <= SYMMETRIC_BYTES:
             super().all_gather(x, work, out)
             return
         self._view(x).copy_(x)

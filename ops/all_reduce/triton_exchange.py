@@ -1,11 +1,13 @@
 """Sums over ranks by kernels that write into each other's memory: `graphllm.ir.exchange` has the layout.
 
 A program writes its numbers into the peers' memory, then waits for theirs in its own. On the way are numbers of the
-dtype alone, without signals: one trip over the link. Programs of one launch wait for the programs of the same number on
-other ranks only, and all write before they wait, so it does not matter when each of them starts.
+dtype alone, without signals: one trip over the link. Of more than two ranks that is everything to everybody, so many
+numbers take two trips: to the rank that owns their row, which adds them up, and the sum from there to all. Programs of
+one launch wait for the programs of the same number on other ranks only, and all write before they wait; a GPU begins
+programs in their order, so the first one that waits is waited for nowhere else.
 
-A rank writes into a half that it used two calls ago, which everybody has read and emptied by then: it has the numbers
-of the call before from everybody, who began that one when the one before it had ended.
+A rank writes into a half that it used two calls ago, which everybody has read and emptied by then: it has a sum of the
+call before with numbers of everybody, who began that one when the one before it had ended.
 """
 
 # mypy: allow-untyped-defs
@@ -18,15 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, exchange, launch_triton
-from graphllm.ir.exchange import COUNTER, EXCHANGE_BYTES, GIVE, MOST_RANKS, TAKE
+from graphllm.ir.exchange import COUNTER, EXCHANGE_BYTES, GIVE, MOST_RANKS, OWN, TAKE
 from graphllm.ops.all_reduce.op import all_reduce
 
-_COUNTER, _GIVE, _TAKE = tl.constexpr(COUNTER), tl.constexpr(GIVE), tl.constexpr(TAKE)
+_COUNTER, _OWN, _GIVE, _TAKE = (tl.constexpr(place) for place in (COUNTER, OWN, GIVE, TAKE))
 _CALL = tl.constexpr(1 << 20)  # what a launch adds to the counter, however many programs it has
 _SLOT = tl.constexpr(EXCHANGE_BYTES)
 _MOST_THREADS = tl.constexpr(1024)  # of a program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 1024  # numbers of a program
+_TRIP = 480 << 10  # bytes that cross a link while another trip begins, on H200s
+
+
+def one_trip(ranks: int, itemsize: int) -> int:
+    """Up to how many numbers, of so many bytes, each rank gives all of its own to every other one."""
+    if ranks == 2:
+        return EXCHANGE_BYTES
+    return _TRIP * ranks // ((ranks - 1) * (ranks - 2)) // itemsize
 
 
 @triton.jit
@@ -62,24 +72,69 @@ def arrived(here, at, inside):
 
 
 @triton.jit
-def sum_over_ranks(own, at, inside, exchange_ptr, half, DTYPE: tl.constexpr, RANKS: tl.constexpr):
+def _numbers(words, DTYPE: tl.constexpr):
+    return words.to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _sum_of_arrived(rounded, at, inside, exchange_ptr, half, own, DTYPE: tl.constexpr, RANKS: tl.constexpr,
+                    WORD: tl.constexpr):  # fmt: skip
+    """The sum of what all other ranks write at places of their slots and of ``rounded``, in the order of the ranks, as
+    soon as all is there; the places are empty then."""
+    missing = 1
+    while missing > 0:
+        empty = tl.zeros(at.shape, tl.int32)
+        for peer in tl.static_range(RANKS):
+            here = peer_slot(exchange_ptr, peer, half, False, RANKS, WORD)
+            words = tl.load(here + at, mask=inside & (own != peer), other=0, volatile=True)
+            empty += (words == -1).to(tl.int32)
+        missing = tl.max(empty, axis=0)
+    tl.debug_barrier()  # nobody empties what another thread has not seen
+    total = tl.zeros_like(rounded)
+    for peer in tl.static_range(RANKS):
+        here = peer_slot(exchange_ptr, peer, half, False, RANKS, WORD) + at
+        others = inside & (own != peer)
+        words = tl.load(here, mask=others, other=0, volatile=True)
+        total += tl.where(own == peer, rounded, _numbers(words, DTYPE))
+        tl.store(here, tl.full(at.shape, -1, WORD), mask=others)
+    return total.to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def sum_over_ranks(own, row, at, inside, few, exchange_ptr, half, DTYPE: tl.constexpr, RANKS: tl.constexpr):
     """The sum over the ranks of ``own``, float32 numbers that are rounded to the dtype first, in the order of the
-    ranks. at: the places of these numbers among those of the launch, which no other program has."""
-    PEERS: tl.constexpr = 1 if RANKS == 2 else RANKS
+    ranks; of more than two it is rounded as well. at: the places of these numbers among those of the launch, which no
+    other program has; there are at least as many as threads. row: of the program. few: whether those of the launch are
+    at most `one_trip`."""
     WIDE: tl.constexpr = DTYPE.primitive_bitwidth == 32
     WORD: tl.constexpr = tl.int32 if WIDE else tl.int16
     LARGEST: tl.constexpr = 0x7FFFFFFF if WIDE else 0x7FFF
     rounded = own.to(DTYPE)
     words = rounded.to(WORD, bitcast=True)
     words = tl.where(words == -1, LARGEST, words).to(WORD)  # one NaN in place of another
-    for peer in tl.static_range(PEERS):
-        tl.store(peer_slot(exchange_ptr, peer, half, True, RANKS, WORD) + at, words, mask=inside)
-    total = tl.zeros_like(own)
-    if PEERS == 1:
-        total += rounded.to(tl.float32)
-    for peer in tl.static_range(PEERS):
-        words = arrived(peer_slot(exchange_ptr, peer, half, False, RANKS, WORD), at, inside)
-        total += words.to(DTYPE, bitcast=True).to(tl.float32)
+    total = rounded.to(tl.float32)
+    if RANKS == 2:
+        tl.store(peer_slot(exchange_ptr, 0, half, True, RANKS, WORD) + at, words, mask=inside)
+        total += _numbers(arrived(peer_slot(exchange_ptr, 0, half, False, RANKS, WORD), at, inside), DTYPE)
+    else:
+        rank = tl.load(exchange_ptr + _OWN)
+        ranks = tl.zeros(at.shape, tl.int32) + rank.to(tl.int32)  # a mask with one number would not be one to Triton
+        owner = (row % RANKS).to(tl.int64)
+        if few:
+            for peer in tl.static_range(RANKS):
+                there = peer_slot(exchange_ptr, peer, half, True, RANKS, WORD)
+                tl.store(there + at, words, mask=inside & (ranks != peer))
+            total = _sum_of_arrived(total, at, inside, exchange_ptr, half, ranks, DTYPE, RANKS, WORD)
+        elif owner == rank:
+            total = _sum_of_arrived(total, at, inside, exchange_ptr, half, ranks, DTYPE, RANKS, WORD)
+            words = total.to(DTYPE).to(WORD, bitcast=True)
+            words = tl.where(words == -1, LARGEST, words).to(WORD)
+            for peer in tl.static_range(RANKS):
+                there = peer_slot(exchange_ptr, peer, half, True, RANKS, WORD)
+                tl.store(there + at, words, mask=inside & (ranks != peer))
+        else:
+            tl.store(peer_slot(exchange_ptr, owner, half, True, RANKS, WORD) + at, words, mask=inside)
+            total = _numbers(arrived(peer_slot(exchange_ptr, owner, half, False, RANKS, WORD), at, inside), DTYPE)
     return total
 
 
@@ -91,6 +146,7 @@ def _sum_kernel(
     count,  # of groups of UNIT numbers
     UNIT: tl.constexpr,
     RANKS: tl.constexpr,
+    FEW: tl.constexpr,  # numbers at most
     BLOCK: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
@@ -102,7 +158,8 @@ def _sum_kernel(
     own = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
     half = exchange_half(exchange_ptr)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    total = sum_over_ranks(own, at, inside, exchange_ptr, half, dtype, RANKS)
+    few = count * UNIT <= FEW
+    total = sum_over_ranks(own, tl.program_id(0), at, inside, few, exchange_ptr, half, dtype, RANKS)
     tl.store(out_ptr + at, total.to(dtype), mask=inside)
 
 
@@ -128,6 +185,6 @@ def exchanged(x: Tensor, ranks: int) -> Tensor:
     unit = 8 if isinstance(x.shape[-1], int) and x.shape[-1] % 8 == 0 else 1
     launch_triton(
         _sum_kernel, (-(-count // _BLOCK),), x, out, exchange(x, ranks), count // unit, UNIT=unit, RANKS=ranks,
-        BLOCK=_BLOCK, EMULATED=triton.knobs.runtime.interpret, num_warps=4,
+        FEW=one_trip(ranks, x.element_size()), BLOCK=_BLOCK, EMULATED=triton.knobs.runtime.interpret, num_warps=4,
     )  # fmt: skip
     return out

@@ -29,7 +29,7 @@ from graphllm.ops.add_lora.triton_low_rank import (
     load_low,
     shrunk,
 )
-from graphllm.ops.all_reduce.triton_exchange import exchange_half, sum_over_ranks
+from graphllm.ops.all_reduce.triton_exchange import exchange_half, one_trip, sum_over_ranks
 from graphllm.ops.encoded_weights import BITS, span_of
 from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, read_by_tma, row_configs
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
@@ -425,6 +425,7 @@ def norm_kernel(
     PARTS: tl.constexpr,  # 0: normalize x; else sum the parts, bias and residual, store that, and normalize it
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,  # over which the sum of parts and bias is summed
+    FEW: tl.constexpr,  # numbers, at most, that are summed in one trip
     BLOCK_K: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
@@ -447,7 +448,9 @@ def norm_kernel(
             for part in tl.static_range(PARTS):
                 own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
             half = exchange_half(exchange_ptr)
-            x += sum_over_ranks(own, token * K + k, inside, exchange_ptr, half, sum_ptr.dtype.element_ty, RANKS)
+            x += sum_over_ranks(
+                own, token, token * K + k, inside, T * K <= FEW, exchange_ptr, half, sum_ptr.dtype.element_ty, RANKS
+            )
         else:
             if BIAS:
                 x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
@@ -634,6 +637,7 @@ def launch_norm(
         norm_I if sum_TI is None else sum_TI, out_TI, exchange(x, ranks) if ranks > 1 else norm_I, T,
         X_ROW=0 if parts else x.stride(0), RESIDUAL_ROW=0 if residual_TI is None else residual_TI.stride(0),
         K=K, EPS=eps, PARTS=parts, BIAS=bias_O is not None, RANKS=ranks,
+        FEW=one_trip(ranks, out_TI.element_size()) if ranks > 1 else 0,
         BLOCK_K=max(1 << (K - 1).bit_length(), _EXCHANGED if ranks > 1 else 1), EMULATED=triton.knobs.runtime.interpret,
         num_warps=_norm_warps(K, ranks),
     )  # fmt: skip

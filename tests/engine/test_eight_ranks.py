@@ -33,16 +33,15 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def _check_dense(folder: Path, llm: LLM) -> None:
-    """Greedy text of transformers, and its log-probabilities within 1e-4."""
+def check_dense(folder: Path, llm: LLM, tolerance: float = 1e-4, ties: float = 0.0) -> None:
+    """Greedy text of transformers and its log-probabilities, as `check_output` compares them."""
     alone = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     asked = [{"prompt_token_ids": ids} for ids in PROMPTS * 3]
     for ids, output in zip(PROMPTS * 3, llm.generate(asked, GREEDY, use_tqdm=False), strict=True):
         found = output.outputs[0]
         with torch.inference_mode():
             logits = alone(torch.tensor([[*ids, *found.token_ids[:-1]]])).logits[0, len(ids) - 1 :]
-        assert logits.argmax(-1).tolist() == list(found.token_ids)
-        check_output(found, logits)
+        check_output(found, logits, tolerance, ties)
 
 
 @pytest.mark.parametrize(("ranks", "stages"), [(8, 1), (4, 2), (2, 4)])
@@ -51,13 +50,13 @@ def test_matrices_and_stages(dense: Path, ranks: int, stages: int) -> None:
         pids = pids_of(llm)
         assert len(pids) == 7
         assert executor_of(llm).overlapping == stages
-        _check_dense(dense, llm)
+        check_dense(dense, llm)
     assert all(ended(pid) for pid in pids)
 
 
 def test_engines(dense: Path) -> None:
     with LLM(dense, **WHOLE, data_parallel_size=8) as llm:
-        _check_dense(dense, llm)
+        check_dense(dense, llm)
         core: Any = llm.llm_engine.core
         assert [stats.steps > 0 for stats in core.engine_stats()] == [True] * 8
         pids = cores_of(llm)

@@ -1,6 +1,6 @@
-"""Makes a tiny checkpoint of a family, and compiles it for two GPUs.
+"""Makes a tiny checkpoint of a family, and compiles it for so many GPUs.
 
-python compile_family.py NAME (apart or "") FOLDER
+python compile_family.py NAME RANKS (apart or "") FOLDER
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 import test_parity as parity
 
 if __name__ == "__main__":
-    name, apart, folder = sys.argv[1], bool(sys.argv[2]), Path(sys.argv[3])
+    name, ranks, apart, folder = sys.argv[1], int(sys.argv[2]), bool(sys.argv[3]), Path(sys.argv[4])
     parity._build(next(a for a in parity.ARCHS if a.name == name)).save_pretrained(folder)
-    settings: dict[str, Any] = {"tensor_parallel_size": 2, "enable_expert_parallel": apart}
+    settings: dict[str, Any] = {"tensor_parallel_size": ranks, "enable_expert_parallel": apart}
     parity.driver.Driver(
         folder,
         "inductor",

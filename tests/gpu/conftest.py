@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from two_gpus import Compiled
+from several_gpus import Compiled
 
 
 @pytest.fixture(scope="session")

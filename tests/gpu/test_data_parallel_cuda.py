@@ -37,7 +37,7 @@ def visible(pid: int) -> str:
     return dict(word.split("=", 1) for word in words if "=" in word)["CUDA_VISIBLE_DEVICES"]
 
 
-def test_text_of_two_gpus(checkpoint: Path, options: dict[str, Any]) -> None:
+def test_text_of_several_gpus(checkpoint: Path, options: dict[str, Any]) -> None:
     with LLM(checkpoint, **options) as alone:
         expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS, GREEDY)]
     with LLM(checkpoint, data_parallel_size=2, **options) as llm:

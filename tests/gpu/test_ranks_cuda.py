@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from two_gpus import OPTIONS, Compiled
+from several_gpus import OPTIONS, Compiled, check_dying
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 import test_ranks  # noqa: E402
-from test_ranks import PROMPTS, test_a_rank_that_dies  # noqa: E402, F401
+from test_ranks import PROMPTS  # noqa: E402
 
 from graphllm import LLM, SamplingParams  # noqa: E402
 
@@ -78,6 +78,10 @@ def test_stages(one: LLM, checkpoint: Path, options: dict[str, Any]) -> None:
     """A layer on each GPU; `test_stages_cuda` has more of this."""
     with LLM(checkpoint, pipeline_parallel_size=2, **options) as llm:
         assert _tokens(llm, PROMPTS) == _tokens(one, PROMPTS)
+
+
+def test_a_rank_that_dies(checkpoint: Path, options: dict[str, Any]) -> None:
+    check_dying(checkpoint, options | {"tensor_parallel_size": 2})
 
 
 def test_an_engine_that_nobody_closes(checkpoint: Path, options: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from two_gpus import OPTIONS
+from several_gpus import OPTIONS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))

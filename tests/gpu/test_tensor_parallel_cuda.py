@@ -1,5 +1,5 @@
-"""Families divided among two GPUs, compiled, one process a GPU, beside transformers in float32. One command runs what
-two GPUs do together, in two minutes:
+"""Families divided among two and four GPUs, compiled, one process a GPU, beside transformers in float32. One command
+runs what GPUs do together, in two minutes on two:
 
     python -m pytest -m gpu tests/gpu/test_all_reduce_cuda.py tests/gpu/test_ranks_cuda.py \\
         tests/gpu/test_tensor_parallel_cuda.py
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from two_gpus import FAMILIES, Compiled
+from several_gpus import FAMILIES, Compiled, Family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
@@ -32,10 +32,10 @@ N_TOKENS, LENGTHS = 8, (1, 7, 90)
 class Processes:
     """`Ranks` as `Runner` runs an executor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int) -> None:
         groups = json.loads((folder / "artifact" / "program.json").read_text())["blocks"]["groups"]
         self.layout = SimpleNamespace(num_blocks=64, groups=groups)
-        self._ranks = Ranks(folder / "artifact", folder, 2, 64)
+        self._ranks = Ranks(folder / "artifact", folder, ranks, 64)
         self.close = self._ranks.close
 
     def run(self, step: StepInput) -> Any:
@@ -43,25 +43,25 @@ class Processes:
         return SimpleNamespace(tokens=found["tokens"], logits=torch.from_numpy(found["logits"].copy()))
 
 
-Opened = dict[tuple[str, bool], Future[Processes]]
+Opened = dict[Family, Future[Processes]]
 
 
 @pytest.fixture(scope="module")
 def opened(compiled: Compiled) -> Iterator[Opened]:
     """The processes of all families, which start beside each other."""
     with ThreadPoolExecutor(len(FAMILIES)) as pool:
-        found = {(n, a): pool.submit(lambda n=n, a=a: Processes(compiled.family(n, a))) for n, a in FAMILIES}
-        yield found  # type: ignore[misc]
+        found = {f: pool.submit(Processes, compiled.family(f), f.ranks) for f in FAMILIES}
+        yield found
         for future in found.values():
             if future.exception() is None:
                 future.result().close()
 
 
-@pytest.mark.parametrize("family", FAMILIES, ids=lambda f: f[0] + ("-apart" if f[1] else ""))
+@pytest.mark.parametrize("family", FAMILIES, ids=str)
 @torch.no_grad()
-def test_two_gpus_give_what_transformers_does(family: tuple[str, bool], opened: Opened) -> None:
+def test_gpus_give_what_transformers_does(family: Family, opened: Opened) -> None:
     runner = parity.driver.Runner(opened[family].result())
-    model = parity._build(next(a for a in parity.ARCHS if a.name == family[0]))
+    model = parity._build(next(a for a in parity.ARCHS if a.name == family.name))
     draw = torch.Generator().manual_seed(1)
     prompts = [torch.randint(parity.V, (n,), generator=draw).tolist() for n in LENGTHS]
     for _ in range(2):  # the second time every graph is replayed

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from graphllm.ir.groups import TENSOR, set_group
 from graphllm.ops.all_reduce import all_reduce
+from graphllm.ops.all_reduce.triton_exchange import one_trip
 from graphllm.ops.linear_add_norm import linear_add_norm
 from graphllm.runtime.collectives import LibraryGroup
 from graphllm.runtime.host_exchange import HostExchange
 
 CALLS = 12
 ROWS, WIDTH, INNER = (1, 3, 2), 40, 64
+WIDE = 4096  # of the calls whose numbers take two trips
 
 
 def numbers(rank: int, call: int, *shape: int) -> Tensor:
@@ -31,20 +33,19 @@ def numbers(rank: int, call: int, *shape: int) -> Tensor:
     return made.bfloat16()
 
 
-def check_sum(rank: int, ranks: int, call: int) -> None:
-    rows = ROWS[call % len(ROWS)]
-    found = all_reduce.impls["exchange"].fn(x=numbers(rank, call, rows, WIDTH), ranks=ranks)
-    parts = [numbers(r, call, rows, WIDTH).float() for r in range(ranks)]
+def check_sum(rank: int, ranks: int, call: int, rows: int, width: int) -> Tensor:
+    found = all_reduce.impls["exchange"].fn(x=numbers(rank, call, rows, width), ranks=ranks)
+    parts = [numbers(r, call, rows, width).float() for r in range(ranks)]
     exact = torch.stack(parts).sum(0)
     torch.testing.assert_close(found.float(), exact, atol=0.05, rtol=0.01, equal_nan=True)
+    return found
 
 
-def check_norm(rank: int, ranks: int, call: int) -> None:
-    rows = ROWS[call % len(ROWS)]
-    residual, norm = numbers(100, call + 100, rows, WIDTH), numbers(101, 0, 1, WIDTH)[0]
-    weights = [numbers(r, 200, WIDTH, INNER) * 0.1 for r in range(ranks)]
+def check_norm(rank: int, ranks: int, call: int, rows: int, width: int) -> Tensor:
+    residual, norm = numbers(100, call + 100, rows, width), numbers(101, 0, 1, width)[0]
+    weights = [numbers(r, 200, width, INNER) * 0.1 for r in range(ranks)]
     xs = [numbers(r, call + 100, rows, INNER) for r in range(ranks)]
-    name = "triton_row" if rows == 1 else ("triton_tile", "cublas")[call % 2]
+    name = "triton_row" if rows == 1 else ("triton_tile", "cublas")[call // 2 % 2 or width == WIDE]
     config = {"triton_row": {"block_n": 4, "block_k": 64, "warps": 4}, "cublas": {}}.get(name)
     if config is None:
         config = {"block_t": 16, "block_n": 32, "block_k": 64, "splits": 1, "warps": 4, "stages": 1, "token_tiles": 1,
@@ -55,6 +56,15 @@ def check_norm(rank: int, ranks: int, call: int) -> None:
     torch.testing.assert_close(total.float(), exact, atol=0.1, rtol=0.01)
     scaled = exact * torch.rsqrt((exact * exact).mean(-1, keepdim=True) + 1e-5) * norm.float()
     torch.testing.assert_close(normed.float(), scaled, atol=0.1, rtol=0.02)
+    return total
+
+
+def check_same(found: Tensor) -> None:
+    """All ranks have the same bits."""
+    own = found.view(torch.uint8)
+    others = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(others, own)
+    assert all(torch.equal(own, other) for other in others)
 
 
 def main() -> None:
@@ -64,10 +74,15 @@ def main() -> None:
     host = HostExchange(dist.group.WORLD, torch.device("cpu"))
     set_group(TENSOR, LibraryGroup(dist.group.WORLD, host))
     late = random.Random(rank)
-    for call in range(CALLS):
+    many = one_trip(ranks, 2) // WIDE + 2 if ranks > 2 else 2
+    sizes = [(ROWS[call % len(ROWS)], WIDTH) for call in range(CALLS)]
+    sizes += [(rows, WIDE) for rows in (many, many, 1, 2)]
+    sums = []
+    for call, (rows, width) in enumerate(sizes):
         time.sleep(late.random() * 0.05)
-        (check_norm if call % 2 else check_sum)(rank, ranks, call)
-    dist.barrier()
+        sums.append((check_norm if call % 2 else check_sum)(rank, ranks, call, rows, width))
+    for found in sums:
+        check_same(found)
     assert (host.memory == 255).all()  # as it was
     print("same", flush=True)
 

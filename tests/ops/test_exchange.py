@@ -15,7 +15,7 @@ from graphllm.ir.exchange import _alone
 from graphllm.ops.all_reduce import all_reduce
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.slow)])
 def test_ranks_that_take_turns_in_being_late(ranks: int, tmp_path: Path) -> None:
     worker = Path(__file__).with_name("exchange_worker.py")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

@@ -1,11 +1,12 @@
-"""An engine of two stages on GPUs, of which one is killed while requests run: `test_stages_cuda` starts this.
+"""An engine of two ranks on GPUs, of which one is killed while requests run: `several_gpus.check_dying` starts this.
 
-python dying_stage.py CHECKPOINT     it says after how many seconds the engine knew, and ends by itself
+python dying_rank.py CHECKPOINT SETTINGS     in JSON; it says after how many seconds the engine knew, and ends by itself
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -15,16 +16,17 @@ from pathlib import Path
 from graphllm import LLM, SamplingParams
 from graphllm.runtime.rank_failure import RankError
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "engine")]
-from test_ranks import pids_of  # noqa: E402
-from test_stages_cuda import OPTIONS, PROMPTS  # noqa: E402
+sys.path.append(str(Path(__file__).parents[1] / "engine"))
+from test_ranks import pids_of
 
 
 def main() -> None:
     faulthandler.dump_traceback_later(60, exit=True)
-    with LLM(sys.argv[1], pipeline_parallel_size=2, **OPTIONS) as llm:
+    settings = json.loads(sys.argv[2])
+    with LLM(sys.argv[1], **settings) as llm:
         (pid,) = pids_of(llm)
-        for number, prompt in enumerate(PROMPTS * 5):
+        for number in range(settings["max_num_seqs"]):
+            prompt = {"prompt_token_ids": [7 * i % 290 + number for i in range(3 + number % 8)]}
             llm.llm_engine.add_request(f"{number}", prompt, SamplingParams(max_tokens=60, ignore_eos=True))
         for _ in range(12):
             llm.llm_engine.step()
