@@ -5,11 +5,17 @@ Each rank has a buffer that the others see. One-shot: everyone reads all of ever
 Two-shot: everyone adds up a part, then reads the others' sums. NVLink multicast stays off. Every kernel ends when all
 ranks have read what it needs, so the next one may write the buffer. What they are slower for goes through NCCL.
 What kernels exchange themselves (`graphllm.ir.exchange`) has memory of its own.
+
+torch keeps a group by its name for as long as the process lives, and counts through all groups of a process what their
+ranks tell each other when they share memory. So a process that opens a second engine, whose other ranks are new
+processes, would wait for what they never say: each group gets a name of its own here, and a store that counts from 0.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+from datetime import timedelta
 from typing import Any, Literal
 
 import torch
@@ -29,6 +35,7 @@ _ONE_SHOT = {2: 1 << 20, 4: 512 << 10, 8: 128 << 10}
 _TWO_SHOT = {2: (1 << 20, 32 << 20), 4: (512 << 10, 32 << 20), 8: (128 << 10, 32 << 20)}
 _FEW_GATHERED = 128 << 10  # bytes that the library gathers sooner, and of more than two ranks any number
 _ALIGNED = 16  # bytes that a thread moves at a time
+_PATIENCE = timedelta(minutes=5)  # until the others share their memory
 
 
 def is_reachable(size: int) -> bool:
@@ -51,14 +58,49 @@ def method_for(x: Tensor, size: int) -> Method:
     return "two-shot" if least < nbytes <= most else "library"
 
 
+_groups = itertools.count()  # that this process has been in
+
+
+class CountedFromZero(dist.Store):
+    """A store whose keys, KIND/NUMBER/.., are those of another one with other numbers: 0 for the first one that is used
+    here, 1 for the next."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+        self._numbers: dict[str, int] = {}
+
+    def _key(self, key: str) -> str:
+        kind, number, *rest = key.split("/")
+        return "/".join((kind, str(self._numbers.setdefault(number, len(self._numbers))), *rest))
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._key(key), value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(self._key(key))
+
+    def add(self, key: str, value: int) -> int:
+        return self._store.add(self._key(key), value)
+
+    def check(self, keys: list[str]) -> bool:
+        return self._store.check([self._key(key) for key in keys])
+
+    def wait(self, keys: list[str], timeout: timedelta = _PATIENCE) -> None:
+        self._store.wait([self._key(key) for key in keys], timeout)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self._store.multi_get([self._key(key) for key in keys])
+
+
 class SymmetricGroup(LibraryGroup):
     """GPUs of one host. device: this rank's. All ranks must make it at the same time."""
 
     def __init__(self, members: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(members)
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared
+        self._name, self._store = _introduce(members)
         self._buffer, self._shared = self._shared_memory(SYMMETRIC_BYTES, device)
-        self._name = members.group_name
         self._given, others = self._shared_memory(buffer_bytes(self.size), device)
         self._given.fill_(255)
         torch.cuda.synchronize()
@@ -72,7 +114,7 @@ class SymmetricGroup(LibraryGroup):
         import torch.distributed._symmetric_memory as symm_mem
 
         buffer = symm_mem.empty(nbytes, dtype=torch.uint8, device=device)
-        return buffer, symm_mem.rendezvous(buffer, self._members)
+        return buffer, symm_mem._SymmetricMemory.rendezvous(buffer, self._name)
 
     def all_reduce(self, x: Tensor, out: Tensor) -> None:
         if x.numel():
@@ -106,3 +148,16 @@ class SymmetricGroup(LibraryGroup):
     def _view(self, x: Tensor) -> Tensor:
         """The beginning of this rank's buffer as a tensor like x."""
         return self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
+
+
+def _introduce(members: dist.ProcessGroup) -> tuple[str, dist.Store]:
+    """Tell torch of a group: the name that it has there, and the store, which must live while memory is shared, since
+    torch keeps of one that is Python's only what is C++."""
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    number, name = next(_groups), f"{members.group_name} of graphllm"
+    store: dist.Store = dist.PrefixStore("symmetric_memory", dist.distributed_c10d._get_process_group_store(members))
+    if number:  # the other ranks' processes are new, or were in as many
+        name, store = f"{name} {number}", CountedFromZero(store)
+    _SymmetricMemory.set_group_info(name, members.rank(), members.size(), store)
+    return name, store
