@@ -7,12 +7,12 @@ A kernel takes the time that its bytes and its operations take, together: betwee
 reaches neither, sqrt(read^2 + computed^2), and a moment to begin. In steps of few rows what lies between products is
 part of them, as the pass fuse_linear makes it, and begins nothing. Four numbers are fitted to one GPU (the rows of
 results/h200_table.json): the shares of bandwidth and arithmetic that are reached, that moment, and attention's rate in
-prompts. Nothing is fitted to two GPUs, whose rows (results/h200_tensor_parallel.json) tell how good this is.
+prompts. Nothing is fitted to two and four GPUs, whose rows (results/h200_tensor_parallel.json) tell how good this is.
 
-Sums over two H200s are measured (results/h200_all_reduce.json): with the norm behind them in one kernel, or in place
-where that is not done. Of more GPUs of one host nobody has measured them here: each byte is taken to pass 2 (n - 1) / n
-times, as it must, and the begin to take half as long again for each doubling. Between hosts the inputs of a stage go at
-a NIC's rate.
+Sums over two and four H200s are measured (results/h200_all_reduce.json and ..._4.json): with the norm behind them in
+one kernel, or in place where that is not done. Of more GPUs of one host nobody has measured them here: they are taken
+from those of four, each byte as if it passed 2 (n - 1) / n times, and the begin half as long again for each doubling.
+Between hosts the inputs of a stage go at a NIC's rate.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -169,24 +170,26 @@ class Sums:
     """Seconds of a sum over GPUs of one host, by the bytes of each."""
 
     def __init__(self) -> None:
-        table = json.loads((RESULTS / "h200_all_reduce.json").read_text())
-        kept = {int(name.split()[0]) << 10: row for name, row in table.items() if name.endswith("KB")}
-        rows = {nbytes: row.get("norm fused", row["in place"]) for nbytes, row in kept.items()}
-        self._bytes, self._seconds = list(rows), [us * 1e-6 for us in rows.values()]
+        self._measured = {2: _sums("h200_all_reduce.json"), 4: _sums("h200_all_reduce_4.json")}
 
     def seconds(self, nbytes: int, ranks: int) -> float:
         """Of one sum."""
-        begin = self._seconds[0]
-        if nbytes <= self._bytes[0]:
-            two = begin
-        elif nbytes > self._bytes[-1]:
-            two = self._seconds[-1] + (nbytes - self._bytes[-1]) / BETWEEN
+        of = max(n for n in self._measured if n <= ranks)
+        sizes, times = self._measured[of]
+        begin, passes = times[0], 2 * (of - 1) / of
+        if nbytes <= sizes[-1]:
+            whole = float(np.interp(nbytes, sizes, times))
         else:
-            at = min(max(1, sum(b < nbytes for b in self._bytes)), len(self._bytes) - 1)
-            low, high = self._bytes[at - 1], self._bytes[at]
-            slope = (self._seconds[at] - self._seconds[at - 1]) / (high - low)
-            two = self._seconds[at - 1] + slope * (nbytes - low)
-        return begin * (1 + (math.log2(ranks) - 1) / 2) + (two - begin) * 2 * (ranks - 1) / ranks
+            whole = times[-1] + (nbytes - sizes[-1]) * passes / BETWEEN
+        more = 2 * (ranks - 1) / ranks / passes
+        return begin * (1 + math.log2(ranks / of) / 2) + (whole - begin) * more
+
+
+def _sums(file: str) -> tuple[list[int], list[float]]:
+    """Bytes, and the seconds of their sums."""
+    table = json.loads((RESULTS / file).read_text())
+    kept = {int(name.split()[0]) << 10: row for name, row in table.items() if name.endswith("KB")}
+    return list(kept), [1e-6 * row.get("norm fused", row["in place"]) for row in kept.values()]
 
 
 def seconds(model: Model, rates: Rates, sums: Sums, step: Step) -> float:
@@ -273,12 +276,12 @@ def main() -> None:
     load_passes()
     sums = Sums()
     one = json.loads((RESULTS / "h200_table.json").read_text())
-    two = json.loads((RESULTS / "h200_tensor_parallel.json").read_text())
+    several = json.loads((RESULTS / "h200_tensor_parallel.json").read_text())
     cases = [(Model(name, 1), name, rows_of(name, one)) for name in ("llama3.1-8b", "qwen3-0.6b")]
     points = [(model, row_step(model, row), 1e-3 * ms) for model, _, rows in cases for row, ms in rows.items()]
     rates = fitted(points, sums)
-    for name in ("llama3.1-8b", "llama3-70b"):
-        cases.append((Model(name, 2), f"{name} tp2", rows_of(f"{name} tp2", two)))
+    for name, ranks in itertools.product(("llama3.1-8b", "llama3-70b"), (2, 4)):
+        cases.append((Model(name, ranks), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several)))
     told_rates = {
         "bandwidth": round(rates.bandwidth, 3),
         "arithmetic": round(rates.arithmetic, 3),
