@@ -4,7 +4,7 @@ A program writes its numbers into the peers' memory, then waits for theirs in it
 dtype alone, without signals: one trip over the link. Of more than two ranks that is everything to everybody, so many
 numbers take two trips: to the rank that owns their row, which adds them up, and the sum from there to all. Programs of
 one launch wait for the programs of the same number on other ranks only, and all write before they wait; a GPU begins
-programs in their order, so the first one that waits is waited for nowhere else.
+programs in their order, so the lowest number that is not done everywhere runs, or has run, everywhere.
 
 A rank writes into a half that it used two calls ago, which everybody has read and emptied by then: it has a sum of the
 call before with numbers of everybody, who began that one when the one before it had ended.
