@@ -28,9 +28,16 @@ _SPIN = 200e-6  # seconds, on a GPU; a CPU's kernels need the core
 
 
 def rank_device(kind: str, place: RankPlace) -> torch.device:
-    """The device of a rank, which becomes the current one. Raises ConfigError where there are too few."""
+    """The device of a rank, which becomes the current one. Raises ConfigError where there are too few, and where this
+    process is in a group already."""
     import torch
 
+    if place.degree > 1 and torch.distributed.is_initialized():  # before a GPU that waits for a lost rank is waited for
+        raise ConfigError(
+            f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process is in a group of "
+            "torch.distributed already, your own or that of an engine that is open or has lost a rank; close it, or "
+            "open this engine in another process"
+        )
     if kind == "cpu":
         return torch.device("cpu")
     if place.degree == 1:
