@@ -29,14 +29,13 @@ _SPIN = 200e-6  # seconds, on a GPU; a CPU's kernels need the core
 
 def rank_device(kind: str, place: RankPlace) -> torch.device:
     """The device of a rank, which becomes the current one. Raises ConfigError where there are too few, and where this
-    process is in a group already."""
+    process has an engine of several ranks."""
     import torch
 
     if place.degree > 1 and torch.distributed.is_initialized():  # before a GPU that waits for a lost rank is waited for
         raise ConfigError(
-            f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process is in a group of "
-            "torch.distributed already, your own or that of an engine that is open or has lost a rank; close it, or "
-            "open this engine in another process"
+            f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process has an engine of "
+            "several ranks already; close it first, and where it has lost a rank open this one in another process"
         )
     if kind == "cpu":
         return torch.device("cpu")
@@ -214,11 +213,6 @@ def join_group(place: RankPlace, meeting: Meeting, device: torch.device) -> Iter
 
     from graphllm.runtime.groups import joined
 
-    if torch.distributed.is_initialized():
-        raise ConfigError(
-            f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process has an engine of "
-            "several ranks already; close it first"
-        )
     stages = 1 if place.stage is None else place.stage.total
     with joined(place.rank, place.degree, meeting, device, stages, place.one_host):
         torch.distributed.all_reduce(torch.zeros(1, device=device))

@@ -207,15 +207,6 @@ def test_each_of_four_ranks_that_dies(four_heads: Path, options: dict[str, Any],
     assert all(ended(pid) for pid in pids)
 
 
-def test_a_second_engine_in_this_process(checkpoint: Path, options: dict[str, Any]) -> None:
-    """Refused as long as the first one is open, which goes on."""
-    for _ in range(2):
-        with LLM(checkpoint, tensor_parallel_size=2, **options) as llm:
-            with pytest.raises(ConfigError, match="close it, or open this engine in another process"):
-                LLM(checkpoint, tensor_parallel_size=2, **options)
-            assert len(llm.generate(PROMPTS, GREEDY)) == len(PROMPTS)
-
-
 @pytest.mark.slow
 def test_drafts_by_lookup(checkpoint: Path, options: dict[str, Any]) -> None:
     """Drafts that the device makes are of all ranks."""
