@@ -153,11 +153,11 @@ class SymmetricGroup(LibraryGroup):
 def _introduce(members: dist.ProcessGroup) -> tuple[str, dist.Store]:
     """Tell torch of a group: the name that it has there, and the store, which must live while memory is shared, since
     torch keeps of one that is Python's only what is C++."""
-    from torch._C._distributed_c10d import _SymmetricMemory
+    import torch.distributed._symmetric_memory as symm_mem
 
     number, name = next(_groups), f"{members.group_name} of graphllm"
     store: dist.Store = dist.PrefixStore("symmetric_memory", dist.distributed_c10d._get_process_group_store(members))
     if number:  # the other ranks' processes are new, or were in as many
         name, store = f"{name} {number}", CountedFromZero(store)
-    _SymmetricMemory.set_group_info(name, members.rank(), members.size(), store)
+    symm_mem._SymmetricMemory.set_group_info(name, members.rank(), members.size(), store)
     return name, store
