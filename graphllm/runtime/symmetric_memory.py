@@ -59,6 +59,7 @@ def method_for(x: Tensor, size: int) -> Method:
 
 
 _groups = itertools.count()  # that this process has been in
+_BACKENDS = {"cuda": dist.ProcessGroup.BackendType.NCCL, "cpu": dist.ProcessGroup.BackendType.GLOO}
 
 
 class CountedFromZero(dist.Store):
@@ -99,7 +100,7 @@ class SymmetricGroup(LibraryGroup):
     def __init__(self, members: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(members)
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # read when memory is shared
-        self._name, self._store = _introduce(members)
+        self._name, self._named = _name_of_its_own(members, device)
         self._buffer, self._shared = self._shared_memory(SYMMETRIC_BYTES, device)
         self._given, others = self._shared_memory(buffer_bytes(self.size), device)
         self._given.fill_(255)
@@ -150,14 +151,15 @@ class SymmetricGroup(LibraryGroup):
         return self._buffer[: x.numel() * x.element_size()].view(x.dtype).view(x.shape)
 
 
-def _introduce(members: dist.ProcessGroup) -> tuple[str, dist.Store]:
-    """Tell torch of a group: the name that it has there, and the store, which must live while memory is shared, since
-    torch keeps of one that is Python's only what is C++."""
-    import torch.distributed._symmetric_memory as symm_mem
-
-    number, name = next(_groups), f"{members.group_name} of graphllm"
-    store: dist.Store = dist.PrefixStore("symmetric_memory", dist.distributed_c10d._get_process_group_store(members))
-    if number:  # the other ranks' processes are new, or were in as many
-        name, store = f"{name} {number}", CountedFromZero(store)
-    symm_mem._SymmetricMemory.set_group_info(name, members.rank(), members.size(), store)
-    return name, store
+def _name_of_its_own(members: dist.ProcessGroup, device: torch.device) -> tuple[str, object]:
+    """A name by which torch finds the group, and which none had in this process, and what must live as long as the
+    group: torch keeps no group for its name, and of a store that is Python's only what is C++."""
+    number = next(_groups)
+    if not number:
+        return members.group_name, members
+    name = dist.distributed_c10d.GroupName(f"{members.group_name} as group {number}")
+    store = CountedFromZero(dist.distributed_c10d._get_process_group_store(members))
+    group = dist.ProcessGroup(store, members.rank(), members.size())
+    group._register_backend(device, _BACKENDS[device.type], members._get_backend(device))
+    dist.distributed_c10d._register_process_group(name, group)
+    return name, (group, store)
