@@ -37,6 +37,10 @@ class Group(Protocol):
     def broadcast(self, x: Tensor, origin: int) -> None:
         """x, any view: what the rank ``origin`` has in it."""
 
+    def let_go(self) -> None:
+        """Give whatever kernel of this device waits for another rank any numbers in the place of those, so that it goes
+        on. After one of the ranks is gone; what follows waits again."""
+
 
 class Alone:
     """The group of one process."""
@@ -57,6 +61,9 @@ class Alone:
         out.copy_(x)
 
     def broadcast(self, x: Tensor, origin: int) -> None:
+        pass
+
+    def let_go(self) -> None:
         pass
 
 

@@ -48,6 +48,10 @@ class LibraryGroup:
             if whole is not x:
                 x.copy_(whole)
 
+    def let_go(self) -> None:
+        if self._host is not None:
+            self._host.fill()
+
 
 def send_logits(logits: Tensor) -> None:
     """Replace every rank's logits by those of rank 0."""

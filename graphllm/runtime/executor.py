@@ -557,7 +557,8 @@ def _cpu_stream(threads: int | None) -> Stream:
 def _exchange(ranks: int) -> torch.Tensor | None:
     from graphllm.ir.groups import TENSOR, group_of
 
-    return group_of(TENSOR, ranks).exchange
+    # One rank needs none, even in a process that is a rank of another engine.
+    return None if ranks == 1 else group_of(TENSOR, ranks).exchange
 
 
 def _expert_slots(layout: ExpertLayout, weights: Mapping[str, torch.Tensor], device: torch.device) -> ExpertSlots:

@@ -28,10 +28,15 @@ class HostExchange:
         if device.type == "cuda":
             code = torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), self.memory.numel(), 1)  # portable
             torch.cuda.check_error(int(code))
-        self.memory.view(ranks, own)[rank].fill_(255)
+        self._own = self.memory.view(ranks, own)[rank]
+        self._own.fill_(255)
         dist.barrier(members)  # nobody gives anything before all are empty
         places = [self.memory.data_ptr() + peer * own for peer in range(ranks)]
         self.table: Tensor = exchange_table(rank, places, device)
+
+    def fill(self) -> None:
+        """Have numbers wherever this rank waits for one."""
+        self._own.zero_()
 
 
 @contextmanager

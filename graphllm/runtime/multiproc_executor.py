@@ -50,6 +50,7 @@ from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
 
 _LATER = 8  # steps after which all ranks have told what they sampled
 _ENDING = 5.0  # seconds that what runs may take to end after a failure
+_GIVING_UP = 10.0  # the same on a GPU, where it waits for ranks that are gone until it is let go
 _PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks live
 
 
@@ -206,7 +207,7 @@ class MultiprocExecutor(Executor):
 
     def close(self) -> None:
         """Have all ranks finish, and end their processes. After a failure nobody waits for long: what runs may wait for
-        the rank that is gone, on a host that is silent, or on a GPU for ever. May be called again."""
+        the rank that is gone, on a host that is silent. May be called again."""
         if self._closed:
             return
         self._closed = True
@@ -214,8 +215,10 @@ class MultiprocExecutor(Executor):
         if ended:
             with contextlib.suppress(RankError):
                 self.ranks.stop()
-        elif self.device.type == "cpu" or (self.overlapping > 1 and abandon(_ENDING)):
+        elif self.device.type == "cpu":
             ended = self._watched.has_ended(_ENDING)
+        else:
+            ended = abandon(_GIVING_UP, self._watched.has_ended)
         if ended:
             super().close()
             self._joined.close()

@@ -35,6 +35,7 @@ _ONE_SHOT = {2: 1 << 20, 4: 512 << 10, 8: 128 << 10}
 _TWO_SHOT = {2: (1 << 20, 32 << 20), 4: (512 << 10, 32 << 20), 8: (128 << 10, 32 << 20)}
 _FEW_GATHERED = 128 << 10  # bytes that the library gathers sooner, and of more than two ranks any number
 _ALIGNED = 16  # bytes that a thread moves at a time
+_AT_ONCE = 1 << 20  # bytes that are filled at a time
 _PATIENCE = timedelta(minutes=5)  # until the others share their memory
 
 
@@ -104,6 +105,9 @@ class SymmetricGroup(LibraryGroup):
         self._buffer, self._shared = self._shared_memory(SYMMETRIC_BYTES, device)
         self._given, others = self._shared_memory(buffer_bytes(self.size), device)
         self._given.fill_(255)
+        self._zeros = torch.zeros(_AT_ONCE, dtype=torch.uint8, pin_memory=True)
+        self._ones = torch.ones(self._shared.signal_pad_size // 4, dtype=torch.int32, pin_memory=True)
+        self._beside = torch.cuda.Stream(device)
         torch.cuda.synchronize()
         places = [others.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(self.size)]
         self.exchange = exchange_table(self.rank, places, device)
@@ -145,6 +149,17 @@ class SymmetricGroup(LibraryGroup):
             own = rank == self.rank
             place_share(out, rank, x if own else self._shared.get_buffer(rank, tuple(x.shape), x.dtype))
         self._shared.barrier(channel=0)
+
+    def let_go(self) -> None:
+        """By the engines that copy, which need none of the multiprocessors that waiting kernels may all have. torch's
+        kernels wait for words of this rank to be 1, and for those of the others to be 0."""
+        free = self._zeros[: self._ones.nbytes].view(torch.int32)
+        with torch.cuda.stream(self._beside):
+            for part in self._given.split(_AT_ONCE):
+                part.copy_(self._zeros, non_blocking=True)
+            for rank in range(self.size):
+                words = self._shared.get_signal_pad(rank, tuple(free.shape), torch.int32)
+                words.copy_(self._ones if rank == self.rank else free, non_blocking=True)
 
     def _view(self, x: Tensor) -> Tensor:
         """The beginning of this rank's buffer as a tensor like x."""

@@ -56,8 +56,8 @@ resolve_model(EngineArgs(sys.argv[1], jobs=4, **json.loads(sys.argv[2])))
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled(dense: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:  # noqa: F811
-    """All engines find their artifacts, which are made at the same time."""
+def cache(dense: Path, experts: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:  # noqa: F811
+    """Where all engines find their artifacts, which are made at the same time."""
     place = tmp_path_factory.mktemp("cache")
     wanted = [(dense, DENSE | division) for division in DIVISIONS.values()]
     wanted += [(experts, EXPERTS | division) for division in OF_EXPERTS.values()]
@@ -75,7 +75,7 @@ def compiled(dense: Path, experts: Path, tmp_path_factory: pytest.TempPathFactor
         assert process.returncode == 0, said
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHLLM_CACHE", str(place))
-        yield
+        yield place
 
 
 @pytest.mark.parametrize("division", DIVISIONS)
