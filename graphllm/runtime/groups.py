@@ -5,7 +5,6 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -13,12 +12,11 @@ from typing import NamedTuple
 import torch
 
 from graphllm.config import ConfigError
-from graphllm.ir.groups import EXPERTS, TENSOR, Group, joined_group, set_group, set_links
+from graphllm.ir.groups import EXPERTS, TENSOR, Group, set_group, set_links
 from graphllm.runtime.collectives import LibraryGroup
 from graphllm.runtime.stage_links import StageLinks, link_directions
 
 _PATIENCE = datetime.timedelta(minutes=10)  # a rank that waits longer for the others fails
-_BETWEEN = 0.01  # seconds until kernels that wait again for ranks that are gone are let go again
 
 
 class Meeting(NamedTuple):
@@ -74,21 +72,14 @@ def joined(
             torch.distributed.destroy_process_group()
 
 
-def abandon(seconds: float, has_ended: Callable[[float], bool]) -> bool:
-    """Give up all groups of this process on a GPU, some of whose ranks are gone: kernels wait for those for ever, and
-    nothing behind them ends, nor does the process. has_ended: whether all that runs has ended within so many seconds.
-    Whether it has within the time."""
+def abandon() -> threading.Thread:
+    """Give up all groups of this process on a GPU, some of whose ranks are gone. The library's kernels end, which wait
+    for those for ever, and this thread when no captured graph holds any: then the groups are left."""
     from torch.distributed.distributed_c10d import _abort_process_group
 
-    until, tensor = time.monotonic() + seconds, joined_group(TENSOR)
-    library = threading.Thread(target=_abort_process_group, name="graphllm-abandon", daemon=True)
-    library.start()
-    while time.monotonic() < until:
-        if tensor is not None:
-            tensor.let_go()
-        if has_ended(_BETWEEN) and not library.is_alive():
-            return True
-    return False
+    thread = threading.Thread(target=_abort_process_group, name="graphllm-abandon", daemon=True)
+    thread.start()
+    return thread
 
 
 @contextmanager

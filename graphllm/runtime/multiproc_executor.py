@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from graphllm.ir.groups import TENSOR, joined_group
 from graphllm.program.schema import ExpertMoves
 from graphllm.program.stages import Stage
 from graphllm.runtime.all_ranks import AllRanks
@@ -50,7 +52,7 @@ from graphllm.runtime.stream import CpuStream, Job, Stream, nothing
 
 _LATER = 8  # steps after which all ranks have told what they sampled
 _ENDING = 5.0  # seconds that what runs may take to end after a failure
-_GIVING_UP = 10.0  # the same on a GPU, where it waits for ranks that are gone until it is let go
+_AGAIN = 0.01  # seconds until kernels of a GPU, which wait again and again, are let go again
 _PATIENCE = 0.25  # seconds of waiting between two looks at whether all ranks live
 
 
@@ -211,18 +213,30 @@ class MultiprocExecutor(Executor):
         if self._closed:
             return
         self._closed = True
-        ended = not self.ranks.fate.failed
-        if ended:
+        library, ended = None, True
+        if not self.ranks.fate.failed:
             with contextlib.suppress(RankError):
                 self.ranks.stop()
         elif self.device.type == "cpu":
             ended = self._watched.has_ended(_ENDING)
         else:
-            ended = abandon(_GIVING_UP, self._watched.has_ended)
+            library, ended = abandon(), self._gone_on(_ENDING)
         if ended:
             super().close()
+        if library is not None:
+            library.join(_ENDING)
+            ended = not library.is_alive()
+        if ended:
             self._joined.close()
         self.ranks.close()
+
+    def _gone_on(self, seconds: float) -> bool:
+        """Let kernels of this GPU go on that wait for ranks that are gone. Whether all have ended within the time."""
+        until, group = time.monotonic() + seconds, joined_group(TENSOR)
+        while not (ended := self._watched.has_ended(_AGAIN)) and time.monotonic() < until:
+            if group is not None:
+                group.let_go()
+        return ended
 
 
 def _divided(contents: Sequence[bytes], shares: Sequence[int]) -> list[list[bytes]]:

@@ -81,6 +81,10 @@ def begin_weights(
     checkpoint that does not fit the plan.
     """
     device = torch.device(device)
+    if (
+        device.type == "cuda"
+    ):  # by its number: which one is the current one is a matter of each thread, and threads read
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
     check_checkpoint(plan, checkpoint)
     plan = WeightPlan(tuple(replace(e, expr=simplify(at_rank(e.expr, rank))) for e in chosen(plan, names)))
     tensors = allocate(plan, device)

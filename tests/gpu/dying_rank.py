@@ -1,6 +1,8 @@
 """An engine of two ranks on GPUs, of which one is killed while requests run: `several_gpus.check_dying` starts this.
 
-python dying_rank.py CHECKPOINT SETTINGS     in JSON; it says after how many seconds the engine knew, and ends by itself
+python dying_rank.py CHECKPOINT SETTINGS     in JSON
+
+It says after how many seconds the engine knew, closes it, opens another one in the same process, and ends by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from test_ranks import pids_of
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(50, exit=True)
     settings = json.loads(sys.argv[2])
     with LLM(sys.argv[1], **settings) as llm:
         (pid,) = pids_of(llm)
@@ -38,6 +40,12 @@ def main() -> None:
         except RankError as told:
             seconds = time.monotonic() - begun
             print(f"process {pid}: told after {seconds:.2f} s: {told}", flush=True)
+        begun = time.monotonic()
+    print(f"closed after {time.monotonic() - begun:.2f} s", flush=True)
+    with LLM(sys.argv[1], **settings) as llm:
+        prompt = {"prompt_token_ids": [5, 6, 7]}
+        (answer,) = llm.generate(prompt, SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+    print(f"another engine says {answer.outputs[0].token_ids}", flush=True)
 
 
 if __name__ == "__main__":

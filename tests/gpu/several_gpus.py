@@ -45,8 +45,8 @@ def end_with_parent() -> None:
 
 
 def check_dying(checkpoint: Path, settings: dict[str, Any]) -> None:
-    """An engine of two ranks is told at once which one dies. In a process of its own, since the other one's GPU may
-    then wait for ever; it ends all the same."""
+    """An engine of two ranks is told at once which one dies, and another one takes its place. In a process of its own,
+    since the other rank's GPU may wait for ever where this fails."""
     words = [sys.executable, str(Path(__file__).with_name("dying_rank.py")), str(checkpoint), json.dumps(settings)]
     done = subprocess.run(words, timeout=120, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[:6000]
@@ -56,6 +56,7 @@ def check_dying(checkpoint: Path, settings: dict[str, Any]) -> None:
     assert told is not None, done.stdout
     assert told[1] == told[3]
     assert float(told[2]) < 5
+    assert re.search(r"another engine says \[\d+, \d+, \d+, \d+\]", done.stdout), done.stdout
 
 
 class Compiled:
