@@ -33,7 +33,7 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, Row]:
     import torch.distributed as dist
     from torch import Tensor
 
-    from graphllm.ir.exchange import EXCHANGE_BYTES
+    from graphllm.ir.exchange import exchange_bytes
     from graphllm.ir.groups import SYMMETRIC_BYTES, TENSOR, group_of
     from graphllm.ops.all_reduce import all_reduce
     from graphllm.ops.fused_linear.triton_fused_linear import launch_norm
@@ -119,10 +119,10 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, Row]:
             def alone(x=x, normed=normed, total=total, residual=residual) -> None:
                 launch_norm(x, weight, 1e-5, normed, 1, None, residual, total)
 
-            if size <= EXCHANGE_BYTES:
+            if size <= exchange_bytes(ranks):
                 row["exchange"] = timed(lambda x=x: exchange(x=x, ranks=ranks))
             row["norm apart"], row["norm alone"] = timed(apart), timed(alone)
-            if size <= EXCHANGE_BYTES:
+            if size <= exchange_bytes(ranks):
                 row["norm fused"] = timed(fused)
                 sums: list[Tensor] = [out]
 

@@ -17,16 +17,21 @@ from torch import Tensor
 from graphllm.ir.groups import TENSOR, joined_group
 from graphllm.ir.kernels import C_NAMESPACE
 
-EXCHANGE_BYTES = 4 << 20  # that a rank gives another one in a call, at most
 EXCHANGE_WORDS = 64  # int64, of a table
 # Where in a table: calls; this rank; where to write for each peer; where each peer writes.
 COUNTER, OWN, GIVE, TAKE = 0, 1, 16, 40
 MOST_RANKS = TAKE - GIVE
 
 
+def exchange_bytes(ranks: int) -> int:
+    """That each of so many ranks may give another one in a call: as many as kernels were measured with
+    (bench/results/h200_all_reduce.json, h100_all_reduce_4.json)."""
+    return 4 << 20 if ranks == 2 else 16 << 20
+
+
 def buffer_bytes(ranks: int) -> int:
     """Of a rank's buffer."""
-    return 2 * ranks * EXCHANGE_BYTES
+    return 2 * ranks * exchange_bytes(ranks)
 
 
 def exchange_table(rank: int, buffers: Sequence[int], device: torch.device) -> Tensor:
@@ -35,11 +40,11 @@ def exchange_table(rank: int, buffers: Sequence[int], device: torch.device) -> T
     in which all add up."""
     ranks = len(buffers)
     peers = [1 - rank] if ranks == 2 else range(ranks)
-    words = [0] * EXCHANGE_WORDS
+    words, slot = [0] * EXCHANGE_WORDS, exchange_bytes(ranks)
     words[OWN] = rank
     for place, peer in enumerate(peers):
-        words[GIVE + place] = buffers[peer] + rank * EXCHANGE_BYTES
-        words[TAKE + place] = buffers[rank] + peer * EXCHANGE_BYTES
+        words[GIVE + place] = buffers[peer] + rank * slot
+        words[TAKE + place] = buffers[rank] + peer * slot
     return torch.tensor(words, dtype=torch.int64, device=device)
 
 

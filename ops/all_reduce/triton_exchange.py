@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, exchange, launch_triton
-from graphllm.ir.exchange import COUNTER, EXCHANGE_BYTES, GIVE, MOST_RANKS, OWN, TAKE
+from graphllm.ir.exchange import COUNTER, GIVE, MOST_RANKS, OWN, TAKE, exchange_bytes
 from graphllm.ops.all_reduce.op import all_reduce
 
 _COUNTER, _OWN, _GIVE, _TAKE = (tl.constexpr(place) for place in (COUNTER, OWN, GIVE, TAKE))
 _CALL = tl.constexpr(1 << 20)  # what a launch adds to the counter, however many programs it has
-_SLOT = tl.constexpr(EXCHANGE_BYTES)
+_SLOT_OF_TWO, _SLOT_OF_MORE = tl.constexpr(exchange_bytes(2)), tl.constexpr(exchange_bytes(3))
 _MOST_THREADS = tl.constexpr(1024)  # of a program
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _BLOCK = 1024  # numbers of a program
@@ -35,7 +35,7 @@ _TRIP = 480 << 10  # bytes that cross a link while another trip begins, on H200s
 def one_trip(ranks: int, itemsize: int) -> int:
     """Up to how many numbers, of so many bytes, each rank gives all of its own to every other one."""
     if ranks == 2:
-        return EXCHANGE_BYTES
+        return exchange_bytes(ranks)
     return _TRIP * ranks // ((ranks - 1) * (ranks - 2)) // itemsize
 
 
@@ -53,7 +53,8 @@ def exchange_half(exchange_ptr):
 @triton.jit
 def peer_slot(exchange_ptr, peer, half, GIVE: tl.constexpr, RANKS: tl.constexpr, WORD: tl.constexpr):
     """Where to write for a peer, or where it writes. WORD: the type of integers that numbers are given as."""
-    address = tl.load(exchange_ptr + (_GIVE if GIVE else _TAKE) + peer) + half * (RANKS * _SLOT)
+    SLOT: tl.constexpr = _SLOT_OF_TWO if RANKS == 2 else _SLOT_OF_MORE
+    address = tl.load(exchange_ptr + (_GIVE if GIVE else _TAKE) + peer) + half * (RANKS * SLOT)
     return tl.multiple_of(address.to(tl.pointer_type(WORD), bitcast=True), 16)
 
 
@@ -166,7 +167,7 @@ def _sum_kernel(
 def fits_exchange(site: CallSite, name: str, width: int, ranks: int) -> bool:
     """Whether the rows of an argument, of so many numbers, are few enough to be summed by a kernel of this file."""
     x = site.args[name]
-    return ranks <= MOST_RANKS and site.rows(name) * width * x.element_size() <= EXCHANGE_BYTES
+    return ranks <= MOST_RANKS and site.rows(name) * width * x.element_size() <= exchange_bytes(ranks)
 
 
 def _supports(site: CallSite) -> bool:
@@ -179,7 +180,7 @@ def _supports(site: CallSite) -> bool:
 
 @all_reduce.impl("exchange", device="cuda", supports=_supports)
 def exchanged(x: Tensor, ranks: int) -> Tensor:
-    """Up to ``EXCHANGE_BYTES``: one kernel."""
+    """Up to `exchange_bytes`: one kernel."""
     x = x.contiguous()
     out, count = torch.empty_like(x), x.numel()
     unit = 8 if isinstance(x.shape[-1], int) and x.shape[-1] % 8 == 0 else 1

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from graphllm.ir.exchange import EXCHANGE_BYTES
+from graphllm.ir.exchange import exchange_bytes
 from graphllm.ir.groups import TENSOR, group_of
 from graphllm.ops.all_gather import all_gather
 from graphllm.ops.all_reduce import all_reduce
@@ -92,7 +92,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for rows in ROWS:
                 check_sums(rank, ranks, rows, dtype, "group")
-                if rows * WIDTH * dtype.itemsize <= EXCHANGE_BYTES:
+                if rows * WIDTH * dtype.itemsize <= exchange_bytes(ranks):
                     check_sums(rank, ranks, rows, dtype, "exchange")
                 method = method_for(torch.empty((rows, WIDTH), dtype=dtype, device="meta"), ranks) if symmetric else ""
                 print(f"rank {rank}: {rows} rows of {dtype}: {method}", flush=True)
