@@ -32,10 +32,10 @@ def rank_device(kind: str, place: RankPlace) -> torch.device:
     process has an engine of several ranks."""
     import torch
 
-    if place.degree > 1 and torch.distributed.is_initialized():  # before a GPU that waits for a lost rank is waited for
+    if place.degree > 1 and torch.distributed.is_initialized():
         raise ConfigError(
             f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process has an engine of "
-            "several ranks already; close it first, and where it has lost a rank open this one in another process"
+            "several ranks already; close it first, or open this one in another process"
         )
     if kind == "cpu":
         return torch.device("cpu")

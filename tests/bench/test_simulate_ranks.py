@@ -25,8 +25,8 @@ def scripts() -> None:
     [
         ("llama3.1-8b", 2, 6, 0.1),
         ("llama3-70b", 2, 3, 0.1),
-        ("llama3.1-8b", 4, 6, 0.13),  # 32 and 64 rows; a layer's matrices are small there
-        ("llama3-70b", 4, 4, 0.1),
+        ("llama3.1-8b", 4, 6, 0.14),  # 32 and 64 rows; a layer's matrices are small there
+        ("llama3-70b", 4, 4, 0.11),
     ],
 )
 def test_gpus_as_measured(shape: str, ranks: int, count: int, error: float) -> None:
