@@ -20,10 +20,10 @@ import torch
 from several_gpus import FAMILIES, Compiled, Family
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")]
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
+sys.path[:0] = [str(Path(__file__).parents[1] / folder) for folder in ("models", "runtime")]
 import test_parity as parity  # noqa: E402
+from artifact_ranks import Ranks  # noqa: E402
 
-from graphllm.runtime.multiproc import Ranks  # noqa: E402
 from graphllm.runtime.staging import StepInput  # noqa: E402
 
 N_TOKENS, LENGTHS = 8, (1, 7, 90)

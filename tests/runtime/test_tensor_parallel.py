@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from artifact_ranks import Ranks
 from safetensors.torch import load_file, save_file
 
 from graphllm import artifact
@@ -18,7 +19,6 @@ from graphllm.config import ConfigError, EngineArgs
 from graphllm.entrypoints.resolve import compile_config
 from graphllm.entrypoints.source import open_source
 from graphllm.runtime.executor import Executor
-from graphllm.runtime.multiproc import Ranks
 from graphllm.runtime.staging import StepInput, ragged
 from graphllm.weights.checkpoint import Checkpoint
 from graphllm.weights.loader import load_weights

@@ -1,7 +1,8 @@
-"""Several processes that run one artifact together, one rank each: the launcher, and what a rank's process does.
+"""An artifact without an engine in several processes, one rank each: steps go in, tokens and logits come out. The
+launcher, and what a rank's process does.
 
-Ranks are started as a module of graphllm, so that a user's script is not run again. Messages are msgpack over pipes,
-each behind its length; nothing is pickled. Every rank gets every step and answers; rank 0's answer holds the results.
+Messages are msgpack over pipes, each behind its length. Every rank gets every step and answers; rank 0's answer holds
+the results.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Ranks:
         words += [str(num_blocks), str(threads)]
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "graphllm.runtime.multiproc", *words, str(rank)],
+                [sys.executable, __file__, *words, str(rank)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )
