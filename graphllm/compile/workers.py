@@ -32,6 +32,7 @@ import msgspec
 
 from graphllm.compile.objects import BuildError
 from graphllm.config import Bucket, CompileConfig, ConfigError
+from graphllm.import_path import import_path
 
 if TYPE_CHECKING:
     from graphllm.compile.jobs import Build, Built, Candidate, Done
@@ -200,9 +201,8 @@ def _start(sockets: list[int]) -> subprocess.Popen[bytes]:
     """The process that forks a worker for each socket. It finds the modules this process finds, plugins among them, and
     leads a process group, so that all can be killed at once and Ctrl-C is this process's alone. CUDA is not begun in
     it, as that would not survive a fork: torch asks the driver's own tool whether there is a GPU."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     command = [sys.executable, "-P", "-m", "graphllm.compile.worker"]
-    environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    environment = {**os.environ, "PYTHONPATH": import_path(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     return subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, pass_fds=sockets,
         start_new_session=True,

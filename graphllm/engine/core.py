@@ -15,7 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import msgspec
 import numpy as np
@@ -49,6 +49,8 @@ from graphllm.engine.request_table import RequestState
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.step_executor import Handle, StepExecutor
+from graphllm.runtime.rank_calls import values
+from graphllm.runtime.rank_messages import Call
 from graphllm.runtime.staging import ragged
 
 if TYPE_CHECKING:
@@ -635,6 +637,11 @@ class EngineCore:
             if self._kept is not None:
                 self._kept.clear()
         return done
+
+    def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
+        """What a function returns on every rank, between two steps. Raises RankCallError when a rank could not,
+        RankError when one is gone, or takes longer than ``timeout`` seconds."""
+        return values(self._executor.call(call, timeout))
 
     def check_health(self) -> None:
         """Raise what a step would raise because a process that it needs is gone."""

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -16,6 +16,7 @@ from graphllm.engine.remote import RemoteCore
 from graphllm.engine.request import CoreStats, EngineRequest
 from graphllm.engine.routing import Router
 from graphllm.engine.total_stats import total
+from graphllm.runtime.rank_messages import Call
 
 _log = logging.getLogger(__name__)
 _GONE = DeathCause(kind="closed", message="the engine was shut down")
@@ -143,6 +144,11 @@ class CoreGroup:
         done = await asyncio.gather(*(self._clients[engine].reset_prefix_cache() for engine in there))
         self._router.forget(engine for engine, one in zip(there, done, strict=True) if one)
         return all(done)
+
+    async def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
+        """Of the ranks of all cores. Raises as one core does."""
+        told = await asyncio.gather(*(client.collective_rpc(call, timeout) for client in self._clients))
+        return [value for values in told for value in values]
 
     async def restart(self, engine: int) -> None:
         """End a core, whatever it does, and start another one in its place. Raises what its start raises."""

@@ -17,6 +17,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from graphllm.engine.request import QueueFullError
+from graphllm.import_path import import_path
 
 _WALL_SECONDS = 20.0  # of an answer, where other programs take the CPU
 _START_SECONDS = 120.0
@@ -73,10 +74,9 @@ class LimitedProcess:
         return process.returncode
 
     def _start(self) -> subprocess.Popen[bytes]:
-        path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
         command = [sys.executable, "-P", "-m", self._module]
         # One arena: threads would reserve address space, which is limited.
-        environment = {**os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1"}
+        environment = {**os.environ, "PYTHONPATH": import_path(), "MALLOC_ARENA_MAX": "1"}
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
             start_new_session=True,

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +20,7 @@ from graphllm.engine.messages import (
     Abort,
     Add,
     BadMessage,
+    CallRanks,
     Dead,
     DeathCause,
     EngineDeadError,
@@ -36,6 +37,8 @@ from graphllm.engine.messages import (
     address,
 )
 from graphllm.engine.request import CoreStats, EngineRequest
+from graphllm.runtime.rank_calls import RankCallError
+from graphllm.runtime.rank_messages import Call
 
 _log = logging.getLogger(__name__)
 _RETRY_MS = 10  # between two tries to connect to a core that does not listen yet
@@ -106,6 +109,13 @@ class CoreLink:
         """False when the core could not. Raises EngineDeadError."""
         return (await self._call(ResetPrefixCache)).reset
 
+    async def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
+        """See `EngineCore.collective_rpc`. Raises EngineDeadError, too."""
+        reply = await self._call(lambda number: CallRanks(number, call, timeout))
+        if reply.error is not None:
+            raise RankCallError(reply.error)
+        return reply.values
+
     async def updates(self) -> AsyncIterator[Updates | Rejected | Load]:
         """What the core says of requests and its load, for one reader; ends when the core is closed. Raises
         EngineDeadError."""
@@ -134,7 +144,7 @@ class CoreLink:
             self._context.destroy(linger=0)
             self._context = None
 
-    async def _call(self, question: type[GetStats] | type[ResetPrefixCache]) -> Reply:
+    async def _call(self, question: Callable[[int], msgspec.Struct]) -> Reply:
         number = next(self._numbers)
         self._send(question(number))
         self._calls[number] = asyncio.get_running_loop().create_future()

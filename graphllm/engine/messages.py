@@ -11,6 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 from graphllm.engine.request import CoreInfo, CoreStats, EngineCoreOutput, EngineRequest
+from graphllm.runtime.rank_messages import Call
 
 
 class DeathCause(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,6 +64,14 @@ class GetStats(msgspec.Struct, tag=True):
     call: int
 
 
+class CallRanks(msgspec.Struct, tag=True):
+    """`EngineCore.collective_rpc`."""
+
+    call: int
+    what: Call
+    timeout: float | None
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """drain: finish the requests there are; new ones are rejected."""
 
@@ -100,11 +109,13 @@ class Load(msgspec.Struct, tag=True):
 
 
 class Reply(msgspec.Struct, tag=True):
-    """The answer to ResetPrefixCache (reset) or GetStats (stats)."""
+    """The answer to ResetPrefixCache (reset), GetStats (stats), or CallRanks (values, or the error)."""
 
     call: int
     reset: bool = False
     stats: CoreStats | None = None
+    values: list[Any] = []
+    error: str | None = None
 
 
 class BadMessage(msgspec.Struct, tag=True):
@@ -128,7 +139,7 @@ class Dead(msgspec.Struct, tag=True):
     cause: DeathCause
 
 
-ToCore = Hello | Add | Abort | ResetPrefixCache | GetStats | Shutdown
+ToCore = Hello | Add | Abort | ResetPrefixCache | GetStats | CallRanks | Shutdown
 FromCore = Ready | Updates | Rejected | Load | Reply | BadMessage | Heartbeat | Dead
 
 

@@ -45,8 +45,10 @@ def imported(setting: str, name: str) -> Any:
         raise ConfigError(f"{setting}: {name!r} cannot be imported ({missing}); give package.module:name") from missing
 
 
-def name_of(setting: str, found: type) -> str:
-    """The name under which another process finds a class. Raises ConfigError for one that is inside a function."""
-    if "<locals>" in found.__qualname__:
-        raise ConfigError(f"{setting} is {found.__qualname__}: put the class at the top of a module")
-    return f"{found.__module__}:{found.__qualname__}"
+def name_of(setting: str, found: Any) -> str:
+    """The name under which another process finds a class or a function. Raises ConfigError for one that is not at the
+    top of a module."""
+    name = getattr(found, "__qualname__", type(found).__qualname__)
+    if not name.isidentifier():
+        raise ConfigError(f"{setting} is {name}: put it at the top of a module")
+    return f"{found.__module__}:{name}"

@@ -25,6 +25,7 @@ from graphllm.engine.messages import (
     Abort,
     Add,
     BadMessage,
+    CallRanks,
     Dead,
     DeathCause,
     GetStats,
@@ -42,6 +43,7 @@ from graphllm.engine.messages import (
     address,
 )
 from graphllm.engine.request import Core, EngineCoreOutput, EngineRequest, QueueFullError
+from graphllm.runtime.rank_calls import RankCallError
 
 _ORPHAN_GRACE = 5.0  # seconds that the child's orderly end may take once the front is gone
 _CHECKED = 500  # milliseconds between looks at the health of a core that has nothing to do
@@ -201,6 +203,12 @@ class _Loop:
                 self._answers.send(front, Reply(call, reset=self._core.reset_prefix_cache()))
             case GetStats(call):
                 self._answers.send(front, Reply(call, stats=self._core.stats()))
+            case CallRanks(call, what, timeout):
+                try:
+                    reply = Reply(call, values=self._core.collective_rpc(what, timeout))
+                except RankCallError as failure:
+                    reply = Reply(call, error=str(failure))
+                self._answers.send(front, reply)
             case Shutdown():
                 self._shutdown = message
 

@@ -9,12 +9,13 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
 from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
+from graphllm.runtime.rank_messages import Call
 from graphllm.weights.adapted import AdaptedLinear
 
 # Upper bounds of a step's seconds and of its tokens, for their distributions.
@@ -291,6 +292,7 @@ class Core(Protocol):
     def step(self) -> list[EngineCoreOutput]: ...
     def stats(self) -> CoreStats: ...
     def reset_prefix_cache(self) -> bool: ...
+    def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]: ...
     def check_health(self) -> None:
         """Raise when what runs its steps is gone; for whoever has none to run."""
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphllm.engine.placement import gpus_of
+from graphllm.import_path import import_path
 
 COMMAND = (sys.executable, "-m", "graphllm.entrypoints.core_process")
 
@@ -33,7 +34,7 @@ def spawn(command: Sequence[str] = COMMAND, gpus: str | None = None, ranks: int 
     at once, too."""
     started = time.monotonic()
     command = command if ranks == 1 else (*command, str(ranks))
-    env = None if gpus is None else {**os.environ, "CUDA_VISIBLE_DEVICES": gpus}
+    env = {**os.environ, "PYTHONPATH": import_path()} | ({} if gpus is None else {"CUDA_VISIBLE_DEVICES": gpus})
     # A session of its own: Ctrl-C is for the front. Its prints must not mix with the front's output.
     return Child(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, start_new_session=True, env=env), started)
 

@@ -11,6 +11,7 @@ from graphllm.config import Bucket
 from graphllm.engine.device_states import DeviceStates
 from graphllm.program.schema import CacheLayout
 from graphllm.runtime.padding import Size
+from graphllm.runtime.rank_messages import Answered, Call
 from graphllm.runtime.staging import StepInput
 from graphllm.specs import InputSpec
 from graphllm.weights.adapted import AdaptedLinear
@@ -89,6 +90,9 @@ class StepExecutor(DeviceStates, Protocol):
         hook: Callable[[torch.Tensor], None] | None = None,
     ) -> None:
         """Go on with a step of the program "full"; see `Executor.sample`."""
+
+    def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
+        """See `Executor.call`."""
 
     def check_health(self) -> None:
         """Raise when a process that runs the steps is gone."""

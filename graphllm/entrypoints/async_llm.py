@@ -37,6 +37,7 @@ from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLo
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
+from graphllm.runtime.rank_calls import call_of
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
@@ -398,6 +399,17 @@ class AsyncLLM(PoolingAsyncMixin):
         """Forget cached prompts; False, and nothing done, while requests use some. Raises EngineDeadError."""
         await self.start()
         return await self._client.reset_prefix_cache()
+
+    async def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `LLMEngine.collective_rpc`. Raises EngineDeadError, too."""
+        await self.start()
+        return await self._client.collective_rpc(call_of(method, args, kwargs or {}), timeout)
 
     async def close(self, drain_timeout: float = 0.0) -> None:
         """End the core, after ``drain_timeout`` seconds for the requests there are; new ones are refused at once."""

@@ -20,6 +20,7 @@ from graphllm.config import ConfigError, Env
 from graphllm.config.setting import size_text
 from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.gguf_folder import gguf_tokenizer_folder
+from graphllm.import_path import import_path
 from graphllm.weights.checkpoint import gguf_in
 
 _WEIGHTS = "graphllm.entrypoints.weights_worker"
@@ -74,10 +75,9 @@ def _run(worker: str, building: Path, files: Sequence[Path], size: int, subject:
         raise ConfigError(
             f"{subject} need {size_text(size)} of {building.parent}; make room there or set GRAPHLLM_CACHE"
         )
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     environment = {
-        **os.environ, "PYTHONPATH": path, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
+        **os.environ, "PYTHONPATH": import_path(), "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
     }  # fmt: skip
     command = [sys.executable, "-P", "-m", worker, str(building), *map(str, files)]
     try:

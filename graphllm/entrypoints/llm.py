@@ -173,6 +173,16 @@ class LLM(PoolingOfflineMixin):
         """Forget the cached blocks of earlier prompts."""
         return self._core.reset_prefix_cache()
 
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """See `LLMEngine.collective_rpc`."""
+        return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., NoReturn]:
@@ -265,10 +275,10 @@ def _up_to_the_end_of(chat: Sequence[Message], text: str) -> str:
 
 
 _SLEEP = "an engine does not sleep; close it, and load it again in a few seconds"
-_WORKERS = "the processes of ranks take no calls from outside; use the engine's settings"
+_WORKERS = "give collective_rpc a function, which finds each rank's weights, and may write them"
 _MISSING = {
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
-    **dict.fromkeys(("collective_rpc", "apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
+    **dict.fromkeys(("apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
     **dict.fromkeys(("start_profile", "stop_profile"), "run the script under py-spy or nsys, or see `graphllm bench`"),
     "set_tokenizer": "give LLM(tokenizer=...), a folder or a name of the hub",
 }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from graphllm.entrypoints.open_core import open_core
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
+from graphllm.runtime.rank_calls import call_of
 
 _VECTORS = Vectors()
 
@@ -170,6 +171,23 @@ class LLMEngine:
     def reset_prefix_cache(self) -> bool:
         """Forget the cached blocks of earlier prompts."""
         return self.core.reset_prefix_cache()
+
+    def collective_rpc(
+        self,
+        method: str | Callable[..., Any],
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """What a function returns on every rank of the engine, in their order. It runs between two steps, on all ranks
+        at the same time, and is given a `Worker` first: the rank, its device and its weights.
+
+        method: a function at the top of a module that the ranks' processes can import, or its name, module:function.
+        args, kwargs: what follows, numbers, text, bytes, or lists or dictionaries of them, as what it returns. timeout:
+        seconds after which a rank without an answer counts as gone. Raises RankCallError when the function fails, and
+        the engine goes on.
+        """
+        return self.core.collective_rpc(call_of(method, args, kwargs or {}), timeout)
 
     def close(self) -> None:
         """Give back memory and threads; nothing can be generated after it."""

@@ -16,6 +16,7 @@ from graphllm.engine.messages import EngineDeadError, Load, Rejected, Updates
 from graphllm.engine.request import CoreStats, EngineCoreOutput, EngineRequest
 from graphllm.entrypoints.core_clients import core_client
 from graphllm.entrypoints.model import ResolvedModel
+from graphllm.runtime.rank_messages import Call
 
 _T = TypeVar("_T")
 
@@ -93,6 +94,11 @@ class ReplicatedCore:
         """False when one of them could not."""
         assert self._client is not None
         return self._wait(self._client.reset_prefix_cache())
+
+    def collective_rpc(self, call: Call, timeout: float | None = None) -> list[Any]:
+        """Of the ranks of all cores."""
+        assert self._client is not None
+        return self._wait(self._client.collective_rpc(call, timeout))
 
     def check_health(self) -> None:
         """Raises EngineDeadError when all cores are gone."""

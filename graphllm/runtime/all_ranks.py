@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
 
-from graphllm.runtime.rank_failure import SharedFate
+from graphllm.runtime.rank_failure import RankError, SharedFate
 from graphllm.runtime.rank_messages import Command, Report, Stop
 
 _T = TypeVar("_T")
@@ -61,11 +62,17 @@ class AllRanks:
         for host in self.hosts:
             host.write(data)
 
-    def answers(self, kind: type[_T]) -> list[_T]:
-        """The next report of every rank, in their order. Raises as `SharedFate.check` does."""
+    def answers(self, kind: type[_T], timeout: float | None = None) -> list[_T]:
+        """The next report of every rank, in their order. timeout: seconds after which one without counts as gone.
+        Raises as `SharedFate.check` does."""
         found = []
+        until = None if timeout is None else time.monotonic() + timeout
         for rank, reports in enumerate(self._reports, 1):
-            report = reports.get()
+            try:
+                report = reports.get(timeout=None if until is None else max(0.0, until - time.monotonic()))
+            except queue.Empty:
+                self.fate.fail(RankError(f"rank {rank} of {self.degree} has not answered within {timeout:g} s"))
+                self.fate.check()
             if report is None:
                 self.fate.check_soon()
             assert isinstance(report, kind), f"rank {rank} said {report}"

@@ -27,6 +27,8 @@ from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.memory import Array, HostMemory, Memory
 from graphllm.runtime.padding import Size
+from graphllm.runtime.rank_calls import Worker, answer
+from graphllm.runtime.rank_messages import Answered, Call
 from graphllm.runtime.staging import StepInput, ragged
 from graphllm.runtime.states import States
 from graphllm.runtime.stream import CpuStream, CudaStream, Job, Stream, nothing
@@ -170,6 +172,7 @@ class Executor:
             from graphllm.ir.groups import links_of
 
             links_of(stage.total).reserve(*message_bytes(folder, program, compiled, stage))
+        self.worker = Worker(0, 1, self.device, weights)  # of a call
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = self._memory.zeros((max(manifest["memory"]["zeroed"], 1),), "int32")
         table = _exchange(compiled["tensor_parallel_size"]) if self.device.type == "cuda" else None
@@ -519,6 +522,12 @@ class Executor:
         """See `Kernels.done`; any thread may ask."""
         return self._kernels.done
 
+    def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
+        """Have every rank run a function, when all steps have ended that were started: what each of them answers.
+        timeout: seconds after which a rank without an answer counts as gone."""
+        self.synchronize()
+        return [answer(self.worker, call)]
+
     def check_health(self) -> None:
         """This process runs the steps alone: it is there."""
 
@@ -535,6 +544,8 @@ class Executor:
         for graph in self._graphs.values():
             graph.release()
         self.states.release()
+        self.worker.weights = {}
+        self.worker.kept.clear()
         if self.device.type == "cuda":
             gc.collect()  # what was bound is held in circles
             _give_back()

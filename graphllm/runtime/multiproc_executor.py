@@ -29,7 +29,9 @@ from graphllm.runtime.groups import abandon
 from graphllm.runtime.rank_failure import RankError
 from graphllm.runtime.rank_messages import (
     AdapterTable,
+    Answered,
     Array,
+    Call,
     Contents,
     Encode,
     Follow,
@@ -75,6 +77,7 @@ class MultiprocExecutor(Executor):
     ) -> None:
         super().__init__(folder, manifest, weights, num_blocks, threads, cache, num_snapshots, stage)
         self.ranks, self._joined = ranks, joined
+        self.worker.world_size = ranks.degree
         self.rank_seconds: list[dict[str, float]] = []  # of the start of each other rank, by phase
         self._block_bytes, self._snapshot_bytes = [self.states.block_bytes], [self.states.snapshot_bytes]  # by rank
         self._stream = self._watched = _WatchedStream(self._stream, ranks)
@@ -202,6 +205,11 @@ class MultiprocExecutor(Executor):
         own, *others = _divided(contents, self._snapshot_bytes)
         self.ranks.send(Write("write_snapshots", list(snapshots), others))
         super().write_snapshots(snapshots, own)
+
+    def call(self, call: Call, timeout: float | None = None) -> list[Answered]:
+        """As of one rank; what the others answer follows its own."""
+        self.ranks.send(call)
+        return [*super().call(call), *self.ranks.answers(Answered, timeout)]
 
     def check_health(self) -> None:
         """Raise RankError when a rank is gone."""

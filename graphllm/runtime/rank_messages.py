@@ -4,7 +4,7 @@ message each: what a rank does is the same as if the engine core had called its 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -181,13 +181,21 @@ class Write(msgspec.Struct, tag=True, array_like=True):
     contents: list[list[bytes]]
 
 
+class Call(msgspec.Struct, tag=True, array_like=True):
+    """`Executor.call`: a function, module:name, that is given the rank's `Worker` first; answered by Answered."""
+
+    function: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+
+
 class Stop(msgspec.Struct, tag=True, array_like=True):
     """Finish what was started, leave the group and end."""
 
 
 Command = (
     Allocate | Start | Follow | Sample | Encode | WriteEntry | AdapterTable | WriteAdapter | MoveExperts | Move
-    | ResetSlots | Read | Write | Stop
+    | ResetSlots | Read | Write | Call | Stop
 )  # fmt: skip
 
 
@@ -218,6 +226,13 @@ class Contents(msgspec.Struct, tag=True):
     data: list[bytes]
 
 
+class Answered(msgspec.Struct, tag=True):
+    """What a function has returned, or why it has not."""
+
+    value: Any = None
+    error: str | None = None
+
+
 class Failed(msgspec.Struct, tag=True):
     """The rank ends. config: it could not be loaded as it was told to."""
 
@@ -225,4 +240,4 @@ class Failed(msgspec.Struct, tag=True):
     config: bool
 
 
-Report = Loaded | Counted | Serving | Contents | Failed
+Report = Loaded | Counted | Serving | Contents | Answered | Failed

@@ -22,6 +22,7 @@ from graphllm.runtime.broadcast import Reader
 from graphllm.runtime.rank_messages import (
     AdapterTable,
     Allocate,
+    Call,
     Command,
     Contents,
     Counted,
@@ -203,6 +204,7 @@ class _Follower:
         self, executor: Executor, settings: Settings, reader: Reader, report: Callable[[Report], None]
     ) -> None:
         self._executor, self._rank = executor, settings.rank
+        executor.worker.rank, executor.worker.world_size = settings.rank, settings.degree
         self._reader, self._report = reader, report
         self._checks = StepChecks(executor.in_flight)
         self._last: StepHandle | None = None
@@ -248,6 +250,8 @@ class _Follower:
                 self._report(Contents(getattr(executor, method)(numbers)))
             case Write(method, numbers, contents):
                 getattr(executor, method)(numbers, contents[self._rank - 1])
+            case Call():
+                self._report(executor.call(command)[0])
 
 
 def _beat(reader: Reader) -> None:

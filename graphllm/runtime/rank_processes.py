@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from graphllm.config import ConfigError
+from graphllm.import_path import import_path
 from graphllm.runtime.broadcast import Writer
 from graphllm.runtime.rank_failure import RankError, SharedFate
 from graphllm.runtime.rank_messages import Failed, Report
@@ -53,7 +54,7 @@ class WaitingRanks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 pass_fds=(self.writer.fd,),
-                env=None if environment is None else {**os.environ, **environment},
+                env={**os.environ, "PYTHONPATH": import_path(), **(environment or {})},
                 start_new_session=True,  # Ctrl-C is for the process of rank 0
             )
             for _ in range(count)

@@ -1,0 +1,107 @@
+"""`collective_rpc`: functions that every rank runs between two steps, wherever the ranks are, beside transformers where
+they change weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import rank_functions as functions
+import torch
+from test_eight_ranks import PROMPTS, check_dense, dense  # noqa: F401
+from test_ranks import EAGER, ended, pids_of
+from transformers import AutoModelForCausalLM
+
+from graphllm import LLM, AsyncLLM, EngineArgs, SamplingParams
+from graphllm.config import ConfigError
+from graphllm.runtime.rank_calls import RankCallError
+from graphllm.runtime.rank_failure import RankError
+
+SETTINGS: dict[str, Any] = {**EAGER, "skip_tokenizer_init": True, "enable_prefix_caching": False}
+REFUSED: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
+    (
+        lambda llm: llm.collective_rpc("count"),
+        RankCallError,
+        r"'count' cannot be imported .*; give package.module:name",
+    ),
+    (lambda llm: llm.collective_rpc("rank_functions:none"), RankCallError, "'rank_functions:none' cannot be imported"),
+    (lambda llm: llm.collective_rpc(lambda worker: 1), ConfigError, "put it at the top of a module"),
+    (lambda llm: llm.collective_rpc(functions.who, args=(torch.ones(1),)), ConfigError, "an argument of .*Tensor"),
+    (lambda llm: llm.collective_rpc(functions.whole_weight), RankCallError, "returned Tensor: .*; return numbers"),
+    (lambda llm: llm.collective_rpc(functions.who, kwargs={"worker": 1}), RankCallError, "TypeError: .*'worker'"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks(dense: Path, tmp_path: Path, ranks: int) -> None:  # noqa: F811
+    with LLM(dense, **SETTINGS, tensor_parallel_size=ranks) as llm:
+        told = llm.collective_rpc(functions.who, args=(1, ("a", None)), kwargs={"b": {"c": 2.5}})
+        assert [t[:3] for t in told] == [[rank, ranks, "cpu"] for rank in range(ranks)]
+        assert len({t[3] for t in told}) == ranks
+        assert all(t[4:] == [[1, ["a", None]], {"b": {"c": 2.5}}] for t in told)
+        held = llm.collective_rpc("rank_functions.shapes")
+        assert [h["layers.0.down"] for h in held] == [[64, 96 // ranks]] * ranks
+        for call, kind, message in REFUSED:
+            with pytest.raises(kind, match=message):
+                call(llm)
+        with pytest.raises(RankCallError, match=f"rank {ranks - 1}: ValueError: on purpose$"):
+            llm.collective_rpc(functions.fail, args=(ranks - 1,))
+
+        # Between steps of requests that go on as if nothing had been.
+        for i, ids in enumerate(PROMPTS):
+            params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+            llm.llm_engine.add_request(f"{i}", {"prompt_token_ids": ids}, params)
+        found = {}
+        for n in range(1, 100):
+            if not llm.llm_engine.has_unfinished_requests():
+                break
+            assert llm.collective_rpc(functions.count) == [n] * ranks
+            found |= {o.request_id: o for o in llm.llm_engine.step()}
+        model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
+        for i, ids in enumerate(PROMPTS):
+            expected = model.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=None)
+            assert found[f"{i}"].outputs[0].token_ids == expected[0, len(ids) :].tolist()
+
+        # Weights that are written are those of the next step.
+        for factor, name, written in ((1.5, "layers.1.ffn_norm", "post_attention_layernorm"), (0.5, "layers.0.o", "")):
+            assert llm.collective_rpc(functions.scale, args=(name, factor)) == [None] * ranks
+            layer = model.model.layers[int(name.split(".")[1])]
+            (layer.get_submodule(written) if written else layer.self_attn.o_proj).weight.data.mul_(factor)
+        model.save_pretrained(tmp_path / "changed")
+        check_dense(tmp_path / "changed", llm)
+
+
+def test_a_function_may_use_the_group_of_all_ranks(dense: Path) -> None:  # noqa: F811
+    with LLM(dense, **SETTINGS, tensor_parallel_size=2) as llm:
+        assert llm.collective_rpc(functions.sum_over_ranks, args=(1.5,), timeout=60) == [4.5, 4.5]
+        (pid,) = pids_of(llm)
+        with pytest.raises(RankError, match=r"rank 1 of 2 has not answered within 0\.2 s"):
+            llm.collective_rpc(functions.sleep, timeout=0.2, args=(30,))
+    assert ended(pid)
+
+
+def test_cores(dense: Path) -> None:  # noqa: F811
+    with LLM(dense, **SETTINGS, data_parallel_size=2) as llm:
+        told = llm.collective_rpc(functions.who)
+        assert [t[:2] for t in told] == [[0, 1], [0, 1]]
+        assert len({t[3] for t in told}) == 2
+        with pytest.raises(RankCallError, match="rank 0: ValueError: on purpose"):
+            llm.collective_rpc(functions.fail, args=(0,))
+        check_dense(dense, llm)
+
+
+def test_the_process_of_a_core(dense: Path) -> None:  # noqa: F811
+    async def ask() -> None:
+        llm = AsyncLLM.from_engine_args(EngineArgs(str(dense), **SETTINGS))
+        try:
+            assert [t[:2] for t in await llm.collective_rpc(functions.who)] == [[0, 1]]
+            with pytest.raises(RankCallError, match="on purpose"):
+                await llm.collective_rpc(functions.fail, args=(0,))
+            assert await llm.collective_rpc(functions.count) == [1]
+        finally:
+            await llm.close()
+
+    asyncio.run(ask())
