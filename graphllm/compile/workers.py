@@ -32,7 +32,7 @@ import msgspec
 
 from graphllm.compile.objects import BuildError
 from graphllm.config import Bucket, CompileConfig, ConfigError
-from graphllm.import_path import import_path
+from graphllm.imports import import_path
 
 if TYPE_CHECKING:
     from graphllm.compile.jobs import Build, Built, Candidate, Done

@@ -239,7 +239,8 @@ VLLM_NAMES: Mapping[str, ForeignName] = {
     **fixed("models are those of docs/adding-a-model.md; use auto", model_impl=("auto", "vllm"),
              model_class_overrides=({},)),
     **fixed('give hf_overrides={"rope_scaling": ...}, with rope_theta there, too', rope_scaling=({},), rope_theta=()),
-    **fixed(_OWN_CODE, worker_cls="auto", worker_extension_cls="", additional_config=({},), io_processor_plugin=()),
+    **fixed(_OWN_CODE, worker_cls="auto", additional_config=({},), io_processor_plugin=()),
+    **fixed("LLM.collective_rpc takes functions of a module; leave it out", worker_extension_cls=""),
     **fixed(
         "quantization here takes int8 and int4; leave it out", quantization_config=({},),
         allow_deprecated_quantization=False, quantization_param_path=(),

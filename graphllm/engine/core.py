@@ -31,7 +31,7 @@ from graphllm.engine.device_states import adapter_tables, after_step, before_ste
 from graphllm.engine.expert_balancer import ExpertBalancer
 from graphllm.engine.item_cache import check_items
 from graphllm.engine.kept_vectors import KeptVectors
-from graphllm.engine.options import LogitsProcessor, Row, imported, rowwise
+from graphllm.engine.options import LogitsProcessor, Row, rowwise
 from graphllm.engine.pooled_vectors import PooledVectors
 from graphllm.engine.proposers import find_proposer
 from graphllm.engine.providers import find_providers, provide
@@ -49,6 +49,7 @@ from graphllm.engine.request_table import RequestState
 from graphllm.engine.scheduler import Scheduler
 from graphllm.engine.scheduler_output import SchedulerLimits, SchedulerOutput
 from graphllm.engine.step_executor import Handle, StepExecutor
+from graphllm.imports import imported
 from graphllm.runtime.rank_calls import values
 from graphllm.runtime.rank_messages import Call
 from graphllm.runtime.staging import ragged

@@ -17,7 +17,7 @@ from collections import OrderedDict
 from pathlib import Path
 
 from graphllm.engine.request import QueueFullError
-from graphllm.import_path import import_path
+from graphllm.imports import import_path
 
 _WALL_SECONDS = 20.0  # of an answer, where other programs take the CPU
 _START_SECONDS = 120.0

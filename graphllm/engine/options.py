@@ -1,12 +1,10 @@
-"""What users may put into an engine: logits processors, and objects by their names. Imports no torch."""
+"""What users may put into an engine: logits processors. Imports no torch."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from graphllm.config import ConfigError
 from graphllm.config.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -34,21 +32,3 @@ def rowwise(processor: object) -> bool:
     """Whether a logits processor says of itself that what it does to a row follows from the row and what it is told of
     it. Then it may be asked for rows behind drafts, of which some will not have been."""
     return getattr(processor, "rowwise", False) is True
-
-
-def imported(setting: str, name: str) -> Any:
-    """The object behind "package.module:name", or "package.module.name". Raises ConfigError when there is none."""
-    module, _, attribute = name.partition(":") if ":" in name else name.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as missing:
-        raise ConfigError(f"{setting}: {name!r} cannot be imported ({missing}); give package.module:name") from missing
-
-
-def name_of(setting: str, found: Any) -> str:
-    """The name under which another process finds a class or a function. Raises ConfigError for one that is not at the
-    top of a module."""
-    name = getattr(found, "__qualname__", type(found).__qualname__)
-    if not name.isidentifier():
-        raise ConfigError(f"{setting} is {name}: put it at the top of a module")
-    return f"{found.__module__}:{name}"

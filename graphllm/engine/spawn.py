@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from graphllm.engine.placement import gpus_of
-from graphllm.import_path import import_path
+from graphllm.imports import import_path
 
 COMMAND = (sys.executable, "-m", "graphllm.entrypoints.core_process")
 

@@ -37,7 +37,7 @@ from graphllm.entrypoints.stat_loggers import SECONDS, LoggingStatLogger, StatLo
 from graphllm.entrypoints.stat_loggers import stat_loggers as stat_loggers_of
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
-from graphllm.runtime.rank_calls import call_of
+from graphllm.runtime.rank_calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
 
 _SLICE = 128  # updates detokenized before the event loop gets a turn
 _LONG = 4096  # characters of a prompt above which it is tokenized in a thread
@@ -410,6 +410,14 @@ class AsyncLLM(PoolingAsyncMixin):
         """See `LLMEngine.collective_rpc`. Raises EngineDeadError, too."""
         await self.start()
         return await self._client.collective_rpc(call_of(method, args, kwargs or {}), timeout)
+
+    async def start_profile(self, profile_prefix: str | None = None) -> None:
+        """See `LLMEngine.start_profile`."""
+        await self.collective_rpc(START_PROFILE, args=(profile_prefix or PROFILE_PREFIX,))
+
+    async def stop_profile(self) -> list[str]:
+        """See `LLMEngine.stop_profile`."""
+        return await self.collective_rpc(STOP_PROFILE)
 
     async def close(self, drain_timeout: float = 0.0) -> None:
         """End the core, after ``drain_timeout`` seconds for the requests there are; new ones are refused at once."""

@@ -20,7 +20,7 @@ from graphllm.config import ConfigError, Env
 from graphllm.config.setting import size_text
 from graphllm.entrypoints.build_lock import build_lock
 from graphllm.entrypoints.gguf_folder import gguf_tokenizer_folder
-from graphllm.import_path import import_path
+from graphllm.imports import import_path
 from graphllm.weights.checkpoint import gguf_in
 
 _WEIGHTS = "graphllm.entrypoints.weights_worker"

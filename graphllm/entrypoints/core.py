@@ -130,8 +130,8 @@ def _make_core(
     from graphllm.engine.core import EngineCore
     from graphllm.engine.expert_balancer import ExpertBalancer
     from graphllm.engine.logits_processors import BatchLimits, ModelLimits, ProcessorConfig, adapted
-    from graphllm.engine.options import imported
     from graphllm.engine.structured.compilers import GrammarCompilers
+    from graphllm.imports import imported
 
     named = [imported("logits_processors", name) for name in config.model.logits_processors]
     grammars = None

@@ -183,6 +183,14 @@ class LLM(PoolingOfflineMixin):
         """See `LLMEngine.collective_rpc`."""
         return self.llm_engine.collective_rpc(method, timeout, args, kwargs)
 
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """See `LLMEngine.start_profile`."""
+        self.llm_engine.start_profile(profile_prefix)
+
+    def stop_profile(self) -> list[str]:
+        """See `LLMEngine.stop_profile`."""
+        return self.llm_engine.stop_profile()
+
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Callable[..., NoReturn]:
@@ -279,7 +287,6 @@ _WORKERS = "give collective_rpc a function, which finds each rank's weights, and
 _MISSING = {
     **dict.fromkeys(("sleep", "wake_up"), _SLEEP),
     **dict.fromkeys(("apply_model", "init_weight_transfer_engine", "update_weights"), _WORKERS),
-    **dict.fromkeys(("start_profile", "stop_profile"), "run the script under py-spy or nsys, or see `graphllm bench`"),
     "set_tokenizer": "give LLM(tokenizer=...), a folder or a name of the hub",
 }
 

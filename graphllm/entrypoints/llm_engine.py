@@ -22,7 +22,7 @@ from graphllm.entrypoints.open_core import open_core
 from graphllm.entrypoints.stat_loggers import SECONDS, StatLogger, StatLoggerFactory, stat_loggers, tell
 from graphllm.entrypoints.tracing import TracedRequest, Tracing
 from graphllm.entrypoints.vllm_config import VllmConfig
-from graphllm.runtime.rank_calls import call_of
+from graphllm.runtime.rank_calls import PROFILE_PREFIX, START_PROFILE, STOP_PROFILE, call_of
 
 _VECTORS = Vectors()
 
@@ -188,6 +188,15 @@ class LLMEngine:
         the engine goes on.
         """
         return self.core.collective_rpc(call_of(method, args, kwargs or {}), timeout)
+
+    def start_profile(self, profile_prefix: str | None = None) -> None:
+        """Have every rank write a profile of what it does until `stop_profile`: its kernels, and each step with its
+        size. profile_prefix: what the paths of the traces begin with."""
+        self.collective_rpc(START_PROFILE, args=(profile_prefix or PROFILE_PREFIX,))
+
+    def stop_profile(self) -> list[str]:
+        """The paths of the traces, one of each rank, for Perfetto or chrome://tracing."""
+        return self.collective_rpc(STOP_PROFILE)
 
     def close(self) -> None:
         """Give back memory and threads; nothing can be generated after it."""

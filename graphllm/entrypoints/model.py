@@ -13,13 +13,14 @@ from graphllm.config.parallel import ParallelConfig, check_parallel
 from graphllm.config.pooling import Vectors, vectors_of
 from graphllm.config.sampling import SamplingParams
 from graphllm.config.setting import assemble
-from graphllm.engine.options import LogitsProcessor, name_of
+from graphllm.engine.options import LogitsProcessor
 from graphllm.engine.processor import GrammarChecker
 from graphllm.engine.request import CoreInfo
 from graphllm.engine.text import Tokenizer
 from graphllm.entrypoints.build import Progress, take_artifact
 from graphllm.entrypoints.sentence_transformers import read_pooling
 from graphllm.entrypoints.source import Source, find_generation_config, find_source, find_tokenizer
+from graphllm.imports import name_of
 
 _log = logging.getLogger(__name__)
 

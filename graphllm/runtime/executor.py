@@ -27,6 +27,7 @@ from graphllm.runtime.graphs import BoundProgram, GraphPrograms
 from graphllm.runtime.kernels import CpuKernels, CudaKernels, Kernels
 from graphllm.runtime.memory import Array, HostMemory, Memory
 from graphllm.runtime.padding import Size
+from graphllm.runtime.profiling import PROFILE, drop_profile, named
 from graphllm.runtime.rank_calls import Worker, answer
 from graphllm.runtime.rank_messages import Answered, Call
 from graphllm.runtime.staging import StepInput, ragged
@@ -172,7 +173,7 @@ class Executor:
             from graphllm.ir.groups import links_of
 
             links_of(stage.total).reserve(*message_bytes(folder, program, compiled, stage))
-        self.worker = Worker(0, 1, self.device, weights)  # of a call
+        self.worker = Worker(0, 1, self.device, weights, lambda work: self._stream.submit(work).result())
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = self._memory.zeros((max(manifest["memory"]["zeroed"], 1),), "int32")
         table = _exchange(compiled["tensor_parallel_size"]) if self.device.type == "cuda" else None
@@ -300,6 +301,8 @@ class Executor:
                 self._submit(handle, work)
 
     def _submit(self, handle: StepHandle, work: Callable[[], None]) -> None:
+        if PROFILE in self.worker.kept:
+            work = named(work, f"{handle.counts['T']} tokens of {handle.counts['S']} sequences")
         job = self._main.jobs[handle.buffer_index] = self._stream.submit(work)
         handle.jobs.append(job)
         if handle.drafts is not None:
@@ -539,13 +542,13 @@ class Executor:
     def close(self) -> None:
         """Wait for everything, stop, and give memory back, whoever still holds this executor: captured graphs, without
         which a group of ranks cannot be left, weights and states, whose place another engine of this process needs."""
+        drop_profile(self.worker)
         self._stream.close()
         self._later.clear()
         for graph in self._graphs.values():
             graph.release()
         self.states.release()
         self.worker.weights = {}
-        self.worker.kept.clear()
         if self.device.type == "cuda":
             gc.collect()  # what was bound is held in circles
             _give_back()

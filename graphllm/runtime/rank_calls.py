@@ -14,11 +14,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from graphllm.config import ConfigError
-from graphllm.engine.options import imported, name_of
+from graphllm.imports import imported, name_of
 from graphllm.runtime.rank_messages import Answered, Call
 
 if TYPE_CHECKING:
     import torch
+
+
+START_PROFILE, STOP_PROFILE = (f"graphllm.runtime.profiling:{name}_profile" for name in ("start", "stop"))
+PROFILE_PREFIX = "profile/"
 
 
 class RankCallError(RuntimeError):
@@ -28,13 +32,15 @@ class RankCallError(RuntimeError):
 @dataclass
 class Worker:
     """The first argument of such a function: the rank that runs it, of ``world_size``. weights: this rank's parameters,
-    by the names that the model's file gives them; they may be written, with numbers of the same shape and dtype. kept:
-    for functions, which find there what they have put there before."""
+    by the names that the model's file gives them; they may be written, with numbers of the same shape and dtype.
+    in_order: runs something where kernels are launched from, on a CPU another thread, and waits for it. kept: for
+    functions, which find there what they have put there before."""
 
     rank: int
     world_size: int
     device: torch.device
     weights: Mapping[str, torch.Tensor]
+    in_order: Callable[[Callable[[], Any]], Any]
     kept: dict[str, Any] = field(default_factory=dict)
 
 

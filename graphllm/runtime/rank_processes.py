@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from graphllm.config import ConfigError
-from graphllm.import_path import import_path
+from graphllm.imports import import_path
 from graphllm.runtime.broadcast import Writer
 from graphllm.runtime.rank_failure import RankError, SharedFate
 from graphllm.runtime.rank_messages import Failed, Report

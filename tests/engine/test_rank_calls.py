@@ -4,6 +4,8 @@ they change weights."""
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,3 +107,34 @@ def test_the_process_of_a_core(dense: Path) -> None:  # noqa: F811
             await llm.close()
 
     asyncio.run(ask())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_profiles(dense: Path, tmp_path: Path, ranks: int) -> None:  # noqa: F811
+    """Each rank's trace has every step with its size, and nothing of before and after."""
+    params = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+    prompt = {"prompt_token_ids": PROMPTS[0]}
+    with LLM(dense, **SETTINGS, tensor_parallel_size=ranks) as llm:
+        llm.generate(prompt, params)
+        for prefix in (f"{tmp_path}/a/", f"{tmp_path}/b-"):
+            llm.start_profile(prefix)
+            with pytest.raises(RankCallError, match="there is a profile already; stop_profile ends it"):
+                llm.start_profile()
+            llm.generate([prompt, prompt], params)
+            files = llm.stop_profile()
+            llm.generate(prompt, params)
+            assert len(files) == len(set(files)) == ranks
+            for file in files:
+                assert file.startswith(prefix)
+                events = json.loads(gzip.decompress(Path(file).read_bytes()))["traceEvents"]
+                steps = [e["name"] for e in events if "sequences" in e["name"]]
+                first = f"{2 * len(PROMPTS[0])} tokens of 2 sequences"
+                assert steps == [first, *["2 tokens of 2 sequences"] * 4]
+                assert any(e["name"].startswith("aten::") for e in events)
+        with pytest.raises(RankCallError, match="there is no profile; start_profile begins one"):
+            llm.stop_profile()
+        (tmp_path / "file").touch()
+        with pytest.raises(RankCallError, match=r"profile_prefix is .*: no folder can be made there .*; give another"):
+            llm.start_profile(f"{tmp_path}/file/")
+        llm.start_profile(f"{tmp_path}/c/")  # closing ends it
+    assert [*(tmp_path / "c").iterdir()] == []

@@ -11,9 +11,9 @@ from importlib.metadata import entry_points
 from typing import Protocol
 
 from graphllm.config import ConfigError, SpeculationConfig
-from graphllm.engine.options import imported
 from graphllm.engine.proposers.ngram import NgramProposer
 from graphllm.engine.proposers.suffix import SuffixProposer
+from graphllm.imports import imported
 
 GROUP = "graphllm.proposers"
 _OWN: dict[str, type[Proposer]] = {"ngram": NgramProposer, "suffix": SuffixProposer}

@@ -12,7 +12,7 @@ _LORA = "start the server with --enable-lora and --lora-dir, the folder of the a
 _RENDER = "use /tokenize with messages, or return_token_ids and return_prompt_text in a request"
 _COHERE = "use /v1/chat/completions, /v1/responses or /v1/messages"
 _ONE = "one server has one engine on one device; start one for each device behind a proxy"
-_PROFILE = "use `graphllm bench`, and the times of steps in /metrics"
+_PROFILE = "use `graphllm bench`, and the times of steps in /metrics; a script has LLM.start_profile"
 _FAULT = "see /health, and --restart-engine"
 
 UNSERVED: Mapping[str, str] = {
@@ -32,7 +32,8 @@ UNSERVED: Mapping[str, str] = {
     **dict.fromkeys(("/inference/v1/generate",), "send token ids to /v1/completions, with return_token_ids"),
     **dict.fromkeys(("/inference/v1/abort_requests",), "use /abort_requests"),
     **dict.fromkeys(("/cohere/v2/chat", "/cohere/v2/chat/render"), _COHERE),
-    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources", "/collective_rpc"), _ONE),
+    **dict.fromkeys(("/scale_elastic_ep", "/is_scaling_elastic_ep", "/kv_event_sources"), _ONE),
+    "/collective_rpc": "a server runs nobody's functions; a script does, by LLM.collective_rpc",
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), _FAULT),
     **dict.fromkeys(("/readyz",), "use /ready, or /health/ready"),
     **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
