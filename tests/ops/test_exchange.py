@@ -6,13 +6,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from graphllm.ir.exchange import _alone
+from graphllm.ir.groups import TENSOR, set_group
 from graphllm.ops.all_reduce import all_reduce
+from graphllm.runtime.collectives import LibraryGroup
+from graphllm.runtime.host_exchange import HostExchange
 
 
 @pytest.mark.parametrize("ranks", [2, 4, pytest.param(3, marks=pytest.mark.slow)])
@@ -33,6 +39,41 @@ def test_ranks_that_take_turns_in_being_late(ranks: int, tmp_path: Path) -> None
             p.kill()
             p.wait()
     assert all(text.endswith("same\n") for text in said), "\n".join(said)
+
+
+def _wait_for_a_rank_that_is_gone(rank: int, meeting: str, told: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
+    assert dist.group.WORLD is not None
+    group = LibraryGroup(dist.group.WORLD, HostExchange(dist.group.WORLD, torch.device("cpu")))
+    set_group(TENSOR, group)
+    if rank == 1:
+        os._exit(0)
+    ended = threading.Event()
+
+    def let_go() -> None:
+        while not ended.wait(0.05):
+            group.let_go()
+
+    thread = threading.Thread(target=let_go)
+    thread.start()
+    sums = [all_reduce.impls["exchange"].fn(x=torch.ones(2000) + call, ranks=2).tolist() for call in range(3)]
+    ended.set()
+    thread.join()
+    told.put(sums)
+
+
+def test_kernels_are_let_go_that_wait_for_a_rank_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros take the place of its numbers, in as many calls as there are."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    context = torch.multiprocessing.get_context("spawn")
+    told = context.Queue()
+    arguments = (str(tmp_path / "meeting"), told)
+    processes = [context.Process(target=_wait_for_a_rank_that_is_gone, args=(r, *arguments)) for r in range(2)]
+    for process in processes:
+        process.start()
+    assert told.get(timeout=60) == [[1.0 + call] * 2000 for call in range(3)]
+    for process in processes:
+        process.join()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
