@@ -173,7 +173,8 @@ class Executor:
             from graphllm.ir.groups import links_of
 
             links_of(stage.total).reserve(*message_bytes(folder, program, compiled, stage))
-        self.worker = Worker(0, 1, self.device, weights, lambda work: self._stream.submit(work).result())
+        device = "cpu" if self.device.type == "cpu" else str(self.device)
+        self.worker = Worker(0, 1, device, weights, lambda work: self._stream.submit(work).result())
         outside = {**weights, **self.states.tensors}
         outside[ZEROED] = self._memory.zeros((max(manifest["memory"]["zeroed"], 1),), "int32")
         table = _exchange(compiled["tensor_parallel_size"]) if self.device.type == "cuda" else None
@@ -548,7 +549,7 @@ class Executor:
         for graph in self._graphs.values():
             graph.release()
         self.states.release()
-        self.worker.weights = {}
+        self.worker.parameters = {}
         if self.device.type == "cuda":
             gc.collect()  # what was bound is held in circles
             _give_back()

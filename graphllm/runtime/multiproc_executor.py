@@ -233,7 +233,7 @@ class MultiprocExecutor(Executor):
             super().close()
         if library is not None:
             library.join(_ENDING)
-            ended = not library.is_alive()
+            ended = ended and not library.is_alive()
         if ended:
             self._joined.close()
         self.ranks.close()

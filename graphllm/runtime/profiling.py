@@ -31,7 +31,7 @@ def start_profile(worker: Worker, prefix: str) -> None:
             f"profile_prefix is {prefix!r:.200}: no folder can be made there ({failure.strerror}); give another one"
         ) from failure
     kinds = torch.profiler.ProfilerActivity
-    activities = [kinds.CPU, kinds.CUDA] if worker.device.type == "cuda" else [kinds.CPU]
+    activities = [kinds.CPU, kinds.CUDA] if worker.device.startswith("cuda") else [kinds.CPU]
     profile = torch.profiler.profile(activities=activities)
     worker.in_order(profile.start)
     worker.kept[PROFILE] = profile, prefix

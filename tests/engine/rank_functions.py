@@ -12,7 +12,7 @@ from graphllm.runtime.rank_calls import Worker
 
 
 def who(worker: Worker, *more: Any, **named: Any) -> list[Any]:
-    return [worker.rank, worker.world_size, str(worker.device), os.getpid(), list(more), named]
+    return [worker.rank, worker.world_size, worker.device, os.getpid(), list(more), named]
 
 
 def shapes(worker: Worker) -> dict[str, list[int]]:

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 
 from graphllm import LLM, AsyncLLM, EngineArgs, SamplingParams
 from graphllm.config import ConfigError
-from graphllm.runtime.rank_calls import RankCallError
+from graphllm.runtime.rank_calls import RankCallError, Worker
 from graphllm.runtime.rank_failure import RankError
+from graphllm.weights.host_array import HostArray
 
 SETTINGS: dict[str, Any] = {**EAGER, "skip_tokenizer_init": True, "enable_prefix_caching": False}
 REFUSED: list[tuple[Callable[[LLM], Any], type[Exception], str]] = [
@@ -83,6 +84,17 @@ def test_a_function_may_use_the_group_of_all_ranks(dense: Path) -> None:  # noqa
         with pytest.raises(RankError, match=r"rank 1 of 2 has not answered within 0\.2 s"):
             llm.collective_rpc(functions.sleep, timeout=0.2, args=(30,))
     assert ended(pid)
+
+
+def test_weights_of_an_engine_without_torch() -> None:
+    """Functions have torch's tensors all the same, in the memory that kernels read."""
+    arrays = {dtype: HostArray.zeros((2, 3), dtype) for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int16")}
+    worker = Worker(0, 1, "cpu", arrays, lambda work: work())
+    for dtype, tensor in worker.weights.items():
+        tensor.fill_(3)
+        three = torch.full((2, 3), 3).to(getattr(torch, dtype))
+        assert torch.equal(tensor.float(), three.float())
+        assert arrays[dtype].numbers.tobytes() == three.view(torch.uint8).numpy().tobytes()
 
 
 def test_cores(dense: Path) -> None:  # noqa: F811
