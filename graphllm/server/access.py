@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from graphllm.server.rate_limit import RateLimit
 
 # What says something of the machine, or stops other people's requests: for keys of its own alone.
-ADMIN_PATHS = frozenset({"/server_info", "/tokenizer_info", "/reset_prefix_cache", "/abort_requests"})
+ADMIN_PATHS = frozenset(
+    {"/server_info", "/tokenizer_info", "/reset_prefix_cache", "/abort_requests", "/start_profile", "/stop_profile"}
+)
 
 
 @dataclass(frozen=True)

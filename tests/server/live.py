@@ -21,12 +21,18 @@ _PATIENCE = 120.0  # seconds for what takes two; shared machines stall
 class Served:
     """A server that was started with these options of `graphllm serve`. log: the file of its stderr."""
 
-    def __init__(self, log: Path, *options: object, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, log: Path, *options: object, environment: Mapping[str, str] | None = None, cwd: Path | None = None
+    ) -> None:
         self.log = log
         command = [sys.executable, "-m", "graphllm.cli", "serve", "--port", "0", *map(str, options)]
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                command, stderr=file, stdout=file, env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+                command,
+                stderr=file,
+                stdout=file,
+                cwd=cwd,
+                env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
             )
         found = self._wait(lambda: re.search(r"listening on ([^\s\"]+)", self.log.read_text()))
         self.url = found[1]

@@ -13,6 +13,7 @@ from graphllm.config import ConfigError
 from graphllm.engine.messages import EngineDeadError
 from graphllm.engine.request import QueueFullError
 from graphllm.entrypoints.async_llm import EngineUnhealthyError, SlowReaderError
+from graphllm.runtime.rank_calls import RankCallError
 from graphllm.server.http.error_bodies import anthropic_error_body, error_body
 from graphllm.server.http.wire import json_response, record_of
 
@@ -49,6 +50,7 @@ KNOWN: tuple[type[Exception], ...] = (
     EngineDeadError,
     EngineUnhealthyError,
     EngineFailureError,
+    RankCallError,
     SlowReaderError,
 )
 
@@ -89,7 +91,7 @@ def describe(error: Exception) -> tuple[int, str, dict[str, str], str | None]:
     match error:
         case QueueFullError():
             return 429, str(error), {"Retry-After": str(error.retry_after)}, None
-        case ConfigError():
+        case ConfigError() | RankCallError():
             return 400, str(error), {}, None
         case NotFoundError():
             return 404, str(error), {}, error.code

@@ -12,7 +12,6 @@ _LORA = "start the server with --enable-lora and --lora-dir, the folder of the a
 _RENDER = "use /tokenize with messages, or return_token_ids and return_prompt_text in a request"
 _COHERE = "use /v1/chat/completions, /v1/responses or /v1/messages"
 _ONE = "one server has one engine on one device; start one for each device behind a proxy"
-_PROFILE = "use `graphllm bench`, and the times of steps in /metrics; a script has LLM.start_profile"
 _FAULT = "see /health, and --restart-engine"
 
 UNSERVED: Mapping[str, str] = {
@@ -36,5 +35,4 @@ UNSERVED: Mapping[str, str] = {
     "/collective_rpc": "a server runs nobody's functions; a script does, by LLM.collective_rpc",
     **dict.fromkeys(("/fault_tolerance/apply", "/fault_tolerance/status"), _FAULT),
     **dict.fromkeys(("/readyz",), "use /ready, or /health/ready"),
-    **dict.fromkeys(("/start_profile", "/stop_profile"), _PROFILE),
 }  # fmt: skip

@@ -1,5 +1,5 @@
-"""Routes for whoever runs a server, with a key of --admin-api-key: what is served, the tokenizer, the prefix cache, the
-requests. They show no paths of this machine."""
+"""Routes for whoever runs a server, with a key of --admin-api-key: what is served, the tokenizer, the prefix cache,
+profiles, the requests. They show no paths of this machine."""
 
 from __future__ import annotations
 
@@ -43,6 +43,16 @@ class Reset(Answer):
     """reset: False while requests use some of the cache; nothing is done then."""
 
     reset: bool
+
+
+class Started(Answer):
+    started: bool
+
+
+class Traces(Answer):
+    """traces: where the server runs, one of each rank; for Perfetto."""
+
+    traces: list[str]
 
 
 class AbortBody(Object):
@@ -95,6 +105,17 @@ def admin_routes(service: Service) -> APIRouter:
     async def reset_prefix_cache() -> Reset:
         """Forget the cached beginnings of prompts."""
         return Reset(reset=await service.supervisor.engine.reset_prefix_cache())
+
+    @router.post("/start_profile")
+    async def start_profile() -> Started:
+        """Have every rank write down its kernels and steps, into the folder profile/ where the server runs."""
+        await service.supervisor.engine.start_profile()
+        return Started(started=True)
+
+    @router.post("/stop_profile")
+    async def stop_profile() -> Traces:
+        """End the profile."""
+        return Traces(traces=await service.supervisor.engine.stop_profile())
 
     @router.post("/abort_requests")
     async def abort_requests(body: AbortBody, request: Request) -> Aborted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import threading
 import time
@@ -28,8 +29,9 @@ def flagged(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -
     """As a vLLM user starts it, with values that are the usual ones among them."""
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
+    folder = tmp_path_factory.mktemp("flagged")
     server = Served(
-        tmp_path_factory.mktemp("flagged") / "log", "--artifact", embedded_artifact,
+        folder / "log", "--artifact", embedded_artifact,
         "--chat-template", template, "--default-chat-template-kwargs", '{"mood": "!"}', "--trust-request-chat-template",
         "--response-role", "bot", "--enable-force-include-usage", "--return-tokens-as-token-ids", "--strict-fields",
         "--api-key", "k", "--admin-api-key", "root", "--root-path", "/models/chat/",
@@ -41,6 +43,7 @@ def flagged(embedded_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -
         "--enable-server-load-tracking", "--max-log-len", "100", "--uvicorn-log-level", "info",
         "--chat-template-content-format", "auto", "--tool-call-parser", "llama3_json", "--tensor-parallel-size", "1",
         "--h11-max-header-count", "256", "--no-enable-log-outputs",
+        cwd=folder,
     )  # fmt: skip
     yield server.wait_ready()
     assert server.stop() == 0, server.log.read_text()
@@ -119,6 +122,21 @@ def test_templates_that_mean_harm(template: str, message: str, flagged: Served) 
     ((status, body),) = found
     assert status == 400
     assert message in body["error"]["message"]
+
+
+def test_profiles(flagged: Served) -> None:
+    for path in ("/start_profile", "/stop_profile"):
+        assert _post(flagged, path, {})[0] == 403
+    status, body, _ = _post(flagged, "/stop_profile", {}, **ADMIN)
+    assert (status, "there is no profile; start_profile begins one" in body["error"]["message"]) == (400, True)
+    assert _post(flagged, "/start_profile", {}, **ADMIN)[:2] == (200, {"started": True})
+    assert _post(flagged, "/start_profile", {}, **ADMIN)[0] == 400
+    tokens = _chat(flagged)[1]["usage"]["completion_tokens"]
+    status, body, _ = _post(flagged, "/stop_profile", {}, **ADMIN)
+    (trace,) = body["traces"]
+    assert trace.startswith("profile/rank0-")
+    events = json.loads(gzip.decompress((flagged.log.parent / trace).read_bytes()))["traceEvents"]
+    assert len([e for e in events if e["name"] == "1 tokens of 1 sequences"]) >= tokens - 1
 
 
 # --- who may ask
