@@ -324,7 +324,7 @@ def test_a_users_scheduler(checkpoint: Path, eager_artifact: Path) -> None:
     for wrong, message in (
         (dict, "scheduler_cls is 'builtins:dict': give a subclass of graphllm.engine.scheduler.Scheduler"),
         ("no.such.Thing", r"scheduler_cls: 'no.such.Thing' cannot be imported \(.*\); give package.module:name"),
-        (type("Local", (), {"__qualname__": "f.<locals>.Local"}), "Local: put the class at the top of a module"),
+        (type("Local", (), {"__qualname__": "f.<locals>.Local"}), "Local: put it at the top of a module"),
     ):
         with pytest.raises(ConfigError, match=message):
             LLM(scheduler_cls=wrong, **plain)
