@@ -35,7 +35,8 @@ def rank_device(kind: str, place: RankPlace) -> torch.device:
     if place.degree > 1 and torch.distributed.is_initialized():
         raise ConfigError(
             f"tensor_parallel_size times pipeline_parallel_size is {place.degree}: this process has an engine of "
-            "several ranks already; close it first, or open this one in another process"
+            "several ranks already; close it first, or open this one in another process. A group of "
+            "torch.distributed that is your own counts, too"
         )
     if kind == "cpu":
         return torch.device("cpu")

@@ -23,9 +23,8 @@ def start_profile(worker: Worker, prefix: str) -> None:
 
     if PROFILE in worker.kept:
         raise ConfigError("start_profile: there is a profile already; stop_profile ends it")
-    folder = Path(prefix) if prefix.endswith("/") else Path(prefix).parent
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        Path(f"{prefix}rank").parent.mkdir(parents=True, exist_ok=True)
     except OSError as failure:
         raise ConfigError(
             f"profile_prefix is {prefix!r:.200}: no folder can be made there ({failure.strerror}); give another one"

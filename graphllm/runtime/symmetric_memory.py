@@ -8,7 +8,8 @@ What kernels exchange themselves (`graphllm.ir.exchange`) has memory of its own.
 
 torch keeps a group by its name for as long as the process lives, and counts through all groups of a process what their
 ranks tell each other when they share memory. So a process that opens a second engine, whose other ranks are new
-processes, would wait for what they never say: each group gets a name of its own here, and a store that counts from 0.
+processes, would wait for what they never say: each but its first group gets a name of its own here, and a store that
+counts from 0.
 """
 
 from __future__ import annotations
