@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import torch
 
 from graphllm.compile import trace
+from graphllm.compile.shares import sampled_from_shares
 from graphllm.compile.trace import Layout, TracedGraph
 from graphllm.compile.variants import optional_inputs, without
+from graphllm.config import CompileConfig
 from graphllm.ir.graph import GraphError, Shapes, copy_nodes, digest, to_json
 from graphllm.ir.op import op_of
 from graphllm.program.schema import NEUTRAL
@@ -63,8 +65,8 @@ class Linked(NamedTuple):
         return [self.pieces[id] for id in used]
 
 
-def link(graphs: Sequence[TracedGraph], layout: Layout) -> Linked:
-    """Chain the units of every program and cut at boundaries."""
+def link(graphs: Sequence[TracedGraph], layout: Layout, config: CompileConfig | None = None) -> Linked:
+    """Chain the units of every program and cut at boundaries. config: where units may be joined for its target."""
     pieces: dict[str, Piece] = {}
     programs: list[dict[str, Program]] = []
     optional = [optional_inputs(graph.units.values()) for graph in graphs]
@@ -74,7 +76,7 @@ def link(graphs: Sequence[TracedGraph], layout: Layout) -> Linked:
             forms[NEUTRAL] = graph._replace(units={n: without(u, left_out) for n, u in graph.units.items()})
         programs.append(
             {
-                name + form: _Chain(of_form, layout, number).program(program, pieces)
+                name + form: _Chain(of_form, layout, number).program(program, pieces, config)
                 for form, of_form in forms.items()
                 for name, program in graph.programs.items()
             }
@@ -92,7 +94,7 @@ class _Chain:
         self._values: dict[str, torch.fx.Node] = {}
         self._body: list[tuple[str, torch.fx.Node]] = []
 
-    def program(self, program: trace.Program, pieces: dict[str, Piece]) -> Program:
+    def program(self, program: trace.Program, pieces: dict[str, Piece], config: CompileConfig | None) -> Program:
         for name in program.units:
             if name in ("layers", "context"):
                 kind = name.removesuffix("s")
@@ -105,7 +107,10 @@ class _Chain:
         begins = {self._graph.units[unit].name: part for unit, part in program.parts.items()}
         results = {o.name: self._values[o.name] for o in program.results}
         shapes = next(iter(self._graph.units.values())).shapes
-        return _cut(self._body, results, begins, shapes, pieces)
+        body = self._body
+        if config is not None and config.tensor_parallel_size > 1:
+            body = sampled_from_shares(body, set(results.values()), shapes, config)
+        return _cut(body, results, begins, shapes, pieces)
 
     def add(self, unit: Unit, owner: str, layer: int | None) -> None:
         env: dict[torch.fx.Node, torch.fx.Node] = {}

@@ -192,7 +192,7 @@ def compile_model(
         adapted = adapted_linears(traced.added, plan)
         layout = with_added(layout, graphs, traced.added, config)
         timed("passes")
-        linked = link(graphs, layout)
+        linked = link(graphs, layout, config)
         jobs = piece_buckets(graphs, linked, c, config)
         timed("link")
         if config.backend == "inductor":

@@ -40,12 +40,12 @@ def one_trip(ranks: int, itemsize: int) -> int:
 
 
 @triton.jit
-def exchange_half(exchange_ptr):
+def exchange_half(exchange_ptr, TURNS: tl.constexpr = 1):
     """Which half of the memory this launch uses. Every program must call it once, behind `gdc_wait`: a launch counts
-    when all have."""
+    when all have. TURNS: how often a program may give and take, an odd number; the halves take turns."""
     programs = tl.num_programs(0) * tl.num_programs(1)
     first = (tl.program_id(0) == 0) & (tl.program_id(1) == 0)
-    share = tl.where(first, _CALL + 1 - programs, 1).to(tl.int64)
+    share = tl.where(first, TURNS * _CALL + 1 - programs, 1).to(tl.int64)
     before = tl.atomic_add(exchange_ptr + _COUNTER, share, sem="relaxed")
     return (before // _CALL) % 2
 

@@ -17,17 +17,17 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.rejection_sample.op import rejection_sample
 from graphllm.ops.sample.triton_sample import (
-    _KEY_SHIFT,
-    _exponential,
-    _filters,
+    KEY_SHIFT,
     _key,
-    _logits,
-    _off,
-    _row_bits,
-    _token_bits,
-    _uniform,
     _weight,
+    exponential,
+    filters,
+    logits_at,
+    off_top,
+    row_bits_of,
     threshold,
+    token_bits,
+    uniform,
 )
 
 _BLOCK = 2048
@@ -57,8 +57,8 @@ def _race(
     token = tl.full([BLOCK], V - 1, tl.int32)
     for start in range(0, V, BLOCK):
         index = start + lane
-        x = _logits(row_ptr, index, V, COL)
-        off = _off(x, temperature, top)
+        x = logits_at(row_ptr, index, V, COL)
+        off = off_top(x, temperature, top)
         kept = (index < V) & (_key(x, SHIFT) >= cut) & (off >= floor)
         value = off
         if PROBS:
@@ -66,7 +66,7 @@ def _race(
                 left = tl.exp(off) * share - tl.load(probs_ptr + index, mask=index < V, other=0.0)
                 kept = kept & (left > 0)
                 value = tl.log(tl.where(kept, left, 1.0))
-        race = value - tl.log(_exponential(_uniform(_token_bits(index, row_bits))))
+        race = value - tl.log(exponential(uniform(token_bits(index, row_bits))))
         race = tl.where(kept, race, float("-inf"))
         better = race > score
         score = tl.where(better, race, score)
@@ -108,7 +108,7 @@ def _reject_kernel(
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     at = tl.zeros([BLOCK], tl.int32)
     for start in range(0, V, BLOCK):
-        x = _logits(row_ptr, start + lane, V, COL)
+        x = logits_at(row_ptr, start + lane, V, COL)
         better = x > best
         best = tl.where(better, x, best)
         at = tl.where(better, start + lane, at)
@@ -118,20 +118,20 @@ def _reject_kernel(
 
     draft = tl.load(drafts_ptr + r)
     drafted = (draft >= 0) & possible
-    row_bits = _row_bits(tl.load(seed_ptr + r), tl.load(sample_index_ptr + r))
-    coin = _uniform(_token_bits(tl.full([], V, tl.int32), row_bits))
+    row_bits = row_bits_of(tl.load(seed_ptr + r), tl.load(sample_index_ptr + r))
+    coin = uniform(token_bits(tl.full([], V, tl.int32), row_bits))
     accepted = drafted & (coin < RATE)
     temperature = tl.load(temperature_ptr + r)
     if (temperature > 0) & possible & (not accepted):
         top_k, top_p, min_p = tl.load(top_k_ptr + r), tl.load(top_p_ptr + r), tl.load(min_p_ptr + r)
-        by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
+        by_k, by_p, by_min = filters(top_k, top_p, min_p, V)
         top = tl.div_rn(top_logit, temperature)
         rate = 1.4426950408889634 / temperature
         mass = 0.0
         if by_p & (not (by_k | by_min)):
             sums = tl.zeros([BLOCK], tl.float32)
             for start in range(0, V, BLOCK):
-                sums += _weight(_logits(row_ptr, start + lane, V, COL), top_logit, rate)
+                sums += _weight(logits_at(row_ptr, start + lane, V, COL), top_logit, rate)
             mass = tl.sum(sums, axis=0)
         least = tl.zeros([], tl.uint32)
         cut, floor = threshold(
@@ -144,8 +144,8 @@ def _reject_kernel(
                 sums = tl.zeros([BLOCK], tl.float32)
                 spread = tl.zeros([BLOCK], tl.float32)
                 for start in range(0, V, BLOCK):
-                    x = _logits(row_ptr, start + lane, V, COL)
-                    off = _off(x, temperature, top)
+                    x = logits_at(row_ptr, start + lane, V, COL)
+                    off = off_top(x, temperature, top)
                     kept = (x > float("-inf")) & (_key(x, SHIFT) >= cut) & (off >= floor)
                     weight = tl.where(kept, tl.exp(off), 0.0)
                     sums += weight
@@ -153,7 +153,7 @@ def _reject_kernel(
                 whole = tl.sum(sums, axis=0)
                 share = 1.0 / whole
                 x = tl.load(row_ptr + draft * COL).to(tl.float32)
-                off = _off(x, temperature, top)
+                off = off_top(x, temperature, top)
                 p = tl.where((x > float("-inf")) & (_key(x, SHIFT) >= cut) & (off >= floor), tl.exp(off) / whole, 0.0)
                 if PROBS:
                     place = tl.minimum(tl.maximum(tl.load(place_ptr + r), 0), K - 1)
@@ -177,7 +177,7 @@ def _reject_kernel(
 
 def _supports(site: CallSite) -> bool:
     logits, probs = site.args["logits_RV"], site.args["draft_probs_NKV"]
-    return logits.dtype in _KEY_SHIFT and (
+    return logits.dtype in KEY_SHIFT and (
         probs is None or (probs.dtype == torch.float32 and probs.stride(-1) == 1 and probs.shape[1] > 0)
     )
 
@@ -209,7 +209,7 @@ def triton_rejection_sample(
         _reject_kernel, (R,), logits_RV, temperature_R, top_k_R, top_p_R, min_p_R, seed_R, sample_index_R,
         drafts_R, slots_R, place_R, probs, out_R,
         V=V, K=K, ROW=logits_RV.stride(0), COL=logits_RV.stride(1), SLOT=slot, PLACE=place, PROBS=given is not None,
-        TYPICAL=typical_threshold, ALPHA=typical_alpha, RATE=synthetic_rate, SHIFT=_KEY_SHIFT[logits_RV.dtype],
+        TYPICAL=typical_threshold, ALPHA=typical_alpha, RATE=synthetic_rate, SHIFT=KEY_SHIFT[logits_RV.dtype],
         BLOCK=_BLOCK, num_warps=16,
     )  # fmt: skip
     return out_R

@@ -20,12 +20,12 @@ from torch import Tensor
 from graphllm.ir import CallSite, launch_triton
 from graphllm.ops.sample.op import sample
 
-_BLOCK = 2048  # lanes: logits that one program reads at a time
+BLOCK = 2048  # lanes: logits that one program reads at a time
 _DEPTH = 16  # candidates that a lane has room for
 _PROGRAMS = 528  # of the scan: four for each processor of the chip that this was tuned on
 _GROUPS = 2048  # groups of tokens whose maxima bound the k-th largest logit from below
 _LEAST = tl.constexpr(-3.4028234663852886e38)  # the smallest finite float32
-_KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
+KEY_SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}  # low bits of a float32 key that are constant
 
 
 @triton.jit
@@ -39,24 +39,24 @@ def _mix32(x):
 
 
 @triton.jit
-def _row_bits(seed, sample_index):
+def row_bits_of(seed, sample_index):
     low, high = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     return _mix32(sample_index.to(tl.uint32) ^ _mix32(low ^ _mix32(high)))
 
 
 @triton.jit
-def _token_bits(token, row_bits):
+def token_bits(token, row_bits):
     return _mix32(token.to(tl.uint32) * 0x9E3779B9 + row_bits)
 
 
 @triton.jit
-def _uniform(bits):
+def uniform(bits):
     """u in (0, 1), float32 as in the specification."""
     return tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355224609375)
 
 
 @triton.jit
-def _exponential(u):
+def exponential(u):
     """-log1p(-u) to float32 accuracy, from an odd series below 1/2 and the logarithm above, where 1 - u is exact."""
     s = u / (2.0 - u)
     z = s * s
@@ -67,7 +67,7 @@ def _exponential(u):
 
 
 @triton.jit
-def _logits(ptr, index, V, COL: tl.constexpr):
+def logits_at(ptr, index, V, COL: tl.constexpr):
     """float32 logits, -inf beyond the vocabulary and for NaN."""
     x = tl.load(ptr + index * COL, mask=index < V, other=float("-inf")).to(tl.float32)
     return tl.where(x != x, float("-inf"), x)
@@ -89,7 +89,7 @@ def _from_key(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _off(x, temperature, top):
+def off_top(x, temperature, top):
     """Scaled logit minus the row's largest, rounded as in the specification."""
     return tl.div_rn(x, temperature) - top
 
@@ -101,9 +101,16 @@ def _weight(x, top_logit, rate):
 
 
 @triton.jit
-def _filters(top_k, top_p, min_p, V):
+def filters(top_k, top_p, min_p, V):
     by_k = (top_k > 0) & (top_k < V)
     return by_k, top_p < 1.0, min_p > 0.0
+
+
+@triton.jit
+def is_filtered(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
+    """Whether a row, whose parameters these are, is drawn from with a filter."""
+    by_k, by_p, by_min = filters(tl.load(top_k_ptr), tl.load(top_p_ptr), tl.load(min_p_ptr), V)
+    return (tl.load(temperature_ptr) > 0) & (by_k | by_p | by_min)
 
 
 @triton.jit
@@ -124,6 +131,7 @@ def _scan_kernel(
     COL: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUPS: tl.constexpr,
+    FILTERED: tl.constexpr,  # only the rows that have a filter
     BLOCK: tl.constexpr,
 ):
     chunk = tl.program_id(0)
@@ -134,11 +142,13 @@ def _scan_kernel(
     PER_CHUNK: tl.constexpr = (TILES + CHUNKS - 1) // CHUNKS
     lo = tl.minimum(chunk * PER_CHUNK, TILES)
     hi = tl.minimum(lo + PER_CHUNK, TILES)
+    if FILTERED:
+        hi = tl.where(is_filtered(temperature_ptr + s, top_k_ptr + s, top_p_ptr + s, min_p_ptr + s, V), hi, lo)
 
     best = tl.full([BLOCK], float("-inf"), tl.float32)
     best_tile = tl.zeros([BLOCK], tl.int32) + lo
     for tile in tl.range(lo, hi, loop_unroll_factor=4):
-        x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
+        x = logits_at(row_ptr, tile * BLOCK + lane, V, COL)
         better = x > best
         best = tl.where(better, x, best)
         best_tile = tl.where(better, tile, best_tile)
@@ -148,7 +158,7 @@ def _scan_kernel(
 
     temperature = tl.load(temperature_ptr + s)
     if temperature > 0:
-        by_k, by_p, by_min = _filters(tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s), V)
+        by_k, by_p, by_min = filters(tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s), V)
         top_logit = tl.where(top == float("-inf"), 0.0, top)
         rate = 1.4426950408889634 / temperature
         if by_k:
@@ -159,21 +169,21 @@ def _scan_kernel(
             if by_p & (not by_min):
                 mass = tl.zeros([BLOCK], tl.float32)
                 for tile in tl.range(lo, hi, loop_unroll_factor=2):
-                    mass += _weight(_logits(row_ptr, tile * BLOCK + lane, V, COL), top_logit, rate)
+                    mass += _weight(logits_at(row_ptr, tile * BLOCK + lane, V, COL), top_logit, rate)
                 score = tl.sum(mass, axis=0)
         if not (by_k | by_p | by_min):
             scaled_top = tl.div_rn(top_logit, temperature)
-            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
+            row_bits = row_bits_of(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
             score = float("-inf")
             for tile in range(lo, hi):
-                x = _logits(row_ptr, tile * BLOCK + lane, V, COL)
-                bits = _token_bits(tile * BLOCK + lane, row_bits)
+                x = logits_at(row_ptr, tile * BLOCK + lane, V, COL)
+                bits = token_bits(tile * BLOCK + lane, row_bits)
                 # Beating the score takes -log1p(-u) < exp(off - score), hence u below that: rare, so tested first, with
                 # 1 + u from the bits' upper 23 and one fast exponential.
                 one_and_u = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
                 room = tl.exp2((x - top_logit) * rate - score * 1.4426950408889634) * 1.01
                 if tl.max((one_and_u <= 1.0 + room).to(tl.int32), axis=0) > 0:
-                    race = _off(x, temperature, scaled_top) - tl.log(_exponential(_uniform(bits)))
+                    race = off_top(x, temperature, scaled_top) - tl.log(exponential(uniform(bits)))
                     tile_best = tl.max(race, axis=0)
                     if tile_best > score:
                         token = tl.min(tl.where(race == tile_best, tile * BLOCK + lane, V - 1), axis=0)
@@ -209,7 +219,7 @@ def _search(
         at1 = tl.zeros([BLOCK], tl.float32 if BY_MASS else tl.int32)
         at2, at3 = at1, at1
         for start in range(0, tl.where(hi - lo > 1, count, 0), BLOCK):
-            x = _logits(src_ptr, start + lane, count, COL)
+            x = logits_at(src_ptr, start + lane, count, COL)
             key = _key(x, SHIFT)
             if BY_MASS:
                 weight = _weight(x, top_logit, rate)
@@ -247,7 +257,7 @@ def threshold(
 ):
     """The lowest key that top-k and top-p keep, and the lowest off that min-p keeps."""
     lane = tl.arange(0, BLOCK)
-    by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
+    by_k, by_p, by_min = filters(top_k, top_p, min_p, V)
     floor = tl.where(by_min, tl.log(tl.where(by_min, min_p, 1.0)), float("-inf"))
     top = tl.div_rn(top_logit, temperature)
     rate = 1.4426950408889634 / temperature
@@ -260,17 +270,17 @@ def threshold(
             sums = tl.zeros([BLOCK], tl.float32)
             kept = tl.zeros([BLOCK], tl.int32)
             for start in range(0, count, BLOCK):
-                x = _logits(src_ptr, start + lane, count, COL)
+                x = logits_at(src_ptr, start + lane, count, COL)
                 inside = _key(x, SHIFT) >= cut
                 kept += inside.to(tl.int32)
-                inside = inside & (_off(x, temperature, top) >= floor)
+                inside = inside & (off_top(x, temperature, top) >= floor)
                 sums += tl.where(inside, _weight(x, top_logit, rate), 0.0)
             mass = tl.sum(sums, axis=0)
             if by_k:
                 # Ties with the k-th are kept, but only k logits count as the whole mass.
                 last = _from_key(cut, SHIFT)
                 extra = tl.maximum(tl.sum(kept, axis=0) - top_k, 0) * _weight(last, top_logit, rate)
-                mass -= tl.where((extra > 0) & (_off(last, temperature, top) >= floor), extra, 0.0)
+                mass -= tl.where((extra > 0) & (off_top(last, temperature, top) >= floor), extra, 0.0)
         cut = _search(src_ptr, count, top_p * mass, cut, beyond, True, top_logit, rate, COL, SHIFT, BLOCK)
     return cut, floor
 
@@ -303,13 +313,13 @@ def _draw(
     score = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], V - 1, tl.int32)
     for start in range(0, count, BLOCK):
-        x = _logits(src_ptr, start + lane, count, COL)
+        x = logits_at(src_ptr, start + lane, count, COL)
         if CANDIDATES:
             index = tl.load(tile_ptr + start + lane).to(tl.int32) * BLOCK + lane
         else:
             index = start + lane
-        off = _off(x, temperature, top)
-        race = off - tl.log(_exponential(_uniform(_token_bits(index, row_bits))))
+        off = off_top(x, temperature, top)
+        race = off - tl.log(exponential(uniform(token_bits(index, row_bits))))
         race = tl.where((_key(x, SHIFT) >= cut) & (off >= floor), race, float("-inf"))
         better = race > score
         score = tl.where(better, race, score)
@@ -350,6 +360,7 @@ def _finish_kernel(
     COL: tl.constexpr,
     CHUNKS: tl.constexpr,
     GROUPS: tl.constexpr,
+    FILTERED: tl.constexpr,
     SHIFT: tl.constexpr,
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -365,16 +376,16 @@ def _finish_kernel(
     temperature = tl.load(temperature_ptr + s)
     if (temperature > 0) & possible:
         top = tl.div_rn(top_logit, temperature)
-        lower = _off(chunk_top, temperature, top)
+        lower = off_top(chunk_top, temperature, top)
         top_k, top_p, min_p = tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s)
-        by_k, by_p, by_min = _filters(top_k, top_p, min_p, V)
+        by_k, by_p, by_min = filters(top_k, top_p, min_p, V)
         if not (by_k | by_p | by_min):
             score = chunk_score + lower
             token = tl.min(tl.where(score == tl.max(score, axis=0), chunk_id, V - 1), axis=0)
         else:
             lane = tl.arange(0, BLOCK)
             row_ptr = logits_ptr + s.to(tl.int64) * ROW
-            row_bits = _row_bits(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
+            row_bits = row_bits_of(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
             mass = tl.sum(chunk_score * tl.exp(lower), axis=0)
             # The cut, in logits: at or below the threshold of every filter that is on.
             off_cut = tl.log(tl.where(by_min, min_p, 1.0))
@@ -398,10 +409,10 @@ def _finish_kernel(
             if cut > float("-inf"):
                 used = tl.zeros([BLOCK], tl.int32)
                 for tile in range(0, (V + BLOCK - 1) // BLOCK, 4):  # four loads in flight
-                    x0 = _logits(row_ptr, tile * BLOCK + lane, V, COL)
-                    x1 = _logits(row_ptr, (tile + 1) * BLOCK + lane, V, COL)
-                    x2 = _logits(row_ptr, (tile + 2) * BLOCK + lane, V, COL)
-                    x3 = _logits(row_ptr, (tile + 3) * BLOCK + lane, V, COL)
+                    x0 = logits_at(row_ptr, tile * BLOCK + lane, V, COL)
+                    x1 = logits_at(row_ptr, (tile + 1) * BLOCK + lane, V, COL)
+                    x2 = logits_at(row_ptr, (tile + 2) * BLOCK + lane, V, COL)
+                    x3 = logits_at(row_ptr, (tile + 3) * BLOCK + lane, V, COL)
                     used = _collect(x0, tile, cut, used, candidates_ptr, tiles_ptr, DEPTH, BLOCK)
                     used = _collect(x1, tile + 1, cut, used, candidates_ptr, tiles_ptr, DEPTH, BLOCK)
                     used = _collect(x2, tile + 2, cut, used, candidates_ptr, tiles_ptr, DEPTH, BLOCK)
@@ -423,20 +434,24 @@ def _finish_kernel(
                     row_ptr, tiles_ptr, V, least, temperature, top_logit, row_bits,
                     top_k, top_p, min_p, mass, V, COL, False, SHIFT, BLOCK,
                 )  # fmt: skip
-    tl.store(out_ptr + s, token)
+    if FILTERED:
+        filtered = is_filtered(temperature_ptr + s, top_k_ptr + s, top_p_ptr + s, min_p_ptr + s, V)
+        tl.store(out_ptr + s, token, mask=filtered)
+    else:
+        tl.store(out_ptr + s, token)
 
 
-def _chunks(S: object, V: int) -> int:
+def chunks_of(S: object, V: int) -> int:
     """Programs per row of the scan: enough of them for the whole chip and not many without a tile, a power of two of at
     most 64."""
     wanted = _PROGRAMS // max(S, 1) if isinstance(S, int) else 4
-    tiles = -(-V // _BLOCK)
+    tiles = -(-V // BLOCK)
     return min(1 << max(0, min(wanted, 64).bit_length() - 1), max(2, 1 << (tiles - 1).bit_length()))
 
 
 def _supports(site: CallSite) -> bool:
     logits = site.args["logits_SV"]
-    return logits.dtype in _KEY_SHIFT and logits.shape[1] < _BLOCK * 2**15
+    return logits.dtype in KEY_SHIFT and logits.shape[1] < BLOCK * 2**15
 
 
 @sample.impl("triton_sample", device="cuda", supports=_supports)
@@ -450,24 +465,40 @@ def triton_sample(
     sample_index_S: Tensor,
 ) -> Tensor:
     """Two launches, whatever the rows ask for."""
+    out_S = torch.empty(logits_SV.shape[0], dtype=torch.int32, device=logits_SV.device)
+    launch_sample(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S, out_S)
+    return out_S
+
+
+def launch_sample(
+    logits_SV: Tensor,
+    temperature_S: Tensor,
+    top_k_S: Tensor,
+    top_p_S: Tensor,
+    min_p_S: Tensor,
+    seed_S: Tensor,
+    sample_index_S: Tensor,
+    out_S: Tensor,
+    filtered: bool = False,
+) -> None:
+    """The tokens into ``out_S``; with ``filtered`` only those of rows with top-k, top-p or min-p, and nothing else is
+    read."""
     S, V = logits_SV.shape
-    chunks = _chunks(S, V)
+    chunks = chunks_of(S, V)
 
     def scratch(*shape: object, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]
 
-    out_S = scratch(S, dtype=torch.int32)
     row = (logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S)
     found = (scratch(S, chunks), scratch(S, chunks), scratch(S, chunks, dtype=torch.int32), scratch(S, _GROUPS))
-    candidates = scratch(S, _DEPTH, _BLOCK, dtype=logits_SV.dtype)
-    tiles = scratch(S, _DEPTH, _BLOCK, dtype=torch.int16)
+    candidates = scratch(S, _DEPTH, BLOCK, dtype=logits_SV.dtype)
+    tiles = scratch(S, _DEPTH, BLOCK, dtype=torch.int16)
     sizes = {
         "V": V, "ROW": logits_SV.stride(0), "COL": logits_SV.stride(1),
-        "CHUNKS": chunks, "GROUPS": _GROUPS, "BLOCK": _BLOCK,
+        "CHUNKS": chunks, "GROUPS": _GROUPS, "FILTERED": filtered, "BLOCK": BLOCK,
     }  # fmt: skip
     launch_triton(_scan_kernel, (chunks, S), *row, *found, **sizes, num_warps=8)
     launch_triton(
         _finish_kernel, (S,), *row, *found, candidates, tiles, out_S,
-        SHIFT=_KEY_SHIFT[logits_SV.dtype], DEPTH=_DEPTH, **sizes, num_warps=16,
+        SHIFT=KEY_SHIFT[logits_SV.dtype], DEPTH=_DEPTH, **sizes, num_warps=16,
     )  # fmt: skip
-    return out_S

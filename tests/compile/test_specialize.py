@@ -64,7 +64,7 @@ def _linked(config: CompileConfig) -> Linked:
     graphs = trace_model(model, c, on_cpu, layout)
     units = [u for g in graphs for u in g.units.values()]
     run_passes(units, plan, config, PIPELINE.units)
-    return link(graphs, layout)
+    return link(graphs, layout, config)
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +90,18 @@ def test_decode_of_a_layer_is_five_kernels(linked: Linked, config: CompileConfig
     assert [(r["pass"], r["changed"]) for r in reports] == [("fuse_linear", 4)]
 
 
-def test_two_ranks_have_as_many_kernels(config: CompileConfig) -> None:
-    """Sums over ranks join the kernel that normalizes."""
+def test_two_ranks_have_as_many_kernels_and_put_no_logits_together(config: CompileConfig) -> None:
+    """Sums over ranks join the kernel that normalizes; tokens are sampled from each rank's share of the logits, but
+    where all logits are wanted."""
     config = dataclasses.replace(config, tensor_parallel_size=2)
     linked = _linked(config)
     unit, _ = specialize(_middle(linked).json, config.buckets[1], config)
     ops = [op.name for n in unit.graph.nodes if (op := op_of(n.target))]
     assert ops == ["linear_add_norm", "fused_linear"] * 2
-    assert not any(piece.label == "all_reduce" for piece in linked.pieces.values())
+    parts = {name: [linked.pieces[c.piece].label for c in p.calls] for name, p in linked.programs[0].items()}
+    assert parts["plain"][-2:] == ["sample_shares", "record_tokens"]
+    assert parts["full"][-5:] == ["all_gather", "process_logits", "sample", "record_tokens", "token_logprobs"]
+    assert not any(label == "all_reduce" for labels in parts.values() for label in labels)
 
 
 def test_deterministic_mode_is_refused_where_kernels_do_not_say_how_they_add_up(config: CompileConfig) -> None:

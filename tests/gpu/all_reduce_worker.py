@@ -16,6 +16,8 @@ from graphllm.ir.exchange import exchange_bytes
 from graphllm.ir.groups import TENSOR, group_of
 from graphllm.ops.all_gather import all_gather
 from graphllm.ops.all_reduce import all_reduce
+from graphllm.ops.sample import sample
+from graphllm.ops.sample_shares import sample_shares
 from graphllm.runtime.groups import Meeting, joined
 from graphllm.runtime.symmetric_memory import SymmetricGroup, method_for
 
@@ -83,6 +85,31 @@ def check_gathers(rank: int, ranks: int, rows: int, dtype: torch.dtype) -> None:
         assert torch.equal(found, torch.cat([numbers(r, replay, shape, dtype) for r in range(ranks)], 1)[:, :width])
 
 
+def check_samples(rank: int, ranks: int, rows: int) -> None:
+    """The tokens of one GPU that has all logits, of greedy rows and of rows with and without filters."""
+    width = ranks * SHARE - 5
+    kinds = torch.arange(rows, device="cuda") % 7
+    settings = {
+        "temperature_S": torch.tensor([0.0, 1.0, 0.6, 0.8, 1.5, 0.7, 2.0], device="cuda")[kinds],
+        "top_k_S": torch.tensor([0, 0, 20, 0, 0, 5, 0], dtype=torch.int32, device="cuda")[kinds],
+        "top_p_S": torch.tensor([1.0, 1.0, 0.95, 0.9, 1.0, 1.0, 1.0], device="cuda")[kinds],
+        "min_p_S": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0], device="cuda")[kinds],
+        "seed_S": torch.arange(rows, device="cuda") * 77,
+        "sample_index_S": torch.arange(rows, dtype=torch.int32, device="cuda"),
+    }
+    sampled = sample_shares.impls["triton_sample_shares"].fn
+    shape = (rows, SHARE)
+    run = replayed(
+        shape, torch.bfloat16, lambda x: sampled(logits_SN=x, **settings, ranks=ranks, width=width, rows=rows)
+    )
+    for replay in range(REPLAYS):
+        if replay % ranks == rank:
+            torch.cuda._sleep(2_000_000)  # one is late
+        found = run(3 * numbers(rank, replay, shape, torch.bfloat16))
+        whole = torch.cat([3 * numbers(r, replay, shape, torch.bfloat16) for r in range(ranks)], 1)[:, :width]
+        assert torch.equal(found, sample.impls["triton_sample"].fn(logits_SV=whole, **settings))
+
+
 def main() -> None:
     rank, ranks, meeting = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
     with joined(rank, ranks, Meeting(f"file://{meeting}"), torch.device("cuda")):
@@ -98,6 +125,9 @@ def main() -> None:
                 print(f"rank {rank}: {rows} rows of {dtype}: {method}", flush=True)
         for rows in LOGITS:
             check_gathers(rank, ranks, rows, torch.bfloat16)
+        for rows in (1, 7, 64, 256):
+            check_samples(rank, ranks, rows)
+            print(f"rank {rank}: {rows} rows sampled", flush=True)
         assert all_reduce(torch.empty(0, WIDTH, device="cuda"), TENSOR, ranks).shape == (0, WIDTH)
 
 

@@ -84,7 +84,9 @@ class Sharded:
 
         def one(executor: Executor) -> Any:
             try:
-                return executor.run(step)
+                handle = executor.start(step, "full")  # the plain program has no logits of all tokens
+                executor.sample(handle)
+                return handle.wait()
             except BaseException:
                 self.group.abort()
                 raise

@@ -18,6 +18,8 @@ from graphllm.ir.groups import TENSOR, set_group
 from graphllm.ops.all_reduce import all_reduce
 from graphllm.ops.all_reduce.triton_exchange import one_trip
 from graphllm.ops.linear_add_norm import linear_add_norm
+from graphllm.ops.sample import sample
+from graphllm.ops.sample_shares import sample_shares
 from graphllm.runtime.collectives import LibraryGroup
 from graphllm.runtime.host_exchange import HostExchange
 
@@ -67,6 +69,27 @@ def check_same(found: Tensor) -> None:
     assert all(torch.equal(own, other) for other in others)
 
 
+def check_sample(rank: int, ranks: int, call: int) -> None:
+    """The tokens of `sample` of all logits; where many rows may come, those of a row go over in several turns."""
+    rows, share = (4, 3000) if call % 2 else (6, 900)
+    width = ranks * share - 11
+    logits = torch.cat([3 * numbers(r, call + 300, rows, share).nan_to_num() for r in range(ranks)], 1)[:, :width]
+    own = torch.full((rows, share), 50.0).bfloat16()  # what pads the last one's is no token
+    own[:, : min(share, width - rank * share)] = logits[:, rank * share : rank * share + share]
+    at = [(call + row) % 7 for row in range(rows)]
+    filters = {
+        "temperature_S": torch.tensor([0.0, 1.0, 0.6, 0.8, 1.5, 0.7, 2.0])[at],
+        "top_k_S": torch.tensor([0, 0, 20, 0, 0, 5, 0], dtype=torch.int32)[at],
+        "top_p_S": torch.tensor([1.0, 1.0, 0.95, 0.9, 1.0, 1.0, 1.0])[at],
+        "min_p_S": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05, 0.0, 0.0])[at],
+        "seed_S": torch.arange(rows) * 77 + call,
+        "sample_index_S": torch.arange(rows, dtype=torch.int32),
+    }
+    given = {"logits_SN": own, **filters, "ranks": ranks, "width": width}
+    found = sample_shares.impls["triton_sample_shares"].fn(**given, rows=2048 if call % 4 else rows)
+    assert torch.equal(found, sample.reference(logits, **filters)), (call, at)
+
+
 def main() -> None:
     rank, ranks = int(sys.argv[1]), int(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[3]}", rank=rank, world_size=ranks)
@@ -81,6 +104,8 @@ def main() -> None:
     for call, (rows, width) in enumerate(sizes):
         time.sleep(late.random() * 0.05)
         sums.append((check_norm if call % 2 else check_sum)(rank, ranks, call, rows, width))
+        if call % 2:
+            check_sample(rank, ranks, call // 2)
     for found in sums:
         check_same(found)
     assert (host.memory == 255).all()  # as it was

@@ -150,7 +150,9 @@ def _serve(args: argparse.Namespace, answers: IO[bytes]) -> None:
         while (message := _receive(sys.stdin.buffer)) is not None:
             step = msgspec.msgpack.decode(message, type=Step)
             arrays = unpacked(step.arrays)
-            done = executor.run(StepInput(step.tokens, step.sequences, step.rows, step.query_len, arrays))
+            handle = executor.start(StepInput(step.tokens, step.sequences, step.rows, step.query_len, arrays), "full")
+            executor.sample(handle)  # the plain program has no logits of all tokens
+            done = handle.wait()
             assert done.logits is not None
             results = {"tokens": done.tokens, "logits": done.logits.float().cpu().numpy()}
             answer(results if args.rank == 0 else {})
