@@ -6,8 +6,8 @@ us of one all-reduce of bf16: a graph of 64 of them, one behind the other, repla
 each rank. "used" is what a routine of the group takes for that size (`runtime.symmetric_memory.method_for`), "in place"
 two-shot of what lies in shared memory already, "exchange" the kernel of the op `all_reduce`. norm: the sum, the
 addition of a residual and the norm, by the group's fastest method and a kernel ("apart"), or in one kernel ("fused");
-"alone" without the sum. gather: of logits [rows, 64,128] from each rank. error: the largest of a sum, in parts of the
-largest number, over replays with other numbers, before which one of the ranks is late.
+"alone" without the sum. gather: of logits [rows, 128,256 / ranks] from each rank. error: the largest of a sum, in parts
+of the largest number, over replays with other numbers, before which one of the ranks is late.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 WIDTH, CALLS, REPLAYS, CHECKS = 4096, 64, 20, 6
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
-GATHERED, SHARE = (1, 8, 64, 256), 64_128
+GATHERED, VOCABULARY = (1, 8, 64, 256), 128_256
 Row = dict[str, float | str]
 
 
@@ -135,8 +135,8 @@ def measure(rank: int, ranks: int, meeting: Path) -> dict[str, Row]:
             if rank == 0:
                 print(f"{size >> 10} KB", table[f"{size >> 10} KB"], flush=True)
         for rows in GATHERED:
-            x = torch.zeros(rows, SHARE, dtype=torch.bfloat16, device="cuda")
-            out, work = x.new_empty(rows, ranks * SHARE), x.new_empty(ranks, rows, SHARE)
+            x = torch.zeros(rows, VOCABULARY // ranks, dtype=torch.bfloat16, device="cuda")
+            out, work = x.new_empty(rows, VOCABULARY), x.new_empty(ranks, *x.shape)
             table[f"gather {rows}"] = {
                 "used": timed(lambda x=x, work=work, out=out: group.all_gather(x, work, out), 8),
                 "library": timed(lambda x=x, work=work, out=out: LibraryGroup.all_gather(group, x, work, out), 8),

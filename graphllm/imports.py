@@ -21,7 +21,8 @@ def imported(setting: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as missing:
-        raise ConfigError(f"{setting}: {name!r} cannot be imported ({missing}); give package.module:name") from missing
+        remedy = "put it into a module beside the script" if module == "__main__" else "give package.module:name"
+        raise ConfigError(f"{setting}: {name!r} cannot be imported ({missing}); {remedy}") from missing
 
 
 def name_of(setting: str, found: Any) -> str:

@@ -41,6 +41,13 @@ _PROGRAMS = 512
 
 
 @triton.jit
+def _rank(exchange_ptr):
+    """This rank: the first where kernels are built and timed, where there is none. A token before 0 could be -1, which
+    says in exchange memory that nothing has arrived."""
+    return tl.maximum(tl.load(exchange_ptr + _OWN), 0).to(tl.int32)
+
+
+@triton.jit
 def _scan_kernel(
     logits_ptr,
     temperature_ptr,
@@ -61,7 +68,7 @@ def _scan_kernel(
     """The scan of `sample` over this rank's tokens, without what filters need."""
     chunk = tl.program_id(0)
     s = tl.program_id(1)
-    first = tl.load(exchange_ptr + _OWN).to(tl.int32) * N
+    first = _rank(exchange_ptr) * N
     count = tl.minimum(N, V - first)
     row_ptr = logits_ptr + s.to(tl.int64) * ROW
     lane = tl.arange(0, BLOCK)
@@ -146,7 +153,7 @@ def _tell_kernel(
     columns = tl.num_programs(1)
     program = s * columns + column
     half = exchange_half(exchange_ptr, TURNS)
-    rank = tl.load(exchange_ptr + _OWN).to(tl.int32)
+    rank = _rank(exchange_ptr)
     temperature = tl.load(temperature_ptr + s)
     if is_filtered(temperature_ptr + s, top_k_ptr + s, top_p_ptr + s, min_p_ptr + s, V):
         SIZE: tl.constexpr = logits_ptr.dtype.element_ty.primitive_bitwidth

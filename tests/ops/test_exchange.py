@@ -17,6 +17,8 @@ import torch.distributed as dist
 from graphllm.ir.exchange import _alone
 from graphllm.ir.groups import TENSOR, set_group
 from graphllm.ops.all_reduce import all_reduce
+from graphllm.ops.sample import sample
+from graphllm.ops.sample_shares import sample_shares
 from graphllm.runtime.collectives import LibraryGroup
 from graphllm.runtime.host_exchange import HostExchange
 
@@ -86,3 +88,21 @@ def test_alone_every_peer_gives_the_same(ranks: int, dtype: torch.dtype) -> None
             found = all_reduce.impls["exchange"].fn(x=x, ranks=ranks)
             torch.testing.assert_close(found, (x.float() * ranks).to(dtype), atol=0.01, rtol=0.002)
     assert (_alone(ranks, x.device)[1] == 255).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_alone_tokens_are_those_of_the_first_rank(ranks: int) -> None:
+    """Also the last one of its share."""
+    rows, share = 6, 40
+    logits = torch.randn(rows, share)
+    logits[:4, -1] = 50.0
+    zeros, ones = torch.zeros(rows), torch.ones(rows)
+    given = {
+        "temperature_S": torch.tensor([0.0, 1.0] * 3), "top_k_S": zeros.int(), "top_p_S": ones, "min_p_S": zeros,
+        "seed_S": torch.arange(rows), "sample_index_S": torch.arange(rows, dtype=torch.int32),
+    }  # fmt: skip
+    alone = sample_shares.impls["triton_sample_shares"].fn
+    found = alone(logits_SN=logits, **given, ranks=ranks, width=ranks * share, rows=rows)
+    assert torch.equal(found, sample.reference(logits, **given))
+    assert found[:4].tolist() == [share - 1] * 4
+    assert (_alone(ranks, logits.device)[1] == 255).all()
