@@ -48,20 +48,23 @@ class GluonKernel:
 
     def __call__(self, programs: int | torch.SymInt, *args: Any, **constants: Any) -> None:
         """Launch so many programs. args: as the schema has them. constants: the function's, and options of Triton's
-        compiler: maxnreg, the registers of a thread where a program begins, says how many programs fit."""
+        compiler: maxnreg, the registers of a thread where a program begins, says how many programs fit; num_warps takes
+        the place of the kernel's ``warps``."""
         self.overload(*args, programs, json.dumps(constants))
 
     def _run(self, *args: Any) -> None:
         *given, programs, constants = args
         give_scratch()
-        self.function[(programs,)](*given, **json.loads(constants), num_warps=self.warps, launch_pdl=self.early)
+        self.function[(programs,)](*given, **self._options(constants))
 
     def _compile(self, *args: Any) -> None:
         """With tensors on "meta" that are no tracer's: see `launch_triton`."""
         *given, programs, constants = args
         if not any(isinstance(a, FakeTensor) for a in given):
-            options = {"num_warps": self.warps, "launch_pdl": self.early}
-            self.function.warmup(*given, grid=(programs,), **json.loads(constants), **options)
+            self.function.warmup(*given, grid=(programs,), **self._options(constants))
+
+    def _options(self, constants: str) -> dict[str, Any]:
+        return {"num_warps": self.warps, "launch_pdl": self.early, **json.loads(constants)}
 
 
 def gluon_kernel(name: str) -> GluonKernel:

@@ -12,6 +12,8 @@ from graphllm.ir.groups import TENSOR
 from graphllm.ops.add_lora.triton_low_rank import shrunk
 from graphllm.ops.all_reduce.extern import summed
 from graphllm.ops.all_reduce.triton_exchange import fits_exchange
+from graphllm.ops.fused_linear.gluon_int4_row import int4_row, int4_row_configs, launch_int4_row
+from graphllm.ops.fused_linear.gluon_int4_tile import int4_tile, int4_tile_configs, launch_int4_tile
 from graphllm.ops.fused_linear.launch_constants import beside_rows, row_configs, tile_configs
 from graphllm.ops.fused_linear.triton_fused_linear import (
     launch_norm,
@@ -57,6 +59,59 @@ def triton_row(
     launch_row(x_TI, weight_OI, product_TO, config, scales_GO=scales_GO, form=form, adapters=adapters)
     sum_TO, normed_TO = (torch.empty_like(product_TO, dtype=x_TI.dtype) for _ in range(2))
     launch_norm(product_TO, norm_O, eps, normed_TO, 1, bias_O, residual_TO, sum_TO, ranks)
+    return sum_TO, normed_TO
+
+
+@linear_add_norm.impl(
+    "gluon_int4_row",
+    device="cuda",
+    supports=lambda site: int4_row(site) and _exchanged(site),
+    configs=int4_row_configs,
+)
+def gluon_int4_row(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    residual_TO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    scales_GO: Tensor,
+    bias_O: Tensor | None = None,
+    zeros_GO: Tensor | None = None,
+    ranks: int = 1,
+    **config: int,
+) -> tuple[Tensor, Tensor]:
+    """One row of x and int4 weights."""
+    product_TO = torch.empty((x_TI.shape[0], weight_OI.shape[0]), dtype=torch.float32, device=x_TI.device)
+    launch_int4_row(x_TI, weight_OI, scales_GO, zeros_GO, product_TO, config)
+    sum_TO, normed_TO = (torch.empty_like(product_TO, dtype=x_TI.dtype) for _ in range(2))
+    launch_norm(product_TO, norm_O, eps, normed_TO, 1, bias_O, residual_TO, sum_TO, ranks)
+    return sum_TO, normed_TO
+
+
+@linear_add_norm.impl(
+    "gluon_int4_tile",
+    device="cuda",
+    supports=lambda site: int4_tile(site) and _exchanged(site),
+    configs=lambda site: int4_tile_configs(site, splits=True),
+)
+def gluon_int4_tile(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    residual_TO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    scales_GO: Tensor,
+    bias_O: Tensor | None = None,
+    zeros_GO: Tensor | None = None,
+    ranks: int = 1,
+    **config: int,
+) -> tuple[Tensor, Tensor]:
+    """Some rows of x and int4 weights."""
+    shape = (x_TI.shape[0], weight_OI.shape[0])
+    parts = torch.empty((config["splits"], *shape), dtype=torch.float32, device=x_TI.device)
+    launch_int4_tile(x_TI, weight_OI, scales_GO, zeros_GO, parts, config)
+    sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
+    launch_norm(parts, norm_O, eps, normed_TO, config["splits"], bias_O, residual_TO, sum_TO, ranks)
     return sum_TO, normed_TO
 
 
