@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -12,20 +13,25 @@ ADDED = gl.constexpr(136)  # to a code less 8, by `decoded`
 _UNNAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))  # until Triton 3.6
 
 
+@triton.constexpr_function
+def _decoding(half):
+    """PTX: of a pair of int16, $2, the numbers of the first two codes in $0 and $1, or of the others."""
+    shifts = (8, 12) if half else (0, 4)
+    lines = [
+        (f"shr.b32 t, $2, {shift}; " if shift else "mov.b32 t, $2; ")
+        + f"lop3.b32 ${j}, t, 0x000f000f, 0x43004300, 0xEA;"
+        for j, shift in enumerate(shifts)
+    ]
+    return "{ .reg .b32 t; " + " ".join(lines) + " }"
+
+
 @gluon.jit
-def decoded(words):
-    """bf16 numbers of the four codes of each int16, 128 added to a code: its bits are the last of a mantissa."""
+def decoded(words, half: gl.constexpr):
+    """bf16 numbers of two codes of each int16, those of one group: 128 added, as a code becomes the last bits of a
+    mantissa."""
     return gl.inline_asm_elementwise(
-        """{ .reg .b32 t;
-        lop3.b32 $0, $4, 0x000f000f, 0x43004300, 0xEA;
-        shr.b32 t, $4, 4;
-        lop3.b32 $1, t, 0x000f000f, 0x43004300, 0xEA;
-        shr.b32 t, $4, 8;
-        lop3.b32 $2, t, 0x000f000f, 0x43004300, 0xEA;
-        shr.b32 t, $4, 12;
-        lop3.b32 $3, t, 0x000f000f, 0x43004300, 0xEA; }""",
-        "=&r,=&r,=&r,=&r,r", [words], dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
+        _decoding(half), "=&r,=&r,r", [words], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=2
+    )
 
 
 @gluon.jit

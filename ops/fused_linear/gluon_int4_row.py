@@ -143,8 +143,8 @@ def _plus_step(
 ):  # fmt: skip
     """The sums and what a step adds: two groups of each warp."""
     mma: gl.constexpr = acc.type.layout
-    numbers = decoded(word)
     for u in gl.static_range(2):
+        numbers = decoded(word, u)
         if ZEROS:
             zero = zeros.index(step * 2 + u).load(gl.SliceLayout(2, gl.SliceLayout(4, words)))
             zero = gl.expand_dims(gl.expand_dims(zero, 2), 4)
@@ -152,9 +152,9 @@ def _plus_step(
             zero = gl.zeros([WARPS, 1, 1, 1, 1], gl.int16, layout=words)
         zero = (zero + ADDED).to(gl.bfloat16)
         part = gl.zeros([WARPS, 16, 8], gl.float32, layout=mma)
-        for i in gl.static_range(2 * u, 2 * u + 2):
+        for i in gl.static_range(2):
             number = _operand(less(numbers[i], zero), WARPS, 16)
-            x = kept[step].index(i).load(gl.SliceLayout(1, gl.SliceLayout(3, words)))
+            x = kept[step].index(2 * u + i).load(gl.SliceLayout(1, gl.SliceLayout(3, words)))
             x = gl.expand_dims(gl.expand_dims(x, 1), 3).broadcast_to([WARPS, 1, 2, 8, 32])
             x = gl.permute(_operand(x, WARPS, 8), (0, 2, 1))
             number = gl.convert_layout(number, gl.DotOperandLayout(0, mma, 2))

@@ -56,66 +56,91 @@ def _load_constants(constants, box, k, arrived, to, GATED: gl.constexpr):
 
 
 @gluon.jit
+def _bring_weights(
+    weights, scales, zeros, w_smem, s_smem, z_smem, arrived, tile, k, stage,
+    BOXES: gl.constexpr, BLOCK_T: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
+):  # fmt: skip
+    """Ask for a tile's k-th span of weights, and say what a stage has when x is there too."""
+    mbarrier.expect(arrived, BOXES * (_BOX * 128 + (2 if ZEROS else 1) * 4 * _BOX) + 4 * BLOCK_T * 128)
+    for b in gl.static_range(BOXES):
+        box, of = tile * BOXES + b, stage * BOXES + b
+        _load_codes(weights, box, k, arrived, w_smem.index(of), GATED)
+        _load_constants(scales, box, k, arrived, s_smem.index(of), GATED)
+        if ZEROS:
+            _load_constants(zeros, box, k, arrived, z_smem.index(of), GATED)
+
+
+@gluon.jit
 def _bring_tiles(
     weights, scales, zeros, rows, w_smem, s_smem, z_smem, x_smem, full, free,
     COUNT: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, BOXES: gl.constexpr, STAGES: gl.constexpr,
     BLOCK_T: gl.constexpr, ZEROS: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """What the warp that fills shared memory does, as far ahead as there is room."""
-    BYTES: gl.constexpr = BOXES * (_BOX * 128 + (2 if ZEROS else 1) * 4 * _BOX) + 4 * BLOCK_T * 128
+    """What the warp that fills shared memory does, as far ahead as there is room. The first stages' weights are asked
+    for before it waits for x."""
+    EARLY: gl.constexpr = STAGES if STAGES < STEPS else STEPS
+    first = gl.program_id(0) % SPLITS * STEPS
+    for stage in range(EARLY):
+        _bring_weights(
+            weights, scales, zeros, w_smem, s_smem, z_smem, full.index(stage), gl.program_id(0) // SPLITS,
+            first + stage, stage, BOXES, BLOCK_T, ZEROS, GATED,
+        )  # fmt: skip
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     n = 0
     for i in range(gl.program_id(0), COUNT * SPLITS, gl.num_programs(0)):
         first = i % SPLITS * STEPS
         for k in range(first, first + STEPS):
             stage = n % STAGES
-            mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
             arrived = full.index(stage)
-            mbarrier.expect(arrived, BYTES)
-            for b in gl.static_range(BOXES):
-                box = i // SPLITS * BOXES + b
-                _load_codes(weights, box, k, arrived, w_smem.index(stage * BOXES + b), GATED)
-                _load_constants(scales, box, k, arrived, s_smem.index(stage * BOXES + b), GATED)
-                if ZEROS:
-                    _load_constants(zeros, box, k, arrived, z_smem.index(stage * BOXES + b), GATED)
+            mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
+            if n >= EARLY:
+                _bring_weights(
+                    weights, scales, zeros, w_smem, s_smem, z_smem, arrived, i // SPLITS, k, stage, BOXES, BLOCK_T,
+                    ZEROS, GATED,
+                )  # fmt: skip
             for j in gl.static_range(4):
                 _load_tile(rows, [0, k * SPAN + j * 64], arrived, x_smem.index(stage * 4 + j))
             n += 1
 
 
 @gluon.jit
-def _group(numbers, zeros, x_smem, of, u, ZEROS: gl.constexpr, BLOCK_T: gl.constexpr, mma: gl.constexpr):
-    """The product of a group of entries with x, under way, and what it reads."""
-    words: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+def _zeros_of(zeros, u, ZEROS: gl.constexpr, layout: gl.constexpr):
+    """[rows, 1] bf16: what is too much of a group's codes."""
     if ZEROS:
-        zero = zeros.index(u).load(gl.SliceLayout(1, words))
+        zero = zeros.index(u).load(gl.SliceLayout(1, layout))
     else:
-        zero = gl.zeros([_BOX], gl.int16, layout=gl.SliceLayout(1, words))
-    zero = gl.expand_dims((zero + ADDED).to(gl.bfloat16), 1)
-    first, second = less(numbers[0], zero), less(numbers[1], zero)
-    part = gl.zeros([_BOX, BLOCK_T], gl.float32, layout=mma)
-    part = hopper.warpgroup_mma(first, x_smem.index(of).permute((1, 0)), part, use_acc=False, is_async=True)
-    part = hopper.warpgroup_mma(second, x_smem.index(of + 1).permute((1, 0)), part, is_async=True)
-    return part, first, second
+        zero = gl.zeros([_BOX], gl.int16, layout=gl.SliceLayout(1, layout))
+    return gl.expand_dims((zero + ADDED).to(gl.bfloat16), 1)
 
 
 @gluon.jit
 def _plus_span(
-    acc, w_smem, s_smem, z_smem, x_smem, of, stage, ZEROS: gl.constexpr, BLOCK_T: gl.constexpr, mma: gl.constexpr
+    acc, w_smem, s_smem, z_smem, x_smem, turns, of, stage, turn,
+    ZEROS: gl.constexpr, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr, OWN: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """acc + a span of a box of weights times that of x."""
+    """acc + a span of a box of weights times that of x. Two groups take turns in multiplying, so that one decodes what
+    it multiplies next while the other's products are under way."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = decoded(w_smem.index(of).load(gl.DotOperandLayout(0, mma, 2)))
+    layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
+    words = w_smem.index(of).load(layout)
     scales = seen_as(s_smem.index(of), [2, _BOX], flat)
     zeros = seen_as(z_smem.index(of), [2, _BOX], flat) if ZEROS else scales
-    begun = ()
     for u in gl.static_range(2):
-        pair = (numbers[2 * u], numbers[2 * u + 1])
-        begun += (_group(pair, zeros, x_smem, stage * 4 + 2 * u, u, ZEROS, BLOCK_T, mma),)
-    for u in gl.static_range(2):
-        part, first, second = begun[u]
-        part, first, second = hopper.warpgroup_mma_wait(2 - 2 * u, deps=[part, first, second])
-        scale = scales.index(u).load(gl.SliceLayout(1, mma))
-        acc += part * gl.expand_dims(scale.to(gl.float32), 1)
+        numbers = decoded(words, u)
+        zero = _zeros_of(zeros, u, ZEROS, layout)
+        first, second = less(numbers[0], zero), less(numbers[1], zero)
+        scale = gl.expand_dims(scales.index(u).load(gl.SliceLayout(1, mma)).to(gl.float32), 1)
+        x = x_smem.index(stage * 4 + 2 * u).permute((1, 0))
+        next_x = x_smem.index(stage * 4 + 2 * u + 1).permute((1, 0))
+        part = gl.zeros([_BOX, BLOCK_T], gl.float32, layout=mma)
+        if GROUPS == 2:
+            mbarrier.wait(turns.index(OWN), (turn + u & 1) ^ (1 - OWN))
+        part = hopper.warpgroup_mma(first, x, part, use_acc=False, is_async=True)
+        part = hopper.warpgroup_mma(second, next_x, part, is_async=True)
+        if GROUPS == 2:
+            mbarrier.arrive(turns.index(1 - OWN), count=1)
+        part, first, second = hopper.warpgroup_mma_wait(0, deps=[part, first, second])
+        acc += part * scale
     return acc
 
 
@@ -144,7 +169,7 @@ def _write(
 
 @gluon.jit
 def _multiply(
-    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T,
+    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T,
     N: gl.constexpr, COUNT: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr,
     BOXES: gl.constexpr, STAGES: gl.constexpr, BLOCK_T: gl.constexpr, ZEROS: gl.constexpr, BIAS: gl.constexpr,
     GATED: gl.constexpr, OWN: gl.constexpr,
@@ -152,6 +177,10 @@ def _multiply(
     """What the OWN-th group of four warps does: its boxes of each tile."""
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_T, 16])
     OF: gl.constexpr = GROUPS * BOXES
+    # In this order: descriptors lie in memory that every other such kernel writes, see `gluon_gated`.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     n = 0
     for i in range(gl.program_id(0), COUNT * SPLITS, gl.num_programs(0)):
         acc = gl.zeros([_BOX, BLOCK_T], gl.float32, layout=mma)
@@ -160,9 +189,14 @@ def _multiply(
             stage = n % STAGES
             mbarrier.wait(full.index(stage), (n // STAGES) & 1)
             of = stage * OF + OWN * BOXES
-            acc = _plus_span(acc, w_smem, s_smem, z_smem, x_smem, of, stage, ZEROS, BLOCK_T, mma)
+            acc = _plus_span(
+                acc, w_smem, s_smem, z_smem, x_smem, turns, of, stage, n * 2 * BOXES, ZEROS, BLOCK_T, GROUPS, OWN, mma
+            )
             if BOXES == 2:
-                other = _plus_span(other, w_smem, s_smem, z_smem, x_smem, of + 1, stage, ZEROS, BLOCK_T, mma)
+                other = _plus_span(
+                    other, w_smem, s_smem, z_smem, x_smem, turns, of + 1, stage, n * 4 + 2, ZEROS, BLOCK_T, GROUPS,
+                    OWN, mma,
+                )  # fmt: skip
             mbarrier.arrive(free.index(stage), count=1)
             n += 1
         box = i // SPLITS * OF + OWN * BOXES
@@ -192,10 +226,6 @@ def hopper_int4_tile_kernel(
     BLOCK_T: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    # In this order: see `gluon_gated`, whose kernel writes descriptors before it waits.
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
     WORDS: gl.constexpr = K // 4
     OF: gl.constexpr = GROUPS * BOXES
     COUNT: gl.constexpr = (N + _BOX * OF - 1) // (_BOX * OF)
@@ -227,20 +257,23 @@ def hopper_int4_tile_kernel(
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 4, BLOCK_T, 64], swizzled)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
+    for i in gl.static_range(2):
+        mbarrier.init(turns.index(i), count=1)
     hopper.fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS, GROUPS,
-                    BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 0,
+                    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
+                    GROUPS, BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 0,
                 )),
                 (_multiply, (
-                    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS, GROUPS,
-                    BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 1,
+                    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
+                    GROUPS, BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 1,
                 )),
                 (_bring_tiles, (
                     weights, scales, zeros, rows, w_smem, s_smem, z_smem, x_smem, full, free, COUNT, SPLITS, STEPS, OF,
@@ -254,8 +287,8 @@ def hopper_int4_tile_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS, GROUPS,
-                    BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 0,
+                    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
+                    GROUPS, BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 0,
                 )),
                 (_bring_tiles, (
                     weights, scales, zeros, rows, w_smem, s_smem, z_smem, x_smem, full, free, COUNT, SPLITS, STEPS, OF,
