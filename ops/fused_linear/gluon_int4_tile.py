@@ -115,32 +115,31 @@ def _zeros_of(zeros, u, ZEROS: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _plus_span(
-    acc, w_smem, s_smem, z_smem, x_smem, turns, of, stage, turn,
-    ZEROS: gl.constexpr, BLOCK_T: gl.constexpr, GROUPS: gl.constexpr, OWN: gl.constexpr, mma: gl.constexpr,
+    acc, w_smem, s_smem, z_smem, x_smem, of, stage, ZEROS: gl.constexpr, BLOCK_T: gl.constexpr, mma: gl.constexpr
 ):  # fmt: skip
-    """acc + a span of a box of weights times that of x. Two groups take turns in multiplying, so that one decodes what
-    it multiplies next while the other's products are under way."""
+    """acc + a span of a box of weights times that of x. Codes of its second group become numbers while the products of
+    the first one are under way."""
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     layout: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     words = w_smem.index(of).load(layout)
     scales = seen_as(s_smem.index(of), [2, _BOX], flat)
     zeros = seen_as(z_smem.index(of), [2, _BOX], flat) if ZEROS else scales
+    begun = ()
     for u in gl.static_range(2):
         numbers = decoded(words, u)
         zero = _zeros_of(zeros, u, ZEROS, layout)
         first, second = less(numbers[0], zero), less(numbers[1], zero)
-        scale = gl.expand_dims(scales.index(u).load(gl.SliceLayout(1, mma)).to(gl.float32), 1)
         x = x_smem.index(stage * 4 + 2 * u).permute((1, 0))
         next_x = x_smem.index(stage * 4 + 2 * u + 1).permute((1, 0))
         part = gl.zeros([_BOX, BLOCK_T], gl.float32, layout=mma)
-        if GROUPS == 2:
-            mbarrier.wait(turns.index(OWN), (turn + u & 1) ^ (1 - OWN))
         part = hopper.warpgroup_mma(first, x, part, use_acc=False, is_async=True)
         part = hopper.warpgroup_mma(second, next_x, part, is_async=True)
-        if GROUPS == 2:
-            mbarrier.arrive(turns.index(1 - OWN), count=1)
-        part, first, second = hopper.warpgroup_mma_wait(0, deps=[part, first, second])
-        acc += part * scale
+        begun += ((part, first, second),)
+    for u in gl.static_range(2):
+        scale = scales.index(u).load(gl.SliceLayout(1, mma)).to(gl.float32)
+        part, first, second = begun[u]
+        part, first, second = hopper.warpgroup_mma_wait(2 - 2 * u, deps=[part, first, second])
+        acc += part * gl.expand_dims(scale, 1)
     return acc
 
 
@@ -169,7 +168,7 @@ def _write(
 
 @gluon.jit
 def _multiply(
-    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T,
+    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T,
     N: gl.constexpr, COUNT: gl.constexpr, SPLITS: gl.constexpr, STEPS: gl.constexpr, GROUPS: gl.constexpr,
     BOXES: gl.constexpr, STAGES: gl.constexpr, BLOCK_T: gl.constexpr, ZEROS: gl.constexpr, BIAS: gl.constexpr,
     GATED: gl.constexpr, OWN: gl.constexpr,
@@ -189,14 +188,9 @@ def _multiply(
             stage = n % STAGES
             mbarrier.wait(full.index(stage), (n // STAGES) & 1)
             of = stage * OF + OWN * BOXES
-            acc = _plus_span(
-                acc, w_smem, s_smem, z_smem, x_smem, turns, of, stage, n * 2 * BOXES, ZEROS, BLOCK_T, GROUPS, OWN, mma
-            )
+            acc = _plus_span(acc, w_smem, s_smem, z_smem, x_smem, of, stage, ZEROS, BLOCK_T, mma)
             if BOXES == 2:
-                other = _plus_span(
-                    other, w_smem, s_smem, z_smem, x_smem, turns, of + 1, stage, n * 4 + 2, ZEROS, BLOCK_T, GROUPS,
-                    OWN, mma,
-                )  # fmt: skip
+                other = _plus_span(other, w_smem, s_smem, z_smem, x_smem, of + 1, stage, ZEROS, BLOCK_T, mma)
             mbarrier.arrive(free.index(stage), count=1)
             n += 1
         box = i // SPLITS * OF + OWN * BOXES
@@ -257,22 +251,19 @@ def hopper_int4_tile_kernel(
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * 4, BLOCK_T, 64], swizzled)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
-    turns = gl.allocate_shared_memory(gl.int64, [2, 1], one)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=GROUPS)
-    for i in gl.static_range(2):
-        mbarrier.init(turns.index(i), count=1)
     hopper.fence_async_shared()
     if GROUPS == 2:
         gl.warp_specialize(
             [
                 (_multiply, (
-                    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
+                    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
                     GROUPS, BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 0,
                 )),
                 (_multiply, (
-                    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
+                    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
                     GROUPS, BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 1,
                 )),
                 (_bring_tiles, (
@@ -287,7 +278,7 @@ def hopper_int4_tile_kernel(
         gl.warp_specialize(
             [
                 (_multiply, (
-                    w_smem, s_smem, z_smem, x_smem, full, free, turns, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
+                    w_smem, s_smem, z_smem, x_smem, full, free, bias_ptr, out_ptr, T, N, COUNT, SPLITS, STEPS,
                     GROUPS, BOXES, STAGES, BLOCK_T, ZEROS, BIAS, GATED, 0,
                 )),
                 (_bring_tiles, (
