@@ -13,7 +13,9 @@ Sums over two and four H200s are measured (results/h200_all_reduce.json and ..._
 trips on H100s, with as fast links: h100_all_reduce_4.json): with the norm behind them in one kernel, or in place where
 that is not done. Of more GPUs of one host nobody has measured them here: they are taken
 from those of four, each byte as if it passed 2 (n - 1) / n times, and the begin half as long again for each doubling.
-Between hosts the inputs of a stage go at a NIC's rate.
+Ranks sample from their shares of the logits, so what they tell each other is one sum of few numbers more. The rows of
+two and four H200s are of trees before that, where all logits were gathered: beside them the model gathers, too, in the
+time that is measured (the same files; of four GPUs on H100s). Between hosts the inputs of a stage go at a NIC's rate.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from all_reduce import VOCABULARY
 from gpu_step import SHAPES
 
 from graphllm.compile.example_inputs import example
@@ -56,6 +59,7 @@ BANDWIDTH, ARITHMETIC = 4.27e12, 788e12  # of an H200, as measured
 BETWEEN = 390e9  # bytes a second from one H200 to another, as measured
 MEMORY = 141e9
 FEW_ROWS = 16  # of a step whose products take in what lies between them
+TOLD = 8 << 10  # bytes that ranks tell each other of their shares of the logits, at most, with up to 256 rows
 NIC, NIC_BEGIN = 45e9, 10e-6  # 400 Gbit/s a GPU, as reached, and what a message takes to begin: assumed
 PRODUCTS = ("linear", "fused_linear", "linear_add_norm", "fused_moe", "quant_linear", "scaled_linear", "quant_moe")
 CONTEXT = 256  # mean length of sequences in the decode rows: 128 in, 256 out
@@ -71,8 +75,9 @@ ALL_SHAPES: dict[str, dict[str, Any]] = {**SHAPES, **MOE}
 
 
 class Kernel(NamedTuple):
-    """One op of a step. kind: "product", "attention", "all_reduce", "all_gather", or "beside" for what lies between
-    products. bytes, flops: by its cost formula; of collectives bytes is one rank's part."""
+    """One op of a step. kind: "product", "attention", "all_reduce", "all_gather", "tell" for what ranks sampling
+    from shares exchange, or "beside" for what lies between products. bytes, flops: by its cost formula; of collectives
+    bytes is one rank's part."""
 
     kind: str
     bytes: int
@@ -100,16 +105,16 @@ class Rates(NamedTuple):
 
 
 class Model:
-    """A shape as compiled for one of so many ranks on H200s."""
+    """A shape as compiled for one of so many ranks on H200s. gathers: all logits, instead of sampling from shares."""
 
-    def __init__(self, shape: str, ranks: int) -> None:
+    def __init__(self, shape: str, ranks: int, gathers: bool = False) -> None:
         described = ALL_SHAPES[shape]
         args = EngineArgs(
             "shape", target="cpu", dtype="bfloat16", tensor_parallel_size=ranks, max_model_len=8320, max_num_seqs=256,
         )  # fmt: skip
         config = dataclasses.replace(compile_config(described, args), target=Target("cuda", ("sm_90", "sms_132")))
         self.ranks, self.width = ranks, int(described["hidden_size"])
-        self.linked, self.shapes, self.weights = _linked(described, config)
+        self.linked, self.shapes, self.weights = _linked(described, config, gathers)
 
     def step(self, queries: int, sequences: int, length: int) -> Step:
         """Of a step of so many sequences, each with ``queries`` new tokens and ``length`` in all."""
@@ -126,7 +131,7 @@ class Model:
         return found
 
 
-def _linked(described: dict[str, Any], config: CompileConfig) -> tuple[Linked, Shapes, int]:
+def _linked(described: dict[str, Any], config: CompileConfig, gathers: bool) -> tuple[Linked, Shapes, int]:
     """A model as far as nothing has to be compiled, and the bytes of a rank's weights."""
     model = find_model(described)
     c = model.config(described)
@@ -138,7 +143,8 @@ def _linked(described: dict[str, Any], config: CompileConfig) -> tuple[Linked, S
     units = [unit for graph in graphs for unit in graph.units.values()]
     traced = run_passes(units, plan, config, pipeline().units)
     weights = sum(entry.nbytes for entry in traced.plan if not entry.tie)
-    return link(graphs, with_added(layout, graphs, traced.added, config)), units[0].shapes, weights
+    layout = with_added(layout, graphs, traced.added, config)
+    return link(graphs, layout, None if gathers else config), units[0].shapes, weights
 
 
 def _kernels(
@@ -159,6 +165,10 @@ def _kernels(
         if "seq_lens" in bound:
             cost = op.cost(**bound | {"query_start_loc": starts, "seq_lens": lengths})
             yield Kernel("attention", cost.bytes, cost.flops)
+        elif op.name == "sample_shares":
+            cost = op.cost(**bound)
+            yield Kernel("beside", cost.bytes, cost.flops, sizes["T"] > FEW_ROWS)
+            yield Kernel("tell", TOLD, 0)
         elif op.collective:
             yield Kernel(op.name, bound["x"].numel() * bound["x"].element_size(), 0)
         else:
@@ -168,9 +178,10 @@ def _kernels(
 
 
 class Sums:
-    """Seconds of a sum over GPUs of one host, by the bytes of each."""
+    """Seconds of a sum or a gather over GPUs of one host, by the bytes of each."""
 
     def __init__(self) -> None:
+        self._gathers = {2: _gathers("h200_all_reduce.json", 2), 4: _gathers("h100_all_reduce_4.json", 4)}
         self._measured = {
             2: _sums("h200_all_reduce.json"),
             4: _sums("h200_all_reduce_4.json", "h100_all_reduce_4.json"),
@@ -188,6 +199,18 @@ class Sums:
         more = 2 * (ranks - 1) / ranks / passes
         return begin * (1 + math.log2(ranks / of) / 2) + (whole - begin) * more
 
+    def gather(self, nbytes: int, ranks: int) -> float:
+        """Of one gather, of two or four ranks and no more bytes than are measured."""
+        sizes, times = self._gathers[ranks]
+        return float(np.interp(nbytes, sizes, times))
+
+
+def _gathers(file: str, ranks: int) -> tuple[list[int], list[float]]:
+    """Bytes, and the seconds of the gathers that engines used for them."""
+    rows = json.loads((RESULTS / file).read_text()).items()
+    found = {int(name.split()[1]): row["used"] for name, row in rows if name.startswith("gather")}
+    return [2 * n * VOCABULARY // ranks for n in found], [1e-6 * us for us in found.values()]
+
 
 def _sums(*files: str) -> tuple[list[int], list[float]]:
     """Bytes, and the seconds of their sums, of the file where they are fastest."""
@@ -204,10 +227,10 @@ def seconds(model: Model, rates: Rates, sums: Sums, step: Step) -> float:
     """Of one step of a model without stages."""
     total = 0.0
     for kernel, count in step.items():
-        if kernel.kind == "all_reduce":
+        if kernel.kind in ("all_reduce", "tell"):
             total += count * sums.seconds(kernel.bytes, model.ranks)
         elif kernel.kind == "all_gather":
-            total += count * sums.seconds(kernel.bytes * model.ranks, model.ranks) / 2
+            total += count * sums.gather(kernel.bytes, model.ranks)
         else:
             total += count * rates.seconds(kernel)
     return total
@@ -289,7 +312,7 @@ def main() -> None:
     points = [(model, row_step(model, row), 1e-3 * ms) for model, _, rows in cases for row, ms in rows.items()]
     rates = fitted(points, sums)
     for name, ranks in itertools.product(("llama3.1-8b", "llama3-70b"), (2, 4)):
-        cases.append((Model(name, ranks), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several)))
+        cases.append((Model(name, ranks, gathers=True), f"{name} tp{ranks}", rows_of(f"{name} tp{ranks}", several)))
     told_rates = {
         "bandwidth": round(rates.bandwidth, 3),
         "arithmetic": round(rates.arithmetic, 3),
