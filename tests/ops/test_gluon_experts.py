@@ -1,5 +1,5 @@
-"""What can be checked of the experts in Gluon without a GPU: how codes become numbers, by the kernel's instructions
-carried out here, and the order of experts, by Triton's interpreter."""
+"""What can be checked without a GPU of kernels in Gluon with weights of four bits: how codes become numbers, by the
+kernels' instructions carried out here, and the order of experts, by Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 import triton
 
 from graphllm.ops.encoded_weights import decoded
+from graphllm.ops.fused_linear import gluon_int4
 from graphllm.ops.fused_moe import gluon_experts
 from graphllm.ops.fused_moe.gluon_tokens import place_rows_kernel
 
@@ -25,9 +26,14 @@ def _run(text: str, registers: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     def value(name: str) -> torch.Tensor:
         return registers[name] if name in registers else torch.tensor(int(name, 0))
 
-    for opcode, to, *of in re.findall(r"(\w+(?:\.\w+)*) ([$\w]+), ([$\w]+), ([$\w]+);", text):
-        a, b = (value(name) for name in of)
-        if opcode == "mul.rn.bf16x2":
+    for opcode, to, operands in re.findall(r"(\w+(?:\.\w+)+) ([$\w]+), ([^;]+);", text):
+        a, b, c, table = ([value(name) for name in operands.split(", ")] + [torch.tensor(0)] * 3)[:4]
+        if opcode == "lop3.b32":
+            assert table == 0xEA
+            registers[to] = (a & b) | c
+        elif opcode == "mov.b32":
+            registers[to] = a
+        elif opcode == "mul.rn.bf16x2":
             halves = [_bf16(a >> shift) * _bf16(b >> shift) for shift in (0, 16)]
             low, high = (h.view(torch.int16).long() & 0xFFFF for h in halves)
             registers[to] = low | (high << 16)
@@ -54,6 +60,20 @@ def test_every_pair_of_codes_becomes_its_numbers(scale: int) -> None:
     for j in range(4):
         assert torch.equal(_bf16(found[f"${j}"]).double(), want[:, 32 * j])
         assert torch.equal(_bf16(found[f"${j}"] >> 16).double(), want[:, 32 * j + 1])
+
+
+def test_every_pair_of_int4_codes_becomes_its_numbers() -> None:
+    """Of both groups of a span."""
+    word = torch.arange(1 << 16)
+    other = word.flip(0)
+    rows = torch.stack([word, other], 1).to(torch.int16).repeat(1, 32)  # a span of 64 numbers
+    want = decoded(rows, torch.ones(2, len(rows)), None, "int4", 128, 256) + 136
+    for half in range(2):
+        found = _run(gluon_int4._decoding.fn(half), {"$2": word | (other << 16)})
+        for j in range(2):
+            first = 64 * (2 * half + j)
+            assert torch.equal(_bf16(found[f"${j}"]).float(), want[:, first])
+            assert torch.equal(_bf16(found[f"${j}"] >> 16).float(), want[:, first + 1])
 
 
 @pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="by the interpreter")
