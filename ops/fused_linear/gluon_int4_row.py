@@ -2,8 +2,7 @@
 
 Weights are asked for before x is there, by asynchronous copies, which take neither registers nor threads that wait, so
 that enough of them are under way for the memory of the GPU. As in `triton_direct` the warps of a program divide the
-inner dimension and add their sums at the end, and which entry of an operand is which inner entry is chosen so that no
-thread needs another one's numbers. Every column of the product's right operand is the row of x.
+inner dimension and add their sums at the end.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -15,10 +14,11 @@ import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphllm.ir import CallSite, GluonKernel, runs_gluon
 from graphllm.ops.fused_linear.gluon_int4 import ADDED, GROUP, SPAN, decoded, less, seen_as
+from graphllm.ops.fused_linear.gluon_rows import added_up, copy, count, in_order, plus_product, whole_lines, words_of
 from graphllm.ops.fused_linear.launch_constants import Config
 from graphllm.ops.fused_linear.op import fused_linear
 from graphllm.ops.fused_linear.triton_fused_linear import half, normalized
@@ -27,24 +27,6 @@ _CONFIGS = (  # warps of a program, steps whose weights are under way, registers
     (4, 2, 64), (8, 2, 0), (8, 4, 0),
 )  # fmt: skip
 _ROWS = 16  # of weights that a program multiplies
-
-# Until Triton 3.6.
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-
-
-@triton.constexpr_function
-def _along(layout, rank, dim):
-    """The layout of one dimension of a tensor."""
-    for d in reversed(range(rank)):
-        if d != dim:
-            layout = gl.SliceLayout(d, layout)
-    return layout
-
-
-@triton.constexpr_function
-def _in_order(rank):
-    """Shared memory in the order of a tensor's entries."""
-    return gl.SwizzledSharedLayout(1, 1, 1, list(reversed(range(rank))))
 
 
 @triton.constexpr_function
@@ -59,25 +41,6 @@ def _constants_of(inner, warps):
     return (1 << (_steps(inner, warps) - 1).bit_length()) * warps * 2
 
 
-@triton.constexpr_function
-def _whole_lines(warps):
-    """By which threads weights [warps, 2, 2, 8, 32] are copied: 128 bytes of four rows at a time."""
-    registers = [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 0, 0, 4, 0], [0, 1, 0, 0, 0]]
-    lanes = [[0, 0, 0, 0, 8], [0, 0, 0, 0, 16], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 0, 2, 0]]
-    of_warps = [[1 << i, 0, 0, 0, 0] for i in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 2, 2, 8, 32])
-
-
-@gluon.jit
-def _count(layout: gl.constexpr, RANK: gl.constexpr, DIM: gl.constexpr, SIZE: gl.constexpr):
-    """0, 1 ... along one dimension of a tensor of so many."""
-    values = gl.arange(0, SIZE, layout=_along(layout, RANK, DIM))
-    for d in gl.static_range(RANK):
-        if d != DIM:
-            values = gl.expand_dims(values, d)
-    return values
-
-
 @gluon.jit
 def _row_of(half, row, N: gl.constexpr, GATED: gl.constexpr):
     """Of the weights, in a half of a program's sixteen. With a gate, eight rows of it and eight of the value."""
@@ -88,20 +51,13 @@ def _row_of(half, row, N: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def _operand(loaded, WARPS: gl.constexpr, ROWS: gl.constexpr):
-    """[WARPS, ROWS, 64] of [WARPS, ROWS // 8, 2, 8, 32]: entries in the order in which a product takes a thread's."""
-    parts = gl.reshape(loaded, [WARPS, ROWS // 8, 2, 8, 4, 2, 2, 2])
-    return gl.reshape(gl.permute(parts, (0, 1, 3, 2, 5, 6, 4, 7)), [WARPS, ROWS, 64])
-
-
-@gluon.jit
 def _ask_for_weights(into, weights_at, step, copies: gl.constexpr, K: gl.constexpr, WARPS: gl.constexpr):
     at = weights_at + step * (WARPS * 64)
     if (step + 1) * WARPS * SPAN > K:
-        inside = (step * WARPS + _count(copies, 5, 0, WARPS) < K // SPAN).broadcast_to(at.type.shape)
-        _copy(into, at, mask=inside, cache_modifier=".cg")
+        inside = (step * WARPS + count(copies, 5, 0, WARPS) < K // SPAN).broadcast_to(at.type.shape)
+        copy(into, at, mask=inside, cache_modifier=".cg")
     else:
-        _copy(into, at, cache_modifier=".cg")
+        copy(into, at, cache_modifier=".cg")
     async_copy.commit_group()
 
 
@@ -110,29 +66,29 @@ def _ask_for_constants(into, constants_ptr, N: gl.constexpr, K: gl.constexpr, GA
     """All scales, or zero points, of a program's rows: by step, half of a span, and warp."""
     GROUPS: gl.constexpr = _constants_of(K, WARPS)
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [16, 2, 1], [WARPS, 1, 1], [2, 1, 0])
-    place = _count(layout, 3, 0, GROUPS)
+    place = count(layout, 3, 0, GROUPS)
     group = (place // (2 * WARPS) * WARPS + place % WARPS) * 2 + place // WARPS % 2
-    at = constants_ptr + group * N + _row_of(_count(layout, 3, 1, 2), _count(layout, 3, 2, 8), N, GATED)
+    at = constants_ptr + group * N + _row_of(count(layout, 3, 1, 2), count(layout, 3, 2, 8), N, GATED)
     if GROUPS > K // GROUP:
-        _copy(into, at, mask=(group < K // GROUP).broadcast_to([GROUPS, 2, 8]))
+        copy(into, at, mask=(group < K // GROUP).broadcast_to([GROUPS, 2, 8]))
     else:
-        _copy(into, at)
+        copy(into, at)
 
 
 @gluon.jit
 def _kept_x(x_ptr, K: gl.constexpr, WARPS: gl.constexpr):
     """x in shared memory, step by step: [codes of an int16, WARPS, 2, 32]."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 1, 8], [4, 1, 2, 4], [1, WARPS, 1, 1], [3, 2, 1, 0])
-    span = _count(layout, 4, 1, WARPS)
-    at = (span * 4 + _count(layout, 4, 0, 4)) * 64 + _count(layout, 4, 2, 2) * 32 + _count(layout, 4, 3, 32)
+    span = count(layout, 4, 1, WARPS)
+    at = (span * 4 + count(layout, 4, 0, 4)) * 64 + count(layout, 4, 2, 2) * 32 + count(layout, 4, 3, 32)
     loaded = ()
     for step in gl.static_range(_steps(K, WARPS)):
         inside = (step * WARPS + span < K // SPAN).broadcast_to([4, WARPS, 2, 32])
         loaded += (gl.load(x_ptr + step * (WARPS * SPAN) + at, mask=inside, other=0.0),)
     kept = ()
     for step in gl.static_range(_steps(K, WARPS)):
-        buffer = gl.allocate_shared_memory(gl.bfloat16, [4, WARPS, 2, 32], _in_order(4), loaded[step])
-        kept += (seen_as(buffer, [4, WARPS, 2, 32], _in_order(3)),)
+        buffer = gl.allocate_shared_memory(gl.bfloat16, [4, WARPS, 2, 32], in_order(4), loaded[step])
+        kept += (seen_as(buffer, [4, WARPS, 2, 32], in_order(3)),)
     return kept
 
 
@@ -153,23 +109,10 @@ def _plus_step(
         zero = (zero + ADDED).to(gl.bfloat16)
         part = gl.zeros([WARPS, 16, 8], gl.float32, layout=mma)
         for i in gl.static_range(2):
-            number = _operand(less(numbers[i], zero), WARPS, 16)
-            x = kept[step].index(2 * u + i).load(gl.SliceLayout(1, gl.SliceLayout(3, words)))
-            x = gl.expand_dims(gl.expand_dims(x, 1), 3).broadcast_to([WARPS, 1, 2, 8, 32])
-            x = gl.permute(_operand(x, WARPS, 8), (0, 2, 1))
-            number = gl.convert_layout(number, gl.DotOperandLayout(0, mma, 2))
-            part = mma_v2(number, gl.convert_layout(x, gl.DotOperandLayout(1, mma, 2)), part)
+            part = plus_product(part, less(numbers[i], zero), kept[step].index(2 * u + i), words, WARPS)
         scale = scales.index(step * 2 + u).load(gl.SliceLayout(2, mma))
         acc += part * gl.expand_dims(scale.to(gl.float32), 2)
     return acc
-
-
-@gluon.jit
-def _added_up(acc, WARPS: gl.constexpr):
-    """[halves, rows, columns]: the sums of all warps; a thread has both halves."""
-    layout: gl.constexpr = gl.BlockedLayout([WARPS, 2, 1, 1], [1, 1, 8, 4], [1, 1, 1, WARPS], [2, 3, 1, 0])
-    sums = gl.allocate_shared_memory(gl.float32, [WARPS, 16, 8], _in_order(3), acc)
-    return gl.sum(seen_as(sums, [WARPS, 2, 8, 8], _in_order(4)).load(layout), axis=0)
 
 
 @gluon.jit
@@ -192,30 +135,30 @@ def hopper_int4_row_kernel(
 ):
     STEPS: gl.constexpr = _steps(K, WARPS)
     GROUPS: gl.constexpr = _constants_of(K, WARPS)
-    words: gl.constexpr = gl.BlockedLayout([1, 2, 2, 1, 8], [1, 1, 1, 8, 4], [WARPS, 1, 1, 1, 1], [4, 3, 2, 1, 0])
-    copies: gl.constexpr = _whole_lines(WARPS)
+    words: gl.constexpr = words_of(WARPS)
+    copies: gl.constexpr = whole_lines(WARPS)
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1, 1], [1, 16, 8])
     gl.inline_asm_elementwise(
         "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
     ring = ()  # buffers of their own: Triton would put barriers between accesses to parts of one
     for _ in gl.static_range(AHEAD):
-        ring += (gl.allocate_shared_memory(gl.int16, [WARPS, 2, 2, 8, 32], _in_order(5)),)
-    scales = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [GROUPS, 2, 8], _in_order(3))
+        ring += (gl.allocate_shared_memory(gl.int16, [WARPS, 2, 2, 8, 32], in_order(5)),)
+    scales = gl.allocate_shared_memory(scales_ptr.dtype.element_ty, [GROUPS, 2, 8], in_order(3))
     _ask_for_constants(scales, scales_ptr, N, K, GATED, WARPS)
     by_half = scales
     if ZEROS:
-        zeros = gl.allocate_shared_memory(gl.int16, [GROUPS, 2, 8], _in_order(3))
+        zeros = gl.allocate_shared_memory(gl.int16, [GROUPS, 2, 8], in_order(3))
         _ask_for_constants(zeros, zeros_ptr, N, K, GATED, WARPS)
-        by_half = seen_as(zeros, [GROUPS // WARPS, WARPS, 2, 8], _in_order(3))
-    weights_at = weight_ptr + _row_of(_count(copies, 5, 1, 2), _count(copies, 5, 3, 8), N, GATED) * (K // 4)
-    weights_at += _count(copies, 5, 0, WARPS) * 64 + _count(copies, 5, 2, 2) * 32 + _count(copies, 5, 4, 32)
+        by_half = seen_as(zeros, [GROUPS // WARPS, WARPS, 2, 8], in_order(3))
+    weights_at = weight_ptr + _row_of(count(copies, 5, 1, 2), count(copies, 5, 3, 8), N, GATED) * (K // 4)
+    weights_at += count(copies, 5, 0, WARPS) * 64 + count(copies, 5, 2, 2) * 32 + count(copies, 5, 4, 32)
     for step in gl.static_range(AHEAD):
         _ask_for_weights(ring[step], weights_at, step, copies, K, WARPS)
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
     kept = _kept_x(x_ptr, K, WARPS)
-    by_row = seen_as(scales, [GROUPS // WARPS, WARPS, 16], _in_order(2))
+    by_row = seen_as(scales, [GROUPS // WARPS, WARPS, 16], in_order(2))
     acc = gl.zeros([WARPS, 16, 8], gl.float32, layout=mma)
     for step in gl.static_range(STEPS):
         async_copy.wait_group(min(AHEAD - 1, STEPS - 1 - step))
@@ -224,20 +167,20 @@ def hopper_int4_row_kernel(
             _ask_for_weights(ring[step % AHEAD], weights_at, step + AHEAD, copies, K, WARPS)
         acc = _plus_step(acc, word, by_row, by_half, step, kept, words, K, ZEROS, WARPS)
 
-    out = _added_up(acc, WARPS)
+    out = added_up(acc, WARPS)
     halves: gl.constexpr = out.type.layout
     if BIAS:
-        bias = gl.load(bias_ptr + _row_of(_count(halves, 3, 0, 2), _count(halves, 3, 1, 8), N, GATED))
+        bias = gl.load(bias_ptr + _row_of(count(halves, 3, 0, 2), count(halves, 3, 1, 8), N, GATED))
         out += bias.to(gl.float32)
     if GATED:
         gate, value = gl.split(gl.permute(out, (1, 2, 0)))
         out = gate / (1.0 + gl.exp(-gate)) * value
         single: gl.constexpr = out.type.layout
-        at = gl.program_id(0) * 8 + _count(single, 2, 0, 8)
-        inside = _count(single, 2, 1, 8) == 0  # all columns are the same
+        at = gl.program_id(0) * 8 + count(single, 2, 0, 8)
+        inside = count(single, 2, 1, 8) == 0  # all columns are the same
     else:
-        at = gl.program_id(0) * 16 + _count(halves, 3, 0, 2) * 8 + _count(halves, 3, 1, 8)
-        inside = _count(halves, 3, 2, 8) == 0
+        at = gl.program_id(0) * 16 + count(halves, 3, 0, 2) * 8 + count(halves, 3, 1, 8)
+        inside = count(halves, 3, 2, 8) == 0
     at, inside = at.broadcast_to(out.type.shape), inside.broadcast_to(out.type.shape)
     if RESIDUAL:
         out += gl.load(residual_ptr + at, mask=inside, other=0.0).to(gl.float32)
