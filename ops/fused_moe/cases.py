@@ -97,6 +97,7 @@ CASES = (
     _case(300, 8, 2, 16, 8, "skewed"),
     _case(0, 8, 2, 32, 16),
     _case(1, 8, 2, 96, 64, biases=True, encoding="e2m1-32", **_CLAMPED),
+    _case(1, 8, 3, 1312, 416, "some_none", encoding="e2m1-32", activation="gelu_tanh"),
     _case(5, 8, 2, 256, 160, "some_none", encoding="int4-zeros-64"),
     _case(20, 4, 2, 160, 96, "skewed", biases=True, encoding="e2m1-32", **_CLAMPED),
     _case(70, 8, 2, 160, 96, "skewed", biases=True, encoding="e2m1-32", **_CLAMPED),

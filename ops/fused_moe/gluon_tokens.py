@@ -65,6 +65,11 @@ _REGISTERS = {2: 128, 3: 80}  # of a thread, so that so many programs fit
 
 def supports_gluon(site: CallSite) -> bool:
     """Whether weights are what the kernel reads, and tokens some."""
+    return _FEWEST <= site.rows("x_TD") <= _MOST and reads_experts(site)
+
+
+def reads_experts(site: CallSite) -> bool:
+    """Whether weights are what kernels in Gluon read, and run there."""
     scales = site.args["gate_up_scales_NG2F"], site.args["down_scales_NGD"]
     fits = site.args["form"] == "e2m1" and site.args["group"] == _GROUP and site.args["adapter_ids_T"] is None
     if not fits or any(s is None or s.dtype != torch.uint8 for s in scales) or not supports(site):
@@ -73,8 +78,7 @@ def supports_gluon(site: CallSite) -> bool:
     plain = site.args["gate_up_zeros_NG2F"] is None and site.args["x_TD"].dtype == torch.bfloat16
     tensors = (t for t in site.args.values() if isinstance(t, Tensor))
     aligned = all(t.storage_offset() * t.element_size() % 16 == 0 for t in tensors)
-    some = _FEWEST <= site.rows("x_TD") <= _MOST
-    return runs_gluon(site.target) and plain and aligned and all(n % _GROUP == 0 for n in inner) and some
+    return runs_gluon(site.target) and plain and aligned and all(n % _GROUP == 0 for n in inner)
 
 
 def gluon_configs(site: CallSite) -> list[Config]:

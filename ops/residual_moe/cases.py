@@ -50,6 +50,7 @@ CASES = (
     _case(1, 8, 2, 24, 16, norm=True, rank=4),
     _case(5, 8, 2, 24, 16, rank=4),
     _case(70, 8, 2, 24, 16, rank=20),
+    _case(1, 6, 3, 160, 96, biases=True, encoding="e2m1-32", **_CLAMPED),
     _case(20, 6, 3, 160, 96, biases=True, encoding="e2m1-32", **_CLAMPED),
     *(_case(T, 128, 8, 2048, 768, norm=T == 1, size="real") for T in (1, 32, 1024)),
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from graphllm.ir import CallSite
-from graphllm.ops.fused_moe import gluon_tokens, triton_few_tokens, triton_many_tokens
+from graphllm.ops.fused_moe import gluon_one_token, gluon_tokens, triton_few_tokens, triton_many_tokens
 from graphllm.ops.fused_moe.triton_adapters import lora_of
 from graphllm.ops.fused_moe.triton_common import experts_of
 from graphllm.ops.fused_moe.tuning import even_routing
@@ -84,6 +84,14 @@ def triton_few(
         lora_of(gate_up_lora_a_LNRD, gate_up_lora_b_LNrO, down_lora_a_LNrF, down_lora_b_LNrD, adapter_ids_T),
     )  # fmt: skip
     return triton_few_tokens.few_tokens(x_TD, experts, weights_TA, experts_TA, config, residual_TD)
+
+
+residual_moe.impl(
+    "gluon_one_token",
+    device="cuda",
+    supports=lambda s: gluon_one_token.supports_one_token(s) and _plain(s),
+    configs=gluon_one_token.one_token_configs,
+)(gluon_one_token.gluon_one_token)
 
 
 residual_moe.impl(
