@@ -5,7 +5,7 @@ that enough of them are under way for the memory of the GPU. As in `triton_direc
 inner dimension and add their sums at the end.
 """
 
-# mypy: allow-untyped-defs, disable-error-code="assignment"
+# mypy: allow-untyped-defs, disable-error-code="assignment, var-annotated"
 
 from __future__ import annotations
 

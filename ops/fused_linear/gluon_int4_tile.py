@@ -7,7 +7,7 @@ group decodes, the other's products are under way. With a gate, sixteen rows of 
 eight of the value, so that a thread has both of an output. Programs stay, and take one tile after another.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -227,9 +227,9 @@ def hopper_int4_tile_kernel(
     swizzled: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     one: gl.constexpr = mbarrier.MBarrierLayout()
+    plain: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=4 if GATED else 2)
     if GATED:
         deep: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-        plain: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=4)
         weights = tma.make_tensor_descriptor(
             weight_ptr, [N // 16, 2, 8, WORDS], [8 * WORDS, N // 2 * WORDS, WORDS, 1], [4, 2, 8, 64], deep
         )
@@ -240,7 +240,6 @@ def hopper_int4_tile_kernel(
             zeros_ptr, [K // GROUP, N // 16, 2, 8], [N, 8, N // 2, 1], [2, 4, 2, 8], plain
         )
     else:
-        plain: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=16, rank=2)
         weights = tma.make_tensor_descriptor(weight_ptr, [N, WORDS], [WORDS, 1], [64, 64], swizzled)
         scales = tma.make_tensor_descriptor(scales_ptr, [K // GROUP, N], [N, 1], [2, 64], plain)
         zeros = tma.make_tensor_descriptor(zeros_ptr, [K // GROUP, N], [N, 1], [2, 64], plain)
