@@ -9,8 +9,8 @@ tokens at a time, keep up, and need no waiting.
 
 Programs stay, and take one tile after another: HALF rows of a matrix and as many others, of one expert. Pairs of a
 token and an expert lie in the order of experts, so that the rows of an expert's tokens are neighbours, which the TMA
-unit reads; what it reads behind them only makes columns that nobody writes. The weights of a program's first tile are
-asked for while the kernel before this one still runs, before it is known whether that expert has tokens.
+unit reads; what it reads behind them only makes columns that nobody writes. The weights of a program's first tile may
+be asked for while the kernel before this one still runs, before it is known whether that expert has tokens.
 """
 
 # mypy: allow-untyped-defs
@@ -95,10 +95,10 @@ def _bring_weights(
 
 
 @gluon.jit
-def _at_least_one(count, n):
-    """How many tokens of an expert are multiplied. Those of a program's first tile, whose weights are asked for before
-    ``count`` is known, may be one that is not there: its column is not written."""
-    return gl.where(n == 0, gl.maximum(count, 1), count)
+def _tokens(count, n, EARLY: gl.constexpr):
+    """How many tokens of an expert are multiplied. With a program's first tile, whose weights are asked for before
+    ``count`` is known, one at least, which may be none: its column is not written."""
+    return gl.where(n < EARLY, gl.maximum(count, 1), count)
 
 
 @gluon.jit
@@ -106,11 +106,10 @@ def _bring_tiles(
     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr,
     ROWS: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, OTHER: gl.constexpr, STEP: gl.constexpr,
     BLOCKS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, SPANS: gl.constexpr,
+    STAGES: gl.constexpr, SPANS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """What the warp that fills shared memory does, as far ahead as there is room. The first stages' weights are asked
-    for before it waits for x."""
-    EARLY: gl.constexpr = STAGES if STAGES < TILES else TILES
+    """What the warp that fills shared memory does, as far ahead as there is room. The first EARLY stages' weights are
+    asked for before it waits for x."""
     expert = gl.program_id(0) // BLOCKS
     first = gl.program_id(0) % BLOCKS * STEP
     for stage in range(EARLY):
@@ -125,7 +124,7 @@ def _bring_tiles(
         first = i % BLOCKS * STEP
         begin = gl.load(table_ptr + 2 * expert)
         count = gl.load(table_ptr + 2 * expert + 1)
-        for s in range(0, _at_least_one(count, n), SLOTS):
+        for s in range(0, _tokens(count, n, EARLY), SLOTS):
             for tile in range(TILES):
                 stage = n % STAGES
                 arrived = full.index(stage)
@@ -230,8 +229,8 @@ def _multiply(
     weights_ptr, out_ptr,
     ROWS: gl.constexpr, N: gl.constexpr, OTHER: gl.constexpr, STEP: gl.constexpr, BLOCKS: gl.constexpr,
     WIDTH: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, SPANS: gl.constexpr, TEAMS: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, mma: gl.constexpr,
+    STAGES: gl.constexpr, SPANS: gl.constexpr, TEAMS: gl.constexpr, EARLY: gl.constexpr, BIAS: gl.constexpr,
+    GATED: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """What a team of four warps does: its spans of each stage."""
     # In this order: descriptors lie in memory that every other such kernel writes, see `gluon_gated`.
@@ -244,7 +243,7 @@ def _multiply(
         first = i % BLOCKS * STEP
         begin = gl.load(table_ptr + 2 * expert)
         count = gl.load(table_ptr + 2 * expert + 1)
-        for s in range(0, _at_least_one(count, n), SLOTS):
+        for s in range(0, _tokens(count, n, EARLY), SLOTS):
             acc = gl.zeros([HALF, SLOTS], gl.float32, layout=mma)
             other = gl.zeros([HALF, SLOTS], gl.float32, layout=mma)
             for _ in range(TILES):
@@ -284,6 +283,7 @@ def hopper_experts_kernel(
     SPANS: gl.constexpr,  # of a stage, an even number
     TEAMS: gl.constexpr,  # of four warps that multiply: 1, or 2 that share the spans of a stage
     REGISTERS: gl.constexpr,  # of the second team's threads; the first one's have what is left
+    EARLY: gl.constexpr,  # whether weights are asked for before it is known which experts have tokens
 ):  # fmt: skip
     WARPS: gl.constexpr = 4
     HALF: gl.constexpr = 16 * WARPS
@@ -292,6 +292,7 @@ def hopper_experts_kernel(
     STEP: gl.constexpr = HALF if GATED else HALF * PARTS
     BLOCKS: gl.constexpr = (WIDTH + STEP - 1) // STEP
     TILES: gl.constexpr = (K + 128 * SPANS - 1) // (128 * SPANS)
+    AHEAD: gl.constexpr = min(STAGES, TILES) if EARLY else 0  # of the first tile
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     w_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -322,16 +323,16 @@ def hopper_experts_kernel(
                 (_multiply, (
                     0, w_smem, s_smem, x_smem, sums, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
                     weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
-                    TEAMS, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
                 )),
                 (_multiply, (
                     1, w_smem, s_smem, x_smem, sums, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
                     weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
-                    TEAMS, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
                 )),
                 (_bring_tiles, (
                     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr, ROWS, K // 32, N, OTHER, STEP,
-                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
+                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS, AHEAD,
                 )),
             ],
             [4, 1],  # warps of the second team and of what fills shared memory
@@ -343,11 +344,11 @@ def hopper_experts_kernel(
                 (_multiply, (
                     0, w_smem, s_smem, x_smem, x_smem, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
                     weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
-                    TEAMS, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
                 )),
                 (_bring_tiles, (
                     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr, ROWS, K // 32, N, OTHER, STEP,
-                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
+                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS, AHEAD,
                 )),
             ],
             [1],
