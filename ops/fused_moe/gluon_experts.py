@@ -1,5 +1,6 @@
 """Products of some tokens with experts in four-bit floats on Hopper, in Gluon: a warp brings codes, their scales and
-rows of x into shared memory stages ahead, and four warps make numbers of the codes in registers and multiply.
+rows of x into shared memory stages ahead, and a team of four warps, or two that share the spans of a stage and add
+their sums, make numbers of the codes in registers and multiply.
 
 What limits these products beside the bytes are the bits to move (three instructions for two codes and one that scales
 them), and how memory is read: 128 neighbouring bytes of a row at a time take a sixth less time than 64, so a stage has
@@ -8,7 +9,8 @@ tokens at a time, keep up, and need no waiting.
 
 Programs stay, and take one tile after another: HALF rows of a matrix and as many others, of one expert. Pairs of a
 token and an expert lie in the order of experts, so that the rows of an expert's tokens are neighbours, which the TMA
-unit reads; what it reads behind them only makes columns that nobody writes.
+unit reads; what it reads behind them only makes columns that nobody writes. The weights of a program's first tile may
+be asked for while the kernel before this one still runs, before it is known whether that expert has tokens.
 """
 
 # mypy: allow-untyped-defs
@@ -75,33 +77,63 @@ def _in_rows(buffer, rows, COUNT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def _bring_weights(
+    weights, scales, w_smem, s_smem, arrived, expert, first, tile, stage,
+    ROWS: gl.constexpr, GROUPS: gl.constexpr, OTHER: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr,
+    PARTS: gl.constexpr, SPANS: gl.constexpr,
+):  # fmt: skip
+    """Ask for a stage's codes and scales, and say what it has when rows of x are there too."""
+    BOXES: gl.constexpr = SPANS // 2
+    mbarrier.expect(arrived, SPANS * (PARTS * HALF * (64 + 4) + SLOTS * 256))
+    for p in gl.static_range(PARTS):
+        row = p * OTHER + first
+        for b in gl.static_range(BOXES):
+            to = w_smem.index((stage * PARTS + p) * BOXES + b)
+            _load_tile(weights, [expert * ROWS + row, (tile * BOXES + b) * 64], arrived, to)
+        to = _in_rows(s_smem.index(stage * PARTS + p), scales, 4 * SPANS, HALF)
+        _load_tile(scales, [expert * GROUPS + tile * (4 * SPANS), row], arrived, to)
+
+
+@gluon.jit
+def _tokens(count, n, EARLY: gl.constexpr):
+    """How many tokens of an expert are multiplied. With a program's first tile, whose weights are asked for before
+    ``count`` is known, one at least, which may be none: its column is not written."""
+    return gl.where(n < EARLY, gl.maximum(count, 1), count)
+
+
+@gluon.jit
 def _bring_tiles(
     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr,
     ROWS: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, OTHER: gl.constexpr, STEP: gl.constexpr,
     BLOCKS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, SPANS: gl.constexpr,
+    STAGES: gl.constexpr, SPANS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
-    """What the warp that fills shared memory does, as far ahead as there is room."""
-    BOXES: gl.constexpr = SPANS // 2
+    """What the warp that fills shared memory does, as far ahead as there is room. The first EARLY stages' weights are
+    asked for before it waits for x."""
+    expert = gl.program_id(0) // BLOCKS
+    first = gl.program_id(0) % BLOCKS * STEP
+    for stage in range(EARLY):
+        _bring_weights(
+            weights, scales, w_smem, s_smem, full.index(stage), expert, first, stage, stage, ROWS, GROUPS, OTHER,
+            SLOTS, HALF, PARTS, SPANS,
+        )  # fmt: skip
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     n = 0
     for i in range(gl.program_id(0), N * BLOCKS, gl.num_programs(0)):
         expert = i // BLOCKS
         first = i % BLOCKS * STEP
         begin = gl.load(table_ptr + 2 * expert)
         count = gl.load(table_ptr + 2 * expert + 1)
-        for s in range(0, count, SLOTS):
+        for s in range(0, _tokens(count, n, EARLY), SLOTS):
             for tile in range(TILES):
                 stage = n % STAGES
-                mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
                 arrived = full.index(stage)
-                mbarrier.expect(arrived, SPANS * (PARTS * HALF * (64 + 4) + SLOTS * 256))
-                for p in gl.static_range(PARTS):
-                    row = p * OTHER + first
-                    for b in gl.static_range(BOXES):
-                        to = w_smem.index((stage * PARTS + p) * BOXES + b)
-                        _load_tile(weights, [expert * ROWS + row, (tile * BOXES + b) * 64], arrived, to)
-                    to = _in_rows(s_smem.index(stage * PARTS + p), scales, 4 * SPANS, HALF)
-                    _load_tile(scales, [expert * GROUPS + tile * (4 * SPANS), row], arrived, to)
+                mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
+                if n >= EARLY:
+                    _bring_weights(
+                        weights, scales, w_smem, s_smem, arrived, expert, first, tile, stage, ROWS, GROUPS, OTHER,
+                        SLOTS, HALF, PARTS, SPANS,
+                    )  # fmt: skip
                 for j in gl.static_range(4 * SPANS):
                     at = tile * (4 * SPANS) + j
                     _load_tile(rows, [begin + s, at * 32], arrived, x_smem.index(stage * (4 * SPANS) + j))
@@ -174,36 +206,62 @@ def _write(
 
 
 @gluon.jit
+def _summed(acc, other, sums, given, taken, n, TEAM: gl.constexpr, PARTS: gl.constexpr, mma: gl.constexpr):
+    """The n-th tile's sums of both teams, for the first one; the second one gives its own."""
+    if TEAM == 1:
+        mbarrier.wait(taken, (n & 1) ^ 1)
+        sums.index(0).store(acc)
+        if PARTS == 2:
+            sums.index(1).store(other)
+        mbarrier.arrive(given, count=1)
+    else:
+        mbarrier.wait(given, n & 1)
+        acc += sums.index(0).load(mma)
+        if PARTS == 2:
+            other += sums.index(1).load(mma)
+        mbarrier.arrive(taken, count=1)
+    return acc, other
+
+
+@gluon.jit
 def _multiply(
-    w_smem, s_smem, x_smem, full, free, table_ptr, order_ptr, bias_ptr, weights_ptr, out_ptr,
+    TEAM: gl.constexpr, w_smem, s_smem, x_smem, sums, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
+    weights_ptr, out_ptr,
     ROWS: gl.constexpr, N: gl.constexpr, OTHER: gl.constexpr, STEP: gl.constexpr, BLOCKS: gl.constexpr,
     WIDTH: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, SPANS: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
-    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, mma: gl.constexpr,
+    STAGES: gl.constexpr, SPANS: gl.constexpr, TEAMS: gl.constexpr, EARLY: gl.constexpr, BIAS: gl.constexpr,
+    GATED: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
-    """What the warps that multiply do."""
+    """What a team of four warps does: its spans of each stage."""
+    # In this order: descriptors lie in memory that every other such kernel writes, see `gluon_gated`.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     n = 0
     for i in range(gl.program_id(0), N * BLOCKS, gl.num_programs(0)):
         expert = i // BLOCKS
         first = i % BLOCKS * STEP
         begin = gl.load(table_ptr + 2 * expert)
         count = gl.load(table_ptr + 2 * expert + 1)
-        for s in range(0, count, SLOTS):
+        for s in range(0, _tokens(count, n, EARLY), SLOTS):
             acc = gl.zeros([HALF, SLOTS], gl.float32, layout=mma)
             other = gl.zeros([HALF, SLOTS], gl.float32, layout=mma)
             for _ in range(TILES):
                 stage = n % STAGES
                 mbarrier.wait(full.index(stage), (n // STAGES) & 1)
-                for G in gl.static_range(SPANS):
+                for G in gl.static_range(TEAM, SPANS, TEAMS):
                     acc = _multiply_span(acc, w_smem, s_smem, x_smem, stage, 0, G, HALF, PARTS, SPANS, mma)
                     if PARTS == 2:
                         other = _multiply_span(other, w_smem, s_smem, x_smem, stage, 1, G, HALF, PARTS, SPANS, mma)
                 mbarrier.arrive(free.index(stage), count=1)
                 n += 1
-            _write(
-                acc, other, expert, first, begin + s, count - s, order_ptr, bias_ptr, weights_ptr, out_ptr, ROWS,
-                OTHER, WIDTH, HALF, PARTS, SLOTS, BIAS, GATED, ACTIVATION, LIMIT, mma,
-            )  # fmt: skip
+            if TEAMS == 2:
+                acc, other = _summed(acc, other, sums, given, taken, n // TILES - 1, TEAM, PARTS, mma)
+            if TEAM == 0:
+                _write(
+                    acc, other, expert, first, begin + s, count - s, order_ptr, bias_ptr, weights_ptr, out_ptr, ROWS,
+                    OTHER, WIDTH, HALF, PARTS, SLOTS, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                )  # fmt: skip
 
 
 @gluon.jit
@@ -223,11 +281,10 @@ def hopper_experts_kernel(
     PARTS: gl.constexpr,  # blocks of rows: of the gate and of up, or neighbours
     STAGES: gl.constexpr,
     SPANS: gl.constexpr,  # of a stage, an even number
+    TEAMS: gl.constexpr,  # of four warps that multiply: 1, or 2 that share the spans of a stage
+    REGISTERS: gl.constexpr,  # of the second team's threads; the first one's have what is left
+    EARLY: gl.constexpr,  # whether weights are asked for before it is known which experts have tokens
 ):  # fmt: skip
-    # In this order: see `gluon_gated`, whose kernel writes descriptors before it waits.
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
     WARPS: gl.constexpr = 4
     HALF: gl.constexpr = 16 * WARPS
     WIDTH: gl.constexpr = ROWS // 2 if GATED else ROWS
@@ -235,6 +292,7 @@ def hopper_experts_kernel(
     STEP: gl.constexpr = HALF if GATED else HALF * PARTS
     BLOCKS: gl.constexpr = (WIDTH + STEP - 1) // STEP
     TILES: gl.constexpr = (K + 128 * SPANS - 1) // (128 * SPANS)
+    AHEAD: gl.constexpr = min(STAGES, TILES) if EARLY else 0  # of the first tile
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     w_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -249,25 +307,53 @@ def hopper_experts_kernel(
     x_smem = gl.allocate_shared_memory(gl.bfloat16, [STAGES * SPANS * 4, SLOTS, 32], x_layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], one)
+    given = gl.allocate_shared_memory(gl.int64, [1], one)
+    taken = gl.allocate_shared_memory(gl.int64, [1], one)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
+        mbarrier.init(free.index(i), count=TEAMS)
+    mbarrier.init(given, count=1)
+    mbarrier.init(taken, count=1)
     hopper.fence_async_shared()
-    gl.warp_specialize(
-        [
-            (_multiply, (
-                w_smem, s_smem, x_smem, full, free, table_ptr, order_ptr, bias_ptr, weights_ptr, out_ptr, ROWS, N,
-                OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS, BIAS, GATED, ACTIVATION, LIMIT,
-                mma,
-            )),
-            (_bring_tiles, (
-                weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr, ROWS, K // 32, N, OTHER, STEP,
-                BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
-            )),
-        ],
-        [1],  # warps of what fills shared memory
-        [24],  # registers of its threads; the others have what is left
-    )  # fmt: skip
+    if TEAMS == 2:
+        row_major: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        sums = gl.allocate_shared_memory(gl.float32, [PARTS, HALF, SLOTS], row_major)
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, w_smem, s_smem, x_smem, sums, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
+                    weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
+                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                )),
+                (_multiply, (
+                    1, w_smem, s_smem, x_smem, sums, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
+                    weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
+                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                )),
+                (_bring_tiles, (
+                    weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr, ROWS, K // 32, N, OTHER, STEP,
+                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS, AHEAD,
+                )),
+            ],
+            [4, 1],  # warps of the second team and of what fills shared memory
+            [REGISTERS, 24],  # registers of their threads; the first team's have what is left
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_multiply, (
+                    0, w_smem, s_smem, x_smem, x_smem, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
+                    weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
+                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                )),
+                (_bring_tiles, (
+                    weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr, ROWS, K // 32, N, OTHER, STEP,
+                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS, AHEAD,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
 
 
 hopper_experts = GluonKernel(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, runs_gluon
 from graphllm.ops.fused_moe.gluon_experts import hopper_experts
-from graphllm.ops.fused_moe.op import fused_moe
+from graphllm.ops.fused_moe.op import distinct_experts, fused_moe
 from graphllm.ops.fused_moe.triton_common import SHARED, added, experts_of, supports
 
 
@@ -59,8 +59,18 @@ def place_rows_kernel(
 Config = Mapping[str, int]
 _FEWEST, _MOST = 2, 256  # tokens
 _GROUP = 32  # entries of one scale
-_SETS = ((2, 2), (2, 3), (4, 2))  # spans of a stage, programs on a multiprocessor at once
-_REGISTERS = {2: 128, 3: 80}  # of a thread, so that so many programs fit
+_EARLY = 0.75  # share of experts with tokens from which weights are asked for before it is known which experts they are
+_Set = tuple[int, int, int]  # of one product's kernel: spans of a stage, teams, programs on a multiprocessor at once
+_SETS: tuple[tuple[_Set, _Set], ...] = (
+    ((4, 2, 1), (4, 2, 2)),
+    ((4, 2, 1), (4, 2, 1)),
+    ((2, 1, 2), (2, 1, 2)),
+    ((2, 1, 3), (2, 1, 3)),
+    ((4, 1, 2), (4, 1, 2)),
+)
+# Registers of a thread, by teams and programs at once: where a program begins, so that so many fit, and the second
+# team's.
+_REGISTERS = {(1, 2): (128, 0), (1, 3): (80, 0), (2, 1): (168, 200), (2, 2): (80, 104)}
 
 
 def supports_gluon(site: CallSite) -> bool:
@@ -82,23 +92,29 @@ def reads_experts(site: CallSite) -> bool:
 
 
 def gluon_configs(site: CallSite) -> list[Config]:
-    """Launch constants: tokens of an expert at a time that one pass or two suffice for at even routing."""
+    """Launch constants: tokens of an expert at a time that one pass or two suffice for at even routing, for each the
+    likely best sets first."""
     T, A = site.rows("x_TD"), site.args["experts_TA"].shape[1]
-    N, D, _ = site.args["down_NDF"].shape
-    blocks = N * -(-site.args["gate_up_N2FD"].shape[1] // 128), N * -(-D // 64)
+    N = site.args["down_NDF"].shape[0]
     usual = max(8, min(32, 1 << (max(1, T * A // N) - 1).bit_length()))
-    found: list[Config] = []
-    for slots in sorted({usual, min(32, 2 * usual)}):
-        for spans, at_once in _SETS:
-            config = {"slots": slots, "pairs": max(16, 1 << (T * A - 1).bit_length()), "spans": spans}
-            config["maxnreg"] = _REGISTERS[at_once]
-            for i, parts in enumerate((2, 1)):
-                size = spans * (parts * 64 * 68 + slots * 256)
-                config[f"stages{i}"] = min(8, (SHARED // at_once - 2048) // size)
-                config[f"programs{i}"] = min(blocks[i], at_once * site.target.multiprocessors)
-            if config["stages0"] > 1:
-                found.append(config)
-    return found
+    found = [_config(site, slots, sets) for slots in sorted({usual, min(32, 2 * usual)}) for sets in _SETS]
+    return [config for config in found if config["stages0"] > 1]
+
+
+def _config(site: CallSite, slots: int, sets: tuple[_Set, _Set]) -> Config:
+    """With as many stages as fit, and programs that have a tile each, which they ask for early."""
+    (T, A), (N, D, _) = (site.rows("x_TD"), site.args["experts_TA"].shape[1]), site.args["down_NDF"].shape
+    blocks = N * -(-site.args["gate_up_N2FD"].shape[1] // 128), N * -(-D // 64)
+    config = {"slots": slots, "pairs": max(16, 1 << (T * A - 1).bit_length())}
+    config["early"] = int(distinct_experts(T, N, A) > _EARLY * N)
+    for i, (parts, (spans, teams, at_once)) in enumerate(zip((2, 1), sets, strict=True)):
+        sums = (teams - 1) * parts * 64 * slots * 4  # bytes
+        size = spans * (parts * 64 * 68 + slots * 256)
+        config[f"spans{i}"], config[f"teams{i}"] = spans, teams
+        config[f"maxnreg{i}"], config[f"registers{i}"] = _REGISTERS[teams, at_once]
+        config[f"stages{i}"] = min(8, (SHARED // at_once - 2048 - sums) // size)
+        config[f"programs{i}"] = min(blocks[i], at_once * site.target.multiprocessors)
+    return config
 
 
 @fused_moe.impl("gluon_tokens", device="cuda", supports=supports_gluon, configs=gluon_configs)
@@ -142,6 +158,7 @@ def gluon_tokens(
             config[f"programs{i}"], x, weight, scales, x if bias is None else bias, weights_TA, table, order, out,
             WEIGHT_ROW=weight.shape[2], ROWS=weight.shape[1], K=x.shape[1], N=N, BIAS=bias is not None, GATED=i == 0,
             ACTIVATION=experts.activation, LIMIT=experts.limit, SLOTS=config["slots"], PARTS=2 - i,
-            STAGES=config[f"stages{i}"], SPANS=config["spans"], maxnreg=config["maxnreg"],
+            STAGES=config[f"stages{i}"], SPANS=config[f"spans{i}"], TEAMS=config[f"teams{i}"],
+            REGISTERS=config[f"registers{i}"], EARLY=config["early"], maxnreg=config[f"maxnreg{i}"],
         )  # fmt: skip
     return added(y_PD, experts_TA, residual_TD)
