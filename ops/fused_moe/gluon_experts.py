@@ -48,7 +48,7 @@ def _decoding():
 
 
 @gluon.jit
-def _decoded(words, factors):
+def decoded(words, factors):
     """The four numbers of every int16, times the factors of their rows."""
     return gl.inline_asm_elementwise(
         _decoding(), "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r,r,r", [words, factors[0], factors[1], factors[2], factors[3]],
@@ -150,7 +150,7 @@ def _multiply_span(
     b_layout: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     of = stage * PARTS + P
     words = w_smem.index(of * (SPANS // 2) + G // 2).slice(G % 2 * 32, 32, dim=1).load(a_layout)
-    numbers = _decoded(words, _factors(s_smem.index(of), G, HALF, a_layout))
+    numbers = decoded(words, _factors(s_smem.index(of), G, HALF, a_layout))
     for j in gl.static_range(4):
         x = x_smem.index((stage * SPANS + G) * 4 + j).permute((1, 0)).load(b_layout)
         acc = mma_v2(numbers[j], x, acc)
@@ -158,7 +158,7 @@ def _multiply_span(
 
 
 @gluon.jit
-def _activated(gate, up, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr):
+def activated(gate, up, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr):
     """As `triton_common.activated`."""
     if ACTIVATION == "clamped":
         gate = gl.minimum(gate, LIMIT)
@@ -191,7 +191,7 @@ def _write(
         if PARTS == 2:
             other += gl.load(bias + OTHER, mask=column + OTHER < ROWS, other=0.0).to(gl.float32).expand_dims(1)
     if GATED:
-        out = _activated(acc, other, ACTIVATION, LIMIT)
+        out = activated(acc, other, ACTIVATION, LIMIT)
         to = out_ptr + ((begin + slot) * WIDTH).expand_dims(0) + column.expand_dims(1)
         gl.store(to, out.to(out_ptr.dtype.element_ty), mask=there.expand_dims(0) & inside.expand_dims(1))
     else:

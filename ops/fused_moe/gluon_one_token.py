@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from graphllm.ir import CallSite, GluonKernel
 from graphllm.ops.fused_linear.gluon_int4 import seen_as
 from graphllm.ops.fused_linear.gluon_rows import added_up, copy, count, in_order, plus_product, whole_lines, words_of
-from graphllm.ops.fused_moe.gluon_experts import _activated, _decoded
+from graphllm.ops.fused_moe.gluon_experts import activated, decoded
 from graphllm.ops.fused_moe.gluon_tokens import reads_experts
 from graphllm.ops.fused_moe.op import fused_moe
 from graphllm.ops.fused_moe.triton_common import added, experts_of
@@ -95,7 +95,7 @@ def _plus_step(acc, word, scales, step, kept, words: gl.constexpr, WARPS: gl.con
     for j in gl.static_range(4):
         exponents = scales.index(step * 4 + j).load(gl.SliceLayout(4, words)).to(gl.int32)
         factors += (gl.expand_dims(exponents * 0x00800080 + 0x1F801F80, 4),)
-    numbers = _decoded(word, factors)
+    numbers = decoded(word, factors)
     for j in gl.static_range(4):
         acc = plus_product(acc, numbers[j], kept[step].index(j), words, WARPS)
     return acc
@@ -160,7 +160,7 @@ def hopper_one_token_kernel(
         out += gl.load(bias_ptr + expert * ROWS + own).to(gl.float32)
     if GATED:
         gate, up = gl.split(gl.permute(out, (1, 2, 0)))
-        out = _activated(gate, up, ACTIVATION, LIMIT)
+        out = activated(gate, up, ACTIVATION, LIMIT)
         single: gl.constexpr = out.type.layout
         at = pair * (ROWS // 2) + block * 8 + count(single, 2, 0, 8)
         inside = (count(single, 2, 1, 8) == 0) & (chosen >= 0)  # all columns are the same
