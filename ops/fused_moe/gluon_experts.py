@@ -9,8 +9,7 @@ tokens at a time, keep up, and need no waiting.
 
 Programs stay, and take one tile after another: HALF rows of a matrix and as many others, of one expert. Pairs of a
 token and an expert lie in the order of experts, so that the rows of an expert's tokens are neighbours, which the TMA
-unit reads; what it reads behind them only makes columns that nobody writes. The weights of a program's first tile may
-be asked for while the kernel before this one still runs, before it is known whether that expert has tokens.
+unit reads; what it reads behind them only makes columns that nobody writes.
 """
 
 # mypy: allow-untyped-defs
@@ -77,63 +76,33 @@ def _in_rows(buffer, rows, COUNT: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
-def _bring_weights(
-    weights, scales, w_smem, s_smem, arrived, expert, first, tile, stage,
-    ROWS: gl.constexpr, GROUPS: gl.constexpr, OTHER: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr,
-    PARTS: gl.constexpr, SPANS: gl.constexpr,
-):  # fmt: skip
-    """Ask for a stage's codes and scales, and say what it has when rows of x are there too."""
-    BOXES: gl.constexpr = SPANS // 2
-    mbarrier.expect(arrived, SPANS * (PARTS * HALF * (64 + 4) + SLOTS * 256))
-    for p in gl.static_range(PARTS):
-        row = p * OTHER + first
-        for b in gl.static_range(BOXES):
-            to = w_smem.index((stage * PARTS + p) * BOXES + b)
-            _load_tile(weights, [expert * ROWS + row, (tile * BOXES + b) * 64], arrived, to)
-        to = _in_rows(s_smem.index(stage * PARTS + p), scales, 4 * SPANS, HALF)
-        _load_tile(scales, [expert * GROUPS + tile * (4 * SPANS), row], arrived, to)
-
-
-@gluon.jit
-def _tokens(count, n, EARLY: gl.constexpr):
-    """How many tokens of an expert are multiplied. With a program's first tile, whose weights are asked for before
-    ``count`` is known, one at least, which may be none: its column is not written."""
-    return gl.where(n < EARLY, gl.maximum(count, 1), count)
-
-
-@gluon.jit
 def _bring_tiles(
     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr,
     ROWS: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, OTHER: gl.constexpr, STEP: gl.constexpr,
     BLOCKS: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, SPANS: gl.constexpr, EARLY: gl.constexpr,
+    STAGES: gl.constexpr, SPANS: gl.constexpr,
 ):  # fmt: skip
-    """What the warp that fills shared memory does, as far ahead as there is room. The first EARLY stages' weights are
-    asked for before it waits for x."""
-    expert = gl.program_id(0) // BLOCKS
-    first = gl.program_id(0) % BLOCKS * STEP
-    for stage in range(EARLY):
-        _bring_weights(
-            weights, scales, w_smem, s_smem, full.index(stage), expert, first, stage, stage, ROWS, GROUPS, OTHER,
-            SLOTS, HALF, PARTS, SPANS,
-        )  # fmt: skip
-    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
+    """What the warp that fills shared memory does, as far ahead as there is room."""
+    BOXES: gl.constexpr = SPANS // 2
     n = 0
     for i in range(gl.program_id(0), N * BLOCKS, gl.num_programs(0)):
         expert = i // BLOCKS
         first = i % BLOCKS * STEP
         begin = gl.load(table_ptr + 2 * expert)
         count = gl.load(table_ptr + 2 * expert + 1)
-        for s in range(0, _tokens(count, n, EARLY), SLOTS):
+        for s in range(0, count, SLOTS):
             for tile in range(TILES):
                 stage = n % STAGES
-                arrived = full.index(stage)
                 mbarrier.wait(free.index(stage), ((n // STAGES) & 1) ^ 1)
-                if n >= EARLY:
-                    _bring_weights(
-                        weights, scales, w_smem, s_smem, arrived, expert, first, tile, stage, ROWS, GROUPS, OTHER,
-                        SLOTS, HALF, PARTS, SPANS,
-                    )  # fmt: skip
+                arrived = full.index(stage)
+                mbarrier.expect(arrived, SPANS * (PARTS * HALF * (64 + 4) + SLOTS * 256))
+                for p in gl.static_range(PARTS):
+                    row = p * OTHER + first
+                    for b in gl.static_range(BOXES):
+                        to = w_smem.index((stage * PARTS + p) * BOXES + b)
+                        _load_tile(weights, [expert * ROWS + row, (tile * BOXES + b) * 64], arrived, to)
+                    to = _in_rows(s_smem.index(stage * PARTS + p), scales, 4 * SPANS, HALF)
+                    _load_tile(scales, [expert * GROUPS + tile * (4 * SPANS), row], arrived, to)
                 for j in gl.static_range(4 * SPANS):
                     at = tile * (4 * SPANS) + j
                     _load_tile(rows, [begin + s, at * 32], arrived, x_smem.index(stage * (4 * SPANS) + j))
@@ -229,21 +198,17 @@ def _multiply(
     weights_ptr, out_ptr,
     ROWS: gl.constexpr, N: gl.constexpr, OTHER: gl.constexpr, STEP: gl.constexpr, BLOCKS: gl.constexpr,
     WIDTH: gl.constexpr, TILES: gl.constexpr, SLOTS: gl.constexpr, HALF: gl.constexpr, PARTS: gl.constexpr,
-    STAGES: gl.constexpr, SPANS: gl.constexpr, TEAMS: gl.constexpr, EARLY: gl.constexpr, BIAS: gl.constexpr,
-    GATED: gl.constexpr, ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, mma: gl.constexpr,
+    STAGES: gl.constexpr, SPANS: gl.constexpr, TEAMS: gl.constexpr, BIAS: gl.constexpr, GATED: gl.constexpr,
+    ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, mma: gl.constexpr,
 ):  # fmt: skip
     """What a team of four warps does: its spans of each stage."""
-    # In this order: descriptors lie in memory that every other such kernel writes, see `gluon_gated`.
-    gl.inline_asm_elementwise(
-        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
     n = 0
     for i in range(gl.program_id(0), N * BLOCKS, gl.num_programs(0)):
         expert = i // BLOCKS
         first = i % BLOCKS * STEP
         begin = gl.load(table_ptr + 2 * expert)
         count = gl.load(table_ptr + 2 * expert + 1)
-        for s in range(0, _tokens(count, n, EARLY), SLOTS):
+        for s in range(0, count, SLOTS):
             acc = gl.zeros([HALF, SLOTS], gl.float32, layout=mma)
             other = gl.zeros([HALF, SLOTS], gl.float32, layout=mma)
             for _ in range(TILES):
@@ -283,8 +248,11 @@ def hopper_experts_kernel(
     SPANS: gl.constexpr,  # of a stage, an even number
     TEAMS: gl.constexpr,  # of four warps that multiply: 1, or 2 that share the spans of a stage
     REGISTERS: gl.constexpr,  # of the second team's threads; the first one's have what is left
-    EARLY: gl.constexpr,  # whether weights are asked for before it is known which experts have tokens
 ):  # fmt: skip
+    # In this order: see `gluon_gated`, whose kernel writes descriptors before it waits.
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
     WARPS: gl.constexpr = 4
     HALF: gl.constexpr = 16 * WARPS
     WIDTH: gl.constexpr = ROWS // 2 if GATED else ROWS
@@ -292,7 +260,6 @@ def hopper_experts_kernel(
     STEP: gl.constexpr = HALF if GATED else HALF * PARTS
     BLOCKS: gl.constexpr = (WIDTH + STEP - 1) // STEP
     TILES: gl.constexpr = (K + 128 * SPANS - 1) // (128 * SPANS)
-    AHEAD: gl.constexpr = min(STAGES, TILES) if EARLY else 0  # of the first tile
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     w_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
     x_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
@@ -323,16 +290,16 @@ def hopper_experts_kernel(
                 (_multiply, (
                     0, w_smem, s_smem, x_smem, sums, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
                     weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
-                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                    TEAMS, BIAS, GATED, ACTIVATION, LIMIT, mma,
                 )),
                 (_multiply, (
                     1, w_smem, s_smem, x_smem, sums, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
                     weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
-                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                    TEAMS, BIAS, GATED, ACTIVATION, LIMIT, mma,
                 )),
                 (_bring_tiles, (
                     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr, ROWS, K // 32, N, OTHER, STEP,
-                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS, AHEAD,
+                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
                 )),
             ],
             [4, 1],  # warps of the second team and of what fills shared memory
@@ -344,11 +311,11 @@ def hopper_experts_kernel(
                 (_multiply, (
                     0, w_smem, s_smem, x_smem, x_smem, full, free, given, taken, table_ptr, order_ptr, bias_ptr,
                     weights_ptr, out_ptr, ROWS, N, OTHER, STEP, BLOCKS, WIDTH, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
-                    TEAMS, AHEAD, BIAS, GATED, ACTIVATION, LIMIT, mma,
+                    TEAMS, BIAS, GATED, ACTIVATION, LIMIT, mma,
                 )),
                 (_bring_tiles, (
                     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr, ROWS, K // 32, N, OTHER, STEP,
-                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS, AHEAD,
+                    BLOCKS, TILES, SLOTS, HALF, PARTS, STAGES, SPANS,
                 )),
             ],
             [1],

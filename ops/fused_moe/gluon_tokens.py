@@ -15,7 +15,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton, runs_gluon
 from graphllm.ops.fused_moe.gluon_experts import hopper_experts
-from graphllm.ops.fused_moe.op import distinct_experts, fused_moe
+from graphllm.ops.fused_moe.op import fused_moe
 from graphllm.ops.fused_moe.triton_common import SHARED, added, experts_of, supports
 
 
@@ -59,7 +59,6 @@ def place_rows_kernel(
 Config = Mapping[str, int]
 _FEWEST, _MOST = 2, 256  # tokens
 _GROUP = 32  # entries of one scale
-_EARLY = 0.75  # share of experts with tokens from which weights are asked for before it is known which experts they are
 _Set = tuple[int, int, int]  # of one product's kernel: spans of a stage, teams, programs on a multiprocessor at once
 _SETS: tuple[tuple[_Set, _Set], ...] = (
     ((4, 2, 1), (4, 2, 2)),
@@ -102,11 +101,10 @@ def gluon_configs(site: CallSite) -> list[Config]:
 
 
 def _config(site: CallSite, slots: int, sets: tuple[_Set, _Set]) -> Config:
-    """With as many stages as fit, and programs that have a tile each, which they ask for early."""
+    """With as many stages as fit, and programs that have a tile each."""
     (T, A), (N, D, _) = (site.rows("x_TD"), site.args["experts_TA"].shape[1]), site.args["down_NDF"].shape
     blocks = N * -(-site.args["gate_up_N2FD"].shape[1] // 128), N * -(-D // 64)
     config = {"slots": slots, "pairs": max(16, 1 << (T * A - 1).bit_length())}
-    config["early"] = int(distinct_experts(T, N, A) > _EARLY * N)
     for i, (parts, (spans, teams, at_once)) in enumerate(zip((2, 1), sets, strict=True)):
         sums = (teams - 1) * parts * 64 * slots * 4  # bytes
         size = spans * (parts * 64 * 68 + slots * 256)
@@ -159,6 +157,6 @@ def gluon_tokens(
             WEIGHT_ROW=weight.shape[2], ROWS=weight.shape[1], K=x.shape[1], N=N, BIAS=bias is not None, GATED=i == 0,
             ACTIVATION=experts.activation, LIMIT=experts.limit, SLOTS=config["slots"], PARTS=2 - i,
             STAGES=config[f"stages{i}"], SPANS=config[f"spans{i}"], TEAMS=config[f"teams{i}"],
-            REGISTERS=config[f"registers{i}"], EARLY=config["early"], maxnreg=config[f"maxnreg{i}"],
+            REGISTERS=config[f"registers{i}"], maxnreg=config[f"maxnreg{i}"],
         )  # fmt: skip
     return added(y_PD, experts_TA, residual_TD)

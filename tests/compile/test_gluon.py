@@ -111,7 +111,7 @@ def test_options_of_the_compiler_are_no_arguments() -> None:
     constants = {
         "WEIGHT_ROW": 64, "ROWS": 192, "K": 160, "N": 4, "BIAS": False, "GATED": True, "ACTIVATION": "silu",
         "LIMIT": 0.0, "SLOTS": 8, "PARTS": 2, "STAGES": 2, "SPANS": 2, "TEAMS": 1, "REGISTERS": 0,
-        "EARLY": 1, "maxnreg": 128,
+        "maxnreg": 128,
     }  # fmt: skip
     names = ("x", "weight", "scales", "bias", "weights", "table", "order", "out")
     dtypes = ("bfloat16", "int16", "uint8", "bfloat16", "float32", "int32", "int32", "bfloat16")
