@@ -9,19 +9,18 @@ inner dimension and add their sums at the end.
 
 from __future__ import annotations
 
-import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from graphllm.ir import CallSite, GluonKernel, runs_gluon
-from graphllm.ops.fused_linear.gluon_int4 import ADDED, GROUP, SPAN, decoded, less, seen_as
+from graphllm.ir import CallSite, GluonKernel
+from graphllm.ops.fused_linear.gluon_int4 import ADDED, GROUP, SPAN, decoded, less, reads_int4, seen_as
 from graphllm.ops.fused_linear.gluon_rows import added_up, copy, count, in_order, plus_product, whole_lines, words_of
 from graphllm.ops.fused_linear.launch_constants import Config
 from graphllm.ops.fused_linear.op import fused_linear
-from graphllm.ops.fused_linear.triton_fused_linear import half, normalized
+from graphllm.ops.fused_linear.triton_fused_linear import normalized
 
 _CONFIGS = (  # warps of a program, steps whose weights are under way, registers of a thread
     (4, 2, 64), (8, 2, 0), (8, 4, 0),
@@ -197,19 +196,7 @@ _kernel = GluonKernel(
 
 def int4_row(site: CallSite) -> bool:
     """Whether the kernel of this file serves a site."""
-    x, weight, scales = (site.args[name] for name in ("x_TI", "weight_OI", "scales_GO"))
-    return (
-        site.args["form"] == "int4"
-        and site.args["group"] == GROUP.value
-        and site.args["a_LRI"] is None
-        and site.rows("x_TI") == 1
-        and x.dtype == torch.bfloat16
-        and scales.dtype.itemsize == 2
-        and x.shape[1] % SPAN.value == 0
-        and weight.shape[0] % _ROWS == 0
-        and half(site)
-        and runs_gluon(site.target)
-    )
+    return site.rows("x_TI") == 1 and reads_int4(site)
 
 
 def int4_row_configs(site: CallSite) -> list[Config]:

@@ -13,18 +13,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from graphllm.ir import CallSite, GluonKernel, runs_gluon
-from graphllm.ops.fused_linear.gluon_int4 import ADDED, GROUP, SPAN, decoded, less, seen_as
+from graphllm.ir import CallSite, GluonKernel
+from graphllm.ops.fused_linear.gluon_int4 import ADDED, GROUP, SPAN, decoded, less, reads_int4, seen_as
 from graphllm.ops.fused_linear.launch_constants import SHARED, Config
 from graphllm.ops.fused_linear.op import fused_linear
-from graphllm.ops.fused_linear.triton_fused_linear import half, normalized
+from graphllm.ops.fused_linear.triton_fused_linear import normalized
 
 _FEWEST_ROWS, _MOST_ROWS = 9, 64
 _BOX = gl.constexpr(64)  # rows of weights that a group of warps multiplies at once
@@ -300,21 +299,7 @@ _kernel = GluonKernel(
 
 def int4_tile(site: CallSite) -> bool:
     """Whether the kernel of this file serves a site."""
-    x, weight, scales = (site.args[name] for name in ("x_TI", "weight_OI", "scales_GO"))
-    return (
-        site.args["form"] == "int4"
-        and site.args["group"] == GROUP.value
-        and site.args["a_LRI"] is None
-        and _FEWEST_ROWS <= site.rows("x_TI") <= _MOST_ROWS
-        and x.dtype == torch.bfloat16
-        and x.stride(0) % 8 == 0
-        and x.storage_offset() % 8 == 0
-        and scales.dtype.itemsize == 2
-        and x.shape[1] % SPAN.value == 0
-        and weight.shape[0] % 16 == 0
-        and half(site)
-        and runs_gluon(site.target)
-    )
+    return _FEWEST_ROWS <= site.rows("x_TI") <= _MOST_ROWS and reads_int4(site)
 
 
 def int4_tile_configs(site: CallSite, splits: bool) -> list[Config]:
