@@ -84,6 +84,8 @@ class Sharded:
 
         def one(executor: Executor) -> Any:
             try:
+                if executor.task != "generate":
+                    return executor.run(step)
                 handle = executor.start(step, "full")  # the plain program has no logits of all tokens
                 executor.sample(handle)
                 return handle.wait()
