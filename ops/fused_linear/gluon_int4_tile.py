@@ -29,6 +29,7 @@ _FEWEST_ROWS, _MOST_ROWS = 9, 64
 _BOX = gl.constexpr(64)  # rows of weights that a group of warps multiplies at once
 _TILES = ((2, 2), (2, 1), (1, 1))  # groups of warps of a program, and boxes of each
 _SPLITS = (1, 2, 4, 7, 8)
+_BUSY = 0.3  # of the multiprocessors that have work over the time of a launch, at least
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 
 
@@ -306,7 +307,7 @@ def int4_tile_configs(site: CallSite, splits: bool) -> list[Config]:
     """Launch constants, the likely best first. splits: whether the inner dimension may be divided."""
     (N, K), processors = (site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]), site.target.multiprocessors
     block_t = max(16, 1 << (site.rows("x_TI") - 1).bit_length())
-    found = []
+    found: list[tuple[float, Config]] = []
     for groups, boxes in _TILES:
         tiles = -(-N // (_BOX.value * groups * boxes))
         possible = [n for n in (_SPLITS if splits else (1,)) if K // SPAN.value % n == 0]
@@ -317,9 +318,8 @@ def int4_tile_configs(site: CallSite, splits: bool) -> list[Config]:
             "groups": groups, "boxes": boxes, "splits": parts, "block_t": block_t,
             "stages": min(8, (SHARED - 1024 - written) // size), "programs": min(tiles * parts, processors),
         }  # fmt: skip
-        idle = tiles * parts / (-(-tiles * parts // processors) * processors)
-        found.append((idle < 0.3, config))
-    return [config for rare, config in found if not rare] or [found[-1][1]]
+        found.append((tiles * parts / (-(-tiles * parts // processors) * processors), config))
+    return [config for busy, config in found if busy >= _BUSY] or [found[-1][1]]
 
 
 def launch_int4_tile(

@@ -20,15 +20,22 @@ MEASURED = json.loads((Path(__file__).parents[2] / "bench/results/h100_tuning.js
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton's kernels")
 
 
-def _candidates(op: str, rows: int, weights: int, inner: int, form: str = "") -> list[tuple[str, dict[str, Any]]]:
+def _site(op: str, rows: int, weights: int, inner: int, form: str = "") -> CallSite:
     def made(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
     given: dict[str, Any] = {"x_TI": made(rows, inner), "weight_OI": made(weights, inner), "form": form}
+    if form == "int4":
+        codes, constants = torch.empty(weights, inner // 4, dtype=torch.int16), torch.empty(inner // 128, weights)
+        given |= {"weight_OI": codes, "scales_GO": constants.half(), "zeros_GO": constants.short(), "group": 128}
     if op == "linear_add_norm":
         given |= {"residual_TO": made(rows, weights), "norm_O": made(weights), "eps": 1e-5}
     bucket = Bucket("decode", rows, rows) if rows == 1 else Bucket("decode", 2, rows)
-    site = CallSite(OPS[op].bind((), given), TARGET, bucket)
+    return CallSite(OPS[op].bind((), given), TARGET, bucket)
+
+
+def _candidates(op: str, rows: int, weights: int, inner: int) -> list[tuple[str, dict[str, Any]]]:
+    site = _site(op, rows, weights, inner)
     return [
         (impl.name, dict(config))
         for impl in OPS[op].impls.values()
@@ -63,3 +70,21 @@ def test_something_is_tried_everywhere(rows: int, weights: int, inner: int) -> N
             programs = -(-weights // c["block_n"]) * c["token_tiles"] * c["splits"]
             assert c["splits"] == 1 or programs <= TARGET.multiprocessors
             assert c["splits"] <= -(-inner // c["block_k"])
+
+
+@pytest.mark.parametrize("rows", [9, 16, 33, 64])
+@pytest.mark.parametrize(("weights", "inner"), [(28672, 4096), (4096, 14336), (48, 256), (6144, 4096), (1008, 1792)])
+def test_tiles_of_int4_fit(rows: int, weights: int, inner: int) -> None:
+    """At least two stages fit into shared memory with what a tile's output takes, programs have a tile each, and parts
+    of sums are whole spans."""
+    from graphllm.ops.fused_linear.gluon_int4_tile import int4_tile_configs
+
+    tiles = int4_tile_configs(_site("linear_add_norm", rows, weights, inner, "int4"), splits=True)
+    assert tiles
+    for c in tiles:
+        boxes = c["groups"] * c["boxes"]
+        stage = boxes * 64 * (128 + 2 * 2 * 2) + 256 * c["block_t"] * 2  # codes, scales and zero points, and x
+        assert c["block_t"] >= rows
+        assert 2 <= c["stages"] <= (227 * 1024 - c["groups"] * 64 * c["block_t"] * 2) // stage
+        assert c["programs"] <= -(-weights // (64 * boxes)) * c["splits"]
+        assert inner // 256 % c["splits"] == 0
