@@ -17,7 +17,18 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphllm.ir import CallSite, GluonKernel
 from graphllm.ops.fused_linear.gluon_int4 import ADDED, GROUP, SPAN, decoded, less, reads_int4, seen_as
-from graphllm.ops.fused_linear.gluon_rows import added_up, copy, count, in_order, plus_product, whole_lines, words_of
+from graphllm.ops.fused_linear.gluon_rows import (
+    ROWS_AT_ONCE,
+    added_up,
+    copy,
+    count,
+    in_order,
+    plus_product,
+    row_of,
+    steps_of,
+    whole_lines,
+    words_of,
+)
 from graphllm.ops.fused_linear.launch_constants import Config
 from graphllm.ops.fused_linear.op import fused_linear
 from graphllm.ops.fused_linear.triton_fused_linear import normalized
@@ -25,28 +36,12 @@ from graphllm.ops.fused_linear.triton_fused_linear import normalized
 _CONFIGS = (  # warps of a program, steps whose weights are under way, registers of a thread
     (4, 2, 64), (8, 2, 0), (8, 4, 0),
 )  # fmt: skip
-_ROWS = 16  # of weights that a program multiplies
-
-
-@triton.constexpr_function
-def _steps(inner, warps):
-    """Of each warp; in the last one, some may have nothing to do."""
-    return -(-inner // (SPAN.value * warps))
 
 
 @triton.constexpr_function
 def _constants_of(inner, warps):
     """Groups of a program's steps, of which there are a power of two."""
-    return (1 << (_steps(inner, warps) - 1).bit_length()) * warps * 2
-
-
-@gluon.jit
-def _row_of(half, row, N: gl.constexpr, GATED: gl.constexpr):
-    """Of the weights, in a half of a program's sixteen. With a gate, eight rows of it and eight of the value."""
-    if GATED:
-        return gl.program_id(0) * 8 + row + half * (N // 2)
-    else:
-        return gl.program_id(0) * 16 + half * 8 + row
+    return (1 << (steps_of(inner, warps) - 1).bit_length()) * warps * 2
 
 
 @gluon.jit
@@ -67,7 +62,7 @@ def _ask_for_constants(into, constants_ptr, N: gl.constexpr, K: gl.constexpr, GA
     layout: gl.constexpr = gl.BlockedLayout([1, 1, 8], [16, 2, 1], [WARPS, 1, 1], [2, 1, 0])
     place = count(layout, 3, 0, GROUPS)
     group = (place // (2 * WARPS) * WARPS + place % WARPS) * 2 + place // WARPS % 2
-    at = constants_ptr + group * N + _row_of(count(layout, 3, 1, 2), count(layout, 3, 2, 8), N, GATED)
+    at = constants_ptr + group * N + row_of(count(layout, 3, 1, 2), count(layout, 3, 2, 8), gl.program_id(0), N, GATED)
     if GROUPS > K // GROUP:
         copy(into, at, mask=(group < K // GROUP).broadcast_to([GROUPS, 2, 8]))
     else:
@@ -81,11 +76,11 @@ def _kept_x(x_ptr, K: gl.constexpr, WARPS: gl.constexpr):
     span = count(layout, 4, 1, WARPS)
     at = (span * 4 + count(layout, 4, 0, 4)) * 64 + count(layout, 4, 2, 2) * 32 + count(layout, 4, 3, 32)
     loaded = ()
-    for step in gl.static_range(_steps(K, WARPS)):
+    for step in gl.static_range(steps_of(K, WARPS)):
         inside = (step * WARPS + span < K // SPAN).broadcast_to([4, WARPS, 2, 32])
         loaded += (gl.load(x_ptr + step * (WARPS * SPAN) + at, mask=inside, other=0.0),)
     kept = ()
-    for step in gl.static_range(_steps(K, WARPS)):
+    for step in gl.static_range(steps_of(K, WARPS)):
         buffer = gl.allocate_shared_memory(gl.bfloat16, [4, WARPS, 2, 32], in_order(4), loaded[step])
         kept += (seen_as(buffer, [4, WARPS, 2, 32], in_order(3)),)
     return kept
@@ -132,7 +127,7 @@ def hopper_int4_row_kernel(
     AHEAD: gl.constexpr,  # steps whose weights are under way
     WARPS: gl.constexpr,
 ):
-    STEPS: gl.constexpr = _steps(K, WARPS)
+    STEPS: gl.constexpr = steps_of(K, WARPS)
     GROUPS: gl.constexpr = _constants_of(K, WARPS)
     words: gl.constexpr = words_of(WARPS)
     copies: gl.constexpr = whole_lines(WARPS)
@@ -150,7 +145,8 @@ def hopper_int4_row_kernel(
         zeros = gl.allocate_shared_memory(gl.int16, [GROUPS, 2, 8], in_order(3))
         _ask_for_constants(zeros, zeros_ptr, N, K, GATED, WARPS)
         by_half = seen_as(zeros, [GROUPS // WARPS, WARPS, 2, 8], in_order(3))
-    weights_at = weight_ptr + _row_of(count(copies, 5, 1, 2), count(copies, 5, 3, 8), N, GATED) * (K // 4)
+    row = row_of(count(copies, 5, 1, 2), count(copies, 5, 3, 8), gl.program_id(0), N, GATED)
+    weights_at = weight_ptr + row * (K // 4)
     weights_at += count(copies, 5, 0, WARPS) * 64 + count(copies, 5, 2, 2) * 32 + count(copies, 5, 4, 32)
     for step in gl.static_range(AHEAD):
         _ask_for_weights(ring[step], weights_at, step, copies, K, WARPS)
@@ -169,7 +165,7 @@ def hopper_int4_row_kernel(
     out = added_up(acc, WARPS)
     halves: gl.constexpr = out.type.layout
     if BIAS:
-        bias = gl.load(bias_ptr + _row_of(count(halves, 3, 0, 2), count(halves, 3, 1, 8), N, GATED))
+        bias = gl.load(bias_ptr + row_of(count(halves, 3, 0, 2), count(halves, 3, 1, 8), gl.program_id(0), N, GATED))
         out += bias.to(gl.float32)
     if GATED:
         gate, value = gl.split(gl.permute(out, (1, 2, 0)))
@@ -203,7 +199,7 @@ def int4_row_configs(site: CallSite) -> list[Config]:
     """Launch constants, the likely best first."""
     found: list[Config] = []
     for warps, ahead, registers in _CONFIGS:
-        steps = _steps.fn(site.args["x_TI"].shape[1], warps)
+        steps = steps_of.fn(site.args["x_TI"].shape[1], warps)
         config = {"warps": warps, "ahead": min(ahead, steps), "registers": registers}
         if config not in found:
             found.append(config)
@@ -226,7 +222,7 @@ def launch_int4_row(
     options = {"maxnreg": config["registers"]} if config["registers"] else {}
     others = (x_TI if t is None else t for t in (bias_O, residual_TN))
     _kernel(
-        N // _ROWS, x_TI, weight_OI, scales_GO, weight_OI if zeros_GO is None else zeros_GO, *others, out_TN,
+        N // ROWS_AT_ONCE, x_TI, weight_OI, scales_GO, weight_OI if zeros_GO is None else zeros_GO, *others, out_TN,
         N=N, K=K, ZEROS=zeros_GO is not None, BIAS=bias_O is not None, RESIDUAL=residual_TN is not None, GATED=gated,
         AHEAD=config["ahead"], WARPS=warps, num_warps=warps, **options,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
 from graphllm.ops.fused_linear.gluon_int4 import seen_as
 
+ROWS_AT_ONCE = 16  # of weights, by a program
 # Until Triton 3.6.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
@@ -47,6 +48,21 @@ def whole_lines(warps):
     lanes = [[0, 0, 0, 0, 8], [0, 0, 0, 0, 16], [0, 0, 0, 1, 0], [0, 0, 1, 0, 0], [0, 0, 0, 2, 0]]
     of_warps = [[1 << i, 0, 0, 0, 0] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, lanes, of_warps, [], [warps, 2, 2, 8, 32])
+
+
+@triton.constexpr_function
+def steps_of(inner, warps):
+    """Of each warp, 64 int16 of a row at a time; in the last one, some may have nothing to do."""
+    return -(-inner // (256 * warps))
+
+
+@gluon.jit
+def row_of(half, row, block, N: gl.constexpr, GATED: gl.constexpr):
+    """Of N rows of weights, in a half of a block's sixteen. With a gate, eight rows of it and eight of the value."""
+    if GATED:
+        return block * 8 + row + half * (N // 2)
+    else:
+        return block * 16 + half * 8 + row
 
 
 @gluon.jit

@@ -24,8 +24,8 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, mma_v2, tma
 
 from graphllm.ir import GluonKernel
+from graphllm.ops.fused_linear.gluon_int4 import seen_as
 
-_UNNAMED = gl.constexpr(hasattr(gl.shared_memory_descriptor, "_reinterpret"))  # until Triton 3.6
 _load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared  # until Triton 3.6
 
 
@@ -67,15 +67,6 @@ def _factors(scales, G: gl.constexpr, HALF: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _in_rows(buffer, rows, COUNT: gl.constexpr, WIDTH: gl.constexpr):
-    """Bytes in shared memory as COUNT rows of WIDTH, which the descriptor ``rows`` brings."""
-    if _UNNAMED:
-        return buffer._reinterpret(gl.uint8, [COUNT, WIDTH], rows.layout)
-    else:
-        return buffer.reinterpret(gl.uint8, [COUNT, WIDTH], rows.layout)
-
-
-@gluon.jit
 def _bring_tiles(
     weights, scales, rows, w_smem, s_smem, x_smem, full, free, table_ptr,
     ROWS: gl.constexpr, GROUPS: gl.constexpr, N: gl.constexpr, OTHER: gl.constexpr, STEP: gl.constexpr,
@@ -84,6 +75,7 @@ def _bring_tiles(
 ):  # fmt: skip
     """What the warp that fills shared memory does, as far ahead as there is room."""
     BOXES: gl.constexpr = SPANS // 2
+    layout: gl.constexpr = scales.layout
     n = 0
     for i in range(gl.program_id(0), N * BLOCKS, gl.num_programs(0)):
         expert = i // BLOCKS
@@ -101,7 +93,7 @@ def _bring_tiles(
                     for b in gl.static_range(BOXES):
                         to = w_smem.index((stage * PARTS + p) * BOXES + b)
                         _load_tile(weights, [expert * ROWS + row, (tile * BOXES + b) * 64], arrived, to)
-                    to = _in_rows(s_smem.index(stage * PARTS + p), scales, 4 * SPANS, HALF)
+                    to = seen_as(s_smem.index(stage * PARTS + p), [4 * SPANS, HALF], layout)
                     _load_tile(scales, [expert * GROUPS + tile * (4 * SPANS), row], arrived, to)
                 for j in gl.static_range(4 * SPANS):
                     at = tile * (4 * SPANS) + j

@@ -17,34 +17,29 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from graphllm.ir import CallSite, GluonKernel
 from graphllm.ops.fused_linear.gluon_int4 import seen_as
-from graphllm.ops.fused_linear.gluon_rows import added_up, copy, count, in_order, plus_product, whole_lines, words_of
+from graphllm.ops.fused_linear.gluon_rows import (
+    ROWS_AT_ONCE,
+    added_up,
+    copy,
+    count,
+    in_order,
+    plus_product,
+    row_of,
+    steps_of,
+    whole_lines,
+    words_of,
+)
 from graphllm.ops.fused_moe.gluon_experts import activated, decoded
 from graphllm.ops.fused_moe.gluon_tokens import reads_experts
 from graphllm.ops.fused_moe.op import fused_moe
 from graphllm.ops.fused_moe.triton_common import added, experts_of
 
-_ROWS = 16  # of weights that a program multiplies
 _WARPS = (4, 8, 2)
-
-
-@triton.constexpr_function
-def _steps(inner, warps):
-    """Of each warp, which takes two spans at a time; in the last one, some may have nothing to do."""
-    return -(-inner // (256 * warps))
 
 
 @triton.constexpr_function
 def _power_of_2(n):
     return 1 << (n - 1).bit_length()
-
-
-@gluon.jit
-def _row_of(half, row, block, ROWS: gl.constexpr, GATED: gl.constexpr):
-    """Of an expert's weights, in a half of a program's sixteen: eight rows of the gate and eight of up."""
-    if GATED:
-        return block * 8 + row + half * (ROWS // 2)
-    else:
-        return block * 16 + half * 8 + row
 
 
 @gluon.jit
@@ -55,7 +50,7 @@ def _ask_for_scales(into, scales_at, block, ROWS: gl.constexpr, K: gl.constexpr,
     place = count(layout, 4, 0, PLACES)
     spans = place // (4 * WARPS) * WARPS + place % WARPS
     group = (spans * 2 + count(layout, 4, 2, 2)) * 4 + place // WARPS % 4
-    at = group * ROWS + _row_of(count(layout, 4, 1, 2), count(layout, 4, 3, 8), block, ROWS, GATED)
+    at = group * ROWS + row_of(count(layout, 4, 1, 2), count(layout, 4, 3, 8), block, ROWS, GATED)
     copy(into, scales_at + at, mask=(group < K // 32).broadcast_to([PLACES, 2, 2, 8]))
 
 
@@ -78,11 +73,11 @@ def _kept_x(x_ptr, K: gl.constexpr, WARPS: gl.constexpr):
     at = (count(layout, 4, 1, WARPS) * 2 + count(layout, 4, 2, 2)) * 128
     at = (at + count(layout, 4, 0, 4) * 32 + count(layout, 4, 3, 32)).broadcast_to([4, WARPS, 2, 32])
     loaded = ()
-    for step in gl.static_range(_steps(K, WARPS)):
+    for step in gl.static_range(steps_of(K, WARPS)):
         first = step * (WARPS * 256)
         loaded += (gl.load(x_ptr + first + at, mask=at < K - first, other=0.0),)
     kept = ()
-    for step in gl.static_range(_steps(K, WARPS)):
+    for step in gl.static_range(steps_of(K, WARPS)):
         buffer = gl.allocate_shared_memory(gl.bfloat16, [4, WARPS, 2, 32], in_order(4), loaded[step])
         kept += (seen_as(buffer, [4, WARPS, 2, 32], in_order(3)),)
     return kept
@@ -114,7 +109,7 @@ def hopper_one_token_kernel(
     GATED: gl.constexpr,  # the first of the two products: with an activation; else weighted
     ACTIVATION: gl.constexpr, LIMIT: gl.constexpr, WARPS: gl.constexpr,
 ):  # fmt: skip
-    STEPS: gl.constexpr = _steps(K, WARPS)
+    STEPS: gl.constexpr = steps_of(K, WARPS)
     PLACES: gl.constexpr = _power_of_2(STEPS * 4 * WARPS)
     BLOCKS: gl.constexpr = ROWS // 16
     words: gl.constexpr = words_of(WARPS)
@@ -138,7 +133,7 @@ def hopper_one_token_kernel(
         ring += (gl.allocate_shared_memory(gl.int16, [WARPS, 2, 2, 8, 32], in_order(5)),)
     scales = gl.allocate_shared_memory(gl.uint8, [PLACES, 2, 2, 8], in_order(4))
     _ask_for_scales(scales, scales_ptr + expert * (K // 32 * ROWS), block, ROWS, K, GATED, PLACES, WARPS)
-    row = _row_of(count(copies, 5, 1, 2), count(copies, 5, 3, 8), block, ROWS, GATED)
+    row = row_of(count(copies, 5, 1, 2), count(copies, 5, 3, 8), block, ROWS, GATED)
     weights_at = weight_ptr + (expert * ROWS).to(gl.int64) * WEIGHT_ROW + row * WEIGHT_ROW
     weights_at += count(copies, 5, 0, WARPS) * 64 + count(copies, 5, 2, 2) * 32 + count(copies, 5, 4, 32)
     for step in gl.static_range(STEPS):
@@ -155,7 +150,7 @@ def hopper_one_token_kernel(
 
     out = added_up(acc, WARPS) * 9223372036854775808.0  # 2 ** 63
     halves: gl.constexpr = out.type.layout
-    own = _row_of(count(halves, 3, 0, 2), count(halves, 3, 1, 8), block, ROWS, GATED)
+    own = row_of(count(halves, 3, 0, 2), count(halves, 3, 1, 8), block, ROWS, GATED)
     if BIAS:
         out += gl.load(bias_ptr + expert * ROWS + own).to(gl.float32)
     if GATED:
@@ -183,7 +178,7 @@ _kernel = GluonKernel(
 def supports_one_token(site: CallSite) -> bool:
     """Whether weights are what the kernel reads, and tokens one."""
     F, D = site.args["gate_up_N2FD"].shape[1] // 2, site.args["x_TD"].shape[1]
-    return site.rows("x_TD") == 1 and reads_experts(site) and F % _ROWS == 0 and D % _ROWS == 0
+    return site.rows("x_TD") == 1 and reads_experts(site) and F % ROWS_AT_ONCE == 0 and D % ROWS_AT_ONCE == 0
 
 
 def one_token_configs(site: CallSite) -> list[dict[str, int]]:
@@ -222,8 +217,8 @@ def gluon_one_token(
     for i, (x, weight, out) in enumerate(((x_TD, experts.gate_up, h_AF), (h_AF, experts.down, y_AD))):
         scales, bias = experts.scales[i], experts.biases[i]
         _kernel(
-            A * (weight.shape[1] // _ROWS), x, weight, scales, x if bias is None else bias, weights_TA, experts_TA, out,
-            WEIGHT_ROW=weight.shape[2], ROWS=weight.shape[1], K=x.shape[1], BIAS=bias is not None, GATED=i == 0,
-            ACTIVATION=experts.activation, LIMIT=experts.limit, WARPS=warps, num_warps=warps,
+            A * (weight.shape[1] // ROWS_AT_ONCE), x, weight, scales, x if bias is None else bias, weights_TA,
+            experts_TA, out, WEIGHT_ROW=weight.shape[2], ROWS=weight.shape[1], K=x.shape[1], BIAS=bias is not None,
+            GATED=i == 0, ACTIVATION=experts.activation, LIMIT=experts.limit, WARPS=warps, num_warps=warps,
         )  # fmt: skip
     return added(y_AD, experts_TA, residual_TD)

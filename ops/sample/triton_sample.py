@@ -114,6 +114,47 @@ def is_filtered(temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, V):
 
 
 @triton.jit
+def best_of(row_ptr, lo, hi, count, last, COL: tl.constexpr, BLOCK: tl.constexpr):
+    """Of tiles lo to hi of ``count`` logits: the largest of each lane, the largest of all, and the first index that has
+    it, at most ``last``."""
+    lane = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best_tile = tl.zeros([BLOCK], tl.int32) + lo
+    for tile in tl.range(lo, hi, loop_unroll_factor=4):
+        x = logits_at(row_ptr, tile * BLOCK + lane, count, COL)
+        better = x > best
+        best = tl.where(better, x, best)
+        best_tile = tl.where(better, tile, best_tile)
+    top = tl.max(best, axis=0)
+    return best, top, tl.min(tl.where(best == top, best_tile * BLOCK + lane, last), axis=0)
+
+
+@triton.jit
+def race_of(
+    row_ptr, lo, hi, count, first, last, index, row_bits, temperature, top_logit, scaled_top, rate,
+    COL: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Of the same tiles: the index that wins the race, ``index`` where none does, and its value. first: the token of
+    the first logit."""
+    lane = tl.arange(0, BLOCK)
+    score = tl.full([], float("-inf"), tl.float32)
+    for tile in range(lo, hi):
+        x = logits_at(row_ptr, tile * BLOCK + lane, count, COL)
+        bits = token_bits(first + tile * BLOCK + lane, row_bits)
+        # Beating the score takes -log1p(-u) < exp(off - score), hence u below that: rare, so tested first, with 1 + u
+        # from the bits' upper 23 and one fast exponential.
+        one_and_u = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
+        room = tl.exp2((x - top_logit) * rate - score * 1.4426950408889634) * 1.01
+        if tl.max((one_and_u <= 1.0 + room).to(tl.int32), axis=0) > 0:
+            race = off_top(x, temperature, scaled_top) - tl.log(exponential(uniform(bits)))
+            tile_best = tl.max(race, axis=0)
+            if tile_best > score:
+                index = tl.min(tl.where(race == tile_best, tile * BLOCK + lane, last), axis=0)
+                score = tile_best
+    return index, score
+
+
+@triton.jit
 def _scan_kernel(
     logits_ptr,
     temperature_ptr,
@@ -145,15 +186,7 @@ def _scan_kernel(
     if FILTERED:
         hi = tl.where(is_filtered(temperature_ptr + s, top_k_ptr + s, top_p_ptr + s, min_p_ptr + s, V), hi, lo)
 
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_tile = tl.zeros([BLOCK], tl.int32) + lo
-    for tile in tl.range(lo, hi, loop_unroll_factor=4):
-        x = logits_at(row_ptr, tile * BLOCK + lane, V, COL)
-        better = x > best
-        best = tl.where(better, x, best)
-        best_tile = tl.where(better, tile, best_tile)
-    top = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == top, best_tile * BLOCK + lane, V - 1), axis=0)
+    best, top, token = best_of(row_ptr, lo, hi, V, V - 1, COL, BLOCK)
     score = 0.0
 
     temperature = tl.load(temperature_ptr + s)
@@ -174,20 +207,9 @@ def _scan_kernel(
         if not (by_k | by_p | by_min):
             scaled_top = tl.div_rn(top_logit, temperature)
             row_bits = row_bits_of(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
-            score = float("-inf")
-            for tile in range(lo, hi):
-                x = logits_at(row_ptr, tile * BLOCK + lane, V, COL)
-                bits = token_bits(tile * BLOCK + lane, row_bits)
-                # Beating the score takes -log1p(-u) < exp(off - score), hence u below that: rare, so tested first, with
-                # 1 + u from the bits' upper 23 and one fast exponential.
-                one_and_u = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
-                room = tl.exp2((x - top_logit) * rate - score * 1.4426950408889634) * 1.01
-                if tl.max((one_and_u <= 1.0 + room).to(tl.int32), axis=0) > 0:
-                    race = off_top(x, temperature, scaled_top) - tl.log(exponential(uniform(bits)))
-                    tile_best = tl.max(race, axis=0)
-                    if tile_best > score:
-                        token = tl.min(tl.where(race == tile_best, tile * BLOCK + lane, V - 1), axis=0)
-                        score = tile_best
+            token, score = race_of(
+                row_ptr, lo, hi, V, 0, V - 1, token, row_bits, temperature, top_logit, scaled_top, rate, COL, BLOCK
+            )
     at = s * CHUNKS + chunk
     tl.store(chunk_top_ptr + at, top)
     tl.store(chunk_score_ptr + at, score)

@@ -21,16 +21,14 @@ from graphllm.ops.all_reduce.triton_exchange import arrived, exchange_half, peer
 from graphllm.ops.sample.triton_sample import (
     BLOCK,
     KEY_SHIFT,
+    best_of,
     chunks_of,
-    exponential,
     filters,
     is_filtered,
     launch_sample,
-    logits_at,
     off_top,
+    race_of,
     row_bits_of,
-    token_bits,
-    uniform,
 )
 from graphllm.ops.sample_shares.op import sample_shares
 
@@ -71,20 +69,11 @@ def _scan_kernel(
     first = _rank(exchange_ptr) * N
     count = tl.minimum(N, V - first)
     row_ptr = logits_ptr + s.to(tl.int64) * ROW
-    lane = tl.arange(0, BLOCK)
     TILES: tl.constexpr = (N + BLOCK - 1) // BLOCK
     PER_CHUNK: tl.constexpr = (TILES + CHUNKS - 1) // CHUNKS
     lo = tl.minimum(chunk * PER_CHUNK, TILES)
     hi = tl.minimum(lo + PER_CHUNK, TILES)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
-    best_tile = tl.zeros([BLOCK], tl.int32) + lo
-    for tile in tl.range(lo, hi, loop_unroll_factor=4):
-        x = logits_at(row_ptr, tile * BLOCK + lane, count, COL)
-        better = x > best
-        best = tl.where(better, x, best)
-        best_tile = tl.where(better, tile, best_tile)
-    top = tl.max(best, axis=0)
-    token = tl.min(tl.where(best == top, best_tile * BLOCK + lane, N - 1), axis=0)
+    _, top, token = best_of(row_ptr, lo, hi, count, N - 1, COL, BLOCK)
     score = tl.zeros([], tl.float32)
     temperature = tl.load(temperature_ptr + s)
     by_k, by_p, by_min = filters(tl.load(top_k_ptr + s), tl.load(top_p_ptr + s), tl.load(min_p_ptr + s), V)
@@ -93,19 +82,9 @@ def _scan_kernel(
         rate = 1.4426950408889634 / temperature
         scaled_top = tl.div_rn(top_logit, temperature)
         row_bits = row_bits_of(tl.load(seed_ptr + s), tl.load(sample_index_ptr + s))
-        score = tl.full([], float("-inf"), tl.float32)
-        for tile in range(lo, hi):
-            x = logits_at(row_ptr, tile * BLOCK + lane, count, COL)
-            bits = token_bits(first + tile * BLOCK + lane, row_bits)
-            # As in the scan of `sample`: what cannot beat the score is found by one fast exponential.
-            one_and_u = ((bits >> 9) | 0x3F800000).to(tl.float32, bitcast=True)
-            room = tl.exp2((x - top_logit) * rate - score * 1.4426950408889634) * 1.01
-            if tl.max((one_and_u <= 1.0 + room).to(tl.int32), axis=0) > 0:
-                race = off_top(x, temperature, scaled_top) - tl.log(exponential(uniform(bits)))
-                tile_best = tl.max(race, axis=0)
-                if tile_best > score:
-                    token = tl.min(tl.where(race == tile_best, tile * BLOCK + lane, N - 1), axis=0)
-                    score = tile_best
+        token, score = race_of(
+            row_ptr, lo, hi, count, first, N - 1, token, row_bits, temperature, top_logit, scaled_top, rate, COL, BLOCK
+        )
     at = found_ptr + s * (3 * CHUNKS) + chunk
     tl.store(at, top.to(tl.int32, bitcast=True))
     tl.store(at + CHUNKS, score.to(tl.int32, bitcast=True))
