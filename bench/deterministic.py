@@ -1,9 +1,10 @@
 """What deterministic mode costs: steps of two artifacts of one shape, with and without it, in turn.
 
-    python bench/deterministic.py [--shape qwen2.5-0.5b] [--threads N] [--rounds 15] [--context 256]
+    python bench/deterministic.py [--shape qwen2.5-0.5b] [--target cpu] [--threads N] [--rounds 15] [--context 256]
         [--decode 1,8,64] [--prefill 1024] [--mixed 64] [--out FILE.json]
 
 Random weights. A mixed step is that many decoding sequences beside a prompt of 512 tokens. Milliseconds, medians and
+the best in brackets, as Markdown. On a GPU: --target cuda --shape llama3.1-8b --decode 1,32,64,128,256 --prefill 8192.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def timed(executor: Executor, step: Any) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-0.5b")
+    parser.add_argument("--target", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--context", type=int, default=256)
@@ -91,10 +93,10 @@ def main() -> None:
     weights: dict[str, Any] | None = None
     executors, seconds = [], []
     for deterministic in (False, True):
-        place, taken = compiled(model, root / f"artifact-{deterministic}", "cpu", deterministic)
+        place, taken = compiled(model, root / f"artifact-{deterministic}", args.target, deterministic)
         manifest = files.verify(place)
         if weights is None:
-            weights = random_weights(WeightPlan.from_json((place / "weights.json").read_text()), "cpu")
+            weights = random_weights(WeightPlan.from_json((place / "weights.json").read_text()), args.target)
         blocks = (max(args.decode) + 1) * (args.context + PROMPT) // 16 + max(args.prefill) // 16
         executors.append(Executor(place, manifest, weights, blocks, args.threads))
         seconds.append(round(taken, 1))

@@ -36,7 +36,8 @@ def fuse_linear(unit: Unit, plan: WeightPlan, config: CompileConfig) -> PassRepo
         bound = _bound(node, linear)
         if bound is None:
             continue
-        forms = itertools.chain(_forms_with_adapters(node, bound), _forms(node, bound))
+        alone = _one_row(node) and not config.deterministic
+        forms = itertools.chain(_forms_with_adapters(node, bound, alone), _forms(node, bound, alone))
         form = next((f for f in forms if is_implemented(unit, config, f.op, **f.arguments)), None)
         if form is not None:
             made = unit.replace(form.replaces, form.op, **form.arguments)
@@ -57,26 +58,27 @@ class _Form(NamedTuple):
     sums: Node | None = None
 
 
-def _forms_with_adapters(node: Node, bound: dict[str, Any]) -> Iterator[_Form]:
+def _forms_with_adapters(node: Node, bound: dict[str, Any], alone: bool) -> Iterator[_Form]:
     """The ways in which `add_lora` joins, if that alone reads the product."""
     user = _only_user(node)
     added = _bound(user, add_lora) if user is not None else None
     if user is not None and added is not None and added["y_TO"] is node and added["x_TI"] is bound["x_TI"]:
         tables = {n: added[n] for n in ("a_LRI", "b_LrO", "adapter_ids_T", "widths")}
-        for form in _forms(user, bound | tables, {node, user}):
+        for form in _forms(user, bound | tables, alone, {node, user}):
             at = form.parts.index("linear") + 1
             yield form._replace(parts=(*form.parts[:at], "adapters", *form.parts[at:]))
 
 
-def _forms(node: Node, bound: dict[str, Any], readers: Collection[Node] = ()) -> Iterator[_Form]:
-    """The ways to fuse a linear layer whose result is a node's, those that take in more first. readers: of x, all of
-    which join; the node alone if not given."""
+def _forms(node: Node, bound: dict[str, Any], alone: bool, readers: Collection[Node] = ()) -> Iterator[_Form]:
+    """The ways to fuse a linear layer whose result is a node's, those that take in more first. alone: whether it is for
+    one row, and others need not be computed in the same way. readers: of x, all of which join; the node alone if not
+    given."""
     before = _bound(bound["x_TI"], rms_norm)
     user = _only_user(node)
     sums = user if user is not None and op_of(user.target) is all_reduce else None
     add, residual = sum_with(sums or node)
     norm = None if add is None else next((u for u in add.users if _is_norm_of(u, add)), None)
-    if add is not None and norm is not None and before is None and not (sums is None and _one_row(node)):
+    if add is not None and norm is not None and before is None and not (sums is None and alone):
         after = rms_norm.bind(norm.args, norm.kwargs)
         arguments = bound | {"residual_TO": residual, "norm_O": after["weight"], "eps": after["eps"]}
         parts = ["linear", "residual", "norm"]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
 
 from graphllm.compile.inductor import decompositions
 from graphllm.compile.pieces import trace_reference
@@ -21,6 +22,7 @@ from graphllm.rewrite import ImplChoice, choose, site_key, site_of
 
 REFERENCE = ": reference"
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
+_SUMS = ("sum", "mean", "var", "var_mean", "_softmax", "_log_softmax", "prod", "cumsum", "logsumexp")
 
 
 class Lowered(NamedTuple):
@@ -97,10 +99,13 @@ def lower_piece(
 
 
 def _check_references(graph: torch.fx.Graph, ops: Iterable[str], config: CompileConfig) -> None:
-    """Raise ConfigError where the graph of a lowered piece has products of a library. ops: that were lowered to their
-    references."""
+    """Raise ConfigError where the graph of a lowered piece has products of a library, or, where several programs are
+    generated, sums of floats, whose order the generator chooses for each. ops: that were lowered to their references.
+    """
+    refused = _PRODUCTS + (_SUMS if len(config.buckets) > 1 else ())
     for node in graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name.split("::")[1] in _PRODUCTS:
+        name = node.target._schema.name.split("::")[1] if isinstance(node.target, torch._ops.OpOverload) else ""
+        if name in refused and any(v.is_floating_point() for v in tree_leaves(node.meta.get("val"))):
             raise ConfigError(
                 f"deterministic: {node.target} of one of {', '.join(sorted(set(ops)))}, which have no kernel for "
                 f"{config.target.device} here, depends on the others of a batch; leave deterministic out"

@@ -12,6 +12,7 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, parse_count, setting
 from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
 
+_SHORT = 256  # tokens of a step for which a GPU has products that suit few rows
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
@@ -100,7 +101,8 @@ def default_buckets(
 ) -> tuple[Bucket, ...]:  # fmt: skip
     """One sequence alone is static; the rest of decode is split where other kernels win on a GPU. dynamic: fewer drafts
     may be verified, too: 1, 2, 4 and so on. deterministic: on a CPU, where generated code decides how norms add up, one
-    program serves every step."""
+    program serves every step; on a GPU, where no library chooses products by their size, short steps with prompts have
+    their own."""
     if deterministic and target.device == "cpu":
         return (Bucket("mixed", 1, max_num_batched_tokens),)
     found = [Bucket("decode", 1, 1)]
@@ -115,7 +117,9 @@ def default_buckets(
     for count in (*counts, num_speculative_tokens) if num_speculative_tokens else ():
         most = min(max_num_seqs, max_num_batched_tokens // (count + 1))
         verifying += [replace(b, hi=min(b.hi, most), query_len=count + 1) for b in found if b.lo <= most]
-    return (*found, *verifying, Bucket("mixed", 2, max_num_batched_tokens))
+    short = _SHORT if deterministic and 2 < _SHORT < max_num_batched_tokens else 1
+    mixed = [Bucket("mixed", 2, short)] * (short > 1) + [Bucket("mixed", short + 1, max_num_batched_tokens)]
+    return (*found, *verifying, *mixed)
 
 
 @dataclass(frozen=True)
@@ -368,10 +372,6 @@ def _check_sharing(config: CompileConfig) -> None:
 
 def _check_deterministic(config: CompileConfig) -> None:
     """Raise ConfigError for what depends on the batch whatever kernels do."""
-    if config.target.device == "cuda":
-        raise ConfigError(
-            "deterministic: no kernel for a GPU says yet how it computes a row; leave it out, or use a CPU"
-        )
     if config.backend == "eager":
         raise ConfigError("deterministic: products of the backend eager depend on the batch; use inductor")
     if config.num_speculative_tokens:
@@ -380,7 +380,7 @@ def _check_deterministic(config: CompileConfig) -> None:
             "other programs than those that decode; leave them out"
         )
     largest = max((b.hi for b in config.buckets), default=0)
-    if config.buckets != (Bucket("mixed", 1, largest),):
+    if config.target.device == "cpu" and config.buckets != (Bucket("mixed", 1, largest),):
         raise ConfigError(
             f"deterministic: buckets are {', '.join(b.name for b in config.buckets)}, and on a CPU one program serves "
             f"every step; use mixed-1-{largest}, or leave them out"

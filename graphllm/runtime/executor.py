@@ -411,7 +411,7 @@ class Executor:
         the first request. It writes to block 0 and the scrap slot only."""
         for bucket in self.buckets:
             prompt = bucket.kind == "mixed"
-            count = min(bucket.hi, _WARM_PROMPT) if prompt else bucket.query_len * bucket.hi
+            count = max(bucket.lo, min(bucket.hi, _WARM_PROMPT)) if prompt else bucket.query_len * bucket.hi
             sequences = 1 if prompt else bucket.hi
             step = ragged([[0] * (count // sequences)] * sequences, [0] * sequences)
             if bucket.query_len > 1 and not prompt:

@@ -7,7 +7,13 @@ from graphllm.ops.fused_linear import cpu  # noqa: F401
 from graphllm.ops.fused_linear.op import fused_linear
 
 if importlib.util.find_spec("triton"):
-    from graphllm.ops.fused_linear import gluon_gated, gluon_int4_row, gluon_int4_tile, triton_fused_linear  # noqa: F401
+    from graphllm.ops.fused_linear import (  # noqa: F401
+        gluon_gated,
+        gluon_int4_row,
+        gluon_int4_tile,
+        triton_fused_linear,
+        triton_ordered,
+    )
 
 fused_linear.tuning_inputs(every_adapter)
 

@@ -13,9 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
+import torch
+
 from graphllm.ir import CallSite, runs_gluon
 from graphllm.ops.add_lora.triton_low_rank import low_rank_config
 from graphllm.ops.encoded_weights import BITS, span_of
+from graphllm.ops.fused_linear.op import MOST_ROWS
 from graphllm.ops.fused_linear.triton_encoded import tiles_of
 
 Config = Mapping[str, int]
@@ -47,6 +50,13 @@ class Tile(NamedTuple):
 
 
 _TILES = (Tile(64, 128, 4, 4), Tile(64, 256, 3, 4), Tile(64, 64, 6, 4), Tile(128, 128, 3, 8), Tile(32, 256, 4, 4))
+_LEAST_RANGE = 256  # inner entries of a range of sums that are alike
+_ALIKE_K = 128  # where such ranges may begin
+_LEAST_THROUGH_MEMORY = 1024  # inner entries of a range whose sums are worth a way through memory
+_ORDERED = (  # tiles of many rows, and rows of x
+    (Tile(256, 64, 4, 8), 128), (Tile(128, 64, 3, 8), 256), (Tile(128, 64, 4, 8), 256), (Tile(128, 64, 4, 8), 128),
+    (Tile(64, 64, 4, 4), 256), (Tile(64, 64, 6, 4), 128), (Tile(128, 128, 3, 8), 128),
+)  # fmt: skip
 
 
 def read_by_tma(site: CallSite) -> bool:
@@ -68,6 +78,8 @@ def tile_configs(site: CallSite) -> list[Config]:
     """Launch constants of the tile kernel for a linear layer at a site."""
     low = low_rank_config(site)
     form = site.args["form"]
+    if site.deterministic:
+        return [{**config, **low} for config in _alike_configs(site)]
     found = [*_direct_configs(site), *(_encoded_configs(site) if form else _plain_configs(site))]
     return [{**config, **low} for config in found]
 
@@ -75,13 +87,74 @@ def tile_configs(site: CallSite) -> list[Config]:
 def beside_rows(site: CallSite) -> list[Config]:
     """`tile_configs` where row kernels serve one row: of plain weights they do that best, as 15 of 16 rows of a tile
     of tokens are empty, so that one of these is enough."""
-    return tile_configs(site)[: 1 if site.rows("x_TI") == 1 and not site.args["form"] else None]
+    others = site.rows("x_TI") > 1 or site.args["form"] or site.deterministic
+    return tile_configs(site)[: None if others else 1]
+
+
+def ordered_configs(site: CallSite) -> list[Config]:
+    """Launch constants of the kernel for many rows that computes each as the tile kernel does among few."""
+    rows, ranges, inner = site.rows("x_TI"), _ranges(site), site.args["x_TI"].shape[1]
+    gated, parted = bool(site.args.get("gated")), "norm_O" in site.args and rows <= MOST_ROWS and ranges > 1
+    found: list[Config] = []
+    for tile, block_t in _ORDERED:
+        registers = tile.block_n * block_t // (tile.warps * 32)
+        kept = ranges > 1 and not parted and registers <= 64
+        through_memory = ranges > 1 and not parted and not kept
+        usual = block_t >= 128 if rows > MOST_ROWS else block_t <= max(64, 1 << (rows - 1).bit_length())
+        if (
+            usual
+            and _divides(inner, tile.block_k, ranges)
+            and not (gated and (tile.block_n == 64 or through_memory))
+            and not (tile.block_n == 256 and not gated)
+            and not (through_memory and inner // ranges < _LEAST_THROUGH_MEMORY)
+        ):
+            found.append({
+                "block_n": tile.block_n, "block_k": tile.block_k, "block_t": block_t, "warps": tile.warps,
+                "stages": tile.stages, "ranges": ranges, "kept": int(kept), "parts": int(parted),
+                "programs": site.target.multiprocessors,
+            })  # fmt: skip
+    return found
+
+
+def is_ordered(site: CallSite) -> bool:
+    """Whether rows come out the same in every batch, by both kernels: by those instructions of Hopper's tensor cores
+    that take 64 rows of weights. All else has not been shown to."""
+    plain = site.args["form"] == "" and site.args["a_LRI"] is None and site.args.get("ranks", 1) == 1
+    return site.target.arch[0] == "sm_90" and site.args["x_TI"].dtype == torch.bfloat16 and plain
+
+
+def sum_order(site: CallSite, constants: Config) -> str:
+    """`Impl.row_order`: where the inner dimension is divided. Equal for all rows of a weight."""
+    return f"tensor cores, {_ranges(site)} ranges" if is_ordered(site) else ""
+
+
+def _ranges(site: CallSite) -> int:
+    """Into how many ranges the inner dimension is divided, whatever the number of rows: as suits few rows, where all
+    programs run at once."""
+    width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
+    most = min(site.target.multiprocessors // -(-width // _USUAL), inner // _LEAST_RANGE)
+    return max((n for n in _SPLITS if n <= most), default=1)
+
+
+def _divides(inner: int, block_k: int, ranges: int) -> bool:
+    """Whether tiles of so many inner entries begin ranges where others do."""
+    coarse, fine = -(-inner // _ALIKE_K), -(-inner // block_k)
+    return ranges == 1 or -(-fine // ranges) * block_k == -(-coarse // ranges) * _ALIKE_K
+
+
+def _alike_configs(site: CallSite) -> Iterator[Config]:
+    """Those of the tile kernel in which rows are computed alike."""
+    inner, ranges = site.args["x_TI"].shape[1], _ranges(site)
+    for block_t, token_tiles, _ in _token_tiles(site):
+        for tile in _TILES:
+            if tile.block_n >= _USUAL and _divides(inner, tile.block_k, ranges) and _fits(tile, block_t, 16):
+                yield {**_config(tile, block_t, token_tiles, ranges), "alike": 1}
 
 
 def _plain_configs(site: CallSite) -> list[Config]:
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
     processors = site.target.multiprocessors
-    found = []
+    found: list[Config] = []
     for block_t, token_tiles, largest in _token_tiles(site):
         for tile in _TILES:
             if not _fits(tile, block_t, 16):

@@ -31,7 +31,7 @@ from graphllm.ops.add_lora.triton_low_rank import (
 )
 from graphllm.ops.all_reduce.triton_exchange import exchange_half, one_trip, sum_over_ranks
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, read_by_tma, row_configs
+from graphllm.ops.fused_linear.launch_constants import Config, beside_rows, read_by_tma, row_configs, sum_order
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_direct import direct_product
 from graphllm.ops.fused_linear.triton_encoded import encoded_product, numbers_of, scales_at, tiles_of
@@ -49,7 +49,7 @@ def weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def _gate(acc):
+def silu_gate(acc):
     """silu(gate) * value."""
     gate, value = acc
     return gate / (1.0 + tl.exp(-gate)) * value
@@ -126,7 +126,7 @@ def _finish_row(
 ):  # fmt: skip
     column = row
     if GATED:
-        out = _gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
+        out = silu_gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         inside_out = column < N // 2
     else:
@@ -213,7 +213,7 @@ def encoded_row_kernel(
 
 
 @triton.jit
-def _finish_tile(
+def finish_tile(
     acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
     N: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -223,7 +223,7 @@ def _finish_tile(
         acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
-        acc = _gate(tl.split(pairs))
+        acc = silu_gate(tl.split(pairs))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
     else:
@@ -246,7 +246,7 @@ def finish_splits(
 ):  # fmt: skip
     """Write a tile once the parts of its sum are there: the last program to arrive adds them, always in one order."""
     if SPLITS == 1:
-        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+        finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
                      N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
     else:
         tile = tile_t * tl.num_programs(0) + block
@@ -261,7 +261,7 @@ def finish_splits(
             for i in tl.static_range(SPLITS):
                 acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
-            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+            finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
                          N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
 
 
@@ -426,6 +426,7 @@ def norm_kernel(
     BIAS: tl.constexpr,
     RANKS: tl.constexpr,  # over which the sum of parts and bias is summed
     FEW: tl.constexpr,  # numbers, at most, that are summed in one trip
+    ALIKE: tl.constexpr,  # sum parts, then the bias, then the residual, as products that make all parts themselves
     BLOCK_K: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
@@ -451,6 +452,13 @@ def norm_kernel(
             x += sum_over_ranks(
                 own, token, token * K + k, inside, T * K <= FEW, exchange_ptr, half, sum_ptr.dtype.element_ty, RANKS
             )
+        elif ALIKE:
+            own = tl.zeros([BLOCK_K], tl.float32)
+            for part in tl.static_range(PARTS):
+                own += tl.load(x_ptr + (part * T + token) * K + k, mask=inside, other=0.0).to(tl.float32)
+            if BIAS:
+                own += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
+            x += own
         else:
             if BIAS:
                 x += tl.load(bias_ptr + k, mask=inside, other=0.0).to(tl.float32)
@@ -473,7 +481,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMU
     row = gate_up_ptr + token * (2 * N) + n
     gate = tl.load(row, mask=n < N, other=0.0).to(tl.float32)
     value = tl.load(row + N, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, _gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
+    tl.store(out_ptr + token * N + n, silu_gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")
@@ -481,7 +489,7 @@ _GATE_BLOCK = 1024
 _EXCHANGED = 1024  # numbers of a program that sums over ranks, at least: Triton 3.6 aborts on some smaller blocks
 
 
-def _width(weight_OI: Tensor, gated: bool) -> int:
+def width_of(weight_OI: Tensor, gated: bool) -> int:
     return weight_OI.shape[0] // (2 if gated else 1)
 
 
@@ -538,7 +546,7 @@ def triton_row(
     warps: int,
 ) -> Tensor:
     """One row of x."""
-    out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
+    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, norm_I=norm_I, eps=eps)
     config = {"block_n": block_n, "block_k": block_k, "warps": warps}
     launch_row(x_TI, weight_OI, out_TN, config, bias_O, norm_I, eps, residual_TN, gated, scales_GO, form, adapters)
@@ -600,7 +608,7 @@ def cublas(
         x_TI = normalized(x_TI, norm_I, eps)
     out_TN = torch.nn.functional.linear(x_TI, weight_OI, bias_O)
     if gated:
-        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
+        gate_up_T2N, out_TN = out_TN, x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
         N = out_TN.shape[1]
         launch_triton(
             _gate_kernel, (x_TI.shape[0], -(-N // _GATE_BLOCK)), gate_up_T2N, out_TN, N=N, BLOCK=_GATE_BLOCK,
@@ -628,16 +636,17 @@ def launch_norm(
     residual_TI: Tensor | None = None,
     sum_TI: Tensor | None = None,
     ranks: int = 1,
+    alike: bool = False,
 ) -> None:
     """Normalize the rows of x [T, I] into ``out_TI``; with ``parts``, those of their sum with bias and residual. ranks:
-    over which parts and bias are summed first."""
+    over which parts and bias are summed first. alike: sum in the order of products that make all parts themselves."""
     T, K = out_TI.shape
     launch_triton(
         norm_kernel, (T,), x, *(norm_I if t is None else t for t in (bias_O, residual_TI)), norm_I,
         norm_I if sum_TI is None else sum_TI, out_TI, exchange(x, ranks) if ranks > 1 else norm_I, T,
         X_ROW=0 if parts else x.stride(0), RESIDUAL_ROW=0 if residual_TI is None else residual_TI.stride(0),
         K=K, EPS=eps, PARTS=parts, BIAS=bias_O is not None, RANKS=ranks,
-        FEW=one_trip(ranks, out_TI.element_size()) if ranks > 1 else 0,
+        FEW=one_trip(ranks, out_TI.element_size()) if ranks > 1 else 0, ALIKE=alike,
         BLOCK_K=max(1 << (K - 1).bit_length(), _EXCHANGED if ranks > 1 else 1), EMULATED=triton.knobs.runtime.interpret,
         num_warps=_norm_warps(K, ranks),
     )  # fmt: skip
@@ -708,7 +717,7 @@ def _ranks(adapters: Adapters | None) -> dict[str, int]:
     return adapters.constants if adapters else {"RANK": 0, "COLUMNS": 0, "END_0": 0, "END_1": 0}
 
 
-@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=beside_rows)
+@fused_linear.impl("triton_tile", device="cuda", supports=short, configs=beside_rows, row_order=sum_order)
 def triton_tile(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -733,7 +742,7 @@ def triton_tile(
         x_TI = normalized(x_TI, norm_I, eps)
     low = (config["low_rows"], config["low_splits"])
     adapters = shrunk(x_TI, a_LRI, b_LrO, adapter_ids_T, widths, *low, norm_I if within else None, eps)
-    out_TN = x_TI.new_empty((x_TI.shape[0], _width(weight_OI, gated)))
+    out_TN = x_TI.new_empty((x_TI.shape[0], width_of(weight_OI, gated)))
     launch_tiles(
         x_TI, weight_OI, out_TN, config, bias_O, residual_TN, gated, (scales_GO, zeros_GO, form, group),
         norm=(norm_I if within else None, eps), adapters=adapters,

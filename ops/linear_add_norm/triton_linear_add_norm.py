@@ -14,7 +14,13 @@ from graphllm.ops.all_reduce.extern import summed
 from graphllm.ops.all_reduce.triton_exchange import fits_exchange
 from graphllm.ops.fused_linear.gluon_int4_row import int4_row, int4_row_configs, launch_int4_row
 from graphllm.ops.fused_linear.gluon_int4_tile import int4_tile, int4_tile_configs, launch_int4_tile
-from graphllm.ops.fused_linear.launch_constants import beside_rows, row_configs, tile_configs
+from graphllm.ops.fused_linear.launch_constants import (
+    beside_rows,
+    ordered_configs,
+    row_configs,
+    sum_order,
+    tile_configs,
+)
 from graphllm.ops.fused_linear.triton_fused_linear import (
     launch_norm,
     launch_row,
@@ -23,6 +29,7 @@ from graphllm.ops.fused_linear.triton_fused_linear import (
     plain,
     short,
 )
+from graphllm.ops.fused_linear.triton_ordered import launch_ordered, many
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
 
@@ -154,6 +161,7 @@ def cublas_group(
     device="cuda",
     supports=lambda site: short(site) and _exchanged(site),
     configs=lambda site: beside_rows(site) if _row(site) else tile_configs(site),
+    row_order=sum_order,
 )
 def triton_tile(
     x_TI: Tensor,
@@ -182,5 +190,29 @@ def triton_tile(
         x_TI, weight_OI, parts, config, encoded=(scales_GO, zeros_GO, form, group), parts=True, adapters=adapters
     )
     sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
-    launch_norm(parts, norm_O, eps, normed_TO, config["splits"], bias_O, residual_TO, sum_TO, ranks)
+    alike = config.get("alike") == 1
+    launch_norm(parts, norm_O, eps, normed_TO, config["splits"], bias_O, residual_TO, sum_TO, ranks, alike)
+    return sum_TO, normed_TO
+
+
+@linear_add_norm.impl("triton_ordered", device="cuda", supports=many, configs=ordered_configs, row_order=sum_order)
+def triton_ordered(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    residual_TO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    bias_O: Tensor | None = None,
+    **config: int,
+) -> tuple[Tensor, Tensor]:
+    """Any number of rows of x, each as `triton_tile` computes it among few."""
+    shape = (x_TI.shape[0], weight_OI.shape[0])
+    sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
+    if config["parts"]:
+        parts = torch.empty((config["ranges"], *shape), dtype=torch.float32, device=x_TI.device)
+        launch_ordered(x_TI, weight_OI, parts, config)
+        launch_norm(parts, norm_O, eps, normed_TO, config["ranges"], bias_O, residual_TO, sum_TO, alike=True)
+    else:
+        launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
+        launch_norm(sum_TO, norm_O, eps, normed_TO)
     return sum_TO, normed_TO

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.op import each_alone
 from graphllm.ops.process_logits.op import process_logits
 
 _BLOCK = 2048  # tokens of a tile, whole words of the mask
@@ -123,7 +124,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@process_logits.impl("triton_process_logits", device="cuda", supports=_supports)
+@process_logits.impl("triton_process_logits", device="cuda", supports=_supports, row_order=each_alone)
 def triton_process_logits(
     logits_SV: Tensor,
     slot_S: Tensor,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.op import each_alone
 from graphllm.ops.record_tokens.op import record_tokens
 
 
@@ -39,7 +40,7 @@ def _supports(site: CallSite) -> bool:
     return all(t.dtype == torch.int32 and t.stride(-1) == 1 for t in site.args.values())
 
 
-@record_tokens.impl("triton_record_tokens", device="cuda", supports=_supports)
+@record_tokens.impl("triton_record_tokens", device="cuda", supports=_supports, row_order=each_alone)
 def triton_record_tokens(
     tokens_S: Tensor, slot_S: Tensor, kept_slot_S: Tensor, counted_S: Tensor, last_token_N: Tensor, counts_NV: Tensor
 ) -> Tensor:

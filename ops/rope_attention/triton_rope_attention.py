@@ -15,6 +15,8 @@ from graphllm.ops.paged_attention.triton_decode import decode_configs, is_decode
 from graphllm.ops.paged_attention.triton_decode import triton_decode as decode
 from graphllm.ops.paged_attention.triton_prefill import prefill_configs
 from graphllm.ops.paged_attention.triton_prefill import triton_prefill as prefill
+from graphllm.ops.paged_attention.triton_ranges import in_ranges, range_configs, range_order
+from graphllm.ops.paged_attention.triton_ranges import triton_ranges as ranges
 from graphllm.ops.paged_attention.triton_verify import is_mixed, is_verification, verify_configs
 from graphllm.ops.paged_attention.triton_verify import triton_verify as verify
 from graphllm.ops.rope_attention.op import rope_attention
@@ -82,3 +84,14 @@ def triton_verify(
 ) -> Tensor:
     """Every sequence has a few query tokens."""
     return verify(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)
+
+
+@rope_attention.impl(
+    "triton_ranges", device="cuda", supports=lambda s: in_ranges(s) and _rotates(s), configs=range_configs,
+    row_order=range_order, remedy=problem,
+)  # fmt: skip
+def triton_ranges(
+    *, cos_TF: Tensor, sin_TF: Tensor, q_norm_E: Tensor | None, k_norm_E: Tensor | None, eps: float, **attention: Any
+) -> Tensor:
+    """Any ragged batch, each row as if alone."""
+    return ranges(rotary=Rotary(cos_TF, sin_TF, q_norm_E, k_norm_E, eps), **attention)

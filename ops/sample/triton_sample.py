@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.op import each_alone
 from graphllm.ops.sample.op import sample
 
 BLOCK = 2048  # lanes: logits that one program reads at a time
@@ -471,12 +472,17 @@ def chunks_of(S: object, V: int) -> int:
     return min(1 << max(0, min(wanted, 64).bit_length() - 1), max(2, 1 << (tiles - 1).bit_length()))
 
 
+def _configs(site: CallSite) -> list[dict[str, int]]:
+    """As many chunks for one row as for several, where each must come out the same among any."""
+    return [{"chunks": chunks_of(None, site.args["logits_SV"].shape[1])}] if site.deterministic else [{}]
+
+
 def _supports(site: CallSite) -> bool:
     logits = site.args["logits_SV"]
     return logits.dtype in KEY_SHIFT and logits.shape[1] < BLOCK * 2**15
 
 
-@sample.impl("triton_sample", device="cuda", supports=_supports)
+@sample.impl("triton_sample", device="cuda", supports=_supports, configs=_configs, row_order=each_alone)
 def triton_sample(
     logits_SV: Tensor,
     temperature_S: Tensor,
@@ -485,10 +491,12 @@ def triton_sample(
     min_p_S: Tensor,
     seed_S: Tensor,
     sample_index_S: Tensor,
+    chunks: int | None = None,
 ) -> Tensor:
     """Two launches, whatever the rows ask for."""
     out_S = torch.empty(logits_SV.shape[0], dtype=torch.int32, device=logits_SV.device)
-    launch_sample(logits_SV, temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S, out_S)
+    settings = (temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S)
+    launch_sample(logits_SV, *settings, out_S, chunks=chunks)
     return out_S
 
 
@@ -502,11 +510,12 @@ def launch_sample(
     sample_index_S: Tensor,
     out_S: Tensor,
     filtered: bool = False,
+    chunks: int | None = None,
 ) -> None:
     """The tokens into ``out_S``; with ``filtered`` only those of rows with top-k, top-p or min-p, and nothing else is
-    read."""
+    read. chunks: programs per row of the scan, those of `chunks_of` if not given."""
     S, V = logits_SV.shape
-    chunks = chunks_of(S, V)
+    chunks = chunks or chunks_of(S, V)
 
     def scratch(*shape: object, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=logits_SV.device)  # type: ignore[arg-type]

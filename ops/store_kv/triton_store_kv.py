@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from graphllm.ir import CallSite
+from graphllm.ir.op import each_alone
 from graphllm.ops.paged_attention.triton_write import write_rows
 from graphllm.ops.store_kv.op import store_kv
 
@@ -20,7 +21,7 @@ def _supports(site: CallSite) -> bool:
     )
 
 
-@store_kv.impl("triton", device="cuda", supports=_supports)
+@store_kv.impl("triton", device="cuda", supports=_supports, row_order=each_alone)
 def triton_store_kv(
     k_TKE: Tensor,
     v_TKE: Tensor,

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from graphllm.ir import CallSite, launch_triton
+from graphllm.ir.op import each_alone
 from graphllm.ops.token_logprobs.op import token_logprobs
 
 _BLOCK = 2048  # logits of a tile
@@ -148,7 +149,7 @@ def _supports(site: CallSite) -> bool:
     return site.args["logits_SV"].dtype in (torch.float32, torch.float16, torch.bfloat16)
 
 
-@token_logprobs.impl("triton_token_logprobs", device="cuda", supports=_supports)
+@token_logprobs.impl("triton_token_logprobs", device="cuda", supports=_supports, row_order=each_alone)
 def triton_token_logprobs(logits_SV: Tensor, tokens_S: Tensor, target_S: Tensor, wanted_S: Tensor, k: int) -> Tensor:
     """Two launches; rows not wanted cost a load and a line of zeros."""
     S, V = logits_SV.shape

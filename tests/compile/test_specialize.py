@@ -22,6 +22,7 @@ from graphllm.compile.lower import lower
 from graphllm.compile.objects import BuildError
 from graphllm.compile.passes import PIPELINE
 from graphllm.compile.pipeline import compile_model, find_model, run_passes
+from graphllm.compile.row_order import require_row_orders
 from graphllm.compile.specialize import specialize
 from graphllm.compile.trace import plan_layout, trace_model, trace_unit
 from graphllm.config import Bucket, CompileConfig, ConfigError, Target, default_buckets
@@ -104,9 +105,19 @@ def test_two_ranks_have_as_many_kernels_and_put_no_logits_together(config: Compi
     assert not any(label == "all_reduce" for labels in parts.values() for label in labels)
 
 
-def test_deterministic_mode_is_refused_where_kernels_do_not_say_how_they_add_up(config: CompileConfig) -> None:
-    with pytest.raises(ConfigError, match="deterministic: no kernel for a GPU"):
-        check(dataclasses.replace(config, deterministic=True))
+def test_deterministic_mode_has_one_order_in_all_buckets_of_a_gpu_that_it_was_shown_on(config: CompileConfig) -> None:
+    wanted = dataclasses.replace(
+        config, deterministic=True, buckets=default_buckets(TARGET, 40, 512, deterministic=True)
+    )  # fmt: skip
+    check(wanted)
+    assert [b.name for b in wanted.buckets if b.kind == "mixed"] == ["mixed-2-256", "mixed-257-512"]
+    pieces = _linked(wanted).pieces.values()
+    require_row_orders(((p.json, bucket) for p in pieces for bucket in wanted.buckets), wanted)
+    other = dataclasses.replace(wanted, target=Target("cuda", ("sm_80", "sms_108")))
+    with pytest.raises(ConfigError, match=r"no implementation of paged_attention for cuda.*depend on the others"):
+        require_row_orders(
+            ((p.json, bucket) for p in _linked(other).pieces.values() for bucket in other.buckets), other
+        )
 
 
 def test_every_kernel_keeps_the_sizes_dynamic() -> None:

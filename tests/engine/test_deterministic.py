@@ -57,12 +57,14 @@ def place(request: pytest.FixtureRequest, shared: Any) -> tuple[Path, Path]:
     return model, shared(f"deterministic-{request.param}", build)
 
 
-def requests(draw: random.Random, count: int) -> list[EngineRequest]:
-    """Prompts of all lengths, some with a beginning in common, greedy and sampled in several ways."""
+def requests(draw: random.Random, count: int, longest: int = 0) -> list[EngineRequest]:
+    """Prompts of all lengths, some with a beginning in common, greedy and sampled in several ways. longest: so many
+    tokens more of some."""
     beginnings = [[draw.randrange(3, VOCABULARY) for _ in range(n)] for n in (0, 16, 37, 64, 97)]
     made = []
     for i in range(count):
-        prompt = [*draw.choice(beginnings), *(draw.randrange(3, VOCABULARY) for _ in range(draw.choice((1, 2, 9, 40))))]
+        own = draw.choice((1, 2, 9, 40)) + (draw.randrange(longest) if longest and i % 6 == 0 else 0)
+        prompt = [*draw.choice(beginnings), *(draw.randrange(3, VOCABULARY) for _ in range(own))]
         ways: tuple[dict[str, Any], ...] = (
             {"temperature": 0.0},
             {"temperature": 0.8, "top_p": 0.9},
@@ -100,10 +102,10 @@ def cores(place: tuple[Path, Path]) -> Iterator[Cores]:
     made.close()
 
 
-def check(cores: Cores, seed: int, batches: int, pool: int = 24) -> None:
+def check(cores: Cores, seed: int, batches: int, pool: int = 24, longest: int = 0) -> None:
     """That many random batches of a pool of requests."""
     draw = random.Random(seed)
-    every = requests(draw, pool)
+    every = requests(draw, pool, longest)
     alone = {r.id: finish(cores.alone, [r])[r.id] for r in every}
     before = [core._scheduler.preemptions for core in cores.beside]
     cached = 0

@@ -39,14 +39,15 @@ def launches(op: Op, impl: Impl) -> Iterator[torch.fx.Node]:
     records them."""
     maker = Maker(torch.Generator(), torch.device("cpu"), torch.bfloat16)
     small = [c for c in cases_of(op) if c.size == "small"]
-    for case, ranks in itertools.product(small, (1, 2, 4) if "ranks" in op.signature.parameters else (1,)):
+    of_ranks = (1, 2, 4) if "ranks" in op.signature.parameters else (1,)
+    for case, ranks, deterministic in itertools.product(small, of_ranks, (False, True)):
         args = op.bind((), {**case.inputs(maker), **({"ranks": ranks} if ranks > 1 else {})})
-        site = CallSite(args, TARGET, case.bucket)
+        site = CallSite(args, TARGET, case.bucket, deterministic=deterministic)
         if not impl.supports(site):
             continue
         tensors = {n: v for n, v in args.items() if isinstance(v, torch.Tensor)}
         others = {n: v for n, v in args.items() if n not in tensors}
-        configs = impl.configs(site)
+        configs = [c for c in impl.configs(site) if not deterministic or impl.row_order(site, c)]
         for config in configs[:: max(1, len(configs) - 1)]:
             fn = functools.partial(impl.fn, **others, **config)
             graph = make_fx(_of_names(fn), tracing_mode="fake")(tensors).graph
