@@ -82,8 +82,6 @@ def ordered_kernel(
     PROGRAMS: tl.constexpr,
     EMULATED: tl.constexpr,
 ):
-    if not EMULATED:
-        tl.extra.cuda.gdc_launch_dependents()
     HALF: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     WIDTH: tl.constexpr = N // 2 if GATED else N
     BLOCKS: tl.constexpr = (WIDTH + HALF - 1) // HALF
@@ -92,7 +90,10 @@ def ordered_kernel(
     ITEMS: tl.constexpr = RANGES if PARTS else 1  # of a tile
     weights = tl.make_tensor_descriptor(weight_ptr, [N, K], [WEIGHT_ROW, 1], [HALF, BLOCK_K])
     if not EMULATED:
+        # The next kernel may start when all programs are here, so the one before is over: of three kernels the last one
+        # never writes its descriptor, before it waits, where the first one still reads its own.
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.make_tensor_descriptor(x_ptr, [T, K], [X_ROW, 1], [BLOCK_T, BLOCK_K])
     token_tiles = (T + BLOCK_T - 1) // BLOCK_T
     for item in tl.range(tl.program_id(0), token_tiles * BLOCKS * ITEMS, PROGRAMS):
