@@ -472,9 +472,8 @@ def chunks_of(S: object, V: int) -> int:
     return min(1 << max(0, min(wanted, 64).bit_length() - 1), max(2, 1 << (tiles - 1).bit_length()))
 
 
-def _configs(site: CallSite) -> list[dict[str, int]]:
-    """As many chunks for one row as for several, where each must come out the same among any."""
-    return [{"chunks": chunks_of(None, site.args["logits_SV"].shape[1])}] if site.deterministic else [{}]
+def _configs(site: CallSite) -> list[dict[str, bool]]:
+    return [{"alike": True}] if site.deterministic else [{}]
 
 
 def _supports(site: CallSite) -> bool:
@@ -491,9 +490,14 @@ def triton_sample(
     min_p_S: Tensor,
     seed_S: Tensor,
     sample_index_S: Tensor,
-    chunks: int | None = None,
+    alike: bool = False,
 ) -> Tensor:
-    """Two launches, whatever the rows ask for."""
+    """Two launches, whatever the rows ask for. alike: each row is drawn in the same way among any others. One row then
+    has as many chunks as several, and sums of a row are over float32, as they are beside rows whose logits are edited:
+    threads hold other elements of a tile where these are of 16 bits, and so add in another order."""
+    chunks = None
+    if alike:
+        logits_SV, chunks = logits_SV.float(), chunks_of(None, logits_SV.shape[1])
     out_S = torch.empty(logits_SV.shape[0], dtype=torch.int32, device=logits_SV.device)
     settings = (temperature_S, top_k_S, top_p_S, min_p_S, seed_S, sample_index_S)
     launch_sample(logits_SV, *settings, out_S, chunks=chunks)
