@@ -111,6 +111,51 @@ def test_rows_of_products_are_those_of_any_other_batch(layer: str) -> None:
     assert tried > 30
 
 
+def test_products_that_start_early_read_their_own_weights() -> None:
+    """Kernels as an artifact starts them, in a graph: each makes descriptors while programs of the last one still read
+    by theirs."""
+    torch.manual_seed(0)
+    op, impl, bucket = OPS["fused_linear"], OPS["fused_linear"].impls["triton_ordered"], Bucket("mixed", 257, 1024)
+    x, weights = _draw(700, 1024), [_draw(out, 1024, scale=1024**-0.5) for out in (4096, 6144, 1024, 3072) * 3]
+    sites = [_site(op, {"x_TI": x, "weight_OI": weight}, bucket) for weight in weights]
+
+    def run() -> list[torch.Tensor]:
+        return [impl.fn(**site.args, **impl.configs(site)[0]) for site in sites]
+
+    alone = []
+    for site in sites:
+        alone.append(impl.fn(**site.args, **impl.configs(site)[0]))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = run()
+    for _ in range(100):
+        graph.replay()
+        assert all(torch.equal(own, first) for own, first in zip(together, alone, strict=True))
+
+
+def test_rows_are_sampled_as_in_any_other_batch() -> None:
+    """Alone, and beside rows whose logits are edited, which makes them float32 for all."""
+    torch.manual_seed(0)
+    impl, S = OPS["sample"].impls["triton_sample"], 500
+    logits = _draw(S, 32000, scale=3.0)
+    ways = torch.tensor([(0.0, 0, 1.0, 0.0), (1.0, 0, 1.0, 0.0), (0.8, 0, 0.9, 0.0), (0.9, 40, 0.95, 0.0),
+                         (1.1, 0, 1.0, 0.05)], device="cuda").repeat(S // 5, 1)  # fmt: skip
+    number = torch.arange(S, device="cuda")
+    settings = {"temperature_S": ways[:, 0], "top_k_S": ways[:, 1].int(), "top_p_S": ways[:, 2], "min_p_S": ways[:, 3],
+                "seed_S": number, "sample_index_S": number.int()}  # fmt: skip
+
+    def draw(rows: slice, dtype: torch.dtype) -> torch.Tensor:
+        given = {n: t[rows].contiguous() for n, t in settings.items()}
+        site = _site(OPS["sample"], {"logits_SV": logits[rows].to(dtype), **given}, Bucket("decode", 1, 512))
+        return impl.fn(**site.args, **impl.configs(site)[0])
+
+    whole = draw(slice(None), torch.bfloat16)
+    assert torch.equal(draw(slice(None), torch.float32), whole)
+    for first, count in ((0, 1), (2, 1), (3, 1), (4, 1), (7, 1), (100, 30), (401, 99)):
+        assert torch.equal(draw(slice(first, first + count), torch.bfloat16), whole[first : first + count])
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_rows_of_attention_are_those_of_any_other_batch(heads: str) -> None:
     """Prompts whole, divided at random, and their last tokens one by one, by one program or by several."""
