@@ -11,6 +11,7 @@ if importlib.util.find_spec("triton"):
         gluon_gated,
         gluon_int4_row,
         gluon_int4_tile,
+        gluon_ordered,
         triton_fused_linear,
         triton_ordered,
     )

@@ -93,7 +93,7 @@ def beside_rows(site: CallSite) -> list[Config]:
 
 def ordered_configs(site: CallSite) -> list[Config]:
     """Launch constants of the kernel for many rows that computes each as the tile kernel does among few."""
-    rows, ranges, inner = site.rows("x_TI"), _ranges(site), site.args["x_TI"].shape[1]
+    rows, ranges, inner = site.rows("x_TI"), ranges_of(site), site.args["x_TI"].shape[1]
     gated, parted = bool(site.args.get("gated")), "norm_O" in site.args and rows <= MOST_ROWS and ranges > 1
     found: list[Config] = []
     for tile, block_t in _ORDERED:
@@ -103,7 +103,7 @@ def ordered_configs(site: CallSite) -> list[Config]:
         usual = block_t >= 128 if rows > MOST_ROWS else block_t <= max(64, 1 << (rows - 1).bit_length())
         if (
             usual
-            and _divides(inner, tile.block_k, ranges)
+            and divides(inner, tile.block_k, ranges)
             and not (gated and (tile.block_n == 64 or through_memory))
             and not (tile.block_n == 256 and not gated)
             and not (through_memory and inner // ranges < _LEAST_THROUGH_MEMORY)
@@ -125,10 +125,10 @@ def is_ordered(site: CallSite) -> bool:
 
 def sum_order(site: CallSite, constants: Config) -> str:
     """`Impl.row_order`: where the inner dimension is divided. Equal for all rows of a weight."""
-    return f"tensor cores, {_ranges(site)} ranges" if is_ordered(site) else ""
+    return f"tensor cores, {ranges_of(site)} ranges" if is_ordered(site) else ""
 
 
-def _ranges(site: CallSite) -> int:
+def ranges_of(site: CallSite) -> int:
     """Into how many ranges the inner dimension is divided, whatever the number of rows: as suits few rows, where all
     programs run at once."""
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
@@ -136,7 +136,7 @@ def _ranges(site: CallSite) -> int:
     return max((n for n in _SPLITS if n <= most), default=1)
 
 
-def _divides(inner: int, block_k: int, ranges: int) -> bool:
+def divides(inner: int, block_k: int, ranges: int) -> bool:
     """Whether tiles of so many inner entries begin ranges where others do."""
     coarse, fine = -(-inner // _ALIKE_K), -(-inner // block_k)
     return ranges == 1 or -(-fine // ranges) * block_k == -(-coarse // ranges) * _ALIKE_K
@@ -144,10 +144,10 @@ def _divides(inner: int, block_k: int, ranges: int) -> bool:
 
 def _alike_configs(site: CallSite) -> Iterator[Config]:
     """Those of the tile kernel in which rows are computed alike."""
-    inner, ranges = site.args["x_TI"].shape[1], _ranges(site)
+    inner, ranges = site.args["x_TI"].shape[1], ranges_of(site)
     for block_t, token_tiles, _ in _token_tiles(site):
         for tile in _TILES:
-            if tile.block_n >= _USUAL and _divides(inner, tile.block_k, ranges) and _fits(tile, block_t, 16):
+            if tile.block_n >= _USUAL and divides(inner, tile.block_k, ranges) and _fits(tile, block_t, 16):
                 yield {**_config(tile, block_t, token_tiles, ranges), "alike": 1}
 
 

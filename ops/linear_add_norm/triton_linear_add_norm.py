@@ -29,6 +29,7 @@ from graphllm.ops.fused_linear.triton_fused_linear import (
     plain,
     short,
 )
+from graphllm.ops.fused_linear import gluon_ordered as gluon
 from graphllm.ops.fused_linear.triton_ordered import launch_ordered, many
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
@@ -214,5 +215,30 @@ def triton_ordered(
         launch_norm(parts, norm_O, eps, normed_TO, config["ranges"], bias_O, residual_TO, sum_TO, alike=True)
     else:
         launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
+        launch_norm(sum_TO, norm_O, eps, normed_TO)
+    return sum_TO, normed_TO
+
+
+@linear_add_norm.impl(
+    "gluon_ordered", device="cuda", supports=gluon.many, configs=gluon.ordered_configs, row_order=sum_order
+)
+def gluon_ordered(
+    x_TI: Tensor,
+    weight_OI: Tensor,
+    residual_TO: Tensor,
+    norm_O: Tensor,
+    eps: float,
+    bias_O: Tensor | None = None,
+    **config: int,
+) -> tuple[Tensor, Tensor]:
+    """Any number of rows of x, each as `triton_tile` computes it among few."""
+    shape = (x_TI.shape[0], weight_OI.shape[0])
+    sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
+    if config["parts"]:
+        parts = torch.empty((config["ranges"], *shape), dtype=torch.float32, device=x_TI.device)
+        gluon.launch_ordered(x_TI, weight_OI, parts, config)
+        launch_norm(parts, norm_O, eps, normed_TO, config["ranges"], bias_O, residual_TO, sum_TO, alike=True)
+    else:
+        gluon.launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
         launch_norm(sum_TO, norm_O, eps, normed_TO)
     return sum_TO, normed_TO
