@@ -12,7 +12,7 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, parse_count, setting
 from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
 
-_SHORT = 256  # tokens of a step for which a GPU has products that suit few rows
+_SHORT = (256, 1024)  # tokens of steps for which a GPU has products that suit so many rows
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
@@ -102,7 +102,7 @@ def default_buckets(
     """One sequence alone is static; the rest of decode is split where other kernels win on a GPU. dynamic: fewer drafts
     may be verified, too: 1, 2, 4 and so on. deterministic: on a CPU, where generated code decides how norms add up, one
     program serves every step; on a GPU, where no library chooses products by their size, short steps with prompts have
-    their own."""
+    their own, of two sizes."""
     if deterministic and target.device == "cpu":
         return (Bucket("mixed", 1, max_num_batched_tokens),)
     found = [Bucket("decode", 1, 1)]
@@ -117,8 +117,8 @@ def default_buckets(
     for count in (*counts, num_speculative_tokens) if num_speculative_tokens else ():
         most = min(max_num_seqs, max_num_batched_tokens // (count + 1))
         verifying += [replace(b, hi=min(b.hi, most), query_len=count + 1) for b in found if b.lo <= most]
-    short = _SHORT if deterministic and 2 < _SHORT < max_num_batched_tokens else 1
-    mixed = [Bucket("mixed", 2, short)] * (short > 1) + [Bucket("mixed", short + 1, max_num_batched_tokens)]
+    ends = [n for n in _SHORT if deterministic and n < max_num_batched_tokens] + [max_num_batched_tokens]
+    mixed = [Bucket("mixed", before + 1, end) for before, end in zip([1, *ends], ends, strict=False)]
     return (*found, *verifying, *mixed)
 
 

@@ -13,7 +13,6 @@ if importlib.util.find_spec("triton"):
         gluon_int4_tile,
         gluon_ordered,
         triton_fused_linear,
-        triton_ordered,
     )
 
 fused_linear.tuning_inputs(every_adapter)

@@ -1,10 +1,11 @@
-"""Products of many rows on Hopper, each row computed as `tile_kernel` computes it among few: deterministic mode's use of
-the kernel of `gluon_product`.
+"""Products on Hopper whose rows come out the same among few and many, and as `tile_kernel` computes them: deterministic
+mode's use of the kernel of `gluon_product`.
 
 The tensor cores add the products of 16 inner entries at a time, in an order that depends neither on how many rows an
 instruction takes nor on where a row is among them, nor on which of both factors is the first. What is left is where
 sums begin anew: few rows divide the inner dimension among programs, and what these make is added in order. Here one
 program makes the same sums one after another and adds them in the same order, or leaves that to the kernel behind.
+Few rows have tiles of few columns, so that there are programs enough without dividing much.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ from graphllm.ops.fused_linear.launch_constants import Config, divides, is_order
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_fused_linear import half, normalized, width_of
 
-_FEWEST = 64  # rows of x up to which the tile kernel is as fast as memory
+_FEW = 64  # rows of x in whose tiles the groups of warps share the columns
 _SUMS = 128 * 256  # numbers of a tile that two groups of four warps have registers for
 _CANDIDATES = 3
+_MOST_CHOSEN = 1024  # rows from which on the largest tiles are the fastest
 
 
-def many(site: CallSite) -> bool:
-    """Whether this file's kernel serves a site: more rows than those for which memory is the limit, to come out as by
-    the tile kernel; rows of x and weights must begin at multiples of 16 bytes."""
-    read = site.args["x_TI"], site.args["weight_OI"]
-    aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in read)
-    inner = read[0].shape[1]
-    fits = min(read[1].shape) >= BLOCK_K.value and divides(inner, BLOCK_K.value, ranges_of(site)) and runs_gluon(site.target)
-    return site.deterministic and site.rows("x_TI") > _FEWEST and aligned and fits and is_ordered(site) and half(site)
+def serves(site: CallSite) -> bool:
+    """Whether this file's kernel serves a site: rows of x and weights must begin at multiples of 16 bytes."""
+    x, weight = site.args["x_TI"], site.args["weight_OI"]
+    aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (x, weight))
+    fits = min(weight.shape) >= BLOCK_K.value and divides(x.shape[1], BLOCK_K.value, ranges_of(site))
+    return site.deterministic and aligned and fits and runs_gluon(site.target) and is_ordered(site) and half(site)
 
 
 def ordered_configs(site: CallSite) -> list[Config]:
     """Launch constants, the likely best first: of those with which most multiprocessors have work the largest tiles."""
     rows, processors, ranges = site.rows("x_TI"), site.target.multiprocessors, ranges_of(site)
     parts = "norm_O" in site.args and rows <= MOST_ROWS and ranges > 1
+    most = _SUMS if parts or ranges == 1 else _SUMS // 2
     found = []
-    for block_t in (128,) if rows <= 128 else (128, 256):
-        for block_n in (256, 128, 64):
+    for block_t in (64,) if rows <= _FEW else (128,) if rows <= 128 else (128, 256):
+        for block_n in (128, 64, 32) if rows <= _FEW else (256, 128, 64):
             items = -(-site.args["weight_OI"].shape[0] // block_n) * -(-rows // block_t) * (ranges if parts else 1)
-            idle = rows <= MOST_ROWS and items / (-(-items // processors) * processors) < 0.6
-            if block_t * block_n <= _SUMS // (1 if parts or ranges == 1 else 2) and not (block_n == 64 and rows > 1024):
+            idle = items / (-(-items // processors) * processors) < 0.6
+            if block_t * block_n <= most:
                 found.append((idle, -block_t * block_n, block_t, block_n))
     return [
         {"block_t": block_t, "block_n": block_n, "stages": _stages(site, block_t, block_n), "ranges": ranges,
          "parts": int(parts), "programs": processors}
-        for _, _, block_t, block_n in sorted(found)[: _CANDIDATES if rows <= MOST_ROWS else 1]
+        for _, _, block_t, block_n in sorted(found)[: _CANDIDATES if rows <= _MOST_CHOSEN else 1]
     ]  # fmt: skip
 
 
@@ -76,7 +77,7 @@ def launch_ordered(
     )  # fmt: skip
 
 
-@fused_linear.impl("gluon_ordered", device="cuda", supports=many, configs=ordered_configs, row_order=sum_order)
+@fused_linear.impl("gluon_ordered", device="cuda", supports=serves, configs=ordered_configs, row_order=sum_order)
 def gluon_ordered(
     x_TI: Tensor,
     weight_OI: Tensor,

@@ -1,5 +1,5 @@
-"""Products of more rows of x than a tile of `triton_fused_linear` serves well, on Hopper in Gluon: a warp brings tiles of
-x and of the weights into shared memory stages ahead, and two groups of four warps multiply and write.
+"""Products of x with weights on Hopper in Gluon: a warp brings tiles of both into shared memory stages ahead, and two
+groups of four warps multiply and write.
 
 Weights, and what the TMA unit must know of them, are asked for while the kernel before this one still runs. So the
 memory in which that is described must not be the last such kernel's: see `launch_dependents` below.
@@ -50,7 +50,7 @@ def _item(
 
 @gluon.jit
 def _gated(gate, value, ALIKE: gl.constexpr):
-    """silu(gate) * value. ALIKE: rounded as `silu_gate` of Triton's kernels."""
+    """silu(gate) * value. ALIKE: rounded as `_gate` of Triton's kernels."""
     if ALIKE:
         return gate / (1.0 + gl.exp(-gate)) * value
     else:

@@ -18,7 +18,6 @@ import torch
 from graphllm.ir import CallSite, runs_gluon
 from graphllm.ops.add_lora.triton_low_rank import low_rank_config
 from graphllm.ops.encoded_weights import BITS, span_of
-from graphllm.ops.fused_linear.op import MOST_ROWS
 from graphllm.ops.fused_linear.triton_encoded import tiles_of
 
 Config = Mapping[str, int]
@@ -51,12 +50,8 @@ class Tile(NamedTuple):
 
 _TILES = (Tile(64, 128, 4, 4), Tile(64, 256, 3, 4), Tile(64, 64, 6, 4), Tile(128, 128, 3, 8), Tile(32, 256, 4, 4))
 _LEAST_RANGE = 256  # inner entries of a range of sums that are alike
+_NARROW = 32  # columns of the smallest tile of `gluon_ordered`
 _ALIKE_K = 128  # where such ranges may begin
-_LEAST_THROUGH_MEMORY = 1024  # inner entries of a range whose sums are worth a way through memory
-_ORDERED = (  # tiles of many rows, and rows of x
-    (Tile(256, 64, 4, 8), 128), (Tile(128, 64, 3, 8), 256), (Tile(128, 64, 4, 8), 256), (Tile(128, 64, 4, 8), 128),
-    (Tile(64, 64, 4, 4), 256), (Tile(64, 64, 6, 4), 128), (Tile(128, 128, 3, 8), 128),
-)  # fmt: skip
 
 
 def read_by_tma(site: CallSite) -> bool:
@@ -91,31 +86,6 @@ def beside_rows(site: CallSite) -> list[Config]:
     return tile_configs(site)[: None if others else 1]
 
 
-def ordered_configs(site: CallSite) -> list[Config]:
-    """Launch constants of the kernel for many rows that computes each as the tile kernel does among few."""
-    rows, ranges, inner = site.rows("x_TI"), ranges_of(site), site.args["x_TI"].shape[1]
-    gated, parted = bool(site.args.get("gated")), "norm_O" in site.args and rows <= MOST_ROWS and ranges > 1
-    found: list[Config] = []
-    for tile, block_t in _ORDERED:
-        registers = tile.block_n * block_t // (tile.warps * 32)
-        kept = ranges > 1 and not parted and registers <= 64
-        through_memory = ranges > 1 and not parted and not kept
-        usual = block_t >= 128 if rows > MOST_ROWS else block_t <= max(64, 1 << (rows - 1).bit_length())
-        if (
-            usual
-            and divides(inner, tile.block_k, ranges)
-            and not (gated and (tile.block_n == 64 or through_memory))
-            and not (tile.block_n == 256 and not gated)
-            and not (through_memory and inner // ranges < _LEAST_THROUGH_MEMORY)
-        ):
-            found.append({
-                "block_n": tile.block_n, "block_k": tile.block_k, "block_t": block_t, "warps": tile.warps,
-                "stages": tile.stages, "ranges": ranges, "kept": int(kept), "parts": int(parted),
-                "programs": site.target.multiprocessors,
-            })  # fmt: skip
-    return found
-
-
 def is_ordered(site: CallSite) -> bool:
     """Whether rows come out the same in every batch, by both kernels: by those instructions of Hopper's tensor cores
     that take 64 rows of weights. All else has not been shown to."""
@@ -130,9 +100,9 @@ def sum_order(site: CallSite, constants: Config) -> str:
 
 def ranges_of(site: CallSite) -> int:
     """Into how many ranges the inner dimension is divided, whatever the number of rows: as suits few rows, where all
-    programs run at once."""
+    programs run at once. As few as that allows, because many rows have to make all of them."""
     width, inner = site.args["weight_OI"].shape[0], site.args["x_TI"].shape[1]
-    most = min(site.target.multiprocessors // -(-width // _USUAL), inner // _LEAST_RANGE)
+    most = min(site.target.multiprocessors // -(-width // _NARROW), inner // _LEAST_RANGE)
     return max((n for n in _SPLITS if n <= most), default=1)
 
 

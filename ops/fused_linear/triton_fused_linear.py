@@ -49,7 +49,7 @@ def weight_rows(block, N: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constex
 
 
 @triton.jit
-def silu_gate(acc):
+def _gate(acc):
     """silu(gate) * value."""
     gate, value = acc
     return gate / (1.0 + tl.exp(-gate)) * value
@@ -126,7 +126,7 @@ def _finish_row(
 ):  # fmt: skip
     column = row
     if GATED:
-        out = silu_gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
+        out = _gate(tl.split(tl.reshape(out, [BLOCK_N // 2, 2])))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         inside_out = column < N // 2
     else:
@@ -213,7 +213,7 @@ def encoded_row_kernel(
 
 
 @triton.jit
-def finish_tile(
+def _finish_tile(
     acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
     N: tl.constexpr, RESIDUAL_ROW: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
@@ -223,7 +223,7 @@ def finish_tile(
         acc += tl.load(bias_ptr + row, mask=in_row, other=0.0).to(tl.float32)[:, None]
     if GATED:
         pairs = tl.permute(tl.reshape(acc, [BLOCK_N // 2, 2, BLOCK_T]), (0, 2, 1))
-        acc = silu_gate(tl.split(pairs))
+        acc = _gate(tl.split(pairs))
         column = block * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         width = N // 2
     else:
@@ -246,7 +246,7 @@ def finish_splits(
 ):  # fmt: skip
     """Write a tile once the parts of its sum are there: the last program to arrive adds them, always in one order."""
     if SPLITS == 1:
-        finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+        _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
                      N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
     else:
         tile = tile_t * tl.num_programs(0) + block
@@ -261,7 +261,7 @@ def finish_splits(
             for i in tl.static_range(SPLITS):
                 acc += tl.load(parts + i * SIZE, cache_modifier=".cg")
             tl.store(arrived_ptr + tile, 0)
-            finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
+            _finish_tile(acc, block, token, T, bias_ptr, residual_ptr, out_ptr,
                          N, RESIDUAL_ROW, BIAS, RESIDUAL, GATED, BLOCK_N, BLOCK_T)  # fmt: skip
 
 
@@ -481,7 +481,7 @@ def _gate_kernel(gate_up_ptr, out_ptr, N: tl.constexpr, BLOCK: tl.constexpr, EMU
     row = gate_up_ptr + token * (2 * N) + n
     gate = tl.load(row, mask=n < N, other=0.0).to(tl.float32)
     value = tl.load(row + N, mask=n < N, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * N + n, silu_gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
+    tl.store(out_ptr + token * N + n, _gate((gate, value)).to(out_ptr.dtype.element_ty), mask=n < N)
 
 
 _ENCODED = ("weight_OI", "scales_GO", "zeros_GO")

@@ -14,9 +14,9 @@ from graphllm.ops.all_reduce.extern import summed
 from graphllm.ops.all_reduce.triton_exchange import fits_exchange
 from graphllm.ops.fused_linear.gluon_int4_row import int4_row, int4_row_configs, launch_int4_row
 from graphllm.ops.fused_linear.gluon_int4_tile import int4_tile, int4_tile_configs, launch_int4_tile
+from graphllm.ops.fused_linear.gluon_ordered import launch_ordered, ordered_configs, serves
 from graphllm.ops.fused_linear.launch_constants import (
     beside_rows,
-    ordered_configs,
     row_configs,
     sum_order,
     tile_configs,
@@ -29,8 +29,6 @@ from graphllm.ops.fused_linear.triton_fused_linear import (
     plain,
     short,
 )
-from graphllm.ops.fused_linear import gluon_ordered as gluon
-from graphllm.ops.fused_linear.triton_ordered import launch_ordered, many
 from graphllm.ops.linear_add_norm.op import linear_add_norm
 
 
@@ -196,32 +194,7 @@ def triton_tile(
     return sum_TO, normed_TO
 
 
-@linear_add_norm.impl("triton_ordered", device="cuda", supports=many, configs=ordered_configs, row_order=sum_order)
-def triton_ordered(
-    x_TI: Tensor,
-    weight_OI: Tensor,
-    residual_TO: Tensor,
-    norm_O: Tensor,
-    eps: float,
-    bias_O: Tensor | None = None,
-    **config: int,
-) -> tuple[Tensor, Tensor]:
-    """Any number of rows of x, each as `triton_tile` computes it among few."""
-    shape = (x_TI.shape[0], weight_OI.shape[0])
-    sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
-    if config["parts"]:
-        parts = torch.empty((config["ranges"], *shape), dtype=torch.float32, device=x_TI.device)
-        launch_ordered(x_TI, weight_OI, parts, config)
-        launch_norm(parts, norm_O, eps, normed_TO, config["ranges"], bias_O, residual_TO, sum_TO, alike=True)
-    else:
-        launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
-        launch_norm(sum_TO, norm_O, eps, normed_TO)
-    return sum_TO, normed_TO
-
-
-@linear_add_norm.impl(
-    "gluon_ordered", device="cuda", supports=gluon.many, configs=gluon.ordered_configs, row_order=sum_order
-)
+@linear_add_norm.impl("gluon_ordered", device="cuda", supports=serves, configs=ordered_configs, row_order=sum_order)
 def gluon_ordered(
     x_TI: Tensor,
     weight_OI: Tensor,
@@ -231,14 +204,14 @@ def gluon_ordered(
     bias_O: Tensor | None = None,
     **config: int,
 ) -> tuple[Tensor, Tensor]:
-    """Any number of rows of x, each as `triton_tile` computes it among few."""
+    """Any number of rows of x, each as `triton_tile` computes it."""
     shape = (x_TI.shape[0], weight_OI.shape[0])
     sum_TO, normed_TO = x_TI.new_empty(shape), x_TI.new_empty(shape)
     if config["parts"]:
         parts = torch.empty((config["ranges"], *shape), dtype=torch.float32, device=x_TI.device)
-        gluon.launch_ordered(x_TI, weight_OI, parts, config)
+        launch_ordered(x_TI, weight_OI, parts, config)
         launch_norm(parts, norm_O, eps, normed_TO, config["ranges"], bias_O, residual_TO, sum_TO, alike=True)
     else:
-        gluon.launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
+        launch_ordered(x_TI, weight_OI, sum_TO, config, bias_O, residual_TO)
         launch_norm(sum_TO, norm_O, eps, normed_TO)
     return sum_TO, normed_TO

@@ -8,7 +8,7 @@ a sequence, and the last one to finish joins them; else one program does both.
 
 Keys and values of prompts are first stored in the cache by a kernel of their own, and read from there as all others.
 Where sequences have one token each, the program of the last range stores its keys and values, and takes them as they
-are.
+are. In steps with prompts such sequences have a launch of their own, in which they do not fill tiles of many rows.
 """
 
 # mypy: allow-untyped-defs
@@ -208,7 +208,7 @@ def range_kernel(
     SCALED: tl.constexpr,
     EMULATED: tl.constexpr,
     RANGE: tl.constexpr,
-    SINGLE: tl.constexpr,  # sequences have one token at most
+    SINGLE: tl.constexpr,  # sequences that have one token, and no others; else all the others
     PARTS: tl.constexpr,  # ranges of the longest context
     PROGRAMS: tl.constexpr,  # that share the ranges of a sequence, if SINGLE
     LINE: tl.constexpr,  # entries in 128 bytes, a line of the cache
@@ -260,7 +260,8 @@ def range_kernel(
                 slots = tile_slots(blocks, begin, CACHE_BLOCK, CACHE_POS, P, BLOCK_N)
                 prefetch_lines(head_ptr + slots, CACHE_KV, LINE, LINES)
         tl.extra.cuda.gdc_wait()
-    if (skip < queries) & (own < ranges):
+    served = queries == 1 if SINGLE else (queries > 1) & (skip < queries)
+    if served & (own < ranges):
         m = tl.arange(0, BLOCK_M)
         e = tl.arange(0, E_PAD)
         token = skip + m // G
@@ -353,7 +354,8 @@ def in_ranges(site: CallSite) -> bool:
 
 
 def range_configs(site: CallSite) -> list[Config]:
-    """The same tiles and ranges at all sizes; 128 rows are two times 64, each as if alone."""
+    """The same tiles and ranges at all sizes; 128 rows are two times 64, each as if alone. Single tokens beside prompts
+    have one program each."""
     (_, H, E), (_, _, K, P, _) = site.args["q_THE"].shape, site.args["kv_cache"].shape
     parts = -(-site.args["block_table"].shape[1] * P // _RANGE)
     most, programs, single = site.bucket.hi, 1, site.bucket.kind == "decode"
@@ -405,23 +407,28 @@ def triton_ranges(
     T, H, E = q_THE.shape
     K, S = kv_cache.shape[2], seq_lens.shape[0]
     rotated, rotation = rotary_arguments(rotary, q_THE)
-    if not single:
-        write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
     score_scale, log2e_cap = score_constants(scale, softcap)
-    partial = arrived = q_THE
     line = 128 // kv_cache.element_size()
+    partial = arrived = q_THE
     if programs > 1:
         partial = torch.empty((S, parts, H, E + 2), dtype=torch.float32, device=q_THE.device)
         arrived = zeroed(q_THE, S * K)
-    launch_triton(
-        range_kernel, (S * K if single else (T // (block_m // (H // K)) + S) * K, programs),
-        q_THE, k_TKE, v_TKE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, *rotated,
-        q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
-        Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
-        V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
-        SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=block_m, BLOCK_N=block_n, RANGE=length,
-        SINGLE=single == 1, PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
-        num_warps=warps, num_stages=stages,
-        **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
-    )  # fmt: skip
+
+    def launch(items: int, rows: int, single: bool, warps: int, stages: int) -> None:
+        launch_triton(
+            range_kernel, (items * K, programs),
+            q_THE, k_TKE, v_TKE, kv_cache, out_THE, block_table, query_start_loc, seq_lens, *rotated,
+            q_THE if sinks_H is None else sinks_H, q_THE if kv_scales is None else kv_scales, partial, arrived, S,
+            Q_ROW=q_THE.stride(0), Q_HEAD=q_THE.stride(1), K_ROW=k_TKE.stride(0), K_HEAD=k_TKE.stride(1),
+            V_ROW=v_TKE.stride(0), V_HEAD=v_TKE.stride(1), SCALE=score_scale, LOG2E_CAP=log2e_cap, WINDOW=window,
+            SINKS=sinks_H is not None, H=H, K=K, G=H // K, BLOCK_M=rows, BLOCK_N=block_n, RANGE=length, SINGLE=single,
+            PARTS=parts, PROGRAMS=programs, LINE=line, LINES=1 << (max(1, E // line).bit_length() - 1),
+            num_warps=warps, num_stages=stages, **cache_constants(kv_cache, block_table, E, kv_scales), **rotation,
+        )  # fmt: skip
+
+    if not single:
+        write_rows(k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, kv_scales, rotary)
+        launch(T // (block_m // (H // K)) + S, block_m, False, warps, stages)
+        block_m, warps, stages = _SINGLE_M, 4, 2
+    launch(S, block_m, True, warps, stages)
     return out_THE

@@ -27,7 +27,7 @@ from graphllm.machine import detect_target  # noqa: E402
 OPS = load_ops()
 # Rows of a step, and the bucket that serves it.
 STEPS = (
-    (1030, Bucket("mixed", 257, 8192)), (300, Bucket("mixed", 257, 8192)), (200, Bucket("mixed", 2, 256)),
+    (1030, Bucket("mixed", 1025, 8192)), (300, Bucket("mixed", 257, 1024)), (200, Bucket("mixed", 2, 256)),
     (100, Bucket("decode", 65, 128)), (50, Bucket("decode", 33, 64)), (31, Bucket("decode", 17, 32)),
     (15, Bucket("decode", 2, 16)), (2, Bucket("decode", 2, 16)), (1, Bucket("decode", 1, 1)),
 )  # fmt: skip
@@ -115,7 +115,7 @@ def test_products_that_start_early_read_their_own_weights() -> None:
     """Kernels as an artifact starts them, in a graph: each makes descriptors while programs of the last one still read
     by theirs."""
     torch.manual_seed(0)
-    op, impl, bucket = OPS["fused_linear"], OPS["fused_linear"].impls["triton_ordered"], Bucket("mixed", 257, 1024)
+    op, impl, bucket = OPS["fused_linear"], OPS["fused_linear"].impls["gluon_ordered"], Bucket("mixed", 257, 1024)
     x, weights = _draw(700, 1024), [_draw(out, 1024, scale=1024**-0.5) for out in (4096, 6144, 1024, 3072) * 3]
     sites = [_site(op, {"x_TI": x, "weight_OI": weight}, bucket) for weight in weights]
 

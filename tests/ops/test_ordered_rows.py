@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphllm.config import Bucket, Target
-from graphllm.ir import CallSite
+from graphllm.ir import CallSite, runs_gluon
 from graphllm.ir.registry import load_ops
 from graphllm.ir.testing.check import relative_error
 
@@ -57,7 +57,8 @@ def test_ranges_are_joined(tokens: tuple[int, ...], programs: int, window: int) 
 @pytest.mark.parametrize("width", [64, 1000, 4096, 28672, 151936])
 def test_all_buckets_have_launch_constants_of_one_order(op: str, width: int, inner: int) -> None:
     orders = set()
-    for rows in (1, 2, 16, 40, 64, 100, 256, 300, 8192):
+    many = (300, 8192) if runs_gluon(TARGET) else ()  # what serves them is not interpreted
+    for rows in (1, 2, 16, 40, 64, 100, 256, *many):
         given: dict[str, Any] = {"x_TI": torch.empty(rows, inner, dtype=torch.bfloat16, device="meta")}
         given["weight_OI"] = given["x_TI"].new_empty((width, inner))
         if op == "linear_add_norm":
