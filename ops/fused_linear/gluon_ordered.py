@@ -25,10 +25,13 @@ _MOST_CHOSEN = 1024  # rows from which on the largest tiles are the fastest
 
 
 def serves(site: CallSite) -> bool:
-    """Whether this file's kernel serves a site: rows of x and weights must begin at multiples of 16 bytes."""
+    """Whether this file's kernel serves a site: rows of x and weights must begin at multiples of 16 bytes, and a residual
+    is not added behind a gate."""
     x, weight = site.args["x_TI"], site.args["weight_OI"]
     aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (x, weight))
     fits = min(weight.shape) >= BLOCK_K.value and divides(x.shape[1], BLOCK_K.value, ranges_of(site))
+    if site.args.get("gated") and site.args["residual_TN"] is not None:
+        return False
     return site.deterministic and aligned and fits and runs_gluon(site.target) and is_ordered(site) and half(site)
 
 
