@@ -64,6 +64,6 @@ def gluon_gated(
     hopper_product(
         programs, x_TI, weight_OI, x_TI if bias_O is None else bias_O, x_TI, out_TN, T, X_ROW=x_TI.stride(0),
         WEIGHT_ROW=weight_OI.stride(0), RESIDUAL_ROW=0, N=N, K=K, BIAS=bias_O is not None, GATED=True, ALIKE=False,
-        BLOCK_T=block_t, BLOCK_N=block_n, RANGES=1, PARTS=False, STAGES=stages,
+        BLOCK_T=block_t, BLOCK_N=block_n, RANGES=1, PER_RANGE=1, PARTS=False, STAGES=stages, TOGETHER=16,
     )  # fmt: skip
     return out_TN

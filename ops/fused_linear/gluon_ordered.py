@@ -14,7 +14,7 @@ from torch import Tensor
 
 from graphllm.ir import CallSite, runs_gluon
 from graphllm.ops.fused_linear.gluon_product import BLOCK_K, hopper_product, stages_of
-from graphllm.ops.fused_linear.launch_constants import Config, divides, is_ordered, ranges_of, sum_order
+from graphllm.ops.fused_linear.launch_constants import Config, is_ordered, length_of_range, ranges_of, sum_order
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_fused_linear import half, normalized, width_of
 
@@ -25,11 +25,11 @@ _MOST_CHOSEN = 1024  # rows from which on the largest tiles are the fastest
 
 
 def serves(site: CallSite) -> bool:
-    """Whether this file's kernel serves a site: rows of x and weights must begin at multiples of 16 bytes, and a residual
-    is not added behind a gate."""
+    """Whether this file's kernel serves a site: rows of x and weights must begin at multiples of 16 bytes, and no
+    residual is added behind a gate."""
     x, weight = site.args["x_TI"], site.args["weight_OI"]
     aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (x, weight))
-    fits = min(weight.shape) >= BLOCK_K.value and divides(x.shape[1], BLOCK_K.value, ranges_of(site))
+    fits = min(weight.shape) >= BLOCK_K.value
     if site.args.get("gated") and site.args["residual_TN"] is not None:
         return False
     return site.deterministic and aligned and fits and runs_gluon(site.target) and is_ordered(site) and half(site)
@@ -47,10 +47,13 @@ def ordered_configs(site: CallSite) -> list[Config]:
             idle = items / (-(-items // processors) * processors) < 0.6
             if block_t * block_n <= most:
                 found.append((idle, -block_t * block_n, block_t, block_n))
+    few = rows <= _MOST_CHOSEN
     return [
         {"block_t": block_t, "block_n": block_n, "stages": _stages(site, block_t, block_n), "ranges": ranges,
-         "parts": int(parts), "programs": processors}
-        for _, _, block_t, block_n in sorted(found)[: _CANDIDATES if rows <= _MOST_CHOSEN else 1]
+         "steps": length_of_range(site) // BLOCK_K.value, "parts": int(parts), "together": together,
+         "programs": processors}
+        for _, _, block_t, block_n in sorted(found)[: _CANDIDATES if few else 1]
+        for together in ((16,) if few else (16, 8))
     ]  # fmt: skip
 
 
@@ -76,7 +79,8 @@ def launch_ordered(
         config["programs"], x_TI, weight_OI, bias, residual, out, T, X_ROW=x_TI.stride(0),
         WEIGHT_ROW=weight_OI.stride(0), RESIDUAL_ROW=0 if residual_TN is None else residual_TN.stride(0), N=N, K=K,
         BIAS=bias_O is not None, GATED=gated, ALIKE=True, BLOCK_T=config["block_t"], BLOCK_N=config["block_n"],
-        RANGES=config["ranges"], PARTS=config["parts"] == 1, STAGES=config["stages"],
+        RANGES=config["ranges"], PER_RANGE=config["steps"], PARTS=config["parts"] == 1, STAGES=config["stages"],
+        TOGETHER=config["together"],
     )  # fmt: skip
 
 

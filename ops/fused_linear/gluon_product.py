@@ -33,12 +33,12 @@ def _place(i, tiles_t, COLUMNS: gl.constexpr, TOGETHER: gl.constexpr):
 @gluon.jit
 def _item(
     i, tiles_t,
-    COLUMNS: gl.constexpr, TOGETHER: gl.constexpr, STEPS: gl.constexpr, RANGES: gl.constexpr, PARTS: gl.constexpr,
+    COLUMNS: gl.constexpr, TOGETHER: gl.constexpr, STEPS: gl.constexpr, RANGES: gl.constexpr,
+    PER_RANGE: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
     """The i-th item of work: its tile of tokens and of columns, its part of the sum, and that part's first step and
     steps."""
     if PARTS:
-        PER_RANGE: gl.constexpr = (STEPS + RANGES - 1) // RANGES
         t, column = _place(i // RANGES, tiles_t, COLUMNS, TOGETHER)
         part = i % RANGES
         first = part * PER_RANGE
@@ -78,12 +78,12 @@ def _load_weights(
 def _bring_tiles(
     rows, weights, x_smem, w_smem, full, free, count, tiles_t,
     N: gl.constexpr, GATED: gl.constexpr, BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, PART: gl.constexpr,
-    COLUMNS: gl.constexpr, STEPS: gl.constexpr, RANGES: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    TOGETHER: gl.constexpr,
+    COLUMNS: gl.constexpr, STEPS: gl.constexpr, RANGES: gl.constexpr, PER_RANGE: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, TOGETHER: gl.constexpr,
 ):  # fmt: skip
     """What the warp that fills shared memory does, as far ahead as there is room. The first stages' weights are there
     before it waits for x."""
-    _, column, _, first, steps = _item(gl.program_id(0), tiles_t, COLUMNS, TOGETHER, STEPS, RANGES, PARTS)
+    _, column, _, first, steps = _item(gl.program_id(0), tiles_t, COLUMNS, TOGETHER, STEPS, RANGES, PER_RANGE, PARTS)
     early = gl.where(gl.program_id(0) < count, gl.minimum(steps, STAGES), 0)
     for stage in range(early):
         mbarrier.expect(full.index(stage), (BLOCK_T + BLOCK_N) * BLOCK_K * 2)
@@ -91,7 +91,7 @@ def _bring_tiles(
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
     n = 0
     for i in range(gl.program_id(0), count, gl.num_programs(0)):
-        t, column, _, first, steps = _item(i, tiles_t, COLUMNS, TOGETHER, STEPS, RANGES, PARTS)
+        t, column, _, first, steps = _item(i, tiles_t, COLUMNS, TOGETHER, STEPS, RANGES, PER_RANGE, PARTS)
         for k in range(steps):
             stage = n % STAGES
             arrived = full.index(stage)
@@ -134,7 +134,7 @@ def _multiply(
     x_smem, w_smem, full, free, bias_ptr, residual_ptr, out_ptr, count, tiles_t, T,
     N: gl.constexpr, BIAS: gl.constexpr, RESIDUAL_ROW: gl.constexpr, GATED: gl.constexpr, ALIKE: gl.constexpr,
     BLOCK_T: gl.constexpr, BLOCK_N: gl.constexpr, COLUMNS: gl.constexpr, STEPS: gl.constexpr, RANGES: gl.constexpr,
-    PARTS: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr,
+    PER_RANGE: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr, TOGETHER: gl.constexpr, GROUP: gl.constexpr,
 ):  # fmt: skip
     """What a group of four warps does: half of each tile's tokens or, where these are too few, of its columns."""
     SIDES: gl.constexpr = 2 if BLOCK_T == 64 else 1
@@ -142,7 +142,6 @@ def _multiply(
     OWN_N: gl.constexpr = BLOCK_N // SIDES
     WIDTH: gl.constexpr = N // 2 if GATED else N
     WRITTEN: gl.constexpr = OWN_N // 2 if GATED else OWN_N
-    PER_RANGE: gl.constexpr = (STEPS + RANGES - 1) // RANGES
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, OWN_N, 16])
     wide: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WRITTEN, WRITTEN // 8], [4, 1], [1, 0])
     # The next kernel may start when all programs are here, so the one before is over: two kernels at most overlap.
@@ -151,7 +150,7 @@ def _multiply(
     )
     n = 0
     for i in range(gl.program_id(0), count, gl.num_programs(0)):
-        t, column, part, _, steps = _item(i, tiles_t, COLUMNS, TOGETHER, STEPS, RANGES, PARTS)
+        t, column, part, _, steps = _item(i, tiles_t, COLUMNS, TOGETHER, STEPS, RANGES, PER_RANGE, PARTS)
         if PARTS or RANGES == 1:
             acc, n = _sum(x_smem, w_smem, full, free, n, steps, OWN_T, OWN_N, SIDES, STAGES, GROUP)
         else:
@@ -206,13 +205,14 @@ def hopper_product_kernel(
     BLOCK_T: gl.constexpr,  # tokens of a tile
     BLOCK_N: gl.constexpr,  # columns of a tile, with a gate half of them of that
     RANGES: gl.constexpr,  # in which the sum over K is made, one after another, each from zero
+    PER_RANGE: gl.constexpr,  # steps of a range
     PARTS: gl.constexpr,  # each range is an item of work, and left to a kernel that follows
     STAGES: gl.constexpr,
+    TOGETHER: gl.constexpr,  # tiles of tokens that are multiplied with the same columns one after another
 ):  # fmt: skip
     PART: gl.constexpr = BLOCK_N if not GATED else BLOCK_N // (4 if BLOCK_T == 64 else 2)  # rows that are read at once
     COLUMNS: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     STEPS: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
-    TOGETHER: gl.constexpr = 16  # tiles of tokens that are multiplied with the same columns one after another
     dtype: gl.constexpr = x_ptr.dtype.element_ty
     tiles_t = (T + BLOCK_T - 1) // BLOCK_T
     count = tiles_t * COLUMNS * (RANGES if PARTS else 1)
@@ -232,15 +232,15 @@ def hopper_product_kernel(
         [
             (_multiply, (
                 x_smem, w_smem, full, free, bias_ptr, residual_ptr, out_ptr, count, tiles_t, T, N, BIAS, RESIDUAL_ROW,
-                GATED, ALIKE, BLOCK_T, BLOCK_N, COLUMNS, STEPS, RANGES, PARTS, STAGES, TOGETHER, 0,
+                GATED, ALIKE, BLOCK_T, BLOCK_N, COLUMNS, STEPS, RANGES, PER_RANGE, PARTS, STAGES, TOGETHER, 0,
             )),
             (_multiply, (
                 x_smem, w_smem, full, free, bias_ptr, residual_ptr, out_ptr, count, tiles_t, T, N, BIAS, RESIDUAL_ROW,
-                GATED, ALIKE, BLOCK_T, BLOCK_N, COLUMNS, STEPS, RANGES, PARTS, STAGES, TOGETHER, 1,
+                GATED, ALIKE, BLOCK_T, BLOCK_N, COLUMNS, STEPS, RANGES, PER_RANGE, PARTS, STAGES, TOGETHER, 1,
             )),
             (_bring_tiles, (
                 rows, weights, x_smem, w_smem, full, free, count, tiles_t, N, GATED, BLOCK_T, BLOCK_N, PART, COLUMNS,
-                STEPS, RANGES, PARTS, STAGES, TOGETHER,
+                STEPS, RANGES, PER_RANGE, PARTS, STAGES, TOGETHER,
             )),
         ],
         [4, 1],  # warps of the second group and of what fills shared memory

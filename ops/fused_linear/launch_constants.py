@@ -106,18 +106,23 @@ def ranges_of(site: CallSite) -> int:
     return max((n for n in _SPLITS if n <= most), default=1)
 
 
-def divides(inner: int, block_k: int, ranges: int) -> bool:
-    """Whether tiles of so many inner entries begin ranges where others do."""
-    coarse, fine = -(-inner // _ALIKE_K), -(-inner // block_k)
-    return ranges == 1 or -(-fine // ranges) * block_k == -(-coarse // ranges) * _ALIKE_K
+def length_of_range(site: CallSite) -> int:
+    """Inner entries of a range."""
+    return -(-(-(-site.args["x_TI"].shape[1] // _ALIKE_K)) // ranges_of(site)) * _ALIKE_K
+
+
+def _divides(site: CallSite, block_k: int) -> bool:
+    """Whether the tile kernel's tiles of so many inner entries begin ranges where others do."""
+    tiles, ranges = -(-site.args["x_TI"].shape[1] // block_k), ranges_of(site)
+    return ranges == 1 or -(-tiles // ranges) * block_k == length_of_range(site)
 
 
 def _alike_configs(site: CallSite) -> Iterator[Config]:
     """Those of the tile kernel in which rows are computed alike."""
-    inner, ranges = site.args["x_TI"].shape[1], ranges_of(site)
+    ranges = ranges_of(site)
     for block_t, token_tiles, _ in _token_tiles(site):
         for tile in _TILES:
-            if tile.block_n >= _USUAL and divides(inner, tile.block_k, ranges) and _fits(tile, block_t, 16):
+            if tile.block_n >= _USUAL and _divides(site, tile.block_k) and _fits(tile, block_t, 16):
                 yield {**_config(tile, block_t, token_tiles, ranges), "alike": 1}
 
 
