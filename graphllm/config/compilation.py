@@ -12,7 +12,7 @@ from graphllm.config.errors import ConfigError
 from graphllm.config.setting import definitions, not_key, parse_count, setting
 from graphllm.config.token_tree import GrownTree, TokenTree, token_tree
 
-_SHORT = (256, 1024)  # tokens of steps for which a GPU has products that suit so many rows
+_SHORT = (256, 512, 1024)  # tokens of steps for which a GPU has products that suit so many rows
 _LARGEST_BUCKET, _MOST_QUERIES = 2**24, 2**10
 Dtype = Literal["bfloat16", "float16", "float32"]
 Quantization = Literal["int8", "int4", "fp8", "mxfp4"]
@@ -102,7 +102,7 @@ def default_buckets(
     """One sequence alone is static; the rest of decode is split where other kernels win on a GPU. dynamic: fewer drafts
     may be verified, too: 1, 2, 4 and so on. deterministic: on a CPU, where generated code decides how norms add up, one
     program serves every step; on a GPU, where no library chooses products by their size, short steps with prompts have
-    their own, of two sizes."""
+    their own, of several sizes."""
     if deterministic and target.device == "cpu":
         return (Bucket("mixed", 1, max_num_batched_tokens),)
     found = [Bucket("decode", 1, 1)]

@@ -5,7 +5,6 @@ The tensor cores add the products of 16 inner entries at a time, in an order tha
 instruction takes nor on where a row is among them, nor on which of both factors is the first. What is left is where
 sums begin anew: few rows divide the inner dimension among programs, and what these make is added in order. Here one
 program makes the same sums one after another and adds them in the same order, or leaves that to the kernel behind.
-Few rows have tiles of few columns, so that there are programs enough without dividing much.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from graphllm.ops.fused_linear.launch_constants import Config, is_ordered, lengt
 from graphllm.ops.fused_linear.op import MOST_ROWS, fused_linear
 from graphllm.ops.fused_linear.triton_fused_linear import half, normalized, width_of
 
-_FEW = 64  # rows of x in whose tiles the groups of warps share the columns
+_FEWEST = 33  # rows of x; below, tiles of Triton's kernel are faster
+_FEW = 64  # rows in whose tiles the groups of warps share the columns
 _SUMS = 128 * 256  # numbers of a tile that two groups of four warps have registers for
 _CANDIDATES = 3
 _MOST_CHOSEN = 1024  # rows from which on the largest tiles are the fastest
 
 
 def serves(site: CallSite) -> bool:
-    """Whether this file's kernel serves a site: rows of x and weights must begin at multiples of 16 bytes, and no
-    residual is added behind a gate."""
+    """Whether this file's kernel serves a site: some rows of x, which, as those of weights, must begin at multiples of
+    16 bytes, and no residual behind a gate."""
     x, weight = site.args["x_TI"], site.args["weight_OI"]
     aligned = all(t.stride(0) % 8 == 0 and t.storage_offset() % 8 == 0 for t in (x, weight))
     fits = min(weight.shape) >= BLOCK_K.value
-    if site.args.get("gated") and site.args["residual_TN"] is not None:
+    if site.rows("x_TI") < _FEWEST or (site.args.get("gated") and site.args["residual_TN"] is not None):
         return False
     return site.deterministic and aligned and fits and runs_gluon(site.target) and is_ordered(site) and half(site)
 
