@@ -108,7 +108,8 @@ def ranges_of(site: CallSite) -> int:
 
 def length_of_range(site: CallSite) -> int:
     """Inner entries of a range."""
-    return -(-(-(-site.args["x_TI"].shape[1] // _ALIKE_K)) // ranges_of(site)) * _ALIKE_K
+    steps = -(-site.args["x_TI"].shape[1] // _ALIKE_K)
+    return -(-steps // ranges_of(site)) * _ALIKE_K
 
 
 def _divides(site: CallSite, block_k: int) -> bool:

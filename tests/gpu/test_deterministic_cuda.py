@@ -26,9 +26,10 @@ from graphllm.machine import detect_target  # noqa: E402
 OPS = load_ops()
 # Rows of a step, and the bucket that serves it.
 STEPS = (
-    (1030, Bucket("mixed", 1025, 8192)), (700, Bucket("mixed", 513, 1024)), (300, Bucket("mixed", 257, 512)), (200, Bucket("mixed", 2, 256)),
-    (100, Bucket("decode", 65, 128)), (50, Bucket("decode", 33, 64)), (31, Bucket("decode", 17, 32)),
-    (15, Bucket("decode", 2, 16)), (2, Bucket("decode", 2, 16)), (1, Bucket("decode", 1, 1)),
+    (1030, Bucket("mixed", 1025, 8192)), (700, Bucket("mixed", 513, 1024)), (300, Bucket("mixed", 257, 512)),
+    (200, Bucket("mixed", 2, 256)), (100, Bucket("decode", 65, 128)), (50, Bucket("decode", 33, 64)),
+    (31, Bucket("decode", 17, 32)), (15, Bucket("decode", 2, 16)), (2, Bucket("decode", 2, 16)),
+    (1, Bucket("decode", 1, 1)),
 )  # fmt: skip
 LAYERS = {  # of Llama-3.1-8B, Qwen3-0.6B and Qwen2.5-0.5B: the op, outputs, inputs, what joins
     "llama qkv": ("fused_linear", 6144, 4096, ""),
