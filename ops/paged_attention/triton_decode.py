@@ -453,10 +453,11 @@ def triton_decode(
     softcap: float = 0.0,
     sinks_H: Tensor | None = None,
     kv_scales: Tensor | None = None,
+    ancestors_T: None = None,
     rotary: Rotary | None = None,
     **config: int,
 ) -> Tensor:
-    """Pure decode: every sequence has zero or one query token. rotary: for `rope_attention`."""
+    """Pure decode: every sequence has zero or one query token, and no trees. rotary: for `rope_attention`."""
     out_THE = torch.empty_like(q_THE, memory_format=torch.contiguous_format)
     launch_decode(
         q_THE, k_TKE, v_TKE, kv_cache, block_table, query_start_loc, seq_lens, out_THE, scale, window, softcap, sinks_H,
